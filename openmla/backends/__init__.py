@@ -1,0 +1,85 @@
+"""Which backends implement which op, best first, and how one is chosen: a table and a walk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from openmla.errors import ConfigError, UnsupportedError
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cache_gather": ("reference",),
+    "cache_write": ("reference",),
+    "merge_states": ("reference",),
+    "mha_ragged": ("sdpa", "reference"),
+    "mqa_paged": ("reference",),
+    "rope": ("reference",),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What decides whether a backend can run an op; the same problem gives the same answer.
+
+    Letters are the alphabet's; 0 where a dimension does not belong to the op. E is the width of
+    an expanded query or key head, P + R.
+    """
+
+    op: str
+    device: str = "cpu"
+    capability: tuple[int, int] | None = None
+    dtype: torch.dtype = torch.float32
+    format: str = ""
+    H: int = 0
+    D: int = 0
+    C: int = 0
+    E: int = 0
+    V: int = 0
+    BS: int = 0
+    max_query_len: int = 0
+
+
+def all_backends() -> tuple[str, ...]:
+    """Every backend named in the table, in order of first mention, the reference last."""
+    names = dict.fromkeys(name for row in BACKENDS.values() for name in row)
+    return (*(name for name in names if name != "reference"), "reference")
+
+
+def load(op: str, backend: str) -> ModuleType:
+    """The implementation file of an op; it is imported when first asked for."""
+    return import_module(f"openmla.backends.{backend}.{op}")
+
+
+def why_not(problem: Problem, backend: str) -> str | None:
+    """Why a backend cannot run a problem, or None if it can."""
+    if backend not in BACKENDS[problem.op]:
+        return f"has no {problem.op}"
+    reason: str | None = load(problem.op, backend).why_not(problem)
+    return reason
+
+
+@lru_cache(maxsize=1024)
+def select(problem: Problem, backend: str = "auto") -> str:
+    """The backend that runs a problem: the named one, or with "auto" the first that can.
+
+    Nothing falls back: a named backend that cannot run the problem raises UnsupportedError.
+    """
+    candidates = BACKENDS[problem.op]
+    if backend != "auto":
+        if backend not in all_backends():
+            raise ConfigError(
+                f"{problem.op}: backend {backend!r} is not known. "
+                f"Known: auto, {', '.join(all_backends())}."
+            )
+        candidates = (backend,)
+    reasons = []
+    for name in candidates:
+        reason = why_not(problem, name)
+        if reason is None:
+            return name
+        reasons.append(f"  {name:<10} {reason}")
+    raise UnsupportedError(f"{problem.op}: no backend can run this problem:\n" + "\n".join(reasons))

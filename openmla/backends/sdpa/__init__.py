@@ -1,0 +1,1 @@
+"""torch's own attention ops, those that return the log-sum-exp."""

@@ -1,0 +1,141 @@
+"""mha_ragged, sdpa: torch's own kernels. CPU flash per request; on CUDA flash or cuDNN.
+
+CUDA needs no host read: flash takes the ragged batch as it is. One request alone, square or not
+causal, goes to cuDNN, about twice as fast on SM90 (H200, causal 192/128, 8k, 16 heads: 534
+against 229 TFLOP/s). cuDNN's ragged form is not used: it plans anew on every call (65 ms there)
+and aligns causal at the start.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from openmla.backends import Problem
+
+aten = torch.ops.aten
+QUERY_ROWS = 256  # queries per CPU call where a mask is needed: bounds it to 256 x S
+
+
+def why_not(problem: Problem) -> str | None:
+    if problem.device == "cpu":
+        return None
+    if problem.device != "cuda":
+        return f"runs on cpu and cuda, this is {problem.device}"
+    if problem.capability is not None and problem.capability < (8, 0):
+        return f"needs SM80, this is SM{problem.capability[0]}{problem.capability[1]}"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes fp16 and bf16 on cuda, this is {problem.dtype}"
+    if max(problem.E, problem.V) > 256:
+        return f"takes heads up to 256 wide on cuda, these are {max(problem.E, problem.V)}"
+    return None
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    max_key_len: int,
+) -> tuple[Tensor, Tensor]:
+    V = v.shape[2]
+    if q.device.type == "cpu":
+        q, k, v = _same_width(q, k, v, multiple=1)
+        return _run_cpu(q, k, v, V, query_start_loc, key_start_loc, scale, causal)
+    one_request = query_start_loc.shape[0] == 2 and min(max_query_len, max_key_len) > 0
+    square = not causal or max_query_len == max_key_len
+    on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    if one_request and square and on_hopper and q.shape[2] % 8 == 0 and V % 8 == 0:
+        return _run_cudnn(q, k, v, scale, causal, max_query_len, max_key_len)
+    q, k, v = _same_width(q, k, v, multiple=8)
+    out, lse, *_ = aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        query_start_loc,
+        key_start_loc,
+        max_query_len,
+        max_key_len,
+        0.0,
+        causal,
+        False,
+        scale=scale,
+    )
+    rows = torch.arange(q.shape[0], device=q.device)
+    owned = (rows < query_start_loc[-1])[:, None]
+    lse = lse.T  # flash: [H, T], +inf where a query saw nothing
+    lse = lse.where(owned & (lse < torch.inf), -torch.inf).contiguous()
+    return out[:, :, :V].where((lse > -torch.inf)[:, :, None], 0), lse
+
+
+def _same_width(q: Tensor, k: Tensor, v: Tensor, *, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero columns change neither the products nor, once sliced off, the output."""
+    widest = max(q.shape[2], v.shape[2])
+    width = -(-widest // multiple) * multiple
+    q, k, v = (t if t.shape[2] == width else pad(t, (0, width - t.shape[2])) for t in (q, k, v))
+    return q, k, v
+
+
+def _run_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, n: int, S: int
+) -> tuple[Tensor, Tensor]:
+    T, H, V = q.shape[0], q.shape[1], v.shape[2]
+    heads_first = (t[None].transpose(1, 2) for t in (q[:n], k[:S], v[:S]))
+    attended, attended_lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *heads_first, None, True, 0.0, causal, False, scale=scale
+    )
+    attended, attended_lse = attended[0].transpose(0, 1), attended_lse[0, :, :, 0].T
+    if n == T:
+        return attended.contiguous(), attended_lse.contiguous()
+    out = q.new_zeros((T, H, V))
+    lse = q.new_full((T, H), -torch.inf, dtype=torch.float32)
+    out[:n], lse[:n] = attended, attended_lse
+    return out, lse
+
+
+def _run_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    V: int,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    T, H, _ = q.shape
+    out = q.new_zeros((T, H, V))
+    lse = q.new_full((T, H), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    query_bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()  # CPU tensors
+    for b in range(len(query_bounds) - 1):
+        first_key, S = key_bounds[b], key_bounds[b + 1] - key_bounds[b]
+        n = query_bounds[b + 1] - query_bounds[b]
+        start = query_bounds[b] + (max(n - S, 0) if causal else 0)
+        n = query_bounds[b + 1] - start
+        if n == 0 or S == 0:
+            continue
+        step = n if not causal or n == S else QUERY_ROWS
+        for i in range(0, n, step):
+            rows = slice(start + i, start + min(i + step, n))
+            num_rows = rows.stop - rows.start
+            seen = S - n + i + num_rows if causal else S  # keys the last of these rows sees
+            keys = slice(first_key, first_key + seen)
+            mask = None
+            if causal and num_rows != seen:
+                mask = q.new_full((num_rows, seen), -torch.inf).triu_(seen - num_rows + 1)
+            attended, attended_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                *(t[None].transpose(1, 2) for t in (q[rows], k[keys], v[keys])),
+                0.0,
+                causal and mask is None,
+                attn_mask=mask,
+                scale=scale,
+            )
+            out[rows] = attended[0].transpose(0, 1)[:, :, :V]
+            lse[rows] = attended_lse[0].T
+    return out, lse

@@ -1,0 +1,172 @@
+"""BlockPool: which request holds which blocks; host integers only, no tensor is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.errors import CacheFullError, ConfigError, ShapeError
+
+
+class BlockPool:
+    """Hands out cache blocks to requests, shares them by reference count, copies on write.
+
+    A request is any hashable name. Its tokens fill its blocks in order. Every method either
+    does all it says or raises and changes nothing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block comes first
+        self._users = [0] * num_blocks
+        self._blocks: dict[Hashable, list[int]] = {}
+        self._lens: dict[Hashable, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def requests(self) -> tuple[Hashable, ...]:
+        return tuple(self._lens)
+
+    def seq_len(self, request: Hashable) -> int:
+        """Tokens the request holds; 0 for a request the pool does not know."""
+        return self._lens.get(request, 0)
+
+    def blocks(self, request: Hashable) -> tuple[int, ...]:
+        """The request's physical blocks, in order."""
+        return tuple(self._blocks.get(request, ()))
+
+    def take(self, wanted: Mapping[Hashable, int]) -> list[tuple[int, int]]:
+        """Append wanted[request] tokens to each request, for all of them or for none.
+
+        Returns (source, target) block pairs whose bytes the caller must copy before writing
+        (PagedCache.copy_blocks): a request that grows inside a block it shares gets its own.
+        """
+        total = 0
+        left: dict[int, int] = {}  # users that leave a shared block within this call
+        for request, num_tokens in wanted.items():
+            if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
+                raise ShapeError(
+                    f"cache: tokens for request {request!r} must be an integer of at least 0, "
+                    f"got {num_tokens!r}."
+                )
+            held = self._blocks.get(request, [])
+            needed = -(-(self.seq_len(request) + num_tokens) // self.block_size) - len(held)
+            if self._writes_last_block(request, num_tokens):
+                last = held[-1]
+                if self._users[last] - left.get(last, 0) > 1:
+                    left[last] = left.get(last, 0) + 1
+                    needed += 1
+            total += needed
+            if total > len(self._free):
+                raise CacheFullError(
+                    f"cache: request {request!r} needs {needed} blocks, "
+                    f"{len(self._free) - (total - needed)} of {self.num_blocks} are free."
+                )
+        copies = []
+        for request, num_tokens in wanted.items():
+            copies += self._append(request, num_tokens)
+        return copies
+
+    def _writes_last_block(self, request: Hashable, num_tokens: int) -> bool:
+        return num_tokens > 0 and self.seq_len(request) % self.block_size != 0
+
+    def _append(self, request: Hashable, num_tokens: int) -> list[tuple[int, int]]:
+        blocks = self._blocks.setdefault(request, [])
+        copies = []
+        if self._writes_last_block(request, num_tokens) and self._users[blocks[-1]] > 1:
+            source, target = blocks[-1], self._pop()
+            self._users[source] -= 1
+            blocks[-1] = target
+            copies.append((source, target))
+        length = self.seq_len(request) + num_tokens
+        while len(blocks) * self.block_size < length:
+            blocks.append(self._pop())
+        self._lens[request] = length
+        return copies
+
+    def _pop(self) -> int:
+        block = self._free.pop()
+        self._users[block] = 1
+        return block
+
+    def free(self, request: Hashable) -> None:
+        """Forget a request; blocks nobody else uses become free."""
+        self._known(request)
+        self._release(self._blocks.pop(request))
+        del self._lens[request]
+
+    def truncate(self, request: Hashable, num_tokens: int) -> None:
+        """Keep the first num_tokens tokens of a request and release the blocks behind them."""
+        self._known(request)
+        if not 0 <= num_tokens <= self._lens[request]:
+            raise ShapeError(
+                f"cache: request {request!r} can be cut to 0..{self._lens[request]} tokens, "
+                f"got {num_tokens}."
+            )
+        keep = -(-num_tokens // self.block_size)
+        self._release(self._blocks[request][keep:])
+        del self._blocks[request][keep:]
+        self._lens[request] = num_tokens
+
+    def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
+        """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
+        self._known(source)
+        if target in self._lens:
+            raise ShapeError(f"cache: request {target!r} exists already. Free it first.")
+        length = self._lens[source] if num_tokens is None else num_tokens
+        if not 0 <= length <= self._lens[source]:
+            raise ShapeError(
+                f"cache: request {source!r} can share 0..{self._lens[source]} tokens, got {length}."
+            )
+        blocks = self._blocks[source][: -(-length // self.block_size)]
+        for block in blocks:
+            self._users[block] += 1
+        self._blocks[target] = blocks
+        self._lens[target] = length
+
+    def _release(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free.append(block)
+
+    def _known(self, request: Hashable) -> None:
+        if request not in self._lens:
+            raise ShapeError(f"cache: request {request!r} is not in the pool.")
+
+    def block_table(self, requests: Sequence[Hashable], *, num_columns: int = 0) -> Tensor:
+        """[B, M] i32 on the CPU; M is the longest row or num_columns. Unused columns are -1."""
+        rows = [self._blocks.get(request, []) for request in requests]
+        M = max(num_columns, max(map(len, rows), default=0))
+        padded = [row + [-1] * (M - len(row)) for row in rows]
+        return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), M)
+
+    def slot_mapping(
+        self, spans: Sequence[tuple[Hashable, int, int]], *, num_rows: int = 0
+    ) -> Tensor:
+        """[T] i64 on the CPU: the slots of positions start..stop-1 of each (request, start, stop).
+
+        T is the number of positions or num_rows; rows past the positions are -1, not written.
+        """
+        slots = []
+        for request, start, stop in spans:
+            if not 0 <= start <= stop <= self.seq_len(request):
+                raise ShapeError(
+                    f"cache: positions of request {request!r} must lie in "
+                    f"0..{self.seq_len(request)}, got {start}..{stop}."
+                )
+            blocks = self._blocks.get(request, [])
+            for position in range(start, stop):
+                block, offset = divmod(position, self.block_size)
+                slots.append(blocks[block] * self.block_size + offset)
+        slots += [-1] * (num_rows - len(slots))
+        return torch.tensor(slots, dtype=torch.int64)

@@ -1,0 +1,6 @@
+"""What a model's attention looks like: dimensions, rope, indexer, compressor, presets."""
+
+from openmla.config.presets import PRESETS
+from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+
+__all__ = ["PRESETS", "CompressorConfig", "IndexerConfig", "MLAConfig", "RopeConfig"]

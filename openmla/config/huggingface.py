@@ -1,0 +1,428 @@
+"""Hugging Face configurations into MLAConfig; one reader for config.json, dict and object."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+from openmla.errors import ConfigError
+
+Fields = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """What a model type fixes that its config does not say."""
+
+    pairing: str = "pairs"
+    rope_kind: str | None = None  # None: as the config says
+    default_theta: float = 10000.0
+    indexer_pairing: str | None = None  # None: no indexer
+    needs_q_lora: bool = False
+    scaled_latents: bool = False
+    layers_per_block: int = 1
+    needs_rope_fields: bool = False
+
+
+FAMILIES = {
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "kimi_k2": Family(),
+    "glm4_moe_lite": Family(),
+    "youtu": Family(),
+    "axk1": Family(),
+    "minicpm3": Family(pairing="halves"),
+    "kimi_linear": Family(rope_kind="none"),
+    "mistral4": Family(needs_rope_fields=True),
+    "longcat_flash": Family(
+        default_theta=1e7, needs_q_lora=True, scaled_latents=True, layers_per_block=2
+    ),
+    "deepseek_v32": Family(indexer_pairing="halves", needs_q_lora=True),
+    "glm_moe_dsa": Family(indexer_pairing="pairs", needs_q_lora=True),
+    "deepseek_v4": Family(indexer_pairing="pairs", needs_q_lora=True),
+}
+
+# Every key a rope dict may hold. The last three are read elsewhere or repeat a top-level field.
+ROPE_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
+}
+
+V4_LAYER_RATIOS = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+
+
+def read_config(source: Fields | str | os.PathLike[str] | Any) -> MLAConfig:
+    """See MLAConfig.from_hf."""
+    fields = _fields(source)
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):  # kimi_k25 and other multimodal wrappers
+        fields = {"model_type": "deepseek_v3", **text}
+    elif fields.get("model_type") == "kimi_k25":
+        raise ConfigError("config: text_config must be given for kimi_k25, got None.")
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(
+            f"config: model_type {model_type!r} is not supported. "
+            f"Supported: {', '.join(sorted(FAMILIES))}."
+        )
+    if model_type == "deepseek_v4":
+        return _read_v4(fields)
+    return _read_latent(fields, model_type, FAMILIES[model_type])
+
+
+def _fields(source: Any) -> Fields:
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        if os.path.isdir(path):
+            path = os.path.join(path, "config.json")
+        try:
+            with open(path, encoding="utf-8") as file:
+                loaded = json.load(file)
+        except OSError as error:
+            raise ConfigError(
+                f"config: cannot read {path!r}: {error.strerror}. Give a config.json or its folder."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"config: {path!r} is not valid JSON: {error}.") from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"config: {path!r} must hold a JSON object, got {loaded!r}.")
+        return loaded
+    to_dict: Callable[[], Fields] | None = getattr(source, "to_dict", None)
+    if to_dict is None:
+        raise ConfigError(
+            "config: source must be a dict, a path or a transformers config, "
+            f"got {type(source).__name__}."
+        )
+    return to_dict()
+
+
+def _integer(fields: Fields, name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be an integer, got {value!r}.")
+    return value
+
+
+def _number(fields: Fields, name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be a number, got {value!r}.")
+    return float(value)
+
+
+def _flag(fields: Fields, name: str, default: bool) -> bool:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be true or false, got {value!r}.")
+    return value
+
+
+def _expect(fields: Fields, name: str, expected: object, reason: str) -> None:
+    """An absent field is fine; a present one must say what the model type means."""
+    value = fields.get(name)
+    if value is not None and value != expected:
+        raise ConfigError(f"config: {name} must be {expected!r} {reason}, got {value!r}.")
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    """The rope dict, under its new or its old name, with top-level fields folded in."""
+    scaling = fields.get("rope_parameters")
+    if scaling is None:
+        scaling = fields.get("rope_scaling")
+    if scaling is None:
+        scaling = {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"config: rope_parameters must be a dict, got {scaling!r}.")
+    folded = dict(scaling)
+    for name in ("rope_theta", "original_max_position_embeddings"):
+        if folded.get(name) is None and fields.get(name) is not None:
+            folded[name] = fields[name]
+    return folded
+
+
+def _read_rope(rope: Fields, fields: Fields, family: Family) -> RopeConfig:
+    unknown = sorted(set(rope) - ROPE_KEYS)
+    if unknown:
+        raise ConfigError(
+            f"config: rope field {unknown[0]!r} is not understood, got {rope[unknown[0]]!r}."
+        )
+    pairing = family.pairing
+    if "rope_interleave" in fields:
+        if pairing == "pairs":
+            pairing = "pairs" if _flag(fields, "rope_interleave", True) else "halves"
+        else:
+            _expect(fields, "rope_interleave", False, "where the rope pairs halves")
+    if family.rope_kind == "none":
+        return RopeConfig(kind="none", pairing=pairing)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    theta = _number(rope, "rope_theta", family.default_theta)
+    if kind not in ("yarn", "longrope"):
+        return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # or its error
+    max_positions = _integer(fields, "max_position_embeddings")
+    original = _integer(rope, "original_max_position_embeddings", max_positions)
+    if original <= 0:
+        raise ConfigError(
+            f"config: original_max_position_embeddings must be positive, got {original}."
+        )
+    factor = _number(rope, "factor", max(max_positions / original, 1.0))
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is not None:
+        attention_factor = _number(rope, "attention_factor")
+    if kind == "longrope":
+        return RopeConfig(
+            kind=kind,
+            theta=theta,
+            pairing=pairing,
+            factor=factor,
+            original_positions=original,
+            mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+            attention_factor=attention_factor,
+            short_factor=_factors(rope, "short_factor"),
+            long_factor=_factors(rope, "long_factor"),
+        )
+    return RopeConfig(
+        kind=kind,
+        theta=theta,
+        pairing=pairing,
+        factor=factor,
+        original_positions=original,
+        beta_fast=_number(rope, "beta_fast", 32.0),
+        beta_slow=_number(rope, "beta_slow", 1.0),
+        truncate=_flag(rope, "truncate", True),
+        mscale=_number(rope, "mscale", 1.0),
+        mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+        attention_factor=attention_factor,
+    )
+
+
+def _factors(rope: Fields, name: str) -> tuple[float, ...]:
+    value = rope.get(name)
+    if not isinstance(value, list | tuple) or not all(isinstance(f, int | float) for f in value):
+        raise ConfigError(f"config: rope {name} must be a list of numbers, got {value!r}.")
+    return tuple(float(factor) for factor in value)
+
+
+def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerConfig | None:
+    if family.indexer_pairing is None:
+        return None
+    interleave = _flag(fields, "indexer_rope_interleave", family.indexer_pairing == "pairs")
+    shared = _shared_layers(fields, num_layers)
+    return IndexerConfig(
+        num_heads=_integer(fields, "index_n_heads"),
+        head_dim=_integer(fields, "index_head_dim"),
+        topk=_integer(fields, "index_topk"),
+        pairing="pairs" if interleave else "halves",
+        shared=shared if any(shared) else (),
+    )
+
+
+def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers reuse the selection of the layer before: a list, a pattern, or a schedule."""
+    listed = fields.get("indexer_types")
+    if listed is None:
+        listed = fields.get("index_topk_pattern")
+    if listed is not None:
+        names = {"F": False, "S": True, "full": False, "shared": True}
+        bad = [entry for entry in listed if entry not in names]
+        if bad or len(listed) != num_layers:
+            raise ConfigError(
+                f"config: indexer_types must be {num_layers} times full or shared, "
+                f"got {bad[0] if bad else len(listed)!r}."
+            )
+        return tuple(names[entry] for entry in listed)
+    frequency = _integer(fields, "index_topk_freq", 1)
+    offset = _integer(fields, "index_skip_topk_offset", 2)
+    if frequency < 1:
+        raise ConfigError(f"config: index_topk_freq must be at least 1, got {frequency}.")
+    return tuple(max(layer - offset + 1, 0) % frequency != 0 for layer in range(num_layers))
+
+
+def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
+    _expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
+    _expect(fields, "sliding_window", None, "for this model type")
+    _expect(fields, "mla_use_nope", True, "where the shared columns are never rotated")
+    _expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
+
+
+def _num_layers(fields: Fields, family: Family) -> int:
+    if family.layers_per_block == 1:
+        return _integer(fields, "num_hidden_layers")
+    # LongCat: num_layers counts blocks; num_hidden_layers, where given, counts attentions
+    blocks = _integer(fields, "num_layers")
+    return blocks * family.layers_per_block
+
+
+def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
+    hidden_size = _integer(fields, "hidden_size")
+    num_heads = _integer(fields, "num_attention_heads")
+    kv_lora_rank = _integer(fields, "kv_lora_rank")
+    q_lora_rank = None if fields.get("q_lora_rank") is None else _integer(fields, "q_lora_rank")
+    if family.needs_q_lora and q_lora_rank is None:
+        raise ConfigError(f"config: q_lora_rank must be an integer for {model_type}, got None.")
+    _refuse_foreign_fields(fields, num_heads)
+    rope_fields = _rope_fields(fields)
+    if family.needs_rope_fields and "factor" not in rope_fields:
+        raise ConfigError(f"config: rope_parameters must be given for {model_type}, got None.")
+    R = _integer(fields, "qk_rope_head_dim")
+    P = _integer(fields, "qk_nope_head_dim")
+    _expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
+    if model_type == "longcat_flash":
+        _expect(fields, "head_dim", R, "= qk_rope_head_dim")  # there it is the rope's width
+    partial = rope_fields.get("partial_rotary_factor")
+    if partial is not None and model_type == "mistral4" and int(partial * (P + R)) != R:
+        raise ConfigError(
+            f"config: partial_rotary_factor must be {R}/{P + R} "
+            f"(qk_rope_head_dim / qk_head_dim), got {partial!r}."
+        )
+    beta = _number(rope_fields, "llama_4_scaling_beta", 0.0)
+    scaled = family.scaled_latents and hidden_size > 0 and kv_lora_rank > 0
+    scale_q = scaled and _flag(fields, "mla_scale_q_lora", True)
+    scale_latent = scaled and _flag(fields, "mla_scale_kv_lora", True)
+    num_layers = _num_layers(fields, family)
+    return MLAConfig(
+        model_type="deepseek_v3" if model_type == "kimi_k2" else model_type,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=P,
+        qk_rope_head_dim=R,
+        v_head_dim=_v_head_dim(fields, model_type, hidden_size, num_heads),
+        max_positions=_max_positions(fields),
+        rope=_read_rope(rope_fields, fields, family),
+        latent_eps=_number(fields, "rms_norm_eps", 1e-6),
+        attention_bias=_flag(fields, "attention_bias", False),
+        q_factor=(hidden_size / q_lora_rank) ** 0.5 if scale_q and q_lora_rank else 1.0,
+        latent_factor=(hidden_size / kv_lora_rank) ** 0.5 if scale_latent else 1.0,
+        llama4_beta=beta,
+        llama4_positions=_integer(rope_fields, "original_max_position_embeddings") if beta else 0,
+        indexer=_read_indexer(fields, family, num_layers),
+    )
+
+
+def _v_head_dim(fields: Fields, model_type: str, hidden_size: int, num_heads: int) -> int:
+    default = None
+    if model_type == "minicpm3" and num_heads > 0:
+        default = hidden_size // num_heads
+    return _integer(fields, "v_head_dim", default)
+
+
+def _max_positions(fields: Fields) -> int:
+    # kimi_linear checkpoints say model_max_length
+    fallback = fields.get("model_max_length")
+    return _integer(fields, "max_position_embeddings", fallback)
+
+
+def _read_v4(fields: Fields) -> MLAConfig:
+    D = _integer(fields, "head_dim")
+    num_layers = _integer(fields, "num_hidden_layers")
+    _expect(fields, "num_key_value_heads", 1, "for deepseek_v4")
+    R = fields.get("qk_rope_head_dim")
+    if R is None:
+        R = int(D * _number(fields, "partial_rotary_factor", 1 / 8))
+    if not isinstance(R, int) or isinstance(R, bool) or R > D:
+        raise ConfigError(f"config: qk_rope_head_dim must be at most head_dim={D}, got {R!r}.")
+    main, compressed = _v4_ropes(fields)
+    indexer = _read_indexer(fields, FAMILIES["deepseek_v4"], num_layers)
+    assert indexer is not None
+    return MLAConfig(
+        model_type="deepseek_v4",
+        hidden_size=_integer(fields, "hidden_size"),
+        num_layers=num_layers,
+        num_heads=_integer(fields, "num_attention_heads"),
+        q_lora_rank=_integer(fields, "q_lora_rank"),
+        kv_lora_rank=D,
+        qk_nope_head_dim=D - R,
+        qk_rope_head_dim=R,
+        v_head_dim=D,
+        max_positions=_max_positions(fields),
+        rope=main,
+        latent_eps=_number(fields, "rms_norm_eps", 1e-6),
+        attention_bias=_flag(fields, "attention_bias", False),
+        indexer=IndexerConfig(
+            num_heads=indexer.num_heads,
+            head_dim=indexer.head_dim,
+            topk=indexer.topk,
+            pairing=indexer.pairing,
+            rope_side="last",
+        ),
+        compressor=CompressorConfig(
+            ratios=_v4_ratios(fields, num_layers),
+            window=_integer(fields, "sliding_window"),
+            output_groups=_integer(fields, "o_groups"),
+            output_lora_rank=_integer(fields, "o_lora_rank"),
+            rope=compressed,
+        ),
+    )
+
+
+def _v4_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+    """The rope of window-only layers (never stretched) and of compressed layers."""
+    family = FAMILIES["deepseek_v4"]
+    rope = _rope_fields(fields)
+    if isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping):
+        main, compressed = dict(rope["main"]), dict(rope["compress"])
+    else:
+        main = {"rope_theta": _number(fields, "rope_theta", 10000.0)}
+        compressed = dict(rope)
+        compressed["rope_theta"] = _number(fields, "compress_rope_theta", 160000.0)
+    for terms in (main, compressed):
+        for name in ("mscale", "mscale_all_dim"):  # V4 zeroes both magnitude terms
+            terms.pop(name, None)
+        terms["attention_factor"] = 1.0
+    return _read_rope(main, fields, family), _read_rope(compressed, fields, family)
+
+
+def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    types = fields.get("layer_types")
+    if types is not None:
+        rates = fields.get("compress_rates") or {}
+        for name, ratio in V4_LAYER_RATIOS.items():
+            if ratio:
+                _expect(rates, name, ratio, "(other rates are not supported)")
+        unknown = [name for name in types if name not in V4_LAYER_RATIOS]
+        if unknown:
+            raise ConfigError(
+                f"config: layer_types must be of {', '.join(V4_LAYER_RATIOS)}, got {unknown[0]!r}."
+            )
+        ratios = [V4_LAYER_RATIOS[name] for name in types]
+    else:
+        given = fields.get("compress_ratios")
+        if not isinstance(given, list | tuple) or not all(isinstance(r, int) for r in given):
+            raise ConfigError(f"config: compress_ratios must be a list of integers, got {given!r}.")
+        ratios = [0 if ratio == 1 else ratio for ratio in given]
+    if any(ratios[num_layers:]):
+        raise ConfigError(
+            "config: compress_ratios must be 0 for draft layers (past num_hidden_layers"
+            f"={num_layers}), got {ratios[num_layers:]!r}."
+        )
+    return tuple(ratios[:num_layers])

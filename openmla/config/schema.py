@@ -1,0 +1,338 @@
+"""MLAConfig and its parts: frozen, checked when made, nothing derived is stored."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from openmla.errors import ConfigError
+
+ROPE_KINDS = ("none", "default", "yarn", "longrope")
+PAIRINGS = ("pairs", "halves")
+
+
+def _require(ok: bool, field: str, expectation: str, value: object) -> None:
+    if not ok:
+        raise ConfigError(f"config: {field} must be {expectation}, got {value!r}.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's magnitude term: 1 without stretching, else 0.1 * mscale * ln(factor) + 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """How positions rotate the R shared columns.
+
+    `pairing`: "pairs" rotates columns (2i, 2i+1), "halves" columns (i, i + R/2).
+    `kind` "none" keeps the R columns but never rotates them (Kimi-Linear).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    pairing: str = "pairs"
+    factor: float = 1.0
+    original_positions: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(
+                f"config: rope type {self.kind!r} is not supported. "
+                f"Supported: {', '.join(ROPE_KINDS)}."
+            )
+        _require(self.pairing in PAIRINGS, "rope pairing", "pairs or halves", self.pairing)
+        _require(_is_positive(self.theta), "rope_theta", "a positive number", self.theta)
+        _require(
+            _is_positive(self.factor) and self.factor >= 1, "rope factor", "at least 1", self.factor
+        )
+        if self.attention_factor is not None:
+            _require(
+                _is_positive(self.attention_factor),
+                "rope attention_factor",
+                "a positive number",
+                self.attention_factor,
+            )
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            ok = value == 0 or _is_positive(value)
+            _require(ok, f"rope {name}", "zero or a positive number", value)
+        if self.kind in ("yarn", "longrope"):
+            _require(
+                _is_int(self.original_positions) and self.original_positions > 1,
+                "rope original_max_position_embeddings",
+                "an integer above 1",
+                self.original_positions,
+            )
+        if self.kind == "yarn":
+            _require(_is_positive(self.beta_slow), "rope beta_slow", "positive", self.beta_slow)
+            _require(
+                _is_positive(self.beta_fast) and self.beta_fast >= self.beta_slow,
+                "rope beta_fast",
+                f"at least beta_slow={self.beta_slow}",
+                self.beta_fast,
+            )
+            _require(self.theta > 1, "rope_theta", "above 1 for yarn", self.theta)
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            _require(
+                all(_is_positive(f) for f in factors), f"rope {name}", "positive numbers", factors
+            )
+            _require(
+                bool(factors) == (self.kind == "longrope"),
+                f"rope {name}",
+                "given for longrope and for nothing else",
+                factors,
+            )
+
+    @property
+    def cos_sin_scale(self) -> float:
+        """What cos and sin are multiplied with.
+
+        YaRN with mscale_all_dim but no mscale follows the original model code (mscale counts
+        as 1); transformers 5.17 drops the denominator there.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.kind == "yarn":
+            numerator = yarn_mscale(self.factor, self.mscale)
+            return numerator / yarn_mscale(self.factor, self.mscale_all_dim)
+        if self.kind == "longrope" and self.factor > 1:
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_positions))
+        return 1.0
+
+    @property
+    def logit_scale(self) -> float:
+        """What the softmax scale is multiplied with: m squared, m from mscale_all_dim."""
+        if self.kind in ("none", "default"):
+            return 1.0
+        return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The lightning indexer of sparse models: HI heads of width DI choose topk keys per query.
+
+    `rope_side` says which R of the DI channels are rotated. `shared[l]` is True where layer l
+    reuses the previous layer's selection and owns no indexer.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
+    pairing: str = "halves"
+    rope_side: str = "first"
+    norm_eps: float = 1e-6
+    shared: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "topk"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value > 0, f"indexer {name}", "a positive integer", value)
+        _require(self.pairing in PAIRINGS, "indexer pairing", "pairs or halves", self.pairing)
+        _require(self.rope_side in ("first", "last"), "rope_side", "first or last", self.rope_side)
+        _require(_is_positive(self.norm_eps), "indexer norm_eps", "positive", self.norm_eps)
+        if self.shared:
+            first = "shared" if self.shared[0] else "full"
+            _require(first == "full", "indexer_types[0]", "full (nothing to share yet)", first)
+
+
+@dataclass(frozen=True)
+class CompressorConfig:
+    """What V4 adds: a window of raw rows, pooled rows per layer, a sink, a grouped output.
+
+    `ratios[l]` is 0 (window only), 4 (overlapping pools, indexer) or 128 (all pools). Layers
+    past the list (draft layers) are window only. `rope` serves the layers with ratio > 0.
+    """
+
+    ratios: tuple[int, ...]
+    window: int
+    output_groups: int
+    output_lora_rank: int
+    rope: RopeConfig
+
+    def __post_init__(self) -> None:
+        for layer, ratio in enumerate(self.ratios):
+            _require(ratio in (0, 4, 128), f"compress_ratios[{layer}]", "0, 1, 4 or 128", ratio)
+        for name in ("window", "output_groups", "output_lora_rank"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value > 0, name, "a positive integer", value)
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """The dimensions of one model's attention. The alphabet is in docs/mla.md.
+
+    `num_heads` is the count on this rank. `num_layers` counts attention layers (LongCat has two
+    per block). `q_factor` and `latent_factor` multiply the query and the latent (LongCat).
+    The whole query is multiplied by 1 + llama4_beta * ln(1 + floor(p / llama4_positions)) when
+    llama4_beta is not 0 (Mistral 4). `latent_eps` is the config's rms_norm_eps, as engines use
+    it; transformers fixes 1e-6 for the two latent norms of most families.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    max_positions: int
+    rope: RopeConfig = RopeConfig()
+    latent_eps: float = 1e-6
+    attention_bias: bool = False
+    q_factor: float = 1.0
+    latent_factor: float = 1.0
+    llama4_beta: float = 0.0
+    llama4_positions: int = 0
+    indexer: IndexerConfig | None = None
+    compressor: CompressorConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "kv_lora_rank",
+            "v_head_dim",
+            "max_positions",
+        ):
+            value = getattr(self, name)
+            _require(_is_int(value) and value > 0, name, "a positive integer", value)
+        for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            value = getattr(self, name)
+            _require(_is_int(value) and value >= 0, name, "an integer of at least 0", value)
+        _require(self.qk_head_dim > 0, "qk_nope_head_dim + qk_rope_head_dim", "positive", 0)
+        if self.q_lora_rank is not None:
+            _require(
+                _is_int(self.q_lora_rank) and self.q_lora_rank > 0,
+                "q_lora_rank",
+                "a positive integer or None",
+                self.q_lora_rank,
+            )
+        for name in ("latent_eps", "q_factor", "latent_factor"):
+            value = getattr(self, name)
+            _require(_is_positive(value), name, "a positive number", value)
+        self._check_rope()
+        if self.indexer is not None:
+            self._check_indexer(self.indexer)
+        if self.compressor is not None:
+            self._check_compressor(self.compressor)
+
+    def _check_rope(self) -> None:
+        R = self.qk_rope_head_dim
+        if self.rope.kind != "none":
+            _require(R > 0 and R % 2 == 0, "qk_rope_head_dim", "even and positive", R)
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self.rope, name)
+            _require(
+                len(factors) in (0, R // 2),
+                f"rope {name}",
+                f"a list of R/2={R // 2} numbers",
+                f"{len(factors)} numbers",
+            )
+        beta = self.llama4_beta
+        _require(beta == 0 or _is_positive(beta), "llama_4_scaling_beta", "zero or positive", beta)
+        _require(
+            (beta != 0) == (self.llama4_positions > 0),
+            "llama4_positions",
+            "positive with llama4_beta and 0 without",
+            self.llama4_positions,
+        )
+
+    def _check_indexer(self, indexer: IndexerConfig) -> None:
+        _require(
+            self.q_lora_rank is not None, "q_lora_rank", "an integer when there is an indexer", None
+        )
+        _require(
+            indexer.head_dim >= self.qk_rope_head_dim,
+            "index_head_dim",
+            f"at least qk_rope_head_dim={self.qk_rope_head_dim}",
+            indexer.head_dim,
+        )
+        _require(
+            len(indexer.shared) in (0, self.num_layers),
+            "indexer types",
+            f"one per layer ({self.num_layers})",
+            f"{len(indexer.shared)} of them",
+        )
+
+    def _check_compressor(self, compressor: CompressorConfig) -> None:
+        _require(
+            len(compressor.ratios) == self.num_layers,
+            "compress_ratios",
+            f"one per layer ({self.num_layers})",
+            f"{len(compressor.ratios)} of them",
+        )
+        _require(
+            self.qk_head_dim == self.kv_lora_rank == self.v_head_dim,
+            "head_dim",
+            "the same for q, k and v where one latent is key and value",
+            (self.qk_head_dim, self.kv_lora_rank, self.v_head_dim),
+        )
+        _require(
+            self.num_heads % compressor.output_groups == 0,
+            "o_groups",
+            f"a divisor of num_attention_heads={self.num_heads}",
+            compressor.output_groups,
+        )
+        _require(
+            4 not in compressor.ratios or self.indexer is not None,
+            "index_topk",
+            "given where a layer has compress ratio 4",
+            None,
+        )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of a query or expanded key head: P + R."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """D, the width of a cached row: C + R, or C where the latent holds its own rope (V4)."""
+        if self.compressor is not None:
+            return self.kv_lora_rank
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the logits, in both forms: (P + R)^-0.5, times YaRN's m squared."""
+        return self.qk_head_dim**-0.5 * self.rope.logit_scale
+
+    @classmethod
+    def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str] | Any) -> MLAConfig:
+        """From a config.json (its path, or its folder's), its dict, or a transformers config.
+
+        The same model gives the same MLAConfig whichever way it comes. Anything about attention
+        that is not understood raises ConfigError naming field and value.
+        """
+        from openmla.config.huggingface import read_config
+
+        return read_config(source)

@@ -1,0 +1,42 @@
+"""What this machine has: device capability, multiprocessors, shared memory, packages."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+
+import torch
+
+
+@cache
+def _properties(index: int) -> tuple[tuple[int, int], int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)
+    return (properties.major, properties.minor), properties.multi_processor_count, shared_memory
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a CUDA device, (9, 0) for SM90; None elsewhere."""
+    return _properties(_index(device))[0] if device.type == "cuda" else None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a CUDA device; the CPU's threads elsewhere."""
+    return _properties(_index(device))[1] if device.type == "cuda" else torch.get_num_threads()
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory one block may ask for; 0 where there is none."""
+    return _properties(_index(device))[2] if device.type == "cuda" else 0
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

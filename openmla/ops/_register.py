@@ -1,0 +1,112 @@
+"""register(): schema, fake and dispatch of one op; bind(): the executable shape comment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError, UnsupportedError
+
+# One library object for the life of the process. Library.define, not torch.library.custom_op:
+# the latter costs about 6 us per call against 0.5 us.
+_LIBRARY = torch.library.Library("openmla", "DEF")
+
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "f": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "f32": (torch.float32,),
+    "i32": (torch.int32,),
+    "i64": (torch.int64,),
+}
+_DTYPE_NAMES = {"f": "fp16, bf16, fp32 or fp64", "f32": "float32", "i32": "int32", "i64": "int64"}
+
+
+class Cost(NamedTuple):
+    """Bytes moved and floating-point operations that the mathematics of one call needs."""
+
+    bytes: int
+    flops: int
+
+
+class _Argument(NamedTuple):
+    name: str
+    dims: tuple[str, ...]
+    dtype: str | None
+    row: bool  # the last dimension must be contiguous
+
+
+@cache
+def _parse(spec: str) -> tuple[_Argument, ...]:
+    arguments = []
+    for part in spec.split(","):
+        name, _, words = part.partition(":")
+        tokens = words.split()
+        dtype = next((token for token in tokens if token in _DTYPES), None)
+        dims = tuple(token for token in tokens if token not in _DTYPES and token != "row")
+        arguments.append(_Argument(name.strip(), dims, dtype, "row" in tokens))
+    return tuple(arguments)
+
+
+def bind(op: str, spec: str, tensors: Sequence[Tensor], **known: int) -> dict[str, int]:
+    """Check tensors against a shape text and return the dims it names.
+
+    "q_latent:T H D f row, seq_lens:B i32" says: q_latent is [T, H, D] of a floating dtype with
+    contiguous rows, seq_lens is [B] int32. A letter means the same number everywhere; `known`
+    fixes letters beforehand. All tensors are on the first one's device.
+    """
+    dims = dict(known)
+    device = tensors[0].device
+    for argument, tensor in zip(_parse(spec), tensors, strict=True):
+        shape = tensor.shape
+        fits = len(shape) == len(argument.dims)
+        if fits:
+            for letter, size in zip(argument.dims, shape, strict=True):
+                if dims.setdefault(letter, size) != size:
+                    fits = False
+        if not fits:
+            raise ShapeError(_shape_message(op, argument, shape, dims))
+        if argument.dtype is not None and tensor.dtype not in _DTYPES[argument.dtype]:
+            raise ShapeError(
+                f"{op}: {argument.name} must be {_DTYPE_NAMES[argument.dtype]}, got {tensor.dtype}."
+            )
+        if tensor.device != device:
+            raise ShapeError(f"{op}: {argument.name} must be on {device}, got {tensor.device}.")
+        if argument.row and shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ShapeError(
+                f"{op}: {argument.name} must be contiguous along its last dimension, "
+                f"got strides {tensor.stride()}. Call .contiguous()."
+            )
+    return dims
+
+
+def _shape_message(op: str, argument: _Argument, shape: Sequence[int], dims: dict[str, int]) -> str:
+    message = f"{op}: {argument.name} must be [{', '.join(argument.dims)}]"
+    if len(shape) == len(argument.dims):
+        wrong = [
+            f"{letter}={dims[letter]}"
+            for letter, size in zip(argument.dims, shape, strict=True)
+            if dims[letter] != size
+        ]
+        message += f" with {', '.join(wrong)}"
+    return f"{message}, got {tuple(shape)}."
+
+
+def refuse_grad(op: str, tensors: Sequence[Tensor]) -> None:
+    """Everything here is inference only; silence would return wrong gradients."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise UnsupportedError(
+            f"{op}: inputs must not require grad, there is no backward. "
+            "Run under torch.inference_mode()."
+        )
+
+
+def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Define openmla::<op> from a schema line; returns the overload to call."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"openmla::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.openmla, name).default

@@ -1,0 +1,82 @@
+"""Checks of index values, made where looking is free: on CPU tensors.
+
+Device tensors are never read back here. A step on a GPU has its values checked once, on the
+host, when the batch is made.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.errors import ShapeError
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the values can be looked at without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str) -> None:
+    """Cumulative lengths [B+1]: from 0, never falling, within the rows there are."""
+    if not readable(start_loc):
+        return
+    if start_loc.numel() == 0 or start_loc[0] != 0:
+        raise ShapeError(f"{op}: {name} must start with 0, got {_head(start_loc)}.")
+    if (start_loc.diff() < 0).any():
+        raise ShapeError(f"{op}: {name} must not fall, got {_head(start_loc)}.")
+    if start_loc[-1] > total:
+        raise ShapeError(
+            f"{op}: {name} must end within the {total} rows of {rows}, got {int(start_loc[-1])}."
+        )
+
+
+def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
+    """Slots to write: inside the cache, each at most once; negative ones are skipped."""
+    if not readable(slots):
+        return
+    written = slots[slots >= 0]
+    if written.numel() == 0:
+        return
+    if written.max() >= num_slots:
+        raise ShapeError(
+            f"{op}: slot_mapping must be below N*BS={num_slots}, got {int(written.max())}."
+        )
+    ordered = written.sort().values
+    repeated = ordered[1:][ordered.diff() == 0]
+    if repeated.numel():
+        raise ShapeError(
+            f"{op}: slot_mapping must name each slot once, got {int(repeated[0])} twice."
+        )
+
+
+def check_block_table(
+    op: str, block_table: Tensor, starts: Tensor | None, ends: Tensor, N: int, BS: int
+) -> None:
+    """Blocks that hold keys starts[b]..ends[b]-1 exist; columns outside may hold anything."""
+    if not readable(block_table) or not readable(ends) or block_table.shape[0] == 0:
+        return
+    M = block_table.shape[1]
+    last = (ends + BS - 1) // BS  # one past the last column in use
+    request = int(last.argmax())
+    if last[request] > M:
+        raise ShapeError(
+            f"{op}: block_table must have a column for every {BS} keys, got M={M} columns for "
+            f"{int(ends[request])} keys of request {request}."
+        )
+    columns = block_table.new_tensor(range(M))
+    used = columns[None, :] < last[:, None]
+    if starts is not None:
+        used &= columns[None, :] >= (starts // BS)[:, None]
+        used &= (ends > starts)[:, None]
+    wrong = used & ((block_table < 0) | (block_table >= N))
+    if wrong.any():
+        row, column = (int(index) for index in wrong.nonzero()[0])
+        raise ShapeError(
+            f"{op}: block_table[{row}, {column}] must be a block of the cache (0..{N - 1}), "
+            f"got {int(block_table[row, column])}."
+        )
+
+
+def _head(values: Tensor) -> str:
+    shown = ", ".join(str(int(value)) for value in values[:8])
+    return f"[{shown}{', ...' if values.numel() > 8 else ''}]"

@@ -1,0 +1,130 @@
+"""cache_gather: rows out of a paged cache, decoded, packed in request order.
+
+    for request b, j < row_start_loc[b+1] - row_start_loc[b]:
+        p = starts[b] + j
+        out[row_start_loc[b] + j] = decode(cache[block_table[b, p // BS], p % BS])
+
+`starts` need not be a multiple of BS. Rows of out past row_start_loc[B] are not touched, so out
+may be a workspace larger than this call needs. Columns of block_table outside the gathered
+positions are never read. out is [n, D] in any floating dtype.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.cache.format import get_format
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_block_table, check_start_loc, readable
+
+_SPEC = (
+    "out:n D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, starts:B i32,"
+    " row_start_loc:B1 i32"
+)
+
+
+def _check(
+    out: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    row_start_loc: Tensor,
+    format: str,
+) -> dict[str, int]:
+    layout = get_format(format)
+    tensors = (out, cache, kv_scale, block_table, starts, row_start_loc)
+    W = layout.width(out.shape[-1]) if out.dim() else 0
+    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
+    dims = bind("cache_gather", _SPEC, tensors, W=W, B1=B1)
+    if cache.dtype != layout.dtype:
+        raise ShapeError(
+            f"cache_gather: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
+        )
+    return dims
+
+
+def _check_values(
+    dims: dict[str, int], block_table: Tensor, starts: Tensor, row_start_loc: Tensor
+) -> None:
+    check_start_loc("cache_gather", "row_start_loc", row_start_loc, dims["n"], "out")
+    if not (readable(starts) and readable(row_start_loc)):
+        return
+    if (starts < 0).any():
+        raise ShapeError(f"cache_gather: starts must not be negative, got {int(starts.min())}.")
+    ends = starts + row_start_loc.diff()
+    # a request with no rows asks for no column, wherever it starts
+    ends = ends.where(row_start_loc.diff() > 0, starts.new_zeros(()))
+    check_block_table("cache_gather", block_table, starts, ends, dims["N"], dims["BS"])
+
+
+def _run(
+    out: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    row_start_loc: Tensor,
+    *,
+    format: str,
+    backend: str,
+) -> None:
+    dims = _check(out, cache, kv_scale, block_table, starts, row_start_loc, format)
+    refuse_grad("cache_gather", (out,))
+    _check_values(dims, block_table, starts, row_start_loc)
+    problem = Problem(
+        op="cache_gather",
+        device=cache.device.type,
+        capability=capability(cache.device),
+        dtype=out.dtype,
+        format=format,
+        D=dims["D"],
+        BS=dims["BS"],
+    )
+    implementation = load("cache_gather", select(problem, backend))
+    implementation.run(out, cache, kv_scale, block_table, starts, row_start_loc, format=format)
+
+
+def _fake(
+    out: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    row_start_loc: Tensor,
+    *,
+    format: str,
+    backend: str,
+) -> None:
+    _check(out, cache, kv_scale, block_table, starts, row_start_loc, format)
+
+
+_OP = register(
+    "cache_gather(Tensor(a!) out, Tensor cache, Tensor kv_scale, Tensor block_table,"
+    " Tensor starts, Tensor row_start_loc, *, str format, str backend) -> ()",
+    _run,
+    _fake,
+)
+
+
+def cache_gather(
+    out: Tensor,  # [n, D], written in place
+    cache: Tensor,  # [N, BS, W]
+    kv_scale: Tensor,  # [] f32
+    block_table: Tensor,  # [B, M] i32
+    starts: Tensor,  # [B] i32, first position of each request
+    row_start_loc: Tensor,  # [B+1] i32, cumulative row counts
+    *,
+    format: str,
+    backend: str = "auto",
+) -> None:
+    """Gather row_start_loc[B] rows into out; see the module's text for the contract."""
+    _OP(out, cache, kv_scale, block_table, starts, row_start_loc, format=format, backend=backend)
+
+
+def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:
+    """Every stored row read once, every output row written once."""
+    return Cost(num_rows * (D * itemsize + get_format(format).row_bytes(D)), 0)

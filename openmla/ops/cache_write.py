@@ -1,0 +1,110 @@
+"""cache_write: this step's latent rows into their slots of a paged cache, encoded by its format.
+
+    for i < T', slot_mapping[i] >= 0:
+        cache[slot // BS, slot % BS] = encode(concat(kv_c[i], k_pe[i]))
+
+Rows kv_c [T, C] and k_pe [T, R] may be more than slots [T'] (graph padding): the surplus is not
+looked at. A negative slot skips its row. Two rows never share a slot. Bytes of other slots and
+of padding between pages do not change. R may be 0.
+Encoding is cache/format.py's: bit copy or round to nearest even; fp8 saturates.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.cache.format import get_format
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_slots
+
+_SPEC = "cache:N BS W row, kv_c:T C f row, k_pe:T R f row, slot_mapping:S i64, kv_scale: f32"
+
+
+def _check(
+    cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, kv_scale: Tensor, format: str
+) -> dict[str, int]:
+    layout = get_format(format)
+    tensors = (cache, kv_c, k_pe, slot_mapping, kv_scale)
+    W = layout.width(kv_c.shape[-1] + k_pe.shape[-1]) if kv_c.dim() and k_pe.dim() else 0
+    dims = bind("cache_write", _SPEC, tensors, W=W)
+    if cache.dtype != layout.dtype:
+        raise ShapeError(
+            f"cache_write: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
+        )
+    if kv_c.dtype != k_pe.dtype:
+        raise ShapeError(f"cache_write: k_pe must be {kv_c.dtype} like kv_c, got {k_pe.dtype}.")
+    if dims["S"] > dims["T"]:
+        raise ShapeError(
+            f"cache_write: slot_mapping must have at most T={dims['T']} slots, got {dims['S']}."
+        )
+    return dims
+
+
+def _run(
+    cache: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor,
+    *,
+    format: str,
+    backend: str,
+) -> None:
+    dims = _check(cache, kv_c, k_pe, slot_mapping, kv_scale, format)
+    refuse_grad("cache_write", (kv_c, k_pe))
+    check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
+    problem = Problem(
+        op="cache_write",
+        device=cache.device.type,
+        capability=capability(cache.device),
+        dtype=kv_c.dtype,
+        format=format,
+        D=dims["C"] + dims["R"],
+        C=dims["C"],
+        BS=dims["BS"],
+    )
+    implementation = load("cache_write", select(problem, backend))
+    implementation.run(cache, kv_c, k_pe, slot_mapping, kv_scale, format=format)
+
+
+def _fake(
+    cache: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    slot_mapping: Tensor,
+    kv_scale: Tensor,
+    *,
+    format: str,
+    backend: str,
+) -> None:
+    _check(cache, kv_c, k_pe, slot_mapping, kv_scale, format)
+
+
+_OP = register(
+    "cache_write(Tensor(a!) cache, Tensor kv_c, Tensor k_pe, Tensor slot_mapping, Tensor kv_scale,"
+    " *, str format, str backend) -> ()",
+    _run,
+    _fake,
+)
+
+
+def cache_write(
+    cache: Tensor,  # [N, BS, W], written in place
+    kv_c: Tensor,  # [T, C]
+    k_pe: Tensor,  # [T, R]
+    slot_mapping: Tensor,  # [T'] i64, T' <= T; negative: do not write
+    kv_scale: Tensor,  # [] f32
+    *,
+    format: str,
+    backend: str = "auto",
+) -> None:
+    """Write T' rows; see the module's text for the contract."""
+    _OP(cache, kv_c, k_pe, slot_mapping, kv_scale, format=format, backend=backend)
+
+
+def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:
+    """Every input row read once, every stored row written once, one i64 slot per row."""
+    return Cost(num_rows * (D * itemsize + get_format(format).row_bytes(D) + 8), 0)

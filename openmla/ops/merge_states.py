@@ -1,0 +1,76 @@
+"""merge_states: two partial attentions over disjoint keys into one, in place.
+
+    m   = max(lse, other_lse)
+    out = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  z = the two weights' sum
+    lse = m + log(z)
+
+A side whose lse is -inf, +inf or NaN saw no key (conventions of others differ): its out is not
+looked at, whatever it holds. Both sides empty: out 0, lse -inf.
+The order of merging does not matter beyond rounding. other_out and other_lse may be the very
+tensors out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input is).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+
+_SPEC = "out:T H V f row, lse:T H f, other_out:T H V f row, other_lse:T H f"
+
+
+def _check(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> dict[str, int]:
+    dims = bind("merge_states", _SPEC, (out, lse, other_out, other_lse))
+    for name, tensor in (("lse", lse), ("other_lse", other_lse)):
+        if tensor.dtype.itemsize < 4:
+            raise ShapeError(
+                f"merge_states: {name} must be float32 or float64, got {tensor.dtype}. "
+                "16-bit lse costs percents of weight."
+            )
+    return dims
+
+
+def _run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, backend: str) -> None:
+    dims = _check(out, lse, other_out, other_lse)
+    refuse_grad("merge_states", (out, lse, other_out, other_lse))
+    problem = Problem(
+        op="merge_states",
+        device=out.device.type,
+        capability=capability(out.device),
+        dtype=out.dtype,
+        H=dims["H"],
+        V=dims["V"],
+    )
+    load("merge_states", select(problem, backend)).run(out, lse, other_out, other_lse)
+
+
+def _fake(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, backend: str) -> None:
+    _check(out, lse, other_out, other_lse)
+
+
+_OP = register(
+    "merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse, *,"
+    " str backend) -> ()",
+    _run,
+    _fake,
+)
+
+
+def merge_states(
+    out: Tensor,  # [T, H, V], merged into in place
+    lse: Tensor,  # [T, H] f32, merged into in place
+    other_out: Tensor,  # [T, H, V]
+    other_lse: Tensor,  # [T, H] f32
+    *,
+    backend: str = "auto",
+) -> None:
+    """Merge the other partial into out and lse; see the module's text for the contract."""
+    _OP(out, lse, other_out, other_lse, backend=backend)
+
+
+def cost(num_rows: int, *, H: int, V: int, itemsize: int) -> Cost:
+    """Both sides read once, one written once."""
+    return Cost(num_rows * H * 3 * (V * itemsize + 4), num_rows * H * 3 * V)

@@ -1,0 +1,177 @@
+"""mha_ragged: ordinary attention over packed, expanded keys and values, request by request.
+
+    s   = scale * q @ k.T per head             query token i of n sees keys j <= S - n + i
+    lse = log(sum(exp(s)))                     (causal; all S keys otherwise)
+    out = exp(s - lse) @ v
+
+Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1 and key rows
+key_start_loc[b] .. key_start_loc[b+1]-1. Causal is aligned at the end: the last query sees every
+key. K and V may differ in width. A query that sees no key, and every query row past
+query_start_loc[B], gets out 0 and lse -inf. Key rows past key_start_loc[B] are never read.
+lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
+max_query_len and max_key_len are the longest request's, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_start_loc, readable
+
+_SPEC = "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B1 i32, key_start_loc:B1 i32"
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, key_start_loc: Tensor
+) -> dict[str, int]:
+    dims = bind("mha_ragged", _SPEC, (q, k, v, query_start_loc, key_start_loc))
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ShapeError(f"mha_ragged: {name} must be {q.dtype} like q, got {tensor.dtype}.")
+    return dims
+
+
+def _check_values(
+    dims: dict[str, int],
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+) -> None:
+    check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
+    check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
+    for name, start_loc, bound in (
+        ("max_query_len", query_start_loc, max_query_len),
+        ("max_key_len", key_start_loc, max_key_len),
+    ):
+        if dims["B1"] > 1 and readable(start_loc) and start_loc.diff().max() != bound:
+            raise ShapeError(
+                f"mha_ragged: {name} must be {int(start_loc.diff().max())}, got {bound}."
+            )
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    dims = _check(q, k, v, query_start_loc, key_start_loc)
+    refuse_grad("mha_ragged", (q, k, v))
+    _check_values(dims, query_start_loc, key_start_loc, max_query_len, max_key_len)
+    problem = Problem(
+        op="mha_ragged",
+        device=q.device.type,
+        capability=capability(q.device),
+        dtype=q.dtype,
+        H=dims["H"],
+        E=dims["E"],
+        V=dims["V"],
+        max_query_len=max_query_len,
+    )
+    implementation = load("mha_ragged", select(problem, backend))
+    result: tuple[Tensor, Tensor] = implementation.run(
+        q,
+        k,
+        v,
+        query_start_loc,
+        key_start_loc,
+        scale=scale,
+        causal=causal,
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
+    )
+    return result
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    dims = _check(q, k, v, query_start_loc, key_start_loc)
+    out = q.new_empty((dims["T"], dims["H"], dims["V"]))
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return out, q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype)
+
+
+_OP = register(
+    "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc, *,"
+    " float scale, bool causal, int max_query_len, int max_key_len, str backend)"
+    " -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+
+
+def mha_ragged(
+    q: Tensor,  # [T, H, E]
+    k: Tensor,  # [S, H, E]
+    v: Tensor,  # [S, H, V]
+    query_start_loc: Tensor,  # [B+1] i32
+    key_start_loc: Tensor,  # [B+1] i32
+    *,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
+    """Attend over expanded keys and values; see the module's text for the contract."""
+    out, lse = _OP(
+        q,
+        k,
+        v,
+        query_start_loc,
+        key_start_loc,
+        scale=scale,
+        causal=causal,
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
+        backend=backend,
+    )
+    return out, lse
+
+
+def cost(
+    query_lens: Sequence[int],
+    key_lens: Sequence[int],
+    *,
+    H: int,
+    E: int,
+    V: int,
+    itemsize: int,
+    causal: bool,
+) -> Cost:
+    """Everything read and written once; 2 * (E + V) per visible query-key pair and head."""
+    num_bytes = num_pairs = 0
+    for n, S in zip(query_lens, key_lens, strict=True):
+        num_bytes += (n + S) * H * (E + V) * itemsize + n * H * 4
+        hidden = min(n, S)  # the last min(n, S) queries lose 0, 1, 2, ... keys
+        pairs = n * S
+        if causal:
+            pairs = hidden * S - hidden * (hidden - 1) // 2
+        num_pairs += pairs
+    return Cost(num_bytes, 2 * num_pairs * H * (E + V))

@@ -1,0 +1,221 @@
+"""mqa_paged: latent attention (absorbed form) of several query tokens over a paged cache.
+
+    rows = the seq_lens[b] cached rows of request b, [S, D], decoded
+    s    = scale * q_latent @ rows.T           query token i of n sees rows j <= S - n + i
+    lse  = log(sum(exp(s)))                    (causal; all S rows otherwise)
+    out  = exp(s - lse) @ rows[:, :C]
+
+Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1, the last tokens of its
+sequence; their own rows are in the cache already. A query that sees no row, and every query row
+past query_start_loc[B] (graph padding), gets out 0 and lse -inf.
+lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
+Read are only the rows above: page tails, unused blocks and block_table columns from
+ceil(seq_len / BS) on may hold anything.
+`split_starts` [B, X+1] cuts each request's keys into at most X runs for kernels that work on
+them in parallel: run x is keys split_starts[b, x] .. split_starts[b, x+1]-1, rising from 0 to at
+least seq_lens[b]. It changes speed, not meaning. max_query_len bounds the queries per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.cache.format import get_format
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_block_table, check_start_loc, readable
+
+_SPEC = (
+    "q_latent:T H D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, seq_lens:B i32,"
+    " query_start_loc:B1 i32, split_starts:B X1 i32"
+)
+
+
+def _check(
+    q_latent: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    split_starts: Tensor,
+    format: str,
+    C: int,
+) -> dict[str, int]:
+    layout = get_format(format)
+    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
+    W = layout.width(q_latent.shape[-1]) if q_latent.dim() else 0
+    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
+    dims = bind("mqa_paged", _SPEC, tensors, W=W, B1=B1)
+    if cache.dtype != layout.dtype:
+        raise ShapeError(
+            f"mqa_paged: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
+        )
+    if not 0 < C <= dims["D"]:
+        raise ShapeError(f"mqa_paged: C must be within 1..D={dims['D']}, got {C}.")
+    if dims["X1"] < 2:
+        raise ShapeError(f"mqa_paged: split_starts must have X+1 >= 2 columns, got {dims['X1']}.")
+    return dims
+
+
+def _check_values(
+    dims: dict[str, int],
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    split_starts: Tensor,
+    max_query_len: int,
+) -> None:
+    check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
+    if not (readable(seq_lens) and readable(query_start_loc)) or dims["B"] == 0:
+        return
+    query_lens = query_start_loc.diff()
+    if (seq_lens < query_lens).any():
+        request = int((seq_lens < query_lens).nonzero()[0])
+        raise ShapeError(
+            f"mqa_paged: seq_lens[{request}] must be at least its {int(query_lens[request])} "
+            f"query tokens, got {int(seq_lens[request])}."
+        )
+    if query_lens.max() > max_query_len:
+        raise ShapeError(
+            f"mqa_paged: max_query_len must be at least {int(query_lens.max())}, "
+            f"got {max_query_len}."
+        )
+    if readable(split_starts):
+        rising = (split_starts.diff(dim=1) >= 0).all() and (split_starts[:, 0] == 0).all()
+        if not rising or (split_starts[:, -1] < seq_lens).any():
+            raise ShapeError(
+                "mqa_paged: split_starts must rise from 0 to at least seq_lens in every row."
+            )
+    check_block_table("mqa_paged", block_table, None, seq_lens, dims["N"], dims["BS"])
+
+
+def _run(
+    q_latent: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    split_starts: Tensor,
+    *,
+    format: str,
+    C: int,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
+    dims = _check(*tensors, format, C)
+    refuse_grad("mqa_paged", (q_latent,))
+    _check_values(dims, block_table, seq_lens, query_start_loc, split_starts, max_query_len)
+    problem = Problem(
+        op="mqa_paged",
+        device=q_latent.device.type,
+        capability=capability(q_latent.device),
+        dtype=q_latent.dtype,
+        format=format,
+        H=dims["H"],
+        D=dims["D"],
+        C=C,
+        BS=dims["BS"],
+        max_query_len=max_query_len,
+    )
+    implementation = load("mqa_paged", select(problem, backend))
+    result: tuple[Tensor, Tensor] = implementation.run(
+        *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len
+    )
+    return result
+
+
+def _fake(
+    q_latent: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    split_starts: Tensor,
+    *,
+    format: str,
+    C: int,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
+    dims = _check(*tensors, format, C)
+    out = q_latent.new_empty((dims["T"], dims["H"], C))
+    lse_dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    return out, q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype)
+
+
+_OP = register(
+    "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
+    " Tensor seq_lens, Tensor query_start_loc, Tensor split_starts, *, str format, int C,"
+    " float scale, bool causal, int max_query_len, str backend) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+
+
+def mqa_paged(
+    q_latent: Tensor,  # [T, H, D]
+    cache: Tensor,  # [N, BS, W]
+    kv_scale: Tensor,  # [] f32
+    block_table: Tensor,  # [B, M] i32
+    seq_lens: Tensor,  # [B] i32, keys including this step's
+    query_start_loc: Tensor,  # [B+1] i32
+    split_starts: Tensor,  # [B, X+1] i32
+    *,
+    format: str,
+    C: int,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
+    """Attend in latent space; see the module's text for the contract."""
+    out, lse = _OP(
+        q_latent,
+        cache,
+        kv_scale,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        split_starts,
+        format=format,
+        C=C,
+        scale=scale,
+        causal=causal,
+        max_query_len=max_query_len,
+        backend=backend,
+    )
+    return out, lse
+
+
+def cost(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    H: int,
+    D: int,
+    C: int,
+    format: str,
+    itemsize: int,
+    causal: bool,
+) -> Cost:
+    """Each request's rows once, queries and outputs once; 2 * (D + C) per query, key and head."""
+    row_bytes = get_format(format).row_bytes(D)
+    num_bytes = num_pairs = 0
+    for n, S in zip(query_lens, seq_lens, strict=True):
+        num_bytes += S * row_bytes + n * H * ((D + C) * itemsize + 4)
+        num_pairs += n * S - (n * (n - 1) // 2 if causal else 0)
+    return Cost(num_bytes, 2 * num_pairs * H * (D + C))

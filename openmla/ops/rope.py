@@ -1,0 +1,93 @@
+"""rope: rotate columns by position, in place.
+
+    c, s = table[positions[t], :R/2], table[positions[t], R/2:]
+    pairs:   (x[2i], x[2i+1])   <- (x[2i] c_i - x[2i+1] s_i,  x[2i+1] c_i + x[2i] s_i)
+    halves:  (x[i], x[i+R/2])   <- (x[i] c_i - x[i+R/2] s_i,  x[i+R/2] c_i + x[i] s_i)
+
+`inverse` rotates back (s negated). x is [T, H, R], usually a slice of wider heads: rotating part
+of a head means passing that part. Rotated columns stay where they are. The table holds cos and
+sin, magnitude factors included. Arithmetic is in float32 (float64 if x or the table is), rounded
+once. Rows of x past the positions [T'], T' <= T, are not touched.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import readable
+
+PAIRINGS = ("pairs", "halves")
+_SPEC = "x:T H R f row, positions:S i64, table:Q R f row"
+
+
+def _check(x: Tensor, positions: Tensor, table: Tensor, pairing: str) -> dict[str, int]:
+    dims = bind("rope", _SPEC, (x, positions, table))
+    if dims["R"] % 2:
+        raise ShapeError(f"rope: x must be [T, H, R] with R even, got {tuple(x.shape)}.")
+    if dims["S"] > dims["T"]:
+        raise ShapeError(f"rope: positions must be at most T={dims['T']}, got {dims['S']}.")
+    if table.dtype.itemsize < 4:
+        raise ShapeError(f"rope: table must be float32 or float64, got {table.dtype}.")
+    if pairing not in PAIRINGS:
+        raise ShapeError(f"rope: pairing must be pairs or halves, got {pairing!r}.")
+    return dims
+
+
+def _run(
+    x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: bool, backend: str
+) -> None:
+    dims = _check(x, positions, table, pairing)
+    refuse_grad("rope", (x, table))
+    if readable(positions) and positions.numel():
+        low, high = positions.aminmax()
+        if low < 0 or high >= dims["Q"]:
+            raise ShapeError(
+                f"rope: positions must be within the table's 0..{dims['Q'] - 1}, "
+                f"got {int(low)}..{int(high)}."
+            )
+    problem = Problem(
+        op="rope",
+        device=x.device.type,
+        capability=capability(x.device),
+        dtype=x.dtype,
+        H=dims["H"],
+        D=dims["R"],
+    )
+    implementation = load("rope", select(problem, backend))
+    implementation.run(x, positions, table, pairing=pairing, inverse=inverse)
+
+
+def _fake(
+    x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: bool, backend: str
+) -> None:
+    _check(x, positions, table, pairing)
+
+
+_OP = register(
+    "rope(Tensor(a!) x, Tensor positions, Tensor table, *, str pairing, bool inverse,"
+    " str backend) -> ()",
+    _run,
+    _fake,
+)
+
+
+def rope(
+    x: Tensor,  # [T, H, R], rotated in place
+    positions: Tensor,  # [T'] i64, T' <= T
+    table: Tensor,  # [Q, R] f32: cos in the first half of a row, sin in the second
+    *,
+    pairing: str,
+    inverse: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Rotate T' rows; see the module's text for the contract."""
+    _OP(x, positions, table, pairing=pairing, inverse=inverse, backend=backend)
+
+
+def cost(num_rows: int, *, H: int, R: int, itemsize: int) -> Cost:
+    """x read and written once, one table row and position per token."""
+    return Cost(num_rows * (2 * H * R * itemsize + 4 * R + 8), 3 * num_rows * H * R)
