@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,14 +50,16 @@ def _parse(spec: str) -> tuple[_Argument, ...]:
     return tuple(arguments)
 
 
-def bind(op: str, spec: str, tensors: Sequence[Tensor], **known: int) -> dict[str, int]:
+def bind(
+    op: str, spec: str, tensors: Sequence[Tensor], known: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Check tensors against a shape text and return the dims it names.
 
     "q_latent:T H D f row, seq_lens:B i32" says: q_latent is [T, H, D] of a floating dtype with
     contiguous rows, seq_lens is [B] int32. A letter means the same number everywhere; `known`
     fixes letters beforehand. All tensors are on the first one's device.
     """
-    dims = dict(known)
+    dims = dict(known or {})
     device = tensors[0].device
     for argument, tensor in zip(_parse(spec), tensors, strict=True):
         shape = tensor.shape

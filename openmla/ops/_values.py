@@ -1,7 +1,7 @@
-"""Checks of index values, made where looking is free: on CPU tensors.
+"""Checks of index values; an op calls them only where looking is free, on CPU tensors.
 
-Device tensors are never read back here. A step on a GPU has its values checked once, on the
-host, when the batch is made.
+Device tensors are never read back. A step on a GPU has its values checked once, on the host,
+when the batch is made.
 """
 
 from __future__ import annotations
@@ -11,15 +11,8 @@ from torch import Tensor
 from openmla.errors import ShapeError
 
 
-def readable(tensor: Tensor) -> bool:
-    """Whether the values can be looked at without waiting for a device."""
-    return tensor.device.type == "cpu"
-
-
 def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str) -> None:
     """Cumulative lengths [B+1]: from 0, never falling, within the rows there are."""
-    if not readable(start_loc):
-        return
     if start_loc.numel() == 0 or start_loc[0] != 0:
         raise ShapeError(f"{op}: {name} must start with 0, got {_head(start_loc)}.")
     if (start_loc.diff() < 0).any():
@@ -32,8 +25,6 @@ def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str
 
 def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
     """Slots to write: inside the cache, each at most once; negative ones are skipped."""
-    if not readable(slots):
-        return
     written = slots[slots >= 0]
     if written.numel() == 0:
         return
@@ -53,7 +44,7 @@ def check_block_table(
     op: str, block_table: Tensor, starts: Tensor | None, ends: Tensor, N: int, BS: int
 ) -> None:
     """Blocks that hold keys starts[b]..ends[b]-1 exist; columns outside may hold anything."""
-    if not readable(block_table) or not readable(ends) or block_table.shape[0] == 0:
+    if block_table.shape[0] == 0:
         return
     M = block_table.shape[1]
     last = (ends + BS - 1) // BS  # one past the last column in use

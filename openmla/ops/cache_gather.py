@@ -18,28 +18,20 @@ from openmla.cache.format import get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
-from openmla.ops._values import check_block_table, check_start_loc, readable
+from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
     "out:n D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, starts:B i32,"
-    " row_start_loc:B1 i32"
+    " row_start_loc:B+1 i32"
 )
 
 
-def _check(
-    out: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    starts: Tensor,
-    row_start_loc: Tensor,
-    format: str,
-) -> dict[str, int]:
+def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
+    out, cache, _, block_table, *_ = tensors
     layout = get_format(format)
-    tensors = (out, cache, kv_scale, block_table, starts, row_start_loc)
     W = layout.width(out.shape[-1]) if out.dim() else 0
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
-    dims = bind("cache_gather", _SPEC, tensors, W=W, B1=B1)
+    dims = bind("cache_gather", _SPEC, tensors, {"W": W, "B+1": B1})
     if cache.dtype != layout.dtype:
         raise ShapeError(
             f"cache_gather: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
@@ -51,30 +43,20 @@ def _check_values(
     dims: dict[str, int], block_table: Tensor, starts: Tensor, row_start_loc: Tensor
 ) -> None:
     check_start_loc("cache_gather", "row_start_loc", row_start_loc, dims["n"], "out")
-    if not (readable(starts) and readable(row_start_loc)):
-        return
     if (starts < 0).any():
         raise ShapeError(f"cache_gather: starts must not be negative, got {int(starts.min())}.")
-    ends = starts + row_start_loc.diff()
+    num_rows = row_start_loc.diff()
     # a request with no rows asks for no column, wherever it starts
-    ends = ends.where(row_start_loc.diff() > 0, starts.new_zeros(()))
+    ends = (starts + num_rows).where(num_rows > 0, 0)
     check_block_table("cache_gather", block_table, starts, ends, dims["N"], dims["BS"])
 
 
-def _run(
-    out: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    starts: Tensor,
-    row_start_loc: Tensor,
-    *,
-    format: str,
-    backend: str,
-) -> None:
-    dims = _check(out, cache, kv_scale, block_table, starts, row_start_loc, format)
+def _run(*tensors: Tensor, format: str, backend: str) -> None:
+    out, cache, _, block_table, starts, row_start_loc = tensors
+    dims = _check(tensors, format)
     refuse_grad("cache_gather", (out,))
-    _check_values(dims, block_table, starts, row_start_loc)
+    if out.device.type == "cpu":
+        _check_values(dims, block_table, starts, row_start_loc)
     problem = Problem(
         op="cache_gather",
         device=cache.device.type,
@@ -84,22 +66,11 @@ def _run(
         D=dims["D"],
         BS=dims["BS"],
     )
-    implementation = load("cache_gather", select(problem, backend))
-    implementation.run(out, cache, kv_scale, block_table, starts, row_start_loc, format=format)
+    load("cache_gather", select(problem, backend)).run(*tensors, format=format)
 
 
-def _fake(
-    out: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    starts: Tensor,
-    row_start_loc: Tensor,
-    *,
-    format: str,
-    backend: str,
-) -> None:
-    _check(out, cache, kv_scale, block_table, starts, row_start_loc, format)
+def _fake(*tensors: Tensor, format: str, backend: str) -> None:
+    _check(tensors, format)
 
 
 _OP = register(

@@ -23,13 +23,11 @@ from openmla.ops._values import check_slots
 _SPEC = "cache:N BS W row, kv_c:T C f row, k_pe:T R f row, slot_mapping:S i64, kv_scale: f32"
 
 
-def _check(
-    cache: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, kv_scale: Tensor, format: str
-) -> dict[str, int]:
+def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
+    cache, kv_c, k_pe, *_ = tensors
     layout = get_format(format)
-    tensors = (cache, kv_c, k_pe, slot_mapping, kv_scale)
     W = layout.width(kv_c.shape[-1] + k_pe.shape[-1]) if kv_c.dim() and k_pe.dim() else 0
-    dims = bind("cache_write", _SPEC, tensors, W=W)
+    dims = bind("cache_write", _SPEC, tensors, {"W": W})
     if cache.dtype != layout.dtype:
         raise ShapeError(
             f"cache_write: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
@@ -43,19 +41,12 @@ def _check(
     return dims
 
 
-def _run(
-    cache: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    slot_mapping: Tensor,
-    kv_scale: Tensor,
-    *,
-    format: str,
-    backend: str,
-) -> None:
-    dims = _check(cache, kv_c, k_pe, slot_mapping, kv_scale, format)
+def _run(*tensors: Tensor, format: str, backend: str) -> None:
+    cache, kv_c, k_pe, slot_mapping, _ = tensors
+    dims = _check(tensors, format)
     refuse_grad("cache_write", (kv_c, k_pe))
-    check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
+    if cache.device.type == "cpu":
+        check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
     problem = Problem(
         op="cache_write",
         device=cache.device.type,
@@ -66,21 +57,11 @@ def _run(
         C=dims["C"],
         BS=dims["BS"],
     )
-    implementation = load("cache_write", select(problem, backend))
-    implementation.run(cache, kv_c, k_pe, slot_mapping, kv_scale, format=format)
+    load("cache_write", select(problem, backend)).run(*tensors, format=format)
 
 
-def _fake(
-    cache: Tensor,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    slot_mapping: Tensor,
-    kv_scale: Tensor,
-    *,
-    format: str,
-    backend: str,
-) -> None:
-    _check(cache, kv_c, k_pe, slot_mapping, kv_scale, format)
+def _fake(*tensors: Tensor, format: str, backend: str) -> None:
+    _check(tensors, format)
 
 
 _OP = register(

@@ -22,9 +22,9 @@ from openmla.ops._register import Cost, bind, refuse_grad, register
 _SPEC = "out:T H V f row, lse:T H f, other_out:T H V f row, other_lse:T H f"
 
 
-def _check(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> dict[str, int]:
-    dims = bind("merge_states", _SPEC, (out, lse, other_out, other_lse))
-    for name, tensor in (("lse", lse), ("other_lse", other_lse)):
+def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    dims = bind("merge_states", _SPEC, tensors)
+    for name, tensor in (("lse", tensors[1]), ("other_lse", tensors[3])):
         if tensor.dtype.itemsize < 4:
             raise ShapeError(
                 f"merge_states: {name} must be float32 or float64, got {tensor.dtype}. "
@@ -33,9 +33,10 @@ def _check(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> di
     return dims
 
 
-def _run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, backend: str) -> None:
-    dims = _check(out, lse, other_out, other_lse)
-    refuse_grad("merge_states", (out, lse, other_out, other_lse))
+def _run(*tensors: Tensor, backend: str) -> None:
+    out = tensors[0]
+    dims = _check(tensors)
+    refuse_grad("merge_states", tensors)
     problem = Problem(
         op="merge_states",
         device=out.device.type,
@@ -44,11 +45,11 @@ def _run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, back
         H=dims["H"],
         V=dims["V"],
     )
-    load("merge_states", select(problem, backend)).run(out, lse, other_out, other_lse)
+    load("merge_states", select(problem, backend)).run(*tensors)
 
 
-def _fake(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, *, backend: str) -> None:
-    _check(out, lse, other_out, other_lse)
+def _fake(*tensors: Tensor, backend: str) -> None:
+    _check(tensors)
 
 
 _OP = register(

@@ -23,15 +23,16 @@ from openmla.backends import Problem, load, select
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
-from openmla.ops._values import check_start_loc, readable
+from openmla.ops._values import check_start_loc
 
-_SPEC = "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B1 i32, key_start_loc:B1 i32"
+_SPEC = (
+    "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B+1 i32, key_start_loc:B+1 i32"
+)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, query_start_loc: Tensor, key_start_loc: Tensor
-) -> dict[str, int]:
-    dims = bind("mha_ragged", _SPEC, (q, k, v, query_start_loc, key_start_loc))
+def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    q, k, v, *_ = tensors
+    dims = bind("mha_ragged", _SPEC, tensors)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise ShapeError(f"mha_ragged: {name} must be {q.dtype} like q, got {tensor.dtype}.")
@@ -39,40 +40,33 @@ def _check(
 
 
 def _check_values(
-    dims: dict[str, int],
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    max_query_len: int,
-    max_key_len: int,
+    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
+    query_start_loc, key_start_loc = tensors[3:]
     check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
     check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
-    for name, start_loc, bound in (
+    for name, start_loc, given in (
         ("max_query_len", query_start_loc, max_query_len),
         ("max_key_len", key_start_loc, max_key_len),
     ):
-        if dims["B1"] > 1 and readable(start_loc) and start_loc.diff().max() != bound:
-            raise ShapeError(
-                f"mha_ragged: {name} must be {int(start_loc.diff().max())}, got {bound}."
-            )
+        longest = int(start_loc.diff().max()) if dims["B+1"] > 1 else 0
+        if longest != given:
+            raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
 
 
 def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    *,
+    *tensors: Tensor,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    dims = _check(q, k, v, query_start_loc, key_start_loc)
-    refuse_grad("mha_ragged", (q, k, v))
-    _check_values(dims, query_start_loc, key_start_loc, max_query_len, max_key_len)
+    q = tensors[0]
+    dims = _check(tensors)
+    refuse_grad("mha_ragged", tensors[:3])
+    if q.device.type == "cpu":
+        _check_values(dims, tensors, max_query_len, max_key_len)
     problem = Problem(
         op="mha_ragged",
         device=q.device.type,
@@ -83,13 +77,8 @@ def _run(
         V=dims["V"],
         max_query_len=max_query_len,
     )
-    implementation = load("mha_ragged", select(problem, backend))
-    result: tuple[Tensor, Tensor] = implementation.run(
-        q,
-        k,
-        v,
-        query_start_loc,
-        key_start_loc,
+    result: tuple[Tensor, Tensor] = load("mha_ragged", select(problem, backend)).run(
+        *tensors,
         scale=scale,
         causal=causal,
         max_query_len=max_query_len,
@@ -98,23 +87,14 @@ def _run(
     return result
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    max_key_len: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dims = _check(q, k, v, query_start_loc, key_start_loc)
-    out = q.new_empty((dims["T"], dims["H"], dims["V"]))
+def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    q = tensors[0]
+    dims = _check(tensors)
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    return out, q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype)
+    return (
+        q.new_empty((dims["T"], dims["H"], dims["V"])),
+        q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
+    )
 
 
 _OP = register(

@@ -28,51 +28,35 @@ from openmla.cache.format import get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
-from openmla.ops._values import check_block_table, check_start_loc, readable
+from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
     "q_latent:T H D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, seq_lens:B i32,"
-    " query_start_loc:B1 i32, split_starts:B X1 i32"
+    " query_start_loc:B+1 i32, split_starts:B X+1 i32"
 )
 
 
-def _check(
-    q_latent: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    split_starts: Tensor,
-    format: str,
-    C: int,
-) -> dict[str, int]:
+def _check(tensors: tuple[Tensor, ...], format: str, C: int) -> dict[str, int]:
+    q_latent, cache, _, block_table, *_ = tensors
     layout = get_format(format)
-    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
     W = layout.width(q_latent.shape[-1]) if q_latent.dim() else 0
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
-    dims = bind("mqa_paged", _SPEC, tensors, W=W, B1=B1)
+    dims = bind("mqa_paged", _SPEC, tensors, {"W": W, "B+1": B1})
     if cache.dtype != layout.dtype:
         raise ShapeError(
             f"mqa_paged: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
         )
     if not 0 < C <= dims["D"]:
         raise ShapeError(f"mqa_paged: C must be within 1..D={dims['D']}, got {C}.")
-    if dims["X1"] < 2:
-        raise ShapeError(f"mqa_paged: split_starts must have X+1 >= 2 columns, got {dims['X1']}.")
+    if dims["X+1"] < 2:
+        raise ShapeError(f"mqa_paged: split_starts must have X+1 >= 2 columns, got {dims['X+1']}.")
     return dims
 
 
-def _check_values(
-    dims: dict[str, int],
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    split_starts: Tensor,
-    max_query_len: int,
-) -> None:
+def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int) -> None:
+    block_table, seq_lens, query_start_loc, split_starts = tensors[3:]
     check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
-    if not (readable(seq_lens) and readable(query_start_loc)) or dims["B"] == 0:
+    if dims["B"] == 0:
         return
     query_lens = query_start_loc.diff()
     if (seq_lens < query_lens).any():
@@ -86,24 +70,16 @@ def _check_values(
             f"mqa_paged: max_query_len must be at least {int(query_lens.max())}, "
             f"got {max_query_len}."
         )
-    if readable(split_starts):
-        rising = (split_starts.diff(dim=1) >= 0).all() and (split_starts[:, 0] == 0).all()
-        if not rising or (split_starts[:, -1] < seq_lens).any():
-            raise ShapeError(
-                "mqa_paged: split_starts must rise from 0 to at least seq_lens in every row."
-            )
     check_block_table("mqa_paged", block_table, None, seq_lens, dims["N"], dims["BS"])
+    rising = (split_starts.diff(dim=1) >= 0).all() and (split_starts[:, 0] == 0).all()
+    if not rising or (split_starts[:, -1] < seq_lens).any():
+        raise ShapeError(
+            "mqa_paged: split_starts must rise from 0 to at least seq_lens in every row."
+        )
 
 
 def _run(
-    q_latent: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    split_starts: Tensor,
-    *,
+    *tensors: Tensor,
     format: str,
     C: int,
     scale: float,
@@ -111,10 +87,11 @@ def _run(
     max_query_len: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
-    dims = _check(*tensors, format, C)
+    q_latent = tensors[0]
+    dims = _check(tensors, format, C)
     refuse_grad("mqa_paged", (q_latent,))
-    _check_values(dims, block_table, seq_lens, query_start_loc, split_starts, max_query_len)
+    if q_latent.device.type == "cpu":
+        _check_values(dims, tensors, max_query_len)
     problem = Problem(
         op="mqa_paged",
         device=q_latent.device.type,
@@ -127,34 +104,20 @@ def _run(
         BS=dims["BS"],
         max_query_len=max_query_len,
     )
-    implementation = load("mqa_paged", select(problem, backend))
-    result: tuple[Tensor, Tensor] = implementation.run(
+    result: tuple[Tensor, Tensor] = load("mqa_paged", select(problem, backend)).run(
         *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len
     )
     return result
 
 
-def _fake(
-    q_latent: Tensor,
-    cache: Tensor,
-    kv_scale: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    split_starts: Tensor,
-    *,
-    format: str,
-    C: int,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    tensors = (q_latent, cache, kv_scale, block_table, seq_lens, query_start_loc, split_starts)
-    dims = _check(*tensors, format, C)
-    out = q_latent.new_empty((dims["T"], dims["H"], C))
+def _fake(*tensors: Tensor, format: str, C: int, **_: object) -> tuple[Tensor, Tensor]:
+    q_latent = tensors[0]
+    dims = _check(tensors, format, C)
     lse_dtype = torch.promote_types(q_latent.dtype, torch.float32)
-    return out, q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype)
+    return (
+        q_latent.new_empty((dims["T"], dims["H"], C)),
+        q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
+    )
 
 
 _OP = register(

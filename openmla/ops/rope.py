@@ -18,14 +18,14 @@ from openmla.backends import Problem, load, select
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
-from openmla.ops._values import readable
 
 PAIRINGS = ("pairs", "halves")
 _SPEC = "x:T H R f row, positions:S i64, table:Q R f row"
 
 
-def _check(x: Tensor, positions: Tensor, table: Tensor, pairing: str) -> dict[str, int]:
-    dims = bind("rope", _SPEC, (x, positions, table))
+def _check(tensors: tuple[Tensor, ...], pairing: str) -> dict[str, int]:
+    x, _, table = tensors
+    dims = bind("rope", _SPEC, tensors)
     if dims["R"] % 2:
         raise ShapeError(f"rope: x must be [T, H, R] with R even, got {tuple(x.shape)}.")
     if dims["S"] > dims["T"]:
@@ -37,12 +37,11 @@ def _check(x: Tensor, positions: Tensor, table: Tensor, pairing: str) -> dict[st
     return dims
 
 
-def _run(
-    x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: bool, backend: str
-) -> None:
-    dims = _check(x, positions, table, pairing)
+def _run(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> None:
+    x, positions, table = tensors
+    dims = _check(tensors, pairing)
     refuse_grad("rope", (x, table))
-    if readable(positions) and positions.numel():
+    if x.device.type == "cpu" and positions.numel():
         low, high = positions.aminmax()
         if low < 0 or high >= dims["Q"]:
             raise ShapeError(
@@ -57,14 +56,11 @@ def _run(
         H=dims["H"],
         D=dims["R"],
     )
-    implementation = load("rope", select(problem, backend))
-    implementation.run(x, positions, table, pairing=pairing, inverse=inverse)
+    load("rope", select(problem, backend)).run(*tensors, pairing=pairing, inverse=inverse)
 
 
-def _fake(
-    x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: bool, backend: str
-) -> None:
-    _check(x, positions, table, pairing)
+def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:
+    _check(tensors, pairing)
 
 
 _OP = register(

@@ -1,0 +1,346 @@
+"""Cases, poisoned memory and error budgets: how an op is tested, for integrators too.
+
+    inputs = PagedCase("mine", query_lens=(1, 4), seq_lens=(70, 9)).make("cuda")
+    actual = inputs.run(mqa_paged, backend="mine")      # before the reference: see below
+    exact = inputs.double().run(mqa_paged, backend="reference")
+    peer = inputs.run(mqa_paged, backend="reference")
+    assert_within_budget(actual, exact, peer)
+
+The op under test runs first, so that it cannot find the right answer in reused memory.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.cache.format import get_format
+
+GARBAGE_BLOCK = 2**30 + 7  # a block id no cache has, for table columns nobody may read
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def poison(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
+    """A tensor of 0xFF bytes: NaN in every floating dtype, -1 in signed integers."""
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    tensor.view(torch.uint8).fill_(0xFF)
+    return tensor
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values inside a larger poisoned buffer: rows contiguous, outer strides not."""
+    shape = tensor.shape
+    around = [size + 1 if dim else size for dim, size in enumerate(shape)]
+    around[-1] += 7
+    view = poison(around, tensor.dtype, tensor.device)[tuple(slice(size) for size in shape)]
+    return view.copy_(tensor)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """While this is on, torch.empty and its relatives hand out NaN instead of old memory."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+# --- budgets -----------------------------------------------------------------------------------
+
+
+class Budget(NamedTuple):
+    """Share of the error budget an implementation used; above 1 it is wrong."""
+
+    out: float
+    lse: float
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
+
+
+def out_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
+    """RMS error over its bound: 1.5 times the peer's, or 0.25 * eps * RMS(exact) if larger.
+
+    The floor serves cases where the peer happens to be exact.
+    """
+    if actual.shape != exact.shape:
+        raise AssertionError(f"out must be {tuple(exact.shape)}, got {tuple(actual.shape)}")
+    if bool(actual.isnan().any()):
+        raise AssertionError(f"out has {int(actual.isnan().sum())} NaN of {actual.numel()} values")
+    error = _rms(actual.double() - exact.double())
+    bound = max(
+        1.5 * _rms(peer.double() - exact.double()),
+        0.25 * torch.finfo(actual.dtype).eps * _rms(exact),
+    )
+    return 0.0 if error == 0 else error / bound if bound else float("inf")
+
+
+def lse_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
+    """Largest error over its bound: 2 * (the peer's + float32 eps * the largest value).
+
+    The sharp test: a lost key, a wrong scale or a wrong base shows here at every size.
+    """
+    if actual.shape != exact.shape:
+        raise AssertionError(f"lse must be {tuple(exact.shape)}, got {tuple(actual.shape)}")
+    if actual.dtype.itemsize < 4:
+        raise AssertionError(f"lse must be float32, got {actual.dtype}")
+    finite = exact.isfinite()
+    if bool((actual[~finite] != -torch.inf).any()) or not bool(actual[finite].isfinite().all()):
+        raise AssertionError("lse must be -inf exactly where a query sees no key")
+    if not bool(finite.any()):
+        return 0.0
+    wanted = exact[finite].double()
+    error = float((actual[finite].double() - wanted).abs().max())
+    peer_error = float((peer[finite].double() - wanted).abs().max())
+    eps = torch.finfo(torch.float32).eps
+    bound = 2 * (peer_error + eps * max(float(wanted.abs().max()), 1.0))
+    return error / bound
+
+
+Attended = tuple[Tensor, Tensor]
+
+
+def budget_used(actual: Attended, exact: Attended, peer: Attended) -> Budget:
+    """Both shares for an attention op's (out, lse); raises where no tolerance applies."""
+    empty = exact[1] == -torch.inf
+    lse = lse_budget(actual[1], exact[1], peer[1])
+    out = out_budget(actual[0], exact[0], peer[0])
+    if bool((actual[0][empty] != 0).any()):
+        raise AssertionError("out must be 0 where a query sees no key")
+    return Budget(out, lse)
+
+
+def assert_within_budget(actual: Attended, exact: Attended, peer: Attended) -> None:
+    """Raise AssertionError when an attention op errs more than its budget allows."""
+    used = budget_used(actual, exact, peer)
+    if used.lse > 1:
+        raise AssertionError(f"lse errs {used.lse:.2f} times its budget (out: {used.out:.2f})")
+    if used.out > 1:
+        raise AssertionError(f"out errs {used.out:.2f} times its budget (lse: {used.lse:.2f})")
+
+
+# --- cases -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one op call: tensors in order, keyword scalars, and which tensors to widen."""
+
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+    widen: tuple[str, ...]
+
+    def double(self) -> Inputs:
+        """The same values with queries in float64; stored bytes stay as they are."""
+        wide = {
+            name: tensor.double() if name in self.widen else tensor
+            for name, tensor in self.tensors.items()
+        }
+        return Inputs(wide, self.scalars, self.widen)
+
+    def clone(self) -> Inputs:
+        """Fresh tensors with the same strides, for ops that write in place."""
+        copies = {name: _clone_strided(tensor) for name, tensor in self.tensors.items()}
+        return Inputs(copies, self.scalars, self.widen)
+
+    def run(self, op: Callable[..., Any], *, backend: str) -> Any:
+        return op(*self.tensors.values(), **self.scalars, backend=backend)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def _clone_strided(tensor: Tensor) -> Tensor:
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    copy.view(raw).copy_(tensor.view(raw))
+    return copy
+
+
+def start_loc(lens: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
+    """[B+1] i32 cumulative lengths."""
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+
+
+def even_splits(seq_lens: Sequence[int], num_splits: int) -> Tensor:
+    """[B, X+1] i32 split bounds of equal length, the last ones empty where keys run out."""
+    rows = []
+    for S in seq_lens:
+        size = max(-(-S // num_splits), 1)
+        rows.append([min(x * size, S) for x in range(num_splits + 1)])
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(seq_lens), num_splits + 1)
+
+
+def paged_rows(
+    rows: Sequence[Tensor],
+    *,
+    D: int,
+    format: str,
+    kv_scale: Tensor,
+    BS: int,
+    rng: random.Random,
+    spare_blocks: int = 3,
+    page_padding: int = 5,
+) -> tuple[Tensor, Tensor]:
+    """A poisoned cache that holds each request's rows [S, D] in shuffled blocks, and its table.
+
+    Pages are strided (padding between them), unused slots are NaN, unused columns are garbage.
+    """
+    layout = get_format(format)
+    device = kv_scale.device
+    needs = [-(-len(request) // BS) for request in rows]
+    N = sum(needs) + spare_blocks
+    W = layout.width(D)
+    flat = poison((N, BS * W + page_padding), layout.dtype, device)
+    cache = flat[:, : BS * W].unflatten(1, (BS, W))
+    order = list(range(N))
+    rng.shuffle(order)
+    M = max(needs, default=0) + 2
+    table = torch.full((len(rows), M + 1), GARBAGE_BLOCK, dtype=torch.int32)[:, :M]
+    table[:, 1::2] = -GARBAGE_BLOCK
+    for b, request in enumerate(rows):
+        blocks = [order.pop() for _ in range(needs[b])]
+        table[b, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[layout.dtype.itemsize]
+        encoded = layout.encode(request, kv_scale).view(raw)
+        for column, block in enumerate(blocks):
+            part = encoded[column * BS : (column + 1) * BS]
+            cache.view(raw)[block, : len(part)] = part
+    return cache, table.to(device)
+
+
+@dataclass(frozen=True)
+class PagedCase:
+    """Latent attention over a paged cache: arguments for mqa_paged."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    H: int = 4
+    C: int = 32
+    R: int = 8
+    BS: int = 16
+    format: str = "bf16"
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    kv_scale: float = 1.0
+    num_splits: int = 3
+    padding: int = 0  # query rows that belong to no request
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, device: str | torch.device = "cpu") -> Inputs:
+        rng = random.Random(self.seed)
+        generator = torch.Generator().manual_seed(self.seed)
+        D = self.C + self.R
+        T = sum(self.query_lens) + self.padding
+        kv_scale = torch.tensor(self.kv_scale, dtype=torch.float32, device=device)
+        rows = [torch.randn(S, D, generator=generator).to(device) for S in self.seq_lens]
+        cache, table = paged_rows(
+            rows, D=D, format=self.format, kv_scale=kv_scale, BS=self.BS, rng=rng
+        )
+        q = torch.randn(T, self.H, D, generator=generator).to(device, self.dtype)
+        seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=device)
+        tensors = {
+            "q_latent": strided(q),
+            "cache": cache,
+            "kv_scale": kv_scale,
+            "block_table": table,
+            "seq_lens": seq_lens,
+            "query_start_loc": start_loc(self.query_lens, device),
+            "split_starts": even_splits(self.seq_lens, self.num_splits).to(device),
+        }
+        scalars = {
+            "format": self.format,
+            "C": self.C,
+            "scale": 1.7 * D**-0.5,
+            "causal": self.causal,
+            "max_query_len": max(self.query_lens, default=0),
+        }
+        return Inputs(tensors, scalars, ("q_latent",))
+
+
+@dataclass(frozen=True)
+class RaggedCase:
+    """Attention over packed, expanded keys and values: arguments for mha_ragged."""
+
+    name: str
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    H: int = 4
+    E: int = 24
+    V: int = 16
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    padding: int = 0  # query and key rows that belong to no request
+    seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def make(self, device: str | torch.device = "cpu") -> Inputs:
+        generator = torch.Generator().manual_seed(self.seed)
+        T, S = sum(self.query_lens), sum(self.key_lens)
+
+        def packed(num_rows: int, width: int) -> Tensor:
+            values = torch.randn(num_rows, self.H, width, generator=generator)
+            surplus = poison((self.padding, self.H, width), torch.float32)
+            return strided(torch.cat([values, surplus]).to(device, self.dtype))
+
+        tensors = {
+            "q": packed(T, self.E),
+            "k": packed(S, self.E),
+            "v": packed(S, self.V),
+            "query_start_loc": start_loc(self.query_lens, device),
+            "key_start_loc": start_loc(self.key_lens, device),
+        }
+        scalars = {
+            "scale": 1.7 * self.E**-0.5,
+            "causal": self.causal,
+            "max_query_len": max(self.query_lens, default=0),
+            "max_key_len": max(self.key_lens, default=0),
+        }
+        return Inputs(tensors, scalars, ("q", "k", "v"))
+
+
+# Shapes of benchmarks, named after models and phases; bench/ takes them from here.
+PAGED_SHAPES = {
+    case.name: case
+    for case in (
+        PagedCase("tiny-decode-b4-s256", (1,) * 4, (256,) * 4, H=4, C=32, R=8, BS=64),
+        PagedCase("v3-decode-b1-s8k", (1,), (8192,), H=128, C=512, R=64, BS=64, num_splits=32),
+        PagedCase("v3-decode-b64-s8k", (1,) * 64, (8192,) * 64, H=128, C=512, R=64, BS=64),
+        PagedCase("v3-tp8-decode-b64-s8k", (1,) * 64, (8192,) * 64, H=16, C=512, R=64, BS=64),
+        PagedCase("v3-verify4-b16-s8k", (4,) * 16, (8192,) * 16, H=128, C=512, R=64, BS=64),
+    )
+}
+RAGGED_SHAPES = {
+    case.name: case
+    for case in (
+        RaggedCase("tiny-prefill-256", (256,), (256,), H=4, E=24, V=16),
+        RaggedCase("v3-tp8-prefill-8k", (8192,), (8192,), H=16, E=192, V=128),
+        RaggedCase("v3-prefill-8k", (8192,), (8192,), H=128, E=192, V=128),
+        RaggedCase("v3-tp8-chunk-2k-on-8k", (2048,), (8192,), H=16, E=192, V=128, causal=False),
+        RaggedCase("glm-prefill-8k", (8192,), (8192,), H=20, E=256, V=256),
+    )
+}

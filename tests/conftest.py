@@ -1,0 +1,31 @@
+"""Shared set-up: the CPU's bf16 switch, devices, poisoned allocations."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch loads: on CPUs whose AMX is masked, oneDNN's bf16 kernels die otherwise. A cap that
+# is no use elsewhere does no harm there.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from openmla.testing import poisoned_memory
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(autouse=True)
+def inference_with_poison() -> Iterator[None]:
+    """Every test runs as users are told to run, on memory that starts as NaN."""
+    with torch.inference_mode(), poisoned_memory():
+        yield

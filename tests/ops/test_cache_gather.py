@@ -1,0 +1,150 @@
+"""cache_gather: any start, any length, nothing read or written beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.cache import FORMATS
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.ops import cache_gather
+from openmla.ops.cache_gather import cost
+from openmla.testing import Inputs, paged_rows, poison, start_loc
+from tests.ops.contract import run_or_skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Spans (start, length) of requests that hold seq_lens rows."""
+
+    name: str
+    seq_lens: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    BS: int = 16
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = [
+    Case("whole", (33, 7), ((0, 33), (0, 7))),
+    Case("aligned-chunk", (64, 70), ((16, 32), (48, 22))),
+    Case("unaligned-chunk", (64, 70), ((5, 30), (17, 1))),
+    Case("empty-spans", (20, 0, 9), ((3, 0), (0, 0), (9, 0))),
+    Case("start-past-the-table", (20,), ((999, 0),)),
+    Case("nothing", (), ()),
+    Case("last-row", (48,), ((47, 1),)),
+    Case("block-1", (9, 4), ((2, 7), (0, 4)), BS=1),
+]
+
+
+def make(
+    case: Case = CASES[2],
+    *,
+    format: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> tuple[Inputs, list[Tensor]]:
+    """Inputs, and the stored rows each request should deliver, in float64."""
+    D = 24
+    kv_scale = torch.tensor(0.037, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(S, D, generator=generator).to(device) for S in case.seq_lens]
+    cache, table = paged_rows(
+        rows, D=D, format=format, kv_scale=kv_scale, BS=case.BS, rng=random.Random(0)
+    )
+    for b, (start, length) in enumerate(case.spans):  # columns outside the span are garbage too
+        if length:
+            table[b, : start // case.BS] = 2**30
+            table[b, -(-(start + length) // case.BS) :] = -5
+    total = sum(length for _, length in case.spans)
+    tensors = {
+        "out": poison((total + 3, D + 2), dtype, device)[:, :D],
+        "cache": cache,
+        "kv_scale": kv_scale,
+        "block_table": table,
+        "starts": torch.tensor([s for s, _ in case.spans], dtype=torch.int32, device=device),
+        "row_start_loc": start_loc([length for _, length in case.spans], device),
+    }
+    layout = FORMATS[format]
+    stored = [layout.encode(request, kv_scale) for request in rows]
+    scale = kv_scale.double() if layout.scaled else torch.ones((), device=device)
+    wanted = [
+        (stored[b].double() * scale)[start : start + length]
+        for b, (start, length) in enumerate(case.spans)
+    ]
+    return Inputs(tensors, {"format": format}, ()), wanted
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_gather"])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case, format: str, backend: str, device: str) -> None:
+    """Rows are the stored values, rounded to out's dtype once."""
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        inputs, wanted = make(case, format=format, dtype=dtype, device=device)
+        run_or_skip(cache_gather, inputs, backend)
+        out = inputs["out"]
+        total = sum(len(rows) for rows in wanted)
+        expected = torch.cat([out.new_zeros((0, 24)), *(rows.float() for rows in wanted)])
+        if dtype == torch.float64:
+            expected = torch.cat([out.new_zeros((0, 24)), *wanted])
+        assert torch.equal(out[:total], expected.to(dtype))
+        assert out[total:].isnan().all()  # rows past the last span are not touched
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs, _ = make(device=device)
+    inputs.tensors["out"] = torch.zeros_like(inputs["out"])
+    scalars = {**inputs.scalars, "backend": "reference"}
+    torch.library.opcheck(
+        torch.ops.openmla.cache_gather.default, tuple(inputs.tensors.values()), scalars
+    )
+    compiled = torch.compile(cache_gather, fullgraph=True, backend="aot_eager")
+    other = inputs.clone()
+    inputs.run(compiled, backend="reference")
+    other.run(cache_gather, backend="reference")
+    assert torch.equal(inputs["out"], other["out"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("out", lambda t: t[:, :-1], "cache must be [N, BS, W] with W=23, got (12, 16, 24)"),
+        ("out", lambda t: t[:30], "row_start_loc must end within the 30 rows of out, got 31"),
+        ("starts", lambda t: t - 6, "starts must not be negative, got -1"),
+        ("starts", lambda t: t + 100, "block_table must have a column for every 16 keys"),
+        ("starts", lambda t: t.long(), "starts must be int32, got torch.int64"),
+        ("row_start_loc", lambda t: t + 1, "row_start_loc must start with 0"),
+        ("row_start_loc", lambda t: -t, "row_start_loc must not fall"),
+        ("block_table", lambda t: t[:1], "starts must be [B] with B=1, got (2,)"),
+        ("block_table", lambda t: t + 99, "block_table[0, 0] must be a block of the cache (0..11)"),
+    ],
+)
+def test_bad_input_changes_nothing(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    inputs, _ = make()
+    tensors = {**inputs.tensors, name: change(inputs[name])}
+    with pytest.raises(ShapeError) as error:
+        Inputs(tensors, inputs.scalars, ()).run(cache_gather, backend="reference")
+    assert f"cache_gather: {message}" in str(error.value)
+    assert inputs["out"].isnan().all()
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        inputs, _ = make()
+        inputs.tensors["out"] = torch.zeros(40, 24, requires_grad=True)
+        with pytest.raises(UnsupportedError, match=r"cache_gather: .* torch\.inference_mode\(\)"):
+            inputs.run(cache_gather, backend="reference")
+
+
+def test_cost() -> None:
+    assert cost(3, D=576, format="bf16", itemsize=4).bytes == 3 * 576 * 6

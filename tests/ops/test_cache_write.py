@@ -1,0 +1,188 @@
+"""cache_write: the bytes that must change, byte for byte, and no others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.cache import FORMATS
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.ops import cache_write
+from openmla.ops.cache_write import cost
+from openmla.testing import Inputs, poison, strided
+from tests.ops.contract import run_or_skip
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def make(
+    *,
+    format: str = "bf16",
+    dtype: torch.dtype = torch.bfloat16,
+    slots: tuple[int, ...] = (3, -1, 0, 19, 7),
+    N: int = 4,
+    BS: int = 5,
+    C: int = 12,
+    R: int = 4,
+    surplus: int = 2,
+    kv_scale: float = 0.37,
+    device: str = "cpu",
+) -> Inputs:
+    """Rows of all magnitudes into a poisoned cache with padding between pages."""
+    generator = torch.Generator().manual_seed(0)
+    T = len(slots) + surplus
+    rows = torch.randn(T, C + R, generator=generator, dtype=torch.float64)
+    rows *= 10.0 ** torch.randint(-6, 4, (T, C + R), generator=generator)
+    rows[0, :4] = torch.tensor([0.0, -0.0, 1e4, -1e4])
+    layout = FORMATS[format]
+    W = layout.width(C + R)
+    flat = poison((N, BS * W + 3), layout.dtype, device)
+    tensors = {
+        "cache": flat[:, : BS * W].unflatten(1, (BS, W)),
+        "kv_c": strided(rows[:, :C].to(device, dtype)),
+        "k_pe": strided(rows[:, C:].to(device, dtype)),
+        "slot_mapping": torch.tensor(slots, dtype=torch.int64, device=device),
+        "kv_scale": torch.tensor(kv_scale, dtype=torch.float32, device=device),
+    }
+    return Inputs(tensors, {"format": format}, ())
+
+
+def page_bytes(cache: Tensor) -> Tensor:
+    """Every byte of the allocation under a cache view, padding included."""
+    whole = torch.as_strided(cache, (cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
+    return whole.contiguous().view(torch.uint8).cpu()
+
+
+def e4m3_byte(value: float) -> int:
+    """Round to nearest even e4m3, saturating, from the format's definition."""
+    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
+    value = min(abs(value), 448.0)
+    best = min(range(0x7F), key=lambda code: (abs(e4m3_value(code) - value), code & 1))
+    return sign | best
+
+
+def e4m3_value(code: int) -> float:
+    exponent, mantissa = code >> 3, code & 7
+    if exponent == 0:
+        return mantissa * 2.0**-9
+    return (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_contract(format: str, dtype: torch.dtype, backend: str, device: str) -> None:
+    inputs = make(format=format, dtype=dtype, device=device)
+    before = page_bytes(inputs["cache"])
+    run_or_skip(cache_write, inputs, backend)
+    after = page_bytes(inputs["cache"])
+    rows = torch.cat([inputs["kv_c"], inputs["k_pe"]], dim=1).cpu()
+    BS, W = inputs["cache"].shape[1:]
+    width = W * FORMATS[format].dtype.itemsize
+    expected = before.clone()
+    for i, slot in enumerate(inputs["slot_mapping"].tolist()):
+        if slot < 0:
+            continue
+        if format == "fp8":
+            scale = inputs["kv_scale"].cpu()
+            quotients = (rows[i].float() / scale).tolist()
+            stored = torch.tensor([e4m3_byte(value) for value in quotients], dtype=torch.uint8)
+        else:
+            stored = rows[i].to(FORMATS[format].dtype).view(torch.uint8)
+        offset = slot % BS * width
+        expected[slot // BS, offset : offset + width] = stored
+    assert torch.equal(after, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize(
+    "slots", [(), (-1,), (-1, -1), (19,), (0,), tuple(range(20)), (-5, 3)], ids=str
+)
+def test_edges(slots: tuple[int, ...], backend: str, device: str) -> None:
+    """No slot, only skipped ones, the first, the last, every one."""
+    inputs = make(slots=slots, device=device)
+    run_or_skip(cache_write, inputs, backend)
+    written = inputs["cache"].flatten(0, 1)
+    for slot in range(20):
+        if slot in slots:
+            row = slots.index(slot)
+            expected = torch.cat([inputs["kv_c"][row], inputs["k_pe"][row]])
+            assert torch.equal(written[slot], expected)
+        else:
+            assert written[slot].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+def test_no_rope_columns(backend: str, device: str) -> None:
+    inputs = make(R=0, device=device)
+    run_or_skip(cache_write, inputs, backend)
+    assert torch.equal(inputs["cache"][0, 3], inputs["kv_c"][0])
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+def test_fp8_keeps_nan_and_saturates_infinity(backend: str, device: str) -> None:
+    inputs = make(format="fp8", kv_scale=1.0, device=device)
+    inputs["kv_c"][0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    run_or_skip(cache_write, inputs, backend)
+    stored = inputs["cache"][0, 3, :3].float().tolist()
+    assert math.isnan(stored[0]) and stored[1:] == [448.0, -448.0]
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs = make(device=device)
+    tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
+    tensors["cache"].nan_to_num_()  # opcheck compares values, and NaN differs from itself
+    scalars = {**inputs.scalars, "backend": "reference"}
+    torch.library.opcheck(torch.ops.openmla.cache_write.default, tuple(tensors.values()), scalars)
+    compiled = torch.compile(cache_write, fullgraph=True, backend="aot_eager")
+    other = inputs.clone()
+    inputs.run(compiled, backend="reference")
+    other.run(cache_write, backend="reference")
+    assert torch.equal(inputs["cache"].view(torch.int16), other["cache"].view(torch.int16))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("cache", lambda t: t[0], "cache must be [N, BS, W], got (5, 16)"),
+        ("cache", lambda t: t[:, :, 1:], "cache must be [N, BS, W] with W=16, got (4, 5, 15)"),
+        ("cache", lambda t: t.float(), "cache must be torch.bfloat16 for format bf16"),
+        ("k_pe", lambda t: t[:-1], "k_pe must be [T, R] with T=7, got (6, 4)"),
+        ("k_pe", lambda t: t.float(), "k_pe must be torch.bfloat16 like kv_c, got torch.float32"),
+        ("kv_c", lambda t: t.long(), "kv_c must be fp16, bf16, fp32 or fp64, got torch.int64"),
+        ("slot_mapping", lambda t: t.int(), "slot_mapping must be int64, got torch.int32"),
+        ("slot_mapping", lambda t: t.repeat(2), "slot_mapping must have at most T=7 slots, got 10"),
+        ("slot_mapping", lambda t: t + 1, "slot_mapping must be below N*BS=20, got 20"),
+        ("slot_mapping", lambda t: t % 3, "slot_mapping must name each slot once, got 0 twice"),
+        ("slot_mapping", lambda t: t.to("meta"), "slot_mapping must be on cpu, got meta"),
+        ("kv_scale", lambda t: t[None], "kv_scale must be [], got (1,)"),
+        ("kv_scale", lambda t: t.double(), "kv_scale must be float32, got torch.float64"),
+    ],
+)
+def test_bad_input_changes_nothing(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    inputs = make()
+    before = page_bytes(inputs["cache"])
+    tensors = {**inputs.tensors, name: change(inputs[name])}
+    with pytest.raises(ShapeError) as error:
+        Inputs(tensors, inputs.scalars, ()).run(cache_write, backend="reference")
+    assert f"cache_write: {message}" in str(error.value)
+    assert torch.equal(page_bytes(inputs["cache"]), before)
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        inputs = make()
+        inputs.tensors["kv_c"] = inputs["kv_c"].clone().requires_grad_()
+        with pytest.raises(UnsupportedError, match=r"cache_write: .* torch\.inference_mode\(\)"):
+            inputs.run(cache_write, backend="reference")
+
+
+def test_cost() -> None:
+    assert cost(3, D=576, format="fp8", itemsize=2).bytes == 3 * (576 * 3 + 8)

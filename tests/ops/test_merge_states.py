@@ -1,0 +1,180 @@
+"""merge_states: the formula, every kind of empty side, any order, and what hypothesis finds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.ops import merge_states
+from openmla.ops.merge_states import cost
+from openmla.testing import Inputs, assert_within_budget, strided
+from tests.ops.contract import run_or_skip
+
+EMPTY = (-torch.inf, torch.inf, torch.nan)
+
+
+def make(
+    *,
+    T: int = 9,
+    H: int = 17,
+    V: int = 20,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Inputs:
+    """Random partials; row 0.. holds every combination of empty and live sides."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = {}
+    for name, kinds in (("", (*EMPTY, 0.0)), ("other_", (0.0, *EMPTY[::-1]))):
+        out = torch.randn(T, H, V, generator=generator)
+        lse = 5 * torch.randn(T, H, generator=generator)
+        for row, kind in enumerate(kinds[: T // 2]):
+            lse[row] += kind
+        for column, kind in enumerate(EMPTY[: H // 4]):
+            lse[4:5, 2 * column] = kind  # both sides empty, beside live heads
+        empty = ~lse.isfinite()
+        out[empty] = torch.nan
+        sides[f"{name}out"] = strided(out.to(device, dtype))
+        # lse of other packages comes transposed
+        sides[f"{name}lse"] = lse.to(device).T.contiguous().T
+    return Inputs(sides, {}, tuple(sides))
+
+
+def merged(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    run_or_skip(merge_states, inputs, backend)
+    return inputs["out"], inputs["lse"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS["merge_states"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(9, 17, 20), (1, 1, 128), (64, 4, 512), (0, 4, 8)], ids=str)
+def test_contract(
+    shape: tuple[int, int, int], dtype: torch.dtype, backend: str, device: str
+) -> None:
+    T, H, V = shape
+    inputs = make(T=T, H=H, V=V, dtype=dtype, device=device)
+    actual = merged(inputs.clone(), backend)
+    exact = merged(inputs.double(), "reference")
+    peer = merged(inputs.clone(), "reference")
+    assert_within_budget(actual, exact, peer)
+
+
+def test_reference_equals_scalars() -> None:
+    inputs = make().double()
+    before = inputs.clone()
+    out, lse = merged(inputs, "reference")
+    for t in range(out.shape[0]):
+        for h in range(out.shape[1]):
+            sides = [
+                (float(before[f"{side}lse"][t, h]), before[f"{side}out"][t, h])
+                for side in ("", "other_")
+            ]
+            live = [(value, row) for value, row in sides if math.isfinite(value)]
+            if not live:
+                assert lse[t, h] == -torch.inf and (out[t, h] == 0).all()
+                continue
+            total = math.log(sum(math.exp(value) for value, _ in live))
+            assert math.isclose(lse[t, h], total, rel_tol=1e-12, abs_tol=1e-12)
+            expected = sum(math.exp(value - total) * row for value, row in live)
+            torch.testing.assert_close(out[t, h], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["merge_states"])
+def test_merging_with_itself(backend: str, device: str) -> None:
+    """out and other_out may be the same tensor: the same values, one ln 2 more weight."""
+    inputs = make(dtype=torch.float32, device=device)
+    out, lse = inputs["out"].clone(), inputs["lse"].clone()
+    inputs.tensors["other_out"], inputs.tensors["other_lse"] = inputs["out"], inputs["lse"]
+    merged(inputs, backend)
+    live = lse.isfinite()
+    torch.testing.assert_close(inputs["out"][live], out[live])
+    torch.testing.assert_close(inputs["lse"][live], lse[live] + math.log(2))
+    assert (inputs["lse"][~live] == -torch.inf).all() and (inputs["out"][~live] == 0).all()
+
+
+lse_values = st.one_of(st.sampled_from(EMPTY), st.floats(-60, 60), st.floats(-1e30, 1e30))
+
+
+@settings(max_examples=150, deadline=None)
+@given(values=st.lists(lse_values, min_size=2, max_size=5), data=st.data())
+def test_any_order_gives_one_attention(values: list[float], data: st.DataObject) -> None:
+    """However partials are ordered, merging them equals one softmax over all."""
+    with torch.inference_mode():
+        outs = torch.randn(len(values), 3, dtype=torch.float64)
+        lses = torch.tensor(values, dtype=torch.float64)
+        live = lses.isfinite()
+        order = data.draw(st.permutations(range(len(values))))
+        out, lse = outs[order[0]].reshape(1, 1, 3).clone(), lses[order[0]].reshape(1, 1).clone()
+        for i in order[1:]:
+            merge_states(out, lse, outs[i].reshape(1, 1, 3), lses[i].reshape(1, 1))
+        if not live.any():
+            assert lse.item() == -torch.inf and (out == 0).all()
+            return
+        # a weight is exp of a difference of lse: it errs by as much as lse rounds
+        rounding = torch.finfo(torch.float64).eps * max(float(lses[live].abs().max()), 1.0)
+        tolerance = 4 * len(values) * rounding * float(outs[live].abs().max() + 1)
+        expected = lses[live].softmax(0) @ outs[live]
+        torch.testing.assert_close(out.flatten(), expected, rtol=0, atol=tolerance)
+        total = lses[live].logsumexp(0)
+        torch.testing.assert_close(lse.flatten()[0], total, rtol=0, atol=tolerance)
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs = make(dtype=torch.float32, device=device)
+    for name, tensor in inputs.tensors.items():
+        inputs.tensors[name] = tensor.nan_to_num()  # opcheck compares values
+    op = torch.ops.openmla.merge_states.default
+    torch.library.opcheck(op, tuple(inputs.tensors.values()), {"backend": "reference"})
+    compiled = torch.compile(merge_states, fullgraph=True, backend="aot_eager")
+    other = inputs.clone()
+    inputs.run(compiled, backend="reference")
+    other.run(merge_states, backend="reference")
+    assert torch.equal(inputs["out"], other["out"]) and torch.equal(inputs["lse"], other["lse"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "other_out",
+            lambda t: t[:, :-1],
+            "other_out must be [T, H, V] with H=17, got",
+        ),
+        ("other_lse", lambda t: t.T, "other_lse must be [T, H] with T=9, H=17, got (17, 9)"),
+        ("other_lse", lambda t: t.bfloat16(), "other_lse must be float32 or float64"),
+        ("out", lambda t: t.int(), "out must be fp16, bf16, fp32 or fp64, got torch.int32"),
+        ("lse", lambda t: t.to("meta"), "lse must be on cpu, got meta"),
+    ],
+)
+def test_bad_input_changes_nothing(
+    name: str, change: Callable[[Tensor], Tensor], message: str
+) -> None:
+    inputs = make()
+    before = inputs.clone()
+    with pytest.raises(ShapeError) as error:
+        Inputs({**inputs.tensors, name: change(inputs[name])}, {}, ()).run(
+            merge_states, backend="reference"
+        )
+    assert f"merge_states: {message}" in str(error.value)
+    for key in ("out", "lse"):
+        torch.testing.assert_close(inputs[key], before[key], rtol=0, atol=0, equal_nan=True)
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        inputs = make()
+        inputs.tensors["other_out"] = inputs["other_out"].clone().requires_grad_()
+        with pytest.raises(UnsupportedError, match=r"merge_states: .* torch\.inference_mode\(\)"):
+            inputs.run(merge_states, backend="reference")
+
+
+def test_cost() -> None:
+    assert cost(2, H=3, V=5, itemsize=2).bytes == 2 * 3 * 3 * 14

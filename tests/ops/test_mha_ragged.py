@@ -1,0 +1,126 @@
+"""mha_ragged: every backend against float64, the reference against torch's SDPA, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.ops import mha_ragged
+from openmla.ops.mha_ragged import cost
+from openmla.testing import Inputs, RaggedCase
+from tests.ops.contract import check_attention
+
+BASE = RaggedCase("prefill", (5, 17, 40), (5, 17, 40))
+CASES = [
+    BASE,
+    RaggedCase("one-request", (33,), (33,)),
+    RaggedCase("empty-requests", (3, 0, 0, 2), (3, 0, 4, 2)),
+    RaggedCase("nothing", (), ()),
+    RaggedCase("no-keys", (3, 2), (0, 5), causal=False),
+    RaggedCase("one-key", (1, 1), (1, 1), H=1),
+    RaggedCase("17-heads", (9, 4), (9, 4), H=17),
+    RaggedCase("context-chunk", (5, 17), (70, 3), causal=False),
+    RaggedCase("one-shot", (5, 17), (70, 30)),
+    RaggedCase("one-shot-many-queries", (300,), (700,), H=2),
+    RaggedCase("fewer-keys-than-queries", (9, 4), (3, 4)),
+    RaggedCase("padding", (5, 7), (5, 7), padding=6),
+    RaggedCase("padding-one-request", (5,), (5,), padding=6),
+    RaggedCase("v3-widths", (40, 65), (40, 65), E=192, V=128),
+    RaggedCase("glm-widths", (40,), (40,), E=256, V=256),
+    RaggedCase("mistral4-widths", (40,), (65,), E=128, V=128),
+    RaggedCase("minicpm3-widths", (40, 3), (40, 3), E=96, V=64),
+    RaggedCase("values-wider-than-keys", (20,), (30,), E=24, V=40),
+    RaggedCase("odd-widths", (20, 3), (20, 9), E=21, V=13),
+    RaggedCase("fp32", (20, 3), (20, 9), dtype=torch.float32),
+    RaggedCase("fp16", (20, 3), (20, 9), dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mha_ragged"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: RaggedCase, backend: str, device: str) -> None:
+    check_attention(mha_ragged, case.make(device), backend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_equals_sdpa(case: RaggedCase) -> None:
+    """An independent oracle: torch's attention in float64 with an explicit mask."""
+    inputs = case.make().double()
+    out, lse = inputs.run(mha_ragged, backend="reference")
+    scale = inputs.scalars["scale"]
+    queries, keys = inputs["query_start_loc"].tolist(), inputs["key_start_loc"].tolist()
+    for b, (n, S) in enumerate(zip(case.query_lens, case.key_lens, strict=True)):
+        for i in range(n):
+            seen = max(S - n + i + 1, 0) if case.causal else S
+            t, visible = queries[b] + i, slice(keys[b], keys[b] + seen)
+            if seen == 0:
+                assert (out[t] == 0).all() and (lse[t] == -torch.inf).all()
+                continue
+            q, k, v = inputs["q"][t], inputs["k"][visible], inputs["v"][visible]
+            expected = torch.nn.functional.scaled_dot_product_attention(
+                q[None, :, None], k[None].transpose(1, 2), v[None].transpose(1, 2), scale=scale
+            )
+            torch.testing.assert_close(out[t], expected[0, :, 0], rtol=1e-11, atol=1e-12)
+            sums = torch.exp(scale * (k * q).sum(-1)).sum(0)
+            torch.testing.assert_close(lse[t], sums.log(), rtol=1e-11, atol=1e-12)
+    assert (out[queries[-1] :] == 0).all() and (lse[queries[-1] :] == -torch.inf).all()
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs = BASE.make(device)
+    scalars = {**inputs.scalars, "backend": "auto"}
+    op = torch.ops.openmla.mha_ragged.default
+    torch.library.opcheck(op, tuple(inputs.tensors.values()), scalars)
+    compiled = torch.compile(mha_ragged, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(
+        inputs.run(compiled, backend="auto"), inputs.run(mha_ragged, backend="auto"), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("k", lambda t: t[:, :, :-1], "k must be [S, H, E] with E=24, got (62, 4, 23)"),
+        ("v", lambda t: t[:-1], "v must be [S, H, V] with S=62, got (61, 4, 16)"),
+        ("k", lambda t: t.float(), "k must be torch.bfloat16 like q, got torch.float32"),
+        ("v", lambda t: t.to("meta"), "v must be on cpu, got meta"),
+        ("key_start_loc", lambda t: t[:-1], "key_start_loc must be [B+1] with B+1=4, got (3,)"),
+        ("key_start_loc", lambda t: t + 1, "key_start_loc must start with 0"),
+        ("key_start_loc", lambda t: t * 2, "key_start_loc must end within the 62 rows of k"),
+        ("query_start_loc", lambda t: t.long(), "query_start_loc must be int32"),
+        ("max_key_len", lambda n: n + 1, "max_key_len must be 40, got 41"),
+        ("max_query_len", lambda n: n - 1, "max_query_len must be 40, got 39"),
+    ],
+)
+def test_bad_input(name: str, change: Callable[[object], object], message: str) -> None:
+    inputs = BASE.make()
+    tensors: dict[str, Tensor] = dict(inputs.tensors)
+    scalars = dict(inputs.scalars)
+    target = tensors if name in tensors else scalars
+    target[name] = change(target[name])  # type: ignore[assignment]
+    with pytest.raises(ShapeError) as error:
+        Inputs(tensors, scalars, inputs.widen).run(mha_ragged, backend="auto")
+    assert f"mha_ragged: {message}" in str(error.value)
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        inputs = BASE.make()
+        inputs.tensors["v"] = inputs["v"].clone().requires_grad_()
+        with pytest.raises(UnsupportedError, match=r"mha_ragged: .* torch\.inference_mode\(\)"):
+            inputs.run(mha_ragged, backend="auto")
+
+
+def test_cost() -> None:
+    square = cost([4], [4], H=2, E=6, V=3, itemsize=2, causal=True)
+    assert square.flops == 2 * 10 * 2 * 9
+    assert square.bytes == 8 * 2 * 9 * 2 + 4 * 2 * 4
+    assert cost([2], [5], H=1, E=1, V=1, itemsize=2, causal=True).flops == 2 * (4 + 5) * 2
+    assert cost([5], [2], H=1, E=1, V=1, itemsize=2, causal=True).flops == 2 * (1 + 2) * 2
+    assert cost([5], [2], H=1, E=1, V=1, itemsize=2, causal=False).flops == 2 * 10 * 2

@@ -1,0 +1,245 @@
+"""mqa_paged: every backend against float64, the reference against plain loops, bad input."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openmla.backends import BACKENDS
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.ops import mqa_paged
+from openmla.ops.mqa_paged import cost
+from openmla.testing import Inputs, PagedCase, assert_within_budget, even_splits
+from tests.ops.contract import check_attention
+
+BASE = PagedCase("decode", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
+CASES = [
+    BASE,
+    PagedCase("empty-request", (1, 0, 0, 2), (5, 0, 9, 2)),
+    PagedCase("nothing", (), ()),
+    PagedCase("one-key", (1, 1), (1, 1), H=1),
+    PagedCase("one-past-a-block", (1, 1), (17, 33)),
+    PagedCase("last-block-full", (1, 2), (16, 48)),
+    PagedCase("17-heads", (1, 3), (40, 21), H=17),
+    PagedCase("multi-token", (4, 1, 7), (64, 20, 7)),
+    PagedCase("not-causal", (4, 3), (50, 3), causal=False),
+    PagedCase("graph-padding", (1, 2), (30, 9), padding=5),
+    PagedCase("block-1", (2, 1), (19, 4), BS=1),
+    PagedCase("block-128", (1, 1), (130, 127), BS=128),
+    PagedCase("one-split", (1, 2), (90, 33), num_splits=1),
+    PagedCase("more-splits-than-keys", (1, 1), (3, 20), num_splits=9),
+    PagedCase("v3-widths", (1, 2), (130, 65), H=8, C=512, R=64, BS=64),
+    PagedCase("mistral4-widths", (1, 2), (130, 65), H=4, C=256, R=64, BS=64),
+    PagedCase("minicpm3-widths", (1, 2), (70, 65), H=5, C=256, R=32, BS=64),
+    PagedCase("axk2-widths", (2,), (70,), H=3, C=128, R=32),
+    PagedCase("v4-widths", (2,), (70,), H=3, C=512, R=0),
+    PagedCase("fp32", (1, 2), (33, 70), format="fp32", dtype=torch.float32),
+    PagedCase("fp16", (1, 2), (33, 70), format="fp16", dtype=torch.float16),
+    PagedCase("fp8", (1, 2), (33, 70), format="fp8", kv_scale=0.037),
+    PagedCase("fp8-fp16-queries", (1, 2), (33, 70), format="fp8", dtype=torch.float16),
+    PagedCase("bf16-queries-fp32-cache", (1, 2), (33, 70), format="fp32"),
+    PagedCase("fp32-queries-bf16-cache", (1, 2), (33, 70), dtype=torch.float32),
+    PagedCase("long", (1,), (3000,), H=2, BS=64, num_splits=8),
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: PagedCase, backend: str, device: str) -> None:
+    check_attention(mqa_paged, case.make(device), backend)
+
+
+@pytest.mark.parametrize("case", CASES[:-1], ids=str)
+def test_reference_equals_loops(case: PagedCase) -> None:
+    """The meaning, once more and independently: Python floats, one key at a time."""
+    inputs = replace(case, H=min(case.H, 2)).make().double()
+    out, lse = inputs.run(mqa_paged, backend="reference")
+    scale, C = inputs.scalars["scale"], inputs.scalars["C"]
+    bounds = inputs["query_start_loc"].tolist()
+    decoded = inputs["cache"].double() * (inputs["kv_scale"] if case.format == "fp8" else 1)
+    for b, (n, S) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        for i in range(n):
+            t = bounds[b] + i
+            seen = S - n + i + 1 if case.causal else S
+            keys = [
+                decoded[int(inputs["block_table"][b, j // case.BS]), j % case.BS]
+                for j in range(seen)
+            ]
+            for h in range(out.shape[1]):
+                query = inputs["q_latent"][t, h]
+                logits = [scale * float(torch.dot(query, key)) for key in keys]
+                largest = max(logits)
+                total = sum(math.exp(logit - largest) for logit in logits)
+                expected = largest + math.log(total)
+                assert math.isclose(lse[t, h], expected, rel_tol=1e-12, abs_tol=1e-12)
+                row = sum(
+                    math.exp(logit - expected) * key[:C]
+                    for logit, key in zip(logits, keys, strict=True)
+                )
+                torch.testing.assert_close(out[t, h], row, rtol=1e-11, atol=1e-12)
+    assert (out[bounds[-1] :] == 0).all() and (lse[bounds[-1] :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
+def test_invariance(backend: str, device: str) -> None:
+    """Other blocks, other splits, other neighbours: the same answer."""
+    case = PagedCase("invariance", (2, 1, 3), (70, 33, 9))
+    first = case.make(device)
+    expected = first.run(mqa_paged, backend=backend)
+    exact = first.double().run(mqa_paged, backend="reference")
+
+    order = torch.randperm(first["cache"].shape[0], generator=torch.Generator().manual_seed(1))
+    moved = first.clone()
+    moved["cache"].view(torch.int16)[order.to(device)] = first["cache"].view(torch.int16)
+    table = moved["block_table"]
+    real = (table >= 0) & (table < len(order))
+    table[real] = order.to(device, torch.int32)[table[real].long()]
+    assert_within_budget(moved.run(mqa_paged, backend=backend), exact, expected)
+
+    splits = Inputs(
+        {**first.tensors, "split_starts": even_splits(case.seq_lens, 11).to(device)},
+        first.scalars,
+        first.widen,
+    )
+    assert_within_budget(splits.run(mqa_paged, backend=backend), exact, expected)
+
+    swapped = dict(first.tensors)
+    rows = torch.tensor([3, 4, 5, 2, 0, 1], device=device)
+    requests = torch.tensor([2, 1, 0], device=device)
+    swapped["q_latent"] = first["q_latent"][rows]
+    for name in ("block_table", "seq_lens", "split_starts"):
+        swapped[name] = first[name][requests]
+    swapped["query_start_loc"] = torch.tensor([0, 3, 4, 6], dtype=torch.int32, device=device)
+    out, lse = Inputs(swapped, first.scalars, first.widen).run(mqa_paged, backend=backend)
+    restored = out.clone(), lse.clone()
+    restored[0][rows], restored[1][rows] = out, lse
+    assert_within_budget(restored, exact, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
+def test_offsets_beyond_int32(backend: str, device: str) -> None:
+    """Rows past element 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
+    N, BS, D = 60_000, 64, 576
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    cache = torch.empty((N, BS, D), dtype=torch.float8_e4m3fn, device=device)
+    assert cache.numel() > 2**31
+    case = PagedCase("far", (1,), (100,), H=2, C=512, R=64, BS=BS, format="fp8")
+    near = case.make(device)
+    raw = near["cache"].view(torch.uint8)
+    far_table = torch.tensor([[N - 1, N - 2]], dtype=torch.int32, device=device)
+    for column in range(2):
+        block = int(near["block_table"][0, column])
+        cache.view(torch.uint8)[N - 1 - column] = raw[block]
+    far = Inputs(
+        {**near.tensors, "cache": cache, "block_table": far_table}, near.scalars, near.widen
+    )
+    for actual, expected in zip(
+        far.run(mqa_paged, backend=backend), near.run(mqa_paged, backend=backend), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs = BASE.make(device)
+    op = torch.ops.openmla.mqa_paged.default
+    torch.library.opcheck(
+        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
+    )
+    compiled = torch.compile(mqa_paged, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(
+        inputs.run(compiled, backend="reference"),
+        inputs.run(mqa_paged, backend="reference"),
+        strict=True,
+    ):
+        assert torch.equal(actual, expected)
+
+
+def _broken(case: PagedCase = BASE, **changes: object) -> Inputs:
+    """The case's inputs with one argument replaced, or changed by a function of itself."""
+    inputs = case.make()
+    tensors, scalars = dict(inputs.tensors), dict(inputs.scalars)
+    for name, change in changes.items():
+        if name in tensors:
+            tensors[name] = change(tensors[name]) if callable(change) else change
+        else:
+            scalars[name] = change
+    return Inputs(tensors, scalars, inputs.widen)
+
+
+def _put(index: tuple[int, ...], value: int):  # type: ignore[no-untyped-def]
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cache": lambda t: t[:, :, :-1]},
+            "cache must be [N, BS, W] with W=40, got (12, 16, 39)",
+        ),
+        ({"cache": lambda t: t.half()}, "cache must be torch.bfloat16 for format bf16, got"),
+        ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
+        ({"q_latent": lambda t: t.to(torch.int32)}, "q_latent must be fp16, bf16, fp32 or fp64"),
+        (
+            {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
+            "q_latent must be contiguous along its last dimension",
+        ),
+        ({"seq_lens": lambda t: t.long()}, "seq_lens must be int32, got torch.int64"),
+        ({"seq_lens": lambda t: t[:2]}, "seq_lens must be [B] with B=3, got (2,)"),
+        ({"seq_lens": lambda t: t.to("meta")}, "seq_lens must be on cpu, got meta"),
+        ({"query_start_loc": lambda t: t[:-1]}, "query_start_loc must be [B+1] with B+1=4"),
+        ({"query_start_loc": _put((0,), 1)}, "query_start_loc must start with 0"),
+        ({"query_start_loc": _put((1,), 3)}, "query_start_loc must not fall"),
+        ({"query_start_loc": _put((3,), 99)}, "query_start_loc must end within the 3 rows"),
+        ({"seq_lens": _put((1,), 0)}, "seq_lens[1] must be at least its 1 query tokens, got 0"),
+        ({"seq_lens": _put((2,), 999)}, "block_table must have a column for every 16 keys"),
+        ({"block_table": _put((2, 4), 12)}, "block_table[2, 4] must be a block of the cache"),
+        ({"block_table": _put((0, 0), -1)}, "block_table[0, 0] must be a block of the cache"),
+        ({"split_starts": _put((0, 0), 1)}, "split_starts must rise from 0"),
+        ({"split_starts": _put((0, 3), 32)}, "split_starts must rise from 0 to at least seq_lens"),
+        ({"C": 41}, "C must be within 1..D=40, got 41"),
+        ({"max_query_len": 0}, "max_query_len must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        _broken(**changes).run(mqa_paged, backend="reference")
+    assert f"mqa_paged: {message}" in str(error.value)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match=r"cache: format 'fp4' is not known\. Known: fp32, bf16"):
+        _broken(format="fp4").run(mqa_paged, backend="reference")
+    with pytest.raises(ConfigError, match=r"mqa_paged: backend 'cuda' is not known\. Known: auto"):
+        _broken().run(mqa_paged, backend="cuda")
+    with pytest.raises(UnsupportedError, match="sdpa       has no mqa_paged"):
+        _broken().run(mqa_paged, backend="sdpa")
+
+
+def test_columns_past_the_keys_may_hold_anything() -> None:
+    """BASE's tables end in block ids no cache has; a fully used table works just as well."""
+    inputs = _broken(block_table=lambda t: t[:, :5])
+    inputs.run(mqa_paged, backend="reference")
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        inputs = _broken(q_latent=lambda t: t.clone().requires_grad_())
+        with pytest.raises(UnsupportedError, match=r"mqa_paged: .* torch\.inference_mode\(\)"):
+            inputs.run(mqa_paged, backend="reference")
+
+
+def test_cost() -> None:
+    decode = cost([1], [100], H=16, D=576, C=512, format="bf16", itemsize=2, causal=True)
+    assert decode.bytes == 100 * 1152 + 16 * (1088 * 2 + 4)
+    assert decode.flops == 2 * 100 * 16 * 1088
+    verify = cost([3], [10], H=1, D=4, C=2, format="fp8", itemsize=2, causal=True)
+    assert verify.flops == 2 * (8 + 9 + 10) * 6
