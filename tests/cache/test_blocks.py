@@ -1,0 +1,204 @@
+"""BlockPool: examples, and a state machine that keeps every request's text in shared blocks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from openmla import BlockPool, CacheFullError, ConfigError, ShapeError
+
+
+def test_take_fills_blocks_in_order() -> None:
+    pool = BlockPool(num_blocks=8, block_size=4)
+    assert pool.take({"a": 5, "b": 4}) == []
+    assert pool.blocks("a") == (0, 1) and pool.blocks("b") == (2,)
+    assert pool.num_free == 5 and pool.seq_len("a") == 5 and pool.requests == ("a", "b")
+    pool.take({"a": 3})
+    assert pool.blocks("a") == (0, 1)
+    pool.take({"a": 1})
+    assert pool.blocks("a") == (0, 1, 3)
+
+
+def test_tables_and_slots() -> None:
+    pool = BlockPool(num_blocks=8, block_size=4)
+    pool.take({"a": 5, "b": 4, "empty": 0})
+    assert pool.block_table(["b", "a", "empty"]).tolist() == [[2, -1], [0, 1], [-1, -1]]
+    assert pool.block_table(["b"], num_columns=3).tolist() == [[2, -1, -1]]
+    assert pool.block_table([]).shape == (0, 0)
+    slots = pool.slot_mapping([("a", 3, 5), ("b", 0, 2)], num_rows=6)
+    assert slots.tolist() == [3, 4, 8, 9, -1, -1]
+    assert pool.slot_mapping([]).shape == (0,)
+
+
+def test_a_full_pool_changes_nothing() -> None:
+    pool = BlockPool(num_blocks=3, block_size=4)
+    pool.take({17: 9})
+    before = pool.blocks(17), pool.num_free
+    with pytest.raises(CacheFullError, match="cache: request 18 needs 2 blocks, 0 of 3 are free"):
+        pool.take({17: 3, 18: 8})
+    assert (pool.blocks(17), pool.num_free) == before and pool.seq_len(18) == 0
+    assert pool.seq_len(17) == 9 and pool.requests == (17,)
+
+
+def test_copy_on_write_of_a_shared_last_block() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    pool.take({"a": 6})
+    pool.share("a", "b")
+    assert pool.blocks("b") == (0, 1) and pool.num_free == 2
+    # both grow at once: the first leaves the shared block, the second keeps it
+    assert pool.take({"b": 1, "a": 1}) == [(1, 2)]
+    assert pool.blocks("a") == (0, 1) and pool.blocks("b") == (0, 2)
+    pool.free("a")
+    assert pool.num_free == 2 and pool.blocks("b") == (0, 2)
+
+
+def test_growth_of_two_sharers_needs_one_block_only() -> None:
+    pool = BlockPool(num_blocks=2, block_size=4)
+    pool.take({"a": 2})
+    pool.share("a", "b")
+    assert pool.take({"a": 1, "b": 1}) == [(0, 1)]
+
+
+def test_a_full_last_block_is_shared_without_copies() -> None:
+    pool = BlockPool(num_blocks=3, block_size=4)
+    pool.take({"a": 4})
+    pool.share("a", "b")
+    assert pool.take({"b": 1}) == []
+    assert pool.blocks("b") == (0, 1)
+
+
+def test_sharing_a_prefix_and_cutting() -> None:
+    pool = BlockPool(num_blocks=6, block_size=4)
+    pool.take({"a": 10})
+    pool.share("a", "b", 5)
+    assert pool.blocks("b") == (0, 1) and pool.seq_len("b") == 5
+    pool.truncate("a", 3)
+    assert pool.blocks("a") == (0,) and pool.num_free == 4
+    pool.truncate("b", 0)
+    assert pool.blocks("b") == () and pool.num_free == 5
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda pool: pool.free("x"), "request 'x' is not in the pool"),
+        (lambda pool: pool.truncate("x", 0), "request 'x' is not in the pool"),
+        (lambda pool: pool.share("x", "y"), "request 'x' is not in the pool"),
+        (lambda pool: pool.share("a", "a"), "request 'a' exists already. Free it first"),
+        (lambda pool: pool.share("a", "b", 6), "request 'a' can share 0..5 tokens, got 6"),
+        (lambda pool: pool.truncate("a", 6), "request 'a' can be cut to 0..5 tokens, got 6"),
+        (lambda pool: pool.take({"b": 1, "a": -1}), "tokens for request 'a' must be an integer"),
+        (lambda pool: pool.slot_mapping([("a", 0, 6)]), "positions of request 'a' must lie in"),
+        (lambda pool: pool.slot_mapping([("x", 0, 1)]), "positions of request 'x' must lie in"),
+    ],
+)
+def test_bad_calls_change_nothing(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    pool = BlockPool(num_blocks=4, block_size=4)
+    pool.take({"a": 5})
+    with pytest.raises(ShapeError) as error:
+        call(pool)
+    assert f"cache: {message}" in str(error.value)
+    assert pool.requests == ("a",) and pool.blocks("a") == (0, 1) and pool.num_free == 2
+
+
+def test_bad_sizes() -> None:
+    with pytest.raises(ConfigError, match="cache: num_blocks must be a positive integer, got 0"):
+        BlockPool(0, 4)
+    with pytest.raises(ConfigError, match="cache: block_size must be a positive integer, got '4'"):
+        BlockPool(1, "4")  # type: ignore[arg-type]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random histories on a small pool; a fake memory shows any token lost or overwritten."""
+
+    NUM_BLOCKS, BLOCK_SIZE = 7, 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS, self.BLOCK_SIZE)
+        self.memory = [[-1] * self.BLOCK_SIZE for _ in range(self.NUM_BLOCKS)]
+        self.texts: dict[int, list[int]] = {}
+        self.next_token = 0
+
+    def read(self, request: int) -> list[int]:
+        flat = [token for block in self.pool.blocks(request) for token in self.memory[block]]
+        return flat[: self.pool.seq_len(request)]
+
+    @rule(lens=st.dictionaries(st.integers(0, 9), st.integers(0, 5), min_size=1, max_size=3))
+    def take(self, lens: dict[int, int]) -> None:
+        state = {request: self.pool.blocks(request) for request in self.pool.requests}
+        try:
+            copies = self.pool.take(lens)
+        except CacheFullError:
+            assert {request: self.pool.blocks(request) for request in self.pool.requests} == state
+            assert self.needed(lens) > self.pool.num_free  # a refusal is never premature
+            return
+        for source, target in copies:
+            self.memory[target] = list(self.memory[source])
+        for request, num_tokens in lens.items():
+            text = self.texts.setdefault(request, [])
+            start = len(text)
+            slots = self.pool.slot_mapping([(request, start, start + num_tokens)])
+            for slot in slots.tolist():
+                self.memory[slot // self.BLOCK_SIZE][slot % self.BLOCK_SIZE] = self.next_token
+                text.append(self.next_token)
+                self.next_token += 1
+
+    def needed(self, lens: dict[int, int]) -> int:
+        """Blocks a request history needs, counted from the tables alone."""
+        used = {r: list(self.pool.blocks(r)) for r in self.pool.requests}
+        count = 0
+        for request, num_tokens in lens.items():
+            held = used.setdefault(request, [])
+            length = self.pool.seq_len(request)
+            if num_tokens and length % self.BLOCK_SIZE:
+                users = sum(held[-1] in blocks for blocks in used.values())
+                if users > 1:
+                    held[-1] = -1 - count
+                    count += 1
+            count += -(-(length + num_tokens) // self.BLOCK_SIZE) - len(held)
+        return count
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.texts)))
+        self.pool.free(request)
+        del self.texts[request]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted(self.texts)))
+        length = data.draw(st.integers(0, len(self.texts[request])))
+        self.pool.truncate(request, length)
+        del self.texts[request][length:]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), heir=st.integers(0, 9))
+    def share(self, data: st.DataObject, heir: int) -> None:
+        source = data.draw(st.sampled_from(sorted(self.texts)))
+        length = data.draw(st.integers(0, len(self.texts[source])))
+        if heir in self.texts:
+            return
+        self.pool.share(source, heir, length)
+        self.texts[heir] = self.texts[source][:length]
+
+    @invariant()
+    def every_text_is_whole(self) -> None:
+        assert set(self.pool.requests) == set(self.texts)
+        for request, text in self.texts.items():
+            assert self.read(request) == text
+
+    @invariant()
+    def blocks_are_counted(self) -> None:
+        held = {block for request in self.texts for block in self.pool.blocks(request)}
+        assert len(held) + self.pool.num_free == self.NUM_BLOCKS
+        for request, text in self.texts.items():
+            assert len(self.pool.blocks(request)) == -(-len(text) // self.BLOCK_SIZE)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -1,0 +1,89 @@
+"""PagedCache and allocate_cache: shapes, strided pages, block copies, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from openmla import (
+    FORMATS,
+    PRESETS,
+    ConfigError,
+    LayerCache,
+    PagedCache,
+    ShapeError,
+    UnsupportedError,
+    allocate_cache,
+)
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_allocate(format: str) -> None:
+    cache = allocate_cache(PRESETS["deepseek-v3"], num_blocks=3, block_size=64, format=format)
+    assert isinstance(cache, LayerCache) and cache.latent is not None
+    assert (cache.index, cache.window, cache.compressed, cache.state) == (None,) * 4
+    assert cache.latent.data.shape == (3, 64, 576)
+    assert cache.latent.data.dtype == FORMATS[format].dtype == cache.latent.layout.dtype
+    assert (cache.latent.num_blocks, cache.latent.block_size) == (3, 64)
+    assert not cache.latent.data.float().any()
+    assert cache.latent.kv_scale.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks must be a positive integer, got 0"),
+        ({"block_size": 1.5}, "block_size must be a positive integer, got 1.5"),
+        ({"format": "fp4"}, "format 'fp4' is not known"),
+        ({"kv_scale": 0.0}, "kv_scale must be positive and finite, got 0.0"),
+        ({"kv_scale": float("nan")}, "kv_scale must be positive and finite, got nan"),
+        ({"kv_scale": 2.0}, "kv_scale must be 1 for format bf16, got 2.0"),
+    ],
+)
+def test_contradictions(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        allocate_cache(PRESETS["tiny-v3"], **{"num_blocks": 2, "block_size": 4, **changes})
+    assert f"cache: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4-flash", "glm-5"])
+def test_sparse_models_are_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"cache: .* needs index or compressed caches"):
+        allocate_cache(PRESETS[name], num_blocks=2, block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("data", "format", "scale", "message"),
+    [
+        (torch.zeros(2, 3), "fp32", ONE, r"data must be \[N, BS, W\] torch.float32, got \(2, 3\)"),
+        (torch.zeros(2, 3, 4), "bf16", ONE, r"data must be \[N, BS, W\] torch.bfloat16"),
+        (torch.zeros(2, 3, 8)[:, :, ::2], "fp32", ONE, "data must be contiguous along a row"),
+        (torch.zeros(2, 3, 4), "fp32", ONE[None], "kv_scale must be a float32 scalar tensor"),
+        (torch.zeros(2, 3, 4), "fp32", ONE.double(), "kv_scale must be a float32 scalar tensor"),
+        (torch.zeros(2, 3, 4), "fp32", ONE.to("meta"), "kv_scale must be on cpu, got meta"),
+    ],
+)
+def test_bad_parts(data: torch.Tensor, format: str, scale: torch.Tensor, message: str) -> None:
+    with pytest.raises(ShapeError, match=f"cache: {message}"):
+        PagedCache(data, format, scale)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_copy_blocks_of_strided_pages(format: str) -> None:
+    """Layers interleaved in one page-major allocation: copying one layer leaves the other."""
+    both = torch.randn(6, 2, 4, 5).to(FORMATS[format].dtype)
+    before = both.clone()
+    layer = PagedCache(both[:, 1], format, ONE)
+    layer.copy_blocks([(0, 5), (3, 1)])
+    layer.copy_blocks([])
+    assert torch.equal(both[:, 0].float(), before[:, 0].float())
+    assert torch.equal(both[5, 1].float(), before[0, 1].float())
+    assert torch.equal(both[1, 1].float(), before[3, 1].float())
+    assert torch.equal(both[0, 1].float(), before[0, 1].float())
+    with pytest.raises(ShapeError, match="cache: block copies must stay within 6 blocks"):
+        layer.copy_blocks([(0, 2), (6, 0)])
+    assert torch.equal(both[2, 1].float(), before[2, 1].float())

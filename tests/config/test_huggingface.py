@@ -1,0 +1,297 @@
+"""from_hf: dict, file and transformers object agree for every preset; the rest is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from openmla import PRESETS, ConfigError, MLAConfig
+from openmla.config.huggingface import FAMILIES
+from tests.config.checkpoints import CHECKPOINTS
+
+transformers = pytest.importorskip("transformers")
+
+
+def transformers_config(fields: dict[str, Any]) -> Any:
+    """The object AutoConfig would make: kimi_k2 is loaded as deepseek_v3."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = fields["model_type"]
+    known = "deepseek_v3" if model_type == "kimi_k2" else model_type
+    given = {name: value for name, value in fields.items() if name != "model_type"}
+    if model_type == "deepseek_v4":  # its strict config has no such field
+        given = {name: value for name, value in given.items() if name != "v_head_dim"}
+    return CONFIG_MAPPING[known](**json.loads(json.dumps(given)))
+
+
+def test_every_preset_has_a_checkpoint() -> None:
+    assert set(CHECKPOINTS) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_dict_file_and_object_agree(name: str, tmp_path: Path) -> None:
+    fields = CHECKPOINTS[name]
+    assert MLAConfig.from_hf(fields) == PRESETS[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    assert MLAConfig.from_hf(path) == PRESETS[name]
+    assert MLAConfig.from_hf(str(tmp_path)) == PRESETS[name]
+    config = transformers_config(fields)
+    assert MLAConfig.from_hf(config) == PRESETS[name]
+    config.save_pretrained(tmp_path / "again")
+    assert MLAConfig.from_hf(tmp_path / "again") == PRESETS[name]
+
+
+@pytest.mark.parametrize("name", [n for n, c in PRESETS.items() if c.rope.kind != "longrope"])
+def test_scales_equal_transformers(name: str) -> None:
+    """The softmax scale and the cos/sin factor, as transformers' own functions compute them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    ours, theirs = PRESETS[name], transformers_config(CHECKPOINTS[name])
+    if ours.compressor is not None:
+        assert ours.scale == theirs.head_dim**-0.5
+        assert ours.compressor.rope.cos_sin_scale == 1.0
+        return
+    expected = yarn_apply_mscale(theirs.rope_parameters, ours.qk_head_dim**-0.5)
+    assert math.isclose(ours.scale, expected, rel_tol=1e-15)
+    if ours.rope.kind == "yarn":
+        _, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+        assert math.isclose(ours.rope.cos_sin_scale, factor, rel_tol=1e-15)
+
+
+def test_longrope_factor_equals_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fields = CHECKPOINTS["tiny-minicpm3"]
+    for factor in (None, 1.0, 4.0):
+        scaling = {**fields["rope_scaling"], "factor": factor}
+        stretched = {**fields, "rope_scaling": scaling, "max_position_embeddings": 65536}
+        _, expected = ROPE_INIT_FUNCTIONS["longrope"](
+            transformers_config(stretched), torch.device("cpu")
+        )
+        actual = MLAConfig.from_hf(stretched).rope.cos_sin_scale
+        assert math.isclose(actual, expected, rel_tol=1e-15)
+
+
+@pytest.mark.parametrize("text_type", [None, "kimi_k2", "deepseek_v3"])
+def test_text_config_of_a_wrapper(text_type: str | None) -> None:
+    text = {**CHECKPOINTS["kimi-k2"], "model_type": text_type}
+    if text_type is None:
+        del text["model_type"]
+    wrapped = {"model_type": "kimi_k25", "text_config": text}
+    assert MLAConfig.from_hf(wrapped) == PRESETS["kimi-k2"]
+
+
+def test_kimi_linear_never_rotates() -> None:
+    fields = {
+        **{k: v for k, v in CHECKPOINTS["tiny-v2-lite"].items() if not k.startswith("rope")},
+        "model_type": "kimi_linear",
+        "mla_use_nope": True,
+    }
+    config = MLAConfig.from_hf(fields)
+    assert config.rope.kind == "none" and config.latent_dim == 40
+    assert config == MLAConfig.from_hf(transformers_config(fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("tiny-v3", {"model_type": "llama"}, "model_type 'llama' is not supported. Supported: "),
+        ("tiny-v3", {"model_type": None}, "model_type None is not supported"),
+        ("tiny-v3", {"kv_lora_rank": None}, "kv_lora_rank must be an integer, got None"),
+        ("tiny-v3", {"kv_lora_rank": 32.0}, "kv_lora_rank must be an integer, got 32.0"),
+        ("tiny-v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
+        ("tiny-v3", {"num_attention_heads": True}, "num_attention_heads must be an integer"),
+        ("tiny-v3", {"num_key_value_heads": 2}, "num_key_value_heads must be 4 "),
+        ("tiny-v3", {"sliding_window": 4096}, "sliding_window must be None for this model type"),
+        ("tiny-v3", {"qk_head_dim": 25}, "qk_head_dim must be 24 = "),
+        ("tiny-v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even and positive, got 7"),
+        ("tiny-v3", {"rms_norm_eps": 0}, "latent_eps must be a positive number, got 0.0"),
+        ("tiny-v3", {"attention_bias": "yes"}, "attention_bias must be true or false, got 'yes'"),
+        ("tiny-v3", {"rope_scaling": "yarn"}, "rope_parameters must be a dict, got 'yarn'"),
+        (
+            "tiny-v3",
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope type 'dynamic' is not supported. Supported: none, default, yarn, longrope.",
+        ),
+        (
+            "tiny-v3",
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_mid": 3}},
+            "rope field 'beta_mid' is not understood, got 3",
+        ),
+        (
+            "tiny-v3",
+            {"rope_scaling": {"type": "yarn", "factor": 0.5}},
+            "rope factor must be at least 1, got 0.5",
+        ),
+        (
+            "tiny-v3",
+            {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
+            "rope beta_fast must be at least beta_slow=2.0, got 1.0",
+        ),
+        ("tiny-v3", {"rope_theta": -1}, "rope_theta must be a positive number, got -1.0"),
+        (
+            "tiny-minicpm3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope short_factor must be a list of R/2=4 numbers, got '1 numbers'",
+        ),
+        (
+            "tiny-minicpm3",
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "rope short_factor must be a list of numbers, got None",
+        ),
+        ("tiny-minicpm3", {"rope_interleave": True}, "rope_interleave must be False where"),
+        ("tiny-longcat", {"q_lora_rank": None}, "q_lora_rank must be an integer for longcat_flash"),
+        ("tiny-longcat", {"head_dim": 16}, "head_dim must be 8 = qk_rope_head_dim, got 16"),
+        ("tiny-mistral4", {"rope_parameters": None}, "rope_parameters must be given for mistral4"),
+        (
+            "tiny-mistral4",
+            {
+                "rope_parameters": {
+                    **CHECKPOINTS["mistral-4"]["rope_parameters"],
+                    "partial_rotary_factor": 0.5,
+                }
+            },
+            "partial_rotary_factor must be 8/24",
+        ),
+        ("tiny-v3.2", {"index_topk": None}, "index_topk must be an integer, got None"),
+        ("tiny-v3.2", {"index_head_dim": 4}, "index_head_dim must be at least qk_rope_head_dim=8"),
+        ("tiny-v3.2", {"index_topk_freq": 0}, "index_topk_freq must be at least 1, got 0"),
+        ("tiny-glm-5.2", {"indexer_types": ["full"]}, "indexer_types must be 3 times full or shar"),
+        (
+            "tiny-glm-5.2",
+            {"indexer_types": ["shared", "full", "full"]},
+            "indexer_types[0] must be full (nothing to share yet), got 'shared'",
+        ),
+        ("tiny-v4", {"num_key_value_heads": 4}, "num_key_value_heads must be 1 for deepseek_v4"),
+        ("tiny-v4", {"compress_ratios": [0, 4, 64]}, "compress_ratios[2] must be 0, 1, 4 or 128"),
+        ("tiny-v4", {"compress_ratios": [0, 4]}, "compress_ratios must be one per layer (3)"),
+        ("tiny-v4", {"compress_ratios": None}, "compress_ratios must be a list of integers"),
+        (
+            "tiny-v4",
+            {"compress_ratios": [0, 4, 128, 4]},
+            "compress_ratios must be 0 for draft layers",
+        ),
+        ("tiny-v4", {"layer_types": ["full_attention"] * 3}, "layer_types must be of sliding_att"),
+        (
+            "tiny-v4",
+            {
+                "layer_types": ["sliding_attention"] * 3,
+                "compress_rates": {"compressed_sparse_attention": 8},
+            },
+            "compressed_sparse_attention must be 4 (other rates are not supported), got 8",
+        ),
+        ("tiny-v4", {"o_groups": 3}, "o_groups must be a divisor of num_attention_heads=4, got 3"),
+        ("tiny-v4", {"qk_rope_head_dim": 64}, "qk_rope_head_dim must be at most head_dim=32"),
+    ],
+)
+def test_contradictions_name_field_and_value(
+    name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        MLAConfig.from_hf({**CHECKPOINTS[name], **changes})
+    assert f"config: {message}" in str(error.value)
+
+
+def test_bad_sources(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config: cannot read .*missing.*No such file"):
+        MLAConfig.from_hf(tmp_path / "missing")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        MLAConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold a JSON object"):
+        MLAConfig.from_hf(tmp_path)
+    with pytest.raises(ConfigError, match="source must be a dict, a path or a transformers config"):
+        MLAConfig.from_hf(7)
+
+
+def test_v4_ratio_one_means_none() -> None:
+    fields = {**CHECKPOINTS["tiny-v4"], "compress_ratios": [1, 4, 128, 1, 0]}
+    assert MLAConfig.from_hf(fields) == PRESETS["tiny-v4"]
+
+
+dims = st.integers(1, 300)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    heads=dims, q_lora=st.none() | dims, latent=dims, nope=dims, half_rope=dims, value=dims,
+    theta=st.floats(2, 1e9), eps=st.floats(1e-9, 1e-3), factor=st.floats(1, 200),
+)  # fmt: skip
+def test_any_dimensions_survive(
+    heads: int,
+    q_lora: int | None,
+    latent: int,
+    nope: int,
+    half_rope: int,
+    value: int,
+    theta: float,
+    eps: float,
+    factor: float,
+) -> None:
+    """Whatever the numbers: dict and file agree, and what was said is what is there."""
+    fields = {
+        **CHECKPOINTS["tiny-v3"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": q_lora,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": 2 * half_rope,
+        "v_head_dim": value,
+        "rope_theta": theta,
+        "rms_norm_eps": eps,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    config = MLAConfig.from_hf(fields)
+    assert config == MLAConfig.from_hf(json.loads(json.dumps(fields)))
+    assert (config.num_heads, config.q_lora_rank, config.v_head_dim) == (heads, q_lora, value)
+    assert config.latent_dim == latent + 2 * half_rope
+    assert config.rope.theta == theta and config.latent_eps == eps
+    assert math.isclose(config.scale, (nope + 2 * half_rope) ** -0.5)
+    assert math.isclose(config.rope.cos_sin_scale, 1 + 0.1 * math.log(factor))
+
+
+junk = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-5, 5),
+    st.floats(),
+    st.text(max_size=3),
+    st.lists(st.integers(-2, 2), max_size=2),
+    st.dictionaries(st.sampled_from(["type", "factor", "x"]), st.integers(-1, 3), max_size=2),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_junk_gives_a_config_or_a_config_error(data: st.DataObject) -> None:
+    """No field's value, however odd, gets anything but ConfigError out of the reader."""
+    name = data.draw(st.sampled_from([n for n in CHECKPOINTS if n.startswith("tiny")]))
+    fields = dict(CHECKPOINTS[name])
+    for field in data.draw(st.lists(st.sampled_from(sorted(fields)), max_size=3)):
+        fields[field] = data.draw(junk)
+    try:
+        MLAConfig.from_hf(fields)
+    except ConfigError as error:
+        assert str(error).startswith("config: ")
+
+
+def test_families_are_transformers_model_types() -> None:
+    """Every family is a model type transformers knows, but for Kimi K2, which it maps itself."""
+    from transformers import CONFIG_MAPPING
+
+    assert set(FAMILIES) - {"kimi_k2"} <= set(CONFIG_MAPPING.keys())
