@@ -46,17 +46,18 @@ def strided(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
+def poisoned_memory(on: bool = True) -> Iterator[None]:
     """While this is on, torch.empty and its relatives hand out NaN instead of old memory."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switches: Any = torch.utils.deterministic
+    fill = switches.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(on, warn_only=True)
+    switches.fill_uninitialized_memory = on
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switches.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 

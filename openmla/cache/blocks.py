@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class BlockPool:
         """The request's physical blocks, in order."""
         return tuple(self._blocks.get(request, ()))
 
-    def take(self, wanted: Mapping[Hashable, int]) -> list[tuple[int, int]]:
+    def take(self, wanted: Mapping[Any, int]) -> list[tuple[int, int]]:
         """Append wanted[request] tokens to each request, for all of them or for none.
 
         Returns (source, target) block pairs whose bytes the caller must copy before writing

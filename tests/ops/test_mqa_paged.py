@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,13 @@ from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
-from openmla.testing import Inputs, PagedCase, assert_within_budget, even_splits
+from openmla.testing import (
+    Inputs,
+    PagedCase,
+    assert_within_budget,
+    even_splits,
+    poisoned_memory,
+)
 from tests.ops.contract import check_attention
 
 BASE = PagedCase("decode", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
@@ -123,8 +131,8 @@ def test_invariance(backend: str, device: str) -> None:
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """Rows past element 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS, D = 60_000, 64, 576
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    cache = torch.empty((N, BS, D), dtype=torch.float8_e4m3fn, device=device)
+    with poisoned_memory(False):
+        cache = torch.empty((N, BS, D), dtype=torch.float8_e4m3fn, device=device)
     assert cache.numel() > 2**31
     case = PagedCase("far", (1,), (100,), H=2, C=512, R=64, BS=BS, format="fp8")
     near = case.make(device)
@@ -157,9 +165,9 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         assert torch.equal(actual, expected)
 
 
-def _broken(case: PagedCase = BASE, **changes: object) -> Inputs:
-    """The case's inputs with one argument replaced, or changed by a function of itself."""
-    inputs = case.make()
+def _broken(**changes: Any) -> Inputs:
+    """BASE's inputs with one argument replaced, or changed by a function of itself."""
+    inputs = BASE.make()
     tensors, scalars = dict(inputs.tensors), dict(inputs.scalars)
     for name, change in changes.items():
         if name in tensors:
@@ -169,7 +177,7 @@ def _broken(case: PagedCase = BASE, **changes: object) -> Inputs:
     return Inputs(tensors, scalars, inputs.widen)
 
 
-def _put(index: tuple[int, ...], value: int):  # type: ignore[no-untyped-def]
+def _put(index: tuple[int, ...], value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()
         tensor[index] = value
@@ -209,7 +217,7 @@ def _put(index: tuple[int, ...], value: int):  # type: ignore[no-untyped-def]
         ({"max_query_len": 0}, "max_query_len must be at least 1, got 0"),
     ],
 )
-def test_bad_input(changes: dict[str, object], message: str) -> None:
+def test_bad_input(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ShapeError) as error:
         _broken(**changes).run(mqa_paged, backend="reference")
     assert f"mqa_paged: {message}" in str(error.value)

@@ -1,0 +1,36 @@
+# Two commands: `make demo` shows what this does, `make test` checks it. Both set themselves up.
+
+# bf16 matrix products die with an illegal instruction on CPUs whose AMX is masked, unless this is
+# set before torch loads. `openmla doctor` tells whether a machine needs it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint mutants table setup clean
+
+demo: setup
+	@$(BIN)/openmla doctor
+	@$(BIN)/python examples/cached_attention.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Puts deliberate bugs into a copy of the package and shows which test catches each.
+mutants: setup
+	$(BIN)/python tools/mutants.py
+
+# Writes the support table of README.md anew.
+table: setup
+	$(BIN)/python tools/support_table.py
+
+setup:
+	@$(PYTHON) tools/setup_env.py
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis

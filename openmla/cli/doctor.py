@@ -1,0 +1,208 @@
+"""`openmla doctor`: the machine, the versions, and which backend runs which op, or why not.
+
+Standard library first and every probe guarded: on a broken machine the report still prints, with
+what is broken in the place of what could not be found out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+PACKAGES = (
+    "openmla",
+    "torch",
+    "triton",
+    "transformers",
+    "safetensors",
+    "flash_mla",
+    "flashinfer-python",
+)
+ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
+ISA_VALUE = "AVX512_CORE_BF16"
+MATMUL = (
+    "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); "
+    "raise SystemExit(0 if (a @ a)[0, 0] == 64 else 3)"
+)
+
+
+def run_doctor(*, as_json: bool) -> int:
+    """Print the report; always succeeds."""
+    report = examine()
+    print(json.dumps(report, indent=2) if as_json else render(report))
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Every probe's answer, or a sentence that starts with `failed:`."""
+    return {
+        "machine": _guarded(_machine),
+        "packages": _guarded(_packages),
+        "gpus": _guarded(_gpus),
+        "cpu_bf16": _guarded(_cpu_bf16),
+        "ops": _guarded(_ops),
+    }
+
+
+def _guarded(probe: Callable[[], Any]) -> Any:
+    try:
+        return probe()
+    except Exception as error:  # the report must print whatever is broken
+        return f"failed: {type(error).__name__}: {error}"
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "cpu": _guarded(_cpu_name),
+        "cores": os.cpu_count(),
+        "memory_gib": _guarded(_memory_gib),
+    }
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _memory_gib() -> float:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    from openmla import hardware
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        properties = torch.cuda.get_device_properties(index)
+        major, minor = hardware.capability(device) or (0, 0)
+        gpus.append(
+            {
+                "name": properties.name,
+                "architecture": f"SM{major}{minor}",
+                "multiprocessors": hardware.multiprocessors(device),
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "shared_memory_kib": hardware.shared_memory(device) // 1024,
+            }
+        )
+    return gpus
+
+
+def _cpu_bf16() -> str:
+    """Whether a bf16 matrix product survives here, tried in a child process."""
+    if _matmul_survives(dict(os.environ)):
+        setting = os.environ.get(ISA_SWITCH)
+        return f"works with {ISA_SWITCH}={setting}" if setting else "works"
+    if _matmul_survives({**os.environ, ISA_SWITCH: ISA_VALUE}):
+        cure = f"export {ISA_SWITCH}={ISA_VALUE}"
+        return f"dies with an illegal instruction; before Python starts: {cure}"
+    return f"dies with an illegal instruction, also with {ISA_SWITCH}={ISA_VALUE}; use float32"
+
+
+def _matmul_survives(environment: dict[str, str]) -> bool:
+    child = subprocess.run(
+        [sys.executable, "-c", MATMUL], env=environment, capture_output=True, text=True
+    )
+    if child.returncode == 0:
+        return True
+    if child.returncode == -signal.SIGILL:
+        return False
+    raise RuntimeError(f"bf16 probe ended with {child.returncode}: {child.stderr.strip()[-200:]}")
+
+
+def _ops() -> dict[str, dict[str, dict[str, str]]]:
+    """device -> op -> backend -> "yes", or why not; for DeepSeek-V3's shapes in bf16."""
+    import torch
+
+    from openmla import hardware
+    from openmla.backends import BACKENDS, Problem, all_backends, why_not
+
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", 0)] if torch.cuda.is_available() else []
+    answer: dict[str, dict[str, dict[str, str]]] = {}
+    for device in devices:
+        rows = answer.setdefault(device.type, {})
+        for op in BACKENDS:
+            problem = Problem(
+                op=op,
+                device=device.type,
+                capability=hardware.capability(device),
+                dtype=torch.bfloat16,
+                format="bf16",
+                H=128,
+                D=576,
+                C=512,
+                E=192,
+                V=128,
+                BS=64,
+                max_query_len=1,
+            )
+            rows[op] = {name: why_not(problem, name) or "yes" for name in all_backends()}
+    return answer
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text for a person."""
+    lines: list[str] = []
+    for title in ("machine", "packages"):
+        lines += _section(title, report[title])
+    gpus = report["gpus"]
+    if gpus == []:
+        lines += ["", "gpus", "  none that torch sees; everything here runs on the CPU too"]
+    elif isinstance(gpus, str):
+        lines += ["", "gpus", f"  {gpus}"]
+    else:
+        for index, gpu in enumerate(gpus):
+            lines += _section(f"gpu {index}", gpu)
+    lines += ["", "bf16 matrix products on this CPU", f"  {report['cpu_bf16']}"]
+    if isinstance(report["ops"], str):
+        return "\n".join([*lines, "", "ops", f"  {report['ops']}"])
+    for device, rows in report["ops"].items():
+        lines += ["", f"ops on {device} (bf16, DeepSeek-V3 shapes; best backend first)"]
+        lines += _matrix(rows)
+    return "\n".join(lines).lstrip("\n")
+
+
+def _section(title: str, content: Any) -> list[str]:
+    if isinstance(content, str):
+        return ["", title, f"  {content}"]
+    width = max(map(len, content))
+    return ["", title] + [
+        f"  {name:<{width}}  {'not installed' if value is None else value}"
+        for name, value in content.items()
+    ]
+
+
+def _matrix(rows: dict[str, dict[str, str]]) -> list[str]:
+    backends = list(next(iter(rows.values())))
+    table = [["", *backends]]
+    table += [[op, *(cells[name] for name in backends)] for op, cells in rows.items()]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    return [
+        ("  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row))).rstrip()
+        for row in table
+    ]
