@@ -1,0 +1,68 @@
+"""`openmla doctor`: a full report as text and JSON, and a report even where probes fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from openmla.backends import BACKENDS, all_backends
+from openmla.cli import doctor
+from openmla.cli.__main__ import main
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+
+def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    for part in ("machine", "packages", "bf16 matrix products", "ops on cpu", *BACKENDS):
+        assert part in text
+    assert "failed:" not in text
+
+
+def test_json_report_has_a_reason_in_every_empty_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) == {"machine", "packages", "gpus", "cpu_bf16", "ops"}
+    for op, cells in report["ops"]["cpu"].items():
+        assert tuple(cells) == all_backends()
+        for backend, cell in cells.items():
+            assert cell == "yes" if backend in BACKENDS[op] else cell.startswith("has no")
+
+
+def test_illegal_instruction_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that dies as such CPUs do, with and without the switch."""
+    monkeypatch.delenv(doctor.ISA_SWITCH, raising=False)
+    dies_without_switch = f"import os\nif '{doctor.ISA_SWITCH}' not in os.environ:\n  {KILLED}"
+    monkeypatch.setattr(doctor, "MATMUL", dies_without_switch)
+    assert doctor.examine()["cpu_bf16"].endswith("export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16")
+    monkeypatch.setattr(doctor, "MATMUL", KILLED)
+    assert doctor.examine()["cpu_bf16"].endswith("use float32")
+    monkeypatch.setattr(doctor, "MATMUL", "raise ValueError('odd')")
+    assert "odd" in doctor.examine()["cpu_bf16"]
+    monkeypatch.setattr(doctor, "MATMUL", "pass")
+    assert doctor.examine()["cpu_bf16"] == "works"
+
+
+def test_report_prints_whatever_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no such thing")
+
+    for probe in ("_machine", "_packages", "_gpus", "_cpu_bf16", "_ops"):
+        monkeypatch.setattr(doctor, probe, broken)
+    report = doctor.examine()
+    text = doctor.render(report)
+    assert text.count("failed: RuntimeError: no such thing") == 5
+
+
+def test_the_installed_command_runs() -> None:
+    command = os.path.join(os.path.dirname(sys.executable), "openmla")
+    if not os.path.exists(command):
+        pytest.skip("the package is not installed here")
+    child = subprocess.run([command, "--help"], capture_output=True, text=True)
+    assert child.returncode == 0 and "doctor" in child.stdout

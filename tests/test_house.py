@@ -1,0 +1,140 @@
+"""Keeps docs/architecture.md true: who imports whom, table equals tree, one name in four places."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from openmla.backends import BACKENDS
+from tools.support_table import README, with_table
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "openmla"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# Rooms, and what each may import from the package; cli and integrations may import anything.
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "hardware": {"errors"},
+    "cache": {"errors", "config"},
+    "backends": {"errors", "hardware", "cache.format"},
+    "ops": {"errors", "hardware", "cache.format", "backends"},
+    "plan": {"errors", "config", "hardware", "cache", "backends", "ops"},
+    "parallel": {"errors", "ops"},
+    "attention": {"errors", "config", "cache", "plan", "ops", "parallel"},
+    "layers": {"errors", "config", "hardware", "cache", "backends", "ops", "plan", "parallel"}
+    | {"attention"},
+    "testing": {"errors", "config", "cache", "backends", "ops"},
+}
+ANYTHING = {"cli", "integrations", "__init__"}
+
+# Third-party packages, and the only places that may import them. torch is everywhere.
+ONLY_IN = {
+    "triton": ("backends/triton", "backends/gluon"),
+    "flash_mla": ("backends/flashmla",),
+    "flashinfer": ("backends/flashinfer",),
+    "transformers": ("integrations/transformers.py", "cli/generate.py"),
+    "safetensors": ("integrations/transformers.py", "cli/generate.py"),
+    "vllm": ("integrations/vllm.py",),
+    "torch.distributed": ("parallel",),
+}
+
+# Device data is never read back. The reference defines meaning and may; the CPU branch of sdpa
+# reads lengths that are on the CPU already.
+SILENT = ("ops", "attention", "parallel", "layers", "backends")
+MAY_READ = ("backends/reference/", "backends/sdpa/mha_ragged.py")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == entry or name.startswith(f"{entry}.") for entry in allowed)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_imports_go_downwards(path: Path) -> None:
+    name = relative(path)
+    if room(name) in ANYTHING:
+        return
+    # backends are loaded by name when run: nobody imports one, least of all another backend
+    own = ".".join(name.split("/")[:2])
+    folders = {
+        f"backends.{path.name}" for path in (PACKAGE / "backends").iterdir() if path.is_dir()
+    }
+    for module in imports(path):
+        if module.startswith("openmla."):
+            target = module.removeprefix("openmla.")
+            assert within(target, MAY_IMPORT[room(name)] | {room(name)}), f"{name}: {module}"
+            assert not within(target, folders - {own}), f"{name}: {module}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_third_party_packages_stay_in_their_place(path: Path) -> None:
+    for module in imports(path):
+        for package, places in ONLY_IN.items():
+            if within(module, {package}):
+                assert relative(path).startswith(places), f"{relative(path)} imports {module}"
+
+
+def test_table_equals_tree() -> None:
+    tree: dict[str, set[str]] = {}
+    for path in (PACKAGE / "backends").glob("*/*.py"):
+        if not path.name.startswith("_"):
+            tree.setdefault(path.stem, set()).add(path.parent.name)
+    assert {op: set(names) for op, names in BACKENDS.items()} == tree
+    assert all(names[-1] == "reference" for names in BACKENDS.values())
+
+
+def test_one_name_in_four_places() -> None:
+    ops = {path.stem for path in (PACKAGE / "ops").glob("[!_]*.py")}
+    assert ops == set(BACKENDS)
+    for op in ops:
+        for place in ("openmla/backends/reference/{}.py", "tests/ops/test_{}.py", "bench/{}.py"):
+            assert (ROOT / place.format(op)).is_file(), f"{op} has no {place.format(op)}"
+
+
+def test_readme_table_is_fresh() -> None:
+    assert README.read_text() == with_table(README.read_text()), "run: make table"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_silence(path: Path) -> None:
+    name, source = relative(path), path.read_text()
+    if room(name) in SILENT and not name.startswith(MAY_READ):
+        for call in (".item()", ".cpu()", ".tolist()"):
+            assert call not in source, f"{name} reads device data: {call}"
+    if room(name) not in ("cli", "integrations"):
+        assert "os.environ" not in source, f"{name} reads the environment"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_every_module_opens_with_a_sentence(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert doc and doc.splitlines()[0].rstrip().endswith("."), f"{relative(path)} needs one"
+
+
+def test_banned_names() -> None:
+    banned = {"utils", "common", "helper", "helpers", "manager", "impl", "metadata"}
+    assert not {relative(path) for path in MODULES if path.stem in banned}

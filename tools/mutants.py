@@ -1,0 +1,121 @@
+"""Plants deliberate bugs in a copy of the package and shows which test catches each.
+
+Every bug goes into a reference, where it is hardest to see: the contract test compares the
+reference with itself, so only an independent oracle can notice. Exits with an error if one lives.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "drop one key",
+        "backends/reference/mqa_paged.py",
+        "lse[start:stop] = logits.logsumexp(dim=-1)",
+        "logits[..., 0] = -torch.inf\n        lse[start:stop] = logits.logsumexp(dim=-1)",
+    ),
+    Mutant(
+        "scale off by 2 %",
+        "backends/reference/mqa_paged.py",
+        "logits = scale * (",
+        "logits = 1.02 * scale * (",
+    ),
+    Mutant(
+        "lse in base 2",
+        "backends/reference/mqa_paged.py",
+        "    return out, lse",
+        "    return out, lse / 0.6931471805599453",
+    ),
+    Mutant(
+        "one NaN page read",
+        "backends/reference/mqa_paged.py",
+        "positions = torch.arange(S, device=cache.device)",
+        "S = -(-S // BS) * BS\n        positions = torch.arange(S, device=cache.device)",
+    ),
+    Mutant(
+        "slot off by one",
+        "backends/reference/cache_write.py",
+        "write(cache, slot_mapping[written], rows, kv_scale)",
+        "write(cache, (slot_mapping[written] + 1) % cache[..., 0].numel(), rows, kv_scale)",
+    ),
+    Mutant(
+        "causal off by one",
+        "backends/reference/mha_ragged.py",
+        "positions > positions[S - n :, None, None]",
+        "positions >= positions[S - n :, None, None] + 2",
+    ),
+    Mutant(
+        "empty side multiplied, not replaced",
+        "backends/reference/merge_states.py",
+        "part.masked_fill(empty[:, :, None], 0)",
+        "part",
+    ),
+    Mutant(
+        "rope pairs taken as halves",
+        "backends/reference/rope.py",
+        'if pairing == "pairs":',
+        'if pairing != "pairs":',
+    ),
+    Mutant(
+        "fp8 wraps instead of saturating",
+        "cache/format.py",
+        "quotient.clamp(-FP8_MAX, FP8_MAX).to(self.dtype)",
+        "quotient.to(self.dtype)",
+    ),
+    Mutant(
+        "shared last block written in place",
+        "cache/blocks.py",
+        "self._users[blocks[-1]] > 1:",
+        "self._users[blocks[-1]] > 2:",
+    ),
+]
+
+
+def caught_by(mutant: Mutant) -> str | None:
+    """The first test that fails with the bug in place, or None."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("openmla", "tests", "tools", "bench"):
+            ignore = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+        target = copy / "openmla" / mutant.file
+        source = target.read_text()
+        assert source.count(mutant.old) == 1, f"{mutant.name}: the line to change has changed"
+        target.write_text(source.replace(mutant.old, mutant.new))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["tests/ops", "tests/cache"]
+        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
+    assert found or result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return found[1] if found else None
+
+
+def main() -> int:
+    alive = 0
+    for mutant in MUTANTS:
+        test = caught_by(mutant)
+        alive += test is None
+        print(f"{mutant.name:<38} {test or 'SURVIVED'}", flush=True)
+    print(f"{len(MUTANTS) - alive} of {len(MUTANTS)} caught")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
