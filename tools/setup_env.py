@@ -35,7 +35,7 @@ def main() -> None:
     announce_torch()
     say("installing (the first time takes some minutes)")
     constraints = str(ROOT / "constraints.txt")
-    run(pip("install", "--quiet", "-c", constraints, "-e", EXTRAS), "pip install")
+    run(pip("install", "-c", constraints, "-e", EXTRAS), "pip install")
     STAMP.write_text(wanted)
     say("ready")
 
@@ -77,11 +77,22 @@ def pip(*arguments: str) -> list[str]:
 
 
 def run(command: list[str], what: str) -> None:
-    if subprocess.run(command, cwd=ROOT).returncode != 0:
-        stop(
-            f"{what} failed; its own words are above. Nothing else was changed: fix it and run "
-            "make again."
-        )
+    """Run a command, showing in one line what it is at; all its words only if it fails."""
+    words: list[str] = []
+    steps = ("Collecting", "Downloading", "Using cached", "Processing", "Building", "Installing")
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            words.append(line)
+            if sys.stdout.isatty() and line.strip().startswith(steps):
+                print(f"\r\033[K  {line.strip()[:76]}", end="", flush=True)
+    if sys.stdout.isatty():
+        print("\r\033[K", end="", flush=True)
+    if child.returncode != 0:
+        print("".join(words[-40:]), end="")
+        stop(f"{what} failed; its own words are above. Mend that and run make again.")
 
 
 def fingerprint() -> str:
