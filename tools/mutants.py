@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "drop one key",
         "backends/reference/mqa_paged.py",
-        "lse[start:stop] = logits.logsumexp(dim=-1)",
-        "logits[..., 0] = -torch.inf\n        lse[start:stop] = logits.logsumexp(dim=-1)",
+        "lse[turn] = logits.logsumexp(dim=-1)",
+        "logits[..., 0] = -torch.inf; lse[turn] = logits.logsumexp(dim=-1)",
     ),
     Mutant(
         "scale off by 2 %",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "causal off by one",
         "backends/reference/mha_ragged.py",
-        "positions > positions[S - n :, None, None]",
-        "positions >= positions[S - n :, None, None] + 2",
+        "positions > last_key",
+        "positions > last_key + 1",
     ),
     Mutant(
         "empty side multiplied, not replaced",
@@ -74,10 +74,10 @@ MUTANTS = [
         'if pairing != "pairs":',
     ),
     Mutant(
-        "fp8 wraps instead of saturating",
+        "fp8 stores the value unscaled",
         "cache/format.py",
-        "quotient.clamp(-FP8_MAX, FP8_MAX).to(self.dtype)",
-        "quotient.to(self.dtype)",
+        "rows.to(torch.float32) / kv_scale",
+        "rows.to(torch.float32)",
     ),
     Mutant(
         "shared last block written in place",

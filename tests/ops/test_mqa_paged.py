@@ -91,6 +91,15 @@ def test_reference_equals_loops(case: PagedCase) -> None:
     assert (out[bounds[-1] :] == 0).all() and (lse[bounds[-1] :] == -torch.inf).all()
 
 
+def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long queries are taken a few at a time; the result does not change."""
+    inputs = PagedCase("turns", (7, 5), (40, 5)).make()
+    expected = inputs.run(mqa_paged, backend="reference")
+    monkeypatch.setattr("openmla.backends.reference.mqa_paged.LOGITS", 3 * 4 * 40)
+    for actual, whole in zip(inputs.run(mqa_paged, backend="reference"), expected, strict=True):
+        torch.testing.assert_close(actual, whole)
+
+
 @pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
 def test_invariance(backend: str, device: str) -> None:
     """Other blocks, other splits, other neighbours: the same answer."""

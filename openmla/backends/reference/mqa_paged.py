@@ -8,6 +8,8 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.cache.format import get_format
 
+LOGITS = 2**26  # held at once; more queries are taken in turns
+
 
 def why_not(problem: Problem) -> str | None:
     return None
@@ -42,11 +44,14 @@ def run(
         positions = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[positions // BS] * BS + positions % BS
         rows = get_format(format).read(cache, slots, kv_scale, wide)  # [S, D]
-        logits = scale * (q_latent[start:stop].to(wide) @ rows.T)  # [n, H, S]
-        if causal:
-            last_key = torch.arange(S - n, S, device=cache.device)
-            logits.masked_fill_(positions > last_key[:, None, None], -torch.inf)
-        lse[start:stop] = logits.logsumexp(dim=-1)
-        weights = (logits - lse[start:stop, :, None]).exp()
-        out[start:stop] = (weights @ rows[:, :C]).to(out.dtype)
+        step = max(LOGITS // (H * S), 1)
+        for i in range(0, n, step):
+            turn = slice(start + i, start + min(i + step, n))
+            logits = scale * (q_latent[turn].to(wide) @ rows.T)  # [step, H, S]
+            if causal:
+                last_key = positions[S - n :][i : i + step, None, None]
+                logits.masked_fill_(positions > last_key, -torch.inf)
+            lse[turn] = logits.logsumexp(dim=-1)
+            weights = (logits - lse[turn][:, :, None]).exp()
+            out[turn] = (weights @ rows[:, :C]).to(out.dtype)
     return out, lse
