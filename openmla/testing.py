@@ -245,6 +245,7 @@ class PagedCase:
     kv_scale: float = 1.0
     num_splits: int = 3
     padding: int = 0  # query rows that belong to no request
+    contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
     seed: int = 0
 
     def __str__(self) -> str:
@@ -258,12 +259,18 @@ class PagedCase:
         kv_scale = torch.tensor(self.kv_scale, dtype=torch.float32, device=device)
         rows = [torch.randn(S, D, generator=generator).to(device) for S in self.seq_lens]
         cache, table = paged_rows(
-            rows, D=D, format=self.format, kv_scale=kv_scale, BS=self.BS, rng=rng
+            rows,
+            D=D,
+            format=self.format,
+            kv_scale=kv_scale,
+            BS=self.BS,
+            rng=rng,
+            page_padding=0 if self.contiguous else 5,
         )
         q = torch.randn(T, self.H, D, generator=generator).to(device, self.dtype)
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=device)
         tensors = {
-            "q_latent": strided(q),
+            "q_latent": q if self.contiguous else strided(q),
             "cache": cache,
             "kv_scale": kv_scale,
             "block_table": table,
@@ -294,6 +301,7 @@ class RaggedCase:
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     padding: int = 0  # query and key rows that belong to no request
+    contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
     seed: int = 0
 
     def __str__(self) -> str:
@@ -306,7 +314,8 @@ class RaggedCase:
         def packed(num_rows: int, width: int) -> Tensor:
             values = torch.randn(num_rows, self.H, width, generator=generator)
             surplus = poison((self.padding, self.H, width), torch.float32)
-            return strided(torch.cat([values, surplus]).to(device, self.dtype))
+            rows = torch.cat([values, surplus]).to(device, self.dtype)
+            return rows if self.contiguous else strided(rows)
 
         tensors = {
             "q": packed(T, self.E),
@@ -325,23 +334,20 @@ class RaggedCase:
 
 
 # Shapes of benchmarks, named after models and phases; bench/ takes them from here.
+_V3_ROWS: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True}
 PAGED_SHAPES = {
-    case.name: case
-    for case in (
-        PagedCase("tiny-decode-b4-s256", (1,) * 4, (256,) * 4, H=4, C=32, R=8, BS=64),
-        PagedCase("v3-decode-b1-s8k", (1,), (8192,), H=128, C=512, R=64, BS=64, num_splits=32),
-        PagedCase("v3-decode-b64-s8k", (1,) * 64, (8192,) * 64, H=128, C=512, R=64, BS=64),
-        PagedCase("v3-tp8-decode-b64-s8k", (1,) * 64, (8192,) * 64, H=16, C=512, R=64, BS=64),
-        PagedCase("v3-verify4-b16-s8k", (4,) * 16, (8192,) * 16, H=128, C=512, R=64, BS=64),
-    )
+    "tiny-decode-b4-s256": PagedCase("", (1,) * 4, (256,) * 4, BS=64, contiguous=True),
+    "v3-decode-b1-s8k": PagedCase("", (1,), (8192,), H=128, num_splits=32, **_V3_ROWS),
+    "v3-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=128, **_V3_ROWS),
+    "v3-tp8-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=16, **_V3_ROWS),
+    "v3-verify4-b16-s8k": PagedCase("", (4,) * 16, (8192,) * 16, H=128, **_V3_ROWS),
 }
+_V3_HEADS: dict[str, Any] = {"E": 192, "V": 128, "contiguous": True}
 RAGGED_SHAPES = {
-    case.name: case
-    for case in (
-        RaggedCase("tiny-prefill-256", (256,), (256,), H=4, E=24, V=16),
-        RaggedCase("v3-tp8-prefill-8k", (8192,), (8192,), H=16, E=192, V=128),
-        RaggedCase("v3-prefill-8k", (8192,), (8192,), H=128, E=192, V=128),
-        RaggedCase("v3-tp8-chunk-2k-on-8k", (2048,), (8192,), H=16, E=192, V=128, causal=False),
-        RaggedCase("glm-prefill-8k", (8192,), (8192,), H=20, E=256, V=256),
-    )
+    "tiny-prefill-256": RaggedCase("", (256,), (256,), contiguous=True),
+    "v3-tp8-prefill-8k": RaggedCase("", (8192,), (8192,), H=16, **_V3_HEADS),
+    "v3-tp8-prefill-4x2k": RaggedCase("", (2048,) * 4, (2048,) * 4, H=16, **_V3_HEADS),
+    "v3-prefill-8k": RaggedCase("", (8192,), (8192,), H=128, **_V3_HEADS),
+    "v3-tp8-chunk-2k-on-8k": RaggedCase("", (2048,), (8192,), H=16, causal=False, **_V3_HEADS),
+    "glm-prefill-8k": RaggedCase("", (8192,), (8192,), H=20, E=256, V=256, contiguous=True),
 }

@@ -51,7 +51,11 @@ def run(
     if q.device.type == "cpu":
         q, k, v = _same_width(q, k, v, multiple=1)
         return _run_cpu(q, k, v, V, query_start_loc, key_start_loc, scale, causal)
-    one_request = query_start_loc.shape[0] == 2 and min(max_query_len, max_key_len) > 0
+    T, H, _ = q.shape
+    if min(max_query_len, max_key_len) == 0:  # nobody sees anything
+        return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
+    q, k, v = (_aligned(t) for t in (q, k, v))
+    one_request = query_start_loc.shape[0] == 2
     square = not causal or max_query_len == max_key_len
     on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
     if one_request and square and on_hopper and q.shape[2] % 8 == 0 and V % 8 == 0:
@@ -70,11 +74,18 @@ def run(
         False,
         scale=scale,
     )
-    rows = torch.arange(q.shape[0], device=q.device)
+    rows = torch.arange(T, device=q.device)
     owned = (rows < query_start_loc[-1])[:, None]
     lse = lse.T  # flash: [H, T], +inf where a query saw nothing
     lse = lse.where(owned & (lse < torch.inf), -torch.inf).contiguous()
     return out[:, :, :V].where((lse > -torch.inf)[:, :, None], 0), lse
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The kernels load 16 bytes at a time: rows must start at multiples of that."""
+    pitch = 16 // tensor.dtype.itemsize
+    starts = (tensor.storage_offset(), *tensor.stride()[:-1])
+    return tensor if all(start % pitch == 0 for start in starts) else tensor.contiguous()
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor, *, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
