@@ -1,9 +1,8 @@
-"""What this machine has: device capability, multiprocessors, shared memory, packages."""
+"""What this machine has: device capability, multiprocessors, shared memory."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
 
 import torch
 
@@ -32,11 +31,3 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory one block may ask for; 0 where there is none."""
     return _properties(_index(device))[2] if device.type == "cuda" else 0
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed distribution without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

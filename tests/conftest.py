@@ -12,8 +12,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from openmla.testing import poisoned_memory
+
+# The same examples every time, so that a red run can be repeated. To search for new ones:
+# HYPOTHESIS_PROFILE=search python -m pytest
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=3000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ def _number(fields: Fields, name: str, default: float | None = None) -> float:
     value = fields.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ConfigError(f"config: {name} must be a number, got {value!r}.")
     return float(value)
 
@@ -251,13 +252,13 @@ def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         listed = fields.get("index_topk_pattern")
     if listed is not None:
         names = {"F": False, "S": True, "full": False, "shared": True}
-        bad = [entry for entry in listed if entry not in names]
-        if bad or len(listed) != num_layers:
+        entries = listed if isinstance(listed, str | list | tuple) else ()
+        known = all(isinstance(entry, str) and entry in names for entry in entries)
+        if not known or len(entries) != num_layers:
             raise ConfigError(
-                f"config: indexer_types must be {num_layers} times full or shared, "
-                f"got {bad[0] if bad else len(listed)!r}."
+                f"config: indexer_types must be {num_layers} times full or shared, got {listed!r}."
             )
-        return tuple(names[entry] for entry in listed)
+        return tuple(names[entry] for entry in entries)
     frequency = _integer(fields, "index_topk_freq", 1)
     offset = _integer(fields, "index_skip_topk_offset", 2)
     if frequency < 1:
@@ -296,12 +297,13 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
     _expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
     if model_type == "longcat_flash":
         _expect(fields, "head_dim", R, "= qk_rope_head_dim")  # there it is the rope's width
-    partial = rope_fields.get("partial_rotary_factor")
-    if partial is not None and model_type == "mistral4" and int(partial * (P + R)) != R:
-        raise ConfigError(
-            f"config: partial_rotary_factor must be {R}/{P + R} "
-            f"(qk_rope_head_dim / qk_head_dim), got {partial!r}."
-        )
+    if model_type == "mistral4" and P + R > 0:
+        partial = _number(rope_fields, "partial_rotary_factor", R / (P + R))
+        if int(partial * (P + R)) != R:
+            raise ConfigError(
+                f"config: partial_rotary_factor must be {R}/{P + R} "
+                f"(qk_rope_head_dim / qk_head_dim), got {partial!r}."
+            )
     beta = _number(rope_fields, "llama_4_scaling_beta", 0.0)
     scaled = family.scaled_latents and hidden_size > 0 and kv_lora_rank > 0
     scale_q = scaled and _flag(fields, "mla_scale_q_lora", True)
@@ -406,10 +408,15 @@ def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
     types = fields.get("layer_types")
     if types is not None:
         rates = fields.get("compress_rates") or {}
+        if not isinstance(types, list | tuple) or not isinstance(rates, Mapping):
+            raise ConfigError(
+                "config: layer_types must be a list and compress_rates a dict, "
+                f"got {types!r} and {rates!r}."
+            )
         for name, ratio in V4_LAYER_RATIOS.items():
             if ratio:
                 _expect(rates, name, ratio, "(other rates are not supported)")
-        unknown = [name for name in types if name not in V4_LAYER_RATIOS]
+        unknown = [name for name in types if name not in list(V4_LAYER_RATIOS)]
         if unknown:
             raise ConfigError(
                 f"config: layer_types must be of {', '.join(V4_LAYER_RATIOS)}, got {unknown[0]!r}."

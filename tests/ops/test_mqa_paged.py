@@ -247,6 +247,16 @@ def test_columns_past_the_keys_may_hold_anything() -> None:
     inputs.run(mqa_paged, backend="reference")
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_every_grad_mode(mode: Any) -> None:
+    """Only inputs that require grad are refused, not the mode."""
+    with torch.inference_mode(False):
+        inputs = BASE.make()
+        with mode():
+            out, _ = inputs.run(mqa_paged, backend="reference")
+    assert not out.requires_grad
+
+
 def test_grad_is_refused() -> None:
     with torch.inference_mode(False):
         inputs = _broken(q_latent=lambda t: t.clone().requires_grad_())
