@@ -297,8 +297,8 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
     _expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
     if model_type == "longcat_flash":
         _expect(fields, "head_dim", R, "= qk_rope_head_dim")  # there it is the rope's width
-    if model_type == "mistral4" and P + R > 0:
-        partial = _number(rope_fields, "partial_rotary_factor", R / (P + R))
+    if model_type == "mistral4" and rope_fields.get("partial_rotary_factor") is not None:
+        partial = _number(rope_fields, "partial_rotary_factor")
         if int(partial * (P + R)) != R:
             raise ConfigError(
                 f"config: partial_rotary_factor must be {R}/{P + R} "
