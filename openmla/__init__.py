@@ -10,12 +10,15 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
+from openmla.layers import MLAAttention
+from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, warmup
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
     "PRESETS",
+    "Batch",
     "BlockPool",
     "CacheFormat",
     "CacheFullError",
@@ -23,12 +26,18 @@ __all__ = [
     "ConfigError",
     "IndexerConfig",
     "LayerCache",
+    "MLAAttention",
     "MLAConfig",
     "OpenMLAError",
     "PagedCache",
+    "Plan",
     "RopeConfig",
     "ShapeError",
     "UnsupportedError",
+    "Workspace",
     "allocate_cache",
+    "make_plan",
     "ops",
+    "plan_buffers",
+    "warmup",
 ]

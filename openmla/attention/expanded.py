@@ -1,0 +1,110 @@
+"""Expanded form: ordinary attention over keys and values made from latents, context in chunks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.types import Absorbed, Projected
+from openmla.cache import PagedCache
+from openmla.ops import cache_gather, merge_states, mha_ragged
+from openmla.plan import ContextChunk, Plan, PrefillPlan
+
+
+def attend_expanded(
+    projected: Projected, absorbed: Absorbed, latent: PagedCache, plan: Plan, prefill: PrefillPlan
+) -> Tensor:  # [n, H, V], the rows of prefill.rows
+    """New rows causally and context beside them: in one call if it fits, else chunk by chunk.
+
+    New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
+    format all routes round the same values.
+    """
+    q = torch.cat([projected.q_nope[prefill.rows], projected.q_pe[prefill.rows]], dim=-1)
+    kv_c, k_pe = projected.kv_c[prefill.rows], projected.k_pe[prefill.rows]
+    if prefill.whole is not None:
+        assert prefill.new_rows is not None
+        rows = _gather(latent, plan, prefill.whole, kv_c.dtype)
+        rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
+        out, _ = _attend(q, rows, absorbed, plan, prefill.whole, causal=True)
+        return out
+    k, v = _expand(kv_c, k_pe, absorbed, plan)
+    out, lse = mha_ragged(
+        q,
+        k,
+        v,
+        prefill.query_start_loc,
+        prefill.query_start_loc,
+        scale=plan.config.scale,
+        causal=True,
+        max_query_len=prefill.max_query_len,
+        max_key_len=prefill.max_query_len,
+        backend=plan.backends["mha_ragged"],
+    )
+    for chunk in prefill.chunks:
+        rows = _gather(latent, plan, chunk, kv_c.dtype)
+        part_out, part_lse = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
+        merge_states(
+            out[chunk.rows],
+            lse[chunk.rows],
+            part_out,
+            part_lse,
+            backend=plan.backends["merge_states"],
+        )
+    return out
+
+
+def _gather(latent: PagedCache, plan: Plan, chunk: ContextChunk, dtype: torch.dtype) -> Tensor:
+    """[num_keys, D]: a chunk's context rows, in the workspace if there is one."""
+    if plan.workspace is not None:
+        rows = plan.workspace.rows[: chunk.num_keys]
+    else:
+        shape = (chunk.num_keys, plan.config.latent_dim)
+        rows = torch.empty(shape, dtype=dtype, device=latent.data.device)
+    cache_gather(
+        rows,
+        latent.data,
+        latent.kv_scale,
+        chunk.block_table,
+        chunk.starts,
+        chunk.key_start_loc,
+        format=latent.format,
+        backend=plan.backends["cache_gather"],
+    )
+    return rows
+
+
+def _expand(kv_c: Tensor, k_pe: Tensor, absorbed: Absorbed, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Keys [S, H, P + R] and values [S, H, V]; values are a view into the expansion."""
+    config = plan.config
+    S, H, P = kv_c.shape[0], config.num_heads, config.qk_nope_head_dim
+    if plan.workspace is not None:
+        expanded = plan.workspace.expanded[:S]
+        k = plan.workspace.keys[:S]
+    else:
+        expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
+        k = kv_c.new_empty((S, H, config.qk_head_dim))
+    torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
+    k_nope, v = expanded.view(S, H, -1).split([P, config.v_head_dim], dim=-1)
+    # two strided copies: a concatenation with a broadcast operand is slower
+    k[:, :, :P] = k_nope
+    k[:, :, P:] = k_pe[:, None, :]
+    return k, v
+
+
+def _attend(
+    q: Tensor, rows: Tensor, absorbed: Absorbed, plan: Plan, chunk: ContextChunk, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    C = plan.config.kv_lora_rank
+    k, v = _expand(rows[:, :C], rows[:, C:], absorbed, plan)
+    return mha_ragged(
+        q,
+        k,
+        v,
+        chunk.query_start_loc,
+        chunk.key_start_loc,
+        scale=plan.config.scale,
+        causal=causal,
+        max_query_len=chunk.max_query_len,
+        max_key_len=chunk.max_key_len,
+        backend=plan.backends["mha_ragged"],
+    )

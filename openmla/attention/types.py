@@ -1,0 +1,24 @@
+"""What the functions of this room hand to one another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Projected(NamedTuple):
+    """A step's tokens after projections, norms and rope."""
+
+    q_nope: Tensor  # [T, H, P]
+    q_pe: Tensor  # [T, H, R], rotated
+    kv_c: Tensor  # [T, C], normalised
+    k_pe: Tensor  # [T, R], rotated
+
+
+class Absorbed(NamedTuple):
+    """kv_b_proj in the three shapes attention uses; the last two are views of the first."""
+
+    kv_b: Tensor  # [H * (P + V), C]
+    w_uk: Tensor  # [H, P, C]
+    w_uv: Tensor  # [H, C, V]

@@ -1,0 +1,142 @@
+"""MLAAttention: the dense MLA layer of V2, V3, R1, Kimi-K2, GLM, LongCat, MiniCPM3, Mistral 4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import Absorbed, Projected, attend_step
+from openmla.cache import LayerCache
+from openmla.config import MLAConfig
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.layers.rope import rope_table
+from openmla.layers.weights import absorb, decode_weight, is_plain
+from openmla.ops import rope
+from openmla.plan import Plan
+
+
+class RMSNorm(nn.Module):
+    """Normalised in float32, rounded, then weighted: the order models are trained with."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(width, out, bias=bias).requires_grad_(False)
+
+
+class MLAAttention(nn.Module):
+    """One attention layer; parameter names are those of Hugging Face checkpoints.
+
+    Weights are for inference: no parameter requires grad. `kv_b_proj` may be replaced by a
+    quantised linear; call refresh_weights() after that, and after changing its weight in any way
+    but load_state_dict().
+    """
+
+    def __init__(self, config: MLAConfig) -> None:
+        super().__init__()
+        if config.compressor is not None or config.indexer is not None:
+            raise UnsupportedError(
+                f"MLAAttention: {config.model_type} is sparse, this layer is dense."
+            )
+        self.config = config
+        hidden, H, E = config.hidden_size, config.num_heads, config.qk_head_dim
+        C, R, bias = config.kv_lora_rank, config.qk_rope_head_dim, config.attention_bias
+        if config.q_lora_rank is None:
+            self.q_proj = _linear(hidden, H * E)
+        else:
+            self.q_a_proj = _linear(hidden, config.q_lora_rank, bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
+            self.q_b_proj = _linear(config.q_lora_rank, H * E)
+        self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
+        self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
+        self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = _linear(H * config.v_head_dim, hidden, bias)
+        # dense weights of a quantised kv_b_proj; a plain one is used in place
+        self.register_buffer("kv_b_dense", None, persistent=False)
+        self.kv_b_dense: Tensor | None
+        self.register_load_state_dict_post_hook(lambda layer, _: layer.refresh_weights())
+
+    def refresh_weights(self) -> None:
+        """Decode a quantised kv_b_proj again; the decoded tensor keeps its address."""
+        if is_plain(self.kv_b_proj):
+            self.kv_b_dense = None
+            return
+        dtype = self.o_proj.weight.dtype
+        dense = decode_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
+        kept = self.kv_b_dense
+        if kept is None or kept.shape != dense.shape or kept.dtype != dense.dtype:
+            self.kv_b_dense = dense
+        else:
+            kept.copy_(dense)
+
+    @property
+    def absorbed(self) -> Absorbed:
+        """kv_b_proj as attention uses it: views of its weight, or of the decoded one."""
+        if self.kv_b_dense is None and not is_plain(self.kv_b_proj):
+            self.refresh_weights()
+        dense = self.kv_b_dense
+        weight = getattr(self.kv_b_proj, "weight", None) if dense is None else dense
+        assert isinstance(weight, Tensor)
+        return absorb(weight, self.config)
+
+    def project(self, hidden: Tensor, positions: Tensor, plan: Plan) -> Projected:
+        """Projections, norms and rope: what attention takes."""
+        config = self.config
+        T, P, R = hidden.shape[0], config.qk_nope_head_dim, config.qk_rope_head_dim
+        if config.q_lora_rank is None:
+            q = self.q_proj(hidden)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+        q = q.view(T, config.num_heads, config.qk_head_dim)
+        latent = self.kv_a_proj_with_mqa(hidden)
+        kv_c = self.kv_a_layernorm(latent[:, : config.kv_lora_rank])
+        k_pe = latent[:, config.kv_lora_rank :]
+        if config.q_factor != 1:
+            q = q * config.q_factor
+        if config.latent_factor != 1:
+            kv_c = kv_c * config.latent_factor
+        if config.rope.kind != "none":
+            table = rope_table(config.rope, R, config.max_positions, hidden.device)
+            turned = positions
+            if plan.long_context is not None:  # the table's second half
+                turned = positions + plan.long_context * config.max_positions
+            for x in (q[:, :, P:], k_pe[:, None, :]):
+                rope(x, turned, table, pairing=config.rope.pairing, backend=plan.backends["rope"])
+        if config.llama4_beta:
+            turns = (positions / config.llama4_positions).floor()
+            q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
+        return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
+        positions: Tensor,  # [T] i64
+        cache: LayerCache,
+        plan: Plan,
+    ) -> Tensor:  # [T, hidden_size]
+        """Project, write the cache, attend, project back; T is the plan's."""
+        T = plan.num_tokens
+        if hidden.shape != (T, self.config.hidden_size):
+            raise ShapeError(
+                f"MLAAttention: hidden must be [T, {self.config.hidden_size}] with T={T} as "
+                f"planned, got {tuple(hidden.shape)}."
+            )
+        if positions.shape != (T,):
+            raise ShapeError(
+                f"MLAAttention: positions must be [T] with T={T} as planned, "
+                f"got {tuple(positions.shape)}."
+            )
+        if plan.config is not self.config and plan.config != self.config:
+            raise ShapeError("MLAAttention: plan must be made for this layer's config.")
+        projected = self.project(hidden, positions, plan)
+        out = attend_step(projected, self.absorbed, cache, plan)
+        return self.o_proj(out.flatten(1))

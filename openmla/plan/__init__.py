@@ -1,0 +1,18 @@
+"""What a step will do: host integers in, a frozen plan of tensors and names out."""
+
+from openmla.plan.batch import Batch
+from openmla.plan.plan import ContextChunk, DecodePlan, Plan, PrefillPlan, make_plan, plan_buffers
+from openmla.plan.workspace import Workspace, default_workspace_tokens, warmup
+
+__all__ = [
+    "Batch",
+    "ContextChunk",
+    "DecodePlan",
+    "Plan",
+    "PrefillPlan",
+    "Workspace",
+    "default_workspace_tokens",
+    "make_plan",
+    "plan_buffers",
+    "warmup",
+]

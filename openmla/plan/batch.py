@@ -1,0 +1,83 @@
+"""Batch: what this step asks for, in host integers: lengths, block table, slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B requests, in the caller's order; request b brings query_lens[b] new tokens.
+
+    `seq_lens` counts a request's tokens including the new ones. Lengths are lists or CPU tensors.
+    `block_table` and `slot_mapping` may be on the CPU, where their values are checked and from
+    where they are uploaded with the plan, or on the device, where they are taken as they are.
+
+    A caller whose true lengths exist on the device only gives them as `device_seq_lens` and upper
+    bounds as `seq_lens`; such a batch is not checked against its lengths and decodes only.
+    """
+
+    query_lens: Sequence[int]  # B of them
+    seq_lens: Sequence[int]  # B of them
+    block_table: Tensor  # [B, M] i32
+    slot_mapping: Tensor  # [T] i64, -1: do not write
+    device_seq_lens: Tensor | None = None  # [B] i32
+
+    def __post_init__(self) -> None:
+        query_lens = _integers("query_lens", self.query_lens)
+        seq_lens = _integers("seq_lens", self.seq_lens)
+        object.__setattr__(self, "query_lens", query_lens)
+        object.__setattr__(self, "seq_lens", seq_lens)
+        B, T = len(query_lens), sum(query_lens)
+        if len(seq_lens) != B:
+            raise ShapeError(f"batch: seq_lens must be B={B} lengths, got {len(seq_lens)}.")
+        for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True)):
+            if not 0 <= n <= S:
+                raise ShapeError(
+                    f"batch: seq_lens[{b}] must be at least its {n} query tokens, got {S}."
+                    if n >= 0
+                    else f"batch: query_lens[{b}] must not be negative, got {n}."
+                )
+        table = self.block_table
+        if table.dim() != 2 or table.shape[0] != B or table.dtype != torch.int32:
+            raise ShapeError(
+                f"batch: block_table must be [B, M] int32 with B={B}, "
+                f"got {tuple(table.shape)} {table.dtype}."
+            )
+        slots = self.slot_mapping
+        if slots.shape != (T,) or slots.dtype != torch.int64:
+            raise ShapeError(
+                f"batch: slot_mapping must be [T] int64 with T={T}, "
+                f"got {tuple(slots.shape)} {slots.dtype}."
+            )
+        true_lens = self.device_seq_lens
+        if true_lens is not None and (true_lens.shape != (B,) or true_lens.dtype != torch.int32):
+            raise ShapeError(
+                f"batch: device_seq_lens must be [B] int32 with B={B}, "
+                f"got {tuple(true_lens.shape)} {true_lens.dtype}."
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
+    if isinstance(values, Tensor):
+        if values.device.type != "cpu" or values.dim() != 1 or values.is_floating_point():
+            raise ShapeError(
+                f"batch: {name} must be a list or a 1-D integer CPU tensor, "
+                f"got {tuple(values.shape)} {values.dtype} on {values.device}."
+            )
+        return tuple(values.tolist())
+    given = tuple(values)
+    if not all(type(value) is int for value in given):
+        odd = next(value for value in given if type(value) is not int)
+        raise ShapeError(f"batch: {name} must be integers, got {odd!r}.")
+    return given

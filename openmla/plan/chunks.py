@@ -1,0 +1,50 @@
+"""Cuts long contexts into chunks that fit the workspace; every context row exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Spans(NamedTuple):
+    """One chunk: requests first, first+1, ... each with a span of its context rows."""
+
+    first: int
+    starts: tuple[int, ...]
+    lens: tuple[int, ...]
+
+
+def cut_contexts(context_lens: Sequence[int], budget: int, align: int) -> list[Spans]:
+    """Pack contexts greedily, in order, into chunks of at most `budget` rows.
+
+    A context that does not fit is cut at a multiple of `align`; only the first request of a chunk
+    can be a continuation. Requests without context end a chunk, so that a chunk's requests, and
+    with them its query rows, are neighbours. budget is at least align.
+    """
+    assert budget >= align > 0
+    chunks: list[Spans] = []
+    first, starts, lens = 0, [], []  # type: int, list[int], list[int]
+
+    def close(following: int) -> None:
+        nonlocal first, starts, lens
+        if lens:
+            chunks.append(Spans(first, tuple(starts), tuple(lens)))
+        first, starts, lens = following, [], []
+
+    for request, context in enumerate(context_lens):
+        if context == 0:
+            close(request + 1)
+            continue
+        done = 0
+        while done < context:
+            room = budget - sum(lens)
+            rest = context - done
+            take = rest if rest <= room else min(room, rest - 1) // align * align
+            if take > 0:
+                starts.append(done)
+                lens.append(take)
+                done += take
+            if done < context:
+                close(request)
+    close(len(context_lens))
+    return chunks

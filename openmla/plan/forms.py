@@ -1,0 +1,70 @@
+"""Which form a request takes, absorbed or expanded: whichever the ops' cost() says is cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from openmla.config import MLAConfig
+from openmla.ops.mha_ragged import cost as mha_cost
+from openmla.ops.mqa_paged import cost as mqa_cost
+
+# Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
+# server CPU: 190 GFLOP/s over 28 GB/s (bench/harness.py measures both). Only the order matters.
+BALANCE = {"cuda": 180, "cpu": 7}
+
+
+@lru_cache(maxsize=4096)
+def decode_threshold(config: MLAConfig, format: str, itemsize: int, device: str, bits: int) -> int:
+    """Most new tokens for which a request of about 2**bits keys is cheaper absorbed than expanded.
+
+    Requests are taken by the bit length of their key count, so that the answer is found once.
+    """
+    S = 1 << bits
+    low, high = 0, S  # absorbed is cheaper at low, and from some count on no more
+    while low < high:
+        n = (low + high + 1) // 2
+        if _absorbed(config, n, S, format, itemsize, device) <= _expanded(
+            config, n, S, itemsize, device
+        ):
+            low = n
+        else:
+            high = n - 1
+    return low
+
+
+def choose_absorbed(
+    config: MLAConfig,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    *,
+    format: str,
+    itemsize: int,
+    device: str,
+) -> list[bool]:
+    """Per request: whether its new tokens should stay in latent space."""
+    thresholds: dict[int, int] = {}
+    chosen = []
+    for n, S in zip(query_lens, seq_lens, strict=True):
+        bits = max(S.bit_length() - 1, 0)
+        if bits not in thresholds:
+            thresholds[bits] = decode_threshold(config, format, itemsize, device, bits)
+        chosen.append(n <= thresholds[bits])
+    return chosen
+
+
+def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:
+    H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
+    P, V = config.qk_nope_head_dim, config.v_head_dim
+    attention = mqa_cost([n], [S], H=H, D=D, C=C, format=format, itemsize=itemsize, causal=True)
+    into_and_out_of_latent = 2 * n * H * C * (P + V)
+    return max(attention.flops + into_and_out_of_latent, BALANCE[device] * attention.bytes)
+
+
+def _expanded(config: MLAConfig, n: int, S: int, itemsize: int, device: str) -> float:
+    H, C, E = config.num_heads, config.kv_lora_rank, config.qk_head_dim
+    P, V = config.qk_nope_head_dim, config.v_head_dim
+    attention = mha_cost([n], [S], H=H, E=E, V=V, itemsize=itemsize, causal=True)
+    expansion = 2 * S * H * C * (P + V)
+    written = S * H * (E + V) * itemsize
+    return max(attention.flops + expansion, BALANCE[device] * (attention.bytes + written))

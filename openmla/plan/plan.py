@@ -1,0 +1,472 @@
+"""Plan and make_plan: which request runs in which form, by which backend, cut where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS, Problem, select, why_not
+from openmla.cache import LayerCache, PagedCache
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError, ShapeError
+from openmla.hardware import capability, multiprocessors
+from openmla.ops._values import check_block_table, check_slots
+from openmla.plan.batch import Batch
+from openmla.plan.chunks import cut_contexts
+from openmla.plan.forms import choose_absorbed
+from openmla.plan.splits import FIXED_RUN, run_length, split_bounds
+from openmla.plan.upload import upload
+from openmla.plan.workspace import Workspace, default_workspace_tokens
+
+Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Requests in absorbed form, packed: arguments of one mqa_paged call."""
+
+    rows: Rows
+    block_table: Tensor  # [B, M] i32
+    seq_lens: Tensor  # [B] i32
+    query_start_loc: Tensor  # [B+1] i32
+    split_starts: Tensor  # [B, X+1] i32
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class ContextChunk:
+    """Context rows that fit the workspace, and the neighbouring requests that attend to them."""
+
+    rows: slice  # of the packed prefill rows
+    query_start_loc: Tensor  # [B+1] i32
+    max_query_len: int
+    block_table: Tensor  # [B, M] i32
+    starts: Tensor  # [B] i32
+    key_start_loc: Tensor  # [B+1] i32
+    max_key_len: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """Requests in expanded form, packed.
+
+    `route` is "new" (nobody has context), "one-shot" (context and new rows fit the workspace: one
+    causal call over `whole`, whose rows `new_rows` are this step's) or "chunked" (the new rows
+    causally, then each chunk, merged).
+    """
+
+    rows: Rows
+    route: str
+    query_start_loc: Tensor  # [B+1] i32
+    max_query_len: int
+    whole: ContextChunk | None = None
+    new_rows: Tensor | None = None  # [T] i64
+    chunks: tuple[ContextChunk, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step, complete when made. Integers change only when a launch shape does."""
+
+    config: MLAConfig
+    num_tokens: int
+    slot_mapping: Tensor  # [T] i64
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+    backends: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    workspace: Workspace | None = None
+    long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
+
+    def explain(self) -> str:
+        """What runs where, and why not something better: one line per op."""
+        lines = []
+        if self.decode is not None:
+            B, X = self.decode.split_starts.shape
+            lines.append(
+                f"absorbed  {B} requests, up to {self.decode.max_query_len} queries each, "
+                f"keys in up to {X - 1} runs"
+            )
+        if self.prefill is not None:
+            chunks = f", {len(self.prefill.chunks)} context chunks" if self.prefill.chunks else ""
+            lines.append(
+                f"expanded  {self.prefill.query_start_loc.shape[0] - 1} requests, "
+                f"up to {self.prefill.max_query_len} queries each, {self.prefill.route}{chunks}"
+            )
+        for problem in self.problems:
+            chosen = self.backends[problem.op]
+            better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
+            lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
+            lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
+        return "\n".join(lines)
+
+
+def make_plan(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    form: str = "auto",
+    workspace: Workspace | None = None,
+    workspace_tokens: int | None = None,
+    batch_invariant: bool = False,
+    into: dict[str, Tensor] | None = None,
+) -> Plan:
+    """Decide one step, for every layer that shares this cache geometry.
+
+    `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `form` "absorbed"
+    or "expanded" forces one form on all requests; "auto" takes the cheaper per request.
+    `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
+    default_workspace_tokens) bounds the context rows gathered at once. `batch_invariant` cuts keys
+    at fixed positions of the row itself. `into` takes the buffers of plan_buffers() and fills
+    them, so that addresses stay for graph replay; such a plan is absorbed only.
+    """
+    latent = _latent(cache)
+    _check_batch(batch, latent)
+    if dtype is None:
+        dtype = torch.bfloat16 if latent.layout.scaled else latent.layout.dtype
+    if into is not None:
+        return _captured(batch, config, latent, into, dtype, backend, form, batch_invariant)
+    device = latent.data.device
+    absorbed = _forms(batch, config, latent, dtype, form)
+    decoding = [b for b, chosen in enumerate(absorbed) if chosen]
+    prefilling = [b for b, chosen in enumerate(absorbed) if not chosen]
+    starts = list(accumulate(batch.query_lens, initial=0))
+    rows_at_once = workspace.num_rows if workspace is not None else workspace_tokens
+    if rows_at_once is None:
+        rows_at_once = default_workspace_tokens(
+            config, max_requests=len(batch.query_lens), block_size=latent.block_size
+        )
+    if rows_at_once < latent.block_size:
+        raise ConfigError(
+            f"plan: workspace_tokens must be at least one block of {latent.block_size}, "
+            f"got {rows_at_once}."
+        )
+    decode = prefill = None
+    if decoding or not prefilling:
+        decode = _plan_decode(batch, decoding, starts, latent, batch_invariant)
+    if prefilling:
+        prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
+    problems = _problems(config, latent, dtype, decode, prefill)
+    plan = Plan(
+        config=config,
+        num_tokens=batch.num_tokens,
+        slot_mapping=batch.slot_mapping,
+        decode=decode,
+        prefill=prefill,
+        backends={problem.op: select(problem, _named(problem.op, backend)) for problem in problems},
+        problems=problems,
+        workspace=None,
+        long_context=_long_context(batch, config),
+    )
+    return replace(upload(plan, device), workspace=workspace)
+
+
+def _latent(cache: LayerCache) -> PagedCache:
+    if cache.latent is None:
+        raise ConfigError("plan: cache must have latent rows, got none.")
+    return cache.latent
+
+
+def _named(op: str, backend: str) -> str:
+    """A backend named for the whole plan serves the ops it has; the others choose freely."""
+    return backend if backend in BACKENDS[op] or backend == "auto" else _known(backend)
+
+
+def _known(backend: str) -> str:
+    names = {name for row in BACKENDS.values() for name in row}
+    if backend not in names:
+        raise ConfigError(
+            f"plan: backend {backend!r} is not known. Known: auto, {', '.join(sorted(names))}."
+        )
+    return "auto"
+
+
+def _check_batch(batch: Batch, latent: PagedCache) -> None:
+    """Values are checked on the host; tensors that are on the device already are trusted."""
+    for name in ("block_table", "slot_mapping", "device_seq_lens"):
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.device.type not in ("cpu", latent.data.device.type):
+            raise ShapeError(
+                f"batch: {name} must be on cpu or {latent.data.device}, got {tensor.device}."
+            )
+    if batch.block_table.device.type == "cpu":
+        seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
+        check_block_table(
+            "batch", batch.block_table, None, seq_lens, latent.num_blocks, latent.block_size
+        )
+    if batch.slot_mapping.device.type == "cpu":
+        check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
+
+
+def _forms(
+    batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str
+) -> list[bool]:
+    """Per request: absorbed or not. A request without new tokens has nothing to expand."""
+    if form not in ("auto", "absorbed", "expanded"):
+        raise ConfigError(f"plan: form must be auto, absorbed or expanded, got {form!r}.")
+    if batch.device_seq_lens is not None:
+        if form == "expanded":
+            raise ConfigError("plan: form must not be expanded with device_seq_lens.")
+        return [True] * len(batch.query_lens)
+    if form != "auto":
+        return [form == "absorbed" or n == 0 for n in batch.query_lens]
+    return choose_absorbed(
+        config,
+        batch.query_lens,
+        batch.seq_lens,
+        format=latent.format,
+        itemsize=dtype.itemsize,
+        device=latent.data.device.type,
+    )
+
+
+def _pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
+    """Token rows of some requests: everything, one slice if they are neighbours, or indices."""
+    if not requests:
+        return slice(0, 0)
+    if requests[-1] - requests[0] + 1 == len(requests):
+        return slice(starts[requests[0]], starts[requests[-1] + 1])
+    return torch.cat([torch.arange(starts[b], starts[b + 1]) for b in requests])
+
+
+def _pick(table: Tensor, requests: Sequence[int]) -> Tensor:
+    if len(requests) == table.shape[0]:
+        return table
+    return table[torch.tensor(requests, dtype=torch.int64, device=table.device)]
+
+
+def _cumulative(lens: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+
+
+def _plan_decode(
+    batch: Batch,
+    requests: Sequence[int],
+    starts: Sequence[int],
+    latent: PagedCache,
+    batch_invariant: bool,
+) -> DecodePlan:
+    query_lens = [batch.query_lens[b] for b in requests]
+    seq_lens = [batch.seq_lens[b] for b in requests]
+    host_lens = torch.tensor(seq_lens, dtype=torch.int32)
+    length = run_length(
+        seq_lens,
+        multiprocessors=multiprocessors(latent.data.device),
+        block_size=latent.block_size,
+        batch_invariant=batch_invariant,
+    )
+    true_lens = batch.device_seq_lens
+    return DecodePlan(
+        rows=_pick_rows(requests, starts),
+        block_table=_pick(batch.block_table, requests),
+        seq_lens=host_lens if true_lens is None else _pick(true_lens, requests),
+        query_start_loc=_cumulative(query_lens),
+        split_starts=split_bounds(host_lens, length),
+        max_query_len=max(query_lens, default=0),
+    )
+
+
+def _plan_prefill(
+    batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: int, rows_at_once: int
+) -> PrefillPlan:
+    query_lens = [batch.query_lens[b] for b in requests]
+    seq_lens = [batch.seq_lens[b] for b in requests]
+    contexts = [S - n for n, S in zip(query_lens, seq_lens, strict=True)]
+    table = _pick(batch.block_table, requests)
+    query_start_loc = _cumulative(query_lens)
+    bounds = query_start_loc.tolist()
+
+    def chunk(first: int, key_starts: Sequence[int], key_lens: Sequence[int]) -> ContextChunk:
+        stop = first + len(key_lens)
+        return ContextChunk(
+            rows=slice(bounds[first], bounds[stop]),
+            query_start_loc=_cumulative(query_lens[first:stop]),
+            max_query_len=max(query_lens[first:stop]),
+            block_table=table[first:stop],
+            starts=torch.tensor(key_starts, dtype=torch.int32),
+            key_start_loc=_cumulative(key_lens),
+            max_key_len=max(key_lens),
+            num_keys=sum(key_lens),
+        )
+
+    rows = _pick_rows(requests, starts)
+    longest = max(query_lens)
+    if not any(contexts):
+        return PrefillPlan(rows, "new", query_start_loc, longest)
+    if sum(seq_lens) <= rows_at_once:
+        whole = chunk(0, [0] * len(requests), seq_lens)
+        ends = list(accumulate(seq_lens))
+        new_rows = torch.cat(
+            [torch.arange(end - n, end) for n, end in zip(query_lens, ends, strict=True)]
+        )
+        return PrefillPlan(rows, "one-shot", query_start_loc, longest, whole, new_rows)
+    spans = cut_contexts(contexts, rows_at_once, BS)
+    chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
+    return PrefillPlan(rows, "chunked", query_start_loc, longest, chunks=chunks)
+
+
+def _problems(
+    config: MLAConfig,
+    latent: PagedCache,
+    dtype: torch.dtype,
+    decode: DecodePlan | None,
+    prefill: PrefillPlan | None,
+) -> tuple[Problem, ...]:
+    """The ops this plan calls, as the backends are asked about them."""
+    ops = ["cache_write"] if config.rope.kind == "none" else ["rope", "cache_write"]
+    if decode is not None:
+        ops.append("mqa_paged")
+    if prefill is not None:
+        ops.append("mha_ragged")
+        ops += ["cache_gather"] if prefill.route != "new" else []
+        ops += ["merge_states"] if prefill.route == "chunked" else []
+    device = latent.data.device
+    return tuple(
+        Problem(
+            op=op,
+            device=device.type,
+            capability=capability(device),
+            dtype=dtype,
+            format=latent.format,
+            H=config.num_heads,
+            D=config.qk_rope_head_dim if op == "rope" else config.latent_dim,
+            C=config.kv_lora_rank,
+            E=config.qk_head_dim,
+            V=config.v_head_dim,
+            BS=latent.block_size,
+            max_query_len=decode.max_query_len if op == "mqa_paged" and decode else 0,
+        )
+        for op in ops
+    )
+
+
+def _long_context(batch: Batch, config: MLAConfig) -> Tensor | None:
+    """Which tokens use longrope's long factors: those of requests past the original length."""
+    if config.rope.kind != "longrope":
+        return None
+    original = config.rope.original_positions
+    flags = [int(original < S) for S in batch.seq_lens]
+    if not any(flags):
+        return None
+    return torch.repeat_interleave(torch.tensor(flags), torch.tensor(batch.query_lens))
+
+
+def plan_buffers(
+    config: MLAConfig, cache: LayerCache, *, max_requests: int, max_tokens: int, max_blocks: int
+) -> dict[str, Tensor]:
+    """Device tensors for make_plan(into=): the largest step a captured graph will replay.
+
+    Empty requests and tokens fill up smaller steps: they see no key and write no row.
+    """
+    latent = _latent(cache)
+    for name, value in (
+        ("max_requests", max_requests),
+        ("max_blocks", max_blocks),
+        ("max_tokens // max_requests", max_tokens // max(max_requests, 1)),
+    ):
+        if value < 1:
+            raise ConfigError(f"plan_buffers: {name} must be positive, got {value}.")
+    device = latent.data.device
+    runs = -(-max_blocks * latent.block_size // FIXED_RUN)
+    X = min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(device), 1))
+    shapes = {
+        "block_table": (max_requests, max_blocks),
+        "seq_lens": (max_requests,),
+        "query_start_loc": (max_requests + 1,),
+        "split_starts": (max_requests, X + 1),
+    }
+    buffers = {
+        name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
+    }
+    buffers["slot_mapping"] = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+    if config.rope.kind == "longrope":
+        buffers["long_context"] = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+    return buffers
+
+
+def _captured(
+    batch: Batch,
+    config: MLAConfig,
+    latent: PagedCache,
+    buffers: dict[str, Tensor],
+    dtype: torch.dtype,
+    backend: str,
+    form: str,
+    batch_invariant: bool,
+) -> Plan:
+    """Fill the buffers of a captured graph; what would not fit raises before any is touched."""
+    max_requests, max_blocks = buffers["block_table"].shape
+    max_tokens = buffers["slot_mapping"].shape[0]
+    X = buffers["split_starts"].shape[1] - 1
+    max_query_len = max_tokens // max_requests
+    B, M = batch.block_table.shape
+    for name, value, most in (
+        ("requests", B, max_requests),
+        ("tokens", batch.num_tokens, max_tokens),
+        ("block table columns", M, max_blocks),
+        ("query tokens of one request", max(batch.query_lens, default=0), max_query_len),
+    ):
+        if value > most:
+            raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
+    if not all(_forms(batch, config, latent, dtype, form)):
+        raise ConfigError(
+            "plan: a captured step must be decode only, got a request that is cheaper expanded. "
+            "Plan it without into=."
+        )
+    padding = max_requests - B
+    seq_lens = torch.tensor([*batch.seq_lens, *[0] * padding], dtype=torch.int32)
+    length = run_length(
+        batch.seq_lens,
+        multiprocessors=multiprocessors(latent.data.device),
+        block_size=latent.block_size,
+        batch_invariant=batch_invariant,
+    )
+    filled = {
+        "seq_lens": seq_lens,
+        "query_start_loc": _cumulative([*batch.query_lens, *[0] * padding]),
+        "split_starts": split_bounds(seq_lens, length, X),
+    }
+    for name, values in filled.items():
+        buffers[name].copy_(_pinned(values, buffers[name].device), non_blocking=True)
+    device = buffers["seq_lens"].device
+    if batch.device_seq_lens is not None:
+        buffers["seq_lens"][:B].copy_(batch.device_seq_lens, non_blocking=True)
+    buffers["block_table"][:B, :M].copy_(_pinned(batch.block_table, device), non_blocking=True)
+    slots = buffers["slot_mapping"].fill_(-1)
+    slots[: batch.num_tokens].copy_(_pinned(batch.slot_mapping, device), non_blocking=True)
+    long_context = _long_context(batch, config)
+    if "long_context" in buffers:
+        flags = buffers["long_context"].zero_()
+        if long_context is not None:
+            flags[: batch.num_tokens].copy_(_pinned(long_context, device), non_blocking=True)
+    decode = DecodePlan(
+        rows=slice(0, max_tokens),
+        block_table=buffers["block_table"],
+        seq_lens=buffers["seq_lens"],
+        query_start_loc=buffers["query_start_loc"],
+        split_starts=buffers["split_starts"],
+        max_query_len=max_query_len,
+    )
+    problems = _problems(config, latent, dtype, decode, None)
+    return Plan(
+        config=config,
+        num_tokens=max_tokens,
+        slot_mapping=buffers["slot_mapping"],
+        decode=decode,
+        prefill=None,
+        backends={problem.op: select(problem, _named(problem.op, backend)) for problem in problems},
+        problems=problems,
+        long_context=buffers.get("long_context"),
+    )
+
+
+def _pinned(values: Tensor, device: torch.device) -> Tensor:
+    return values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values

@@ -1,0 +1,75 @@
+"""Workspace: the buffers of chunked prefill, allocated once so that the peak is known."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.cache import LayerCache
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError
+
+MOST_TOKENS = 65536
+
+
+class Workspace(NamedTuple):
+    """Gathered latent rows, and one chunk's expanded keys and values."""
+
+    rows: Tensor  # [n, D]
+    expanded: Tensor  # [m, H * (P + V)], m >= n
+    keys: Tensor  # [m, H, P + R]
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+
+
+def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size: int) -> int:
+    """Context rows held at once: room for eight whole contexts or four blocks per request,
+    whichever is more, but at most 65536; a whole number of blocks."""
+    tokens = min(max(8 * config.max_positions, 4 * max_requests * block_size), MOST_TOKENS)
+    return -(-max(tokens, block_size) // block_size) * block_size
+
+
+def warmup(
+    config: MLAConfig,
+    cache: LayerCache,
+    *,
+    max_requests: int,
+    max_tokens: int,
+    workspace_tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Workspace:
+    """Allocate what prefill steps of up to max_tokens new tokens will need, for all layers.
+
+    Pass the result to make_plan. Steps then allocate no expanded keys or values of their own.
+    """
+    latent = cache.latent
+    if latent is None:
+        raise ConfigError("warmup: cache must have latent rows, got none.")
+    for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ConfigError(f"warmup: {name} must be positive, got {value}.")
+    BS = latent.block_size
+    if workspace_tokens is None:
+        workspace_tokens = default_workspace_tokens(
+            config, max_requests=max_requests, block_size=BS
+        )
+    if workspace_tokens < BS:
+        raise ConfigError(
+            f"warmup: workspace_tokens must be at least one block of {BS}, got {workspace_tokens}."
+        )
+    H, device = config.num_heads, latent.data.device
+    most = max(workspace_tokens, max_tokens)
+    both = config.qk_nope_head_dim + config.v_head_dim
+    return Workspace(
+        rows=torch.empty(workspace_tokens, config.latent_dim, dtype=dtype, device=device),
+        expanded=torch.empty(most, H * both, dtype=dtype, device=device),
+        keys=torch.empty(most, H, config.qk_head_dim, dtype=dtype, device=device),
+    )

@@ -1,0 +1,69 @@
+"""A small serving loop: requests in a pool, steps of any mixture, outputs put back together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla import Batch, BlockPool, LayerCache, MLAAttention, Plan, allocate_cache, make_plan
+from openmla.testing import poison
+
+
+class Server:
+    """Feeds a layer with parts of known sequences and keeps what it answers."""
+
+    def __init__(
+        self,
+        layer: MLAAttention,
+        sequences: Mapping[Any, Tensor],
+        *,
+        block_size: int = 4,
+        format: str = "fp32",
+        num_blocks: int = 200,
+        **options: Any,
+    ) -> None:
+        self.layer, self.sequences, self.options = layer, sequences, options
+        self.pool = BlockPool(num_blocks, block_size)
+        self.cache: LayerCache = allocate_cache(
+            layer.config, num_blocks=num_blocks, block_size=block_size, format=format
+        )
+        assert self.cache.latent is not None
+        data = self.cache.latent.data
+        data.view(torch.uint8).copy_(poison(data.shape, data.dtype).view(torch.uint8))
+        self.outputs: dict[Hashable, list[Tensor]] = {name: [] for name in sequences}
+        self.plans: list[Plan] = []
+
+    def batch(self, wanted: Sequence[tuple[Any, int]]) -> Batch:
+        """Takes blocks for the new tokens and describes the step."""
+        before = {name: self.pool.seq_len(name) for name, _ in wanted}
+        copies = self.pool.take(dict(wanted))
+        assert self.cache.latent is not None
+        self.cache.latent.copy_blocks(copies)
+        spans = [(name, before[name], before[name] + n) for name, n in wanted]
+        return Batch(
+            query_lens=[n for _, n in wanted],
+            seq_lens=[self.pool.seq_len(name) for name, _ in wanted],
+            block_table=self.pool.block_table([name for name, _ in wanted], num_columns=3),
+            slot_mapping=self.pool.slot_mapping(spans),
+        )
+
+    def step(self, wanted: Sequence[tuple[Any, int]], **options: Any) -> Plan:
+        """One forward of the layer over the next tokens of each wanted request."""
+        starts = {name: self.pool.seq_len(name) for name, _ in wanted}
+        batch = self.batch(wanted)
+        plan = make_plan(
+            batch, self.layer.config, self.cache, dtype=torch.float32, **self.options, **options
+        )
+        parts = [self.sequences[name][starts[name] : starts[name] + n] for name, n in wanted]
+        positions = torch.cat([torch.arange(starts[name], starts[name] + n) for name, n in wanted])
+        out = self.layer(torch.cat(parts), positions, self.cache, plan)
+        for (name, _), rows in zip(wanted, out.split([n for _, n in wanted]), strict=True):
+            self.outputs[name].append(rows)
+        self.plans.append(plan)
+        return plan
+
+    def output(self, name: Hashable) -> Tensor:
+        return torch.cat(self.outputs[name])

@@ -1,0 +1,321 @@
+"""MLAAttention against transformers' modules: every family, every way to cut a sequence."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from openmla import PRESETS, MLAAttention, ShapeError, UnsupportedError, warmup
+from openmla.layers.rope import rope_table
+from openmla.layers.weights import decode_weight
+from tests.layers.families import FAMILIES, Peer, make_peer
+from tests.layers.serving import Server
+
+pytest.importorskip("transformers")
+BLOCK = 4
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def sequence(length: int, seed: int = 1) -> Tensor:
+    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def serve(peer: Peer, hidden: Tensor, lens: Sequence[int], **options: Any) -> Tensor:
+    server = Server(peer.ours, {"r": hidden}, block_size=BLOCK, **options)
+    for n in lens:
+        server.step([("r", n)])
+    return server.output("r")
+
+
+def cuts(name: str, length: int) -> list[int]:
+    if name == "full":
+        return [length]
+    if name == "token-by-token":
+        return [1] * length
+    if name == "multi-token":
+        return [3, 1, 5, 2] * (length // 11) + [1] * (length % 11)
+    if name == "random":
+        rng = random.Random(5)
+        lens: list[int] = []
+        while sum(lens) < length:
+            lens.append(min(rng.randint(1, 23), length - sum(lens)))
+        return lens
+    edge = {"1": 1, "page-1": BLOCK - 1, "page": BLOCK, "page+1": BLOCK + 1}[name]
+    return [edge, length - 2 * edge, edge]
+
+
+WAYS = ["full", "token-by-token", "multi-token", "1", "page-1", "page", "page+1", "random"]
+
+
+@pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family: str, way: str, form: str) -> None:
+    """Whatever the steps and the form, the outputs are the module's over the whole sequence."""
+    peer, hidden = make_peer(family), sequence(90)
+    expected = peer.full(hidden)
+    for workspace_tokens in (BLOCK, 12, 4096):  # chunk by chunk, chunks of three blocks, one shot
+        actual = serve(peer, hidden, cuts(way, 90), form=form, workspace_tokens=workspace_tokens)
+        assert relative_error(actual, expected) < 1e-5
+        if form == "absorbed":
+            break  # no workspace in that form
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batches(family: str) -> None:
+    """Prefill, extension, decode and idle requests in one step, in any order."""
+    peer = make_peer(family)
+    names = ["a", "b", "c", "d"]
+    hidden = {name: sequence(80, seed) for seed, name in enumerate(names)}
+    rng = random.Random(3)
+    for form in ("auto", "absorbed", "expanded"):
+        server = Server(peer.ours, hidden, workspace_tokens=16, form=form)
+        while any(server.pool.seq_len(name) < 80 for name in names):
+            wanted = []
+            for name in rng.sample(names, 4):
+                rest = 80 - server.pool.seq_len(name)
+                wanted.append((name, min(rng.choice([0, 1, 1, 2, 7, 30]), rest)))
+            server.step(wanted)
+        for name in names:
+            assert relative_error(server.output(name), peer.full(hidden[name])) < 1e-5
+
+
+def test_both_forms_in_one_step() -> None:
+    """A step whose forms differ by request: rows are picked apart and put back in order."""
+    peer = make_peer("deepseek_v3")
+    hidden = {name: sequence(80, seed) for seed, name in enumerate("abc")}
+    server = Server(peer.ours, hidden)
+    server.step([("a", 40), ("c", 30)])
+    plan = server.step([("b", 60), ("a", 1), ("c", 50)])
+    assert plan.decode is not None and plan.prefill is not None
+    assert isinstance(plan.prefill.rows, Tensor)  # b and c are not neighbours
+    plan = server.step([("a", 1), ("b", 1)])
+    assert plan.prefill is None
+    for name in "abc":
+        expected = peer.full(hidden[name])[: server.pool.seq_len(name)]
+        assert relative_error(server.output(name), expected) < 1e-5
+
+
+def test_workspace_is_used_and_gives_the_same() -> None:
+    peer, hidden = make_peer("deepseek_v3"), sequence(90)
+    server = Server(peer.ours, {"r": hidden}, block_size=BLOCK, form="expanded")
+    space = warmup(
+        peer.ours.config,
+        server.cache,
+        max_requests=2,
+        max_tokens=64,
+        workspace_tokens=12,
+        dtype=torch.float32,
+    )
+    assert space.num_rows == 12 and space.keys.shape == (64, 4, 24)
+    server.options["workspace"] = space
+    addresses = [tensor.data_ptr() for tensor in space]
+    for n in (30, 40, 20):
+        plan = server.step([("r", n)])
+        assert plan.workspace is not None
+        assert [tensor.data_ptr() for tensor in plan.workspace] == addresses
+    assert plan.prefill is not None and len(plan.prefill.chunks) == 6
+    assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
+
+
+@pytest.mark.parametrize(("format", "bound"), [("bf16", 2e-2), ("fp16", 2e-3), ("fp8", 2e-1)])
+def test_lossy_caches_stay_close(format: str, bound: float) -> None:
+    """The same tokens through a rounded cache: near, and nearer for finer formats."""
+    peer, hidden = make_peer("deepseek_v3"), sequence(90)
+    for form in ("absorbed", "expanded"):
+        actual = serve(peer, hidden, [40, *[1] * 20, 30], format=format, form=form)
+        assert 0 < relative_error(actual, peer.full(hidden)) < bound
+
+
+def test_prefix_reuse_and_copy_on_write() -> None:
+    """Two requests share a prefix that ends inside a block, then go their own ways."""
+    peer = make_peer("deepseek_v3")
+    first = sequence(40)
+    second = torch.cat([first[:22], sequence(18, seed=9)])
+    server = Server(peer.ours, {"a": first, "b": second}, block_size=BLOCK)
+    server.step([("a", 22)])
+    server.pool.share("a", "b")
+    server.outputs["b"].append(server.outputs["a"][0])
+    for _ in range(6):
+        server.step([("a", 3), ("b", 3)])
+    for name, hidden in (("a", first), ("b", second)):
+        assert relative_error(server.output(name), peer.full(hidden)) < 1e-5
+
+
+def test_longrope_switches_past_the_original_length() -> None:
+    """A request past the original length rotates by the long factors, one beside it does not."""
+    config = PRESETS["tiny-minicpm3"]
+    config = replace(config, max_positions=64, rope=replace(config.rope, original_positions=16))
+    layer = MLAAttention(config)
+    hidden = {"long": sequence(24, 1), "short": sequence(10, 2)}
+    server = Server(layer, hidden)
+    plan = server.step([("short", 10), ("long", 24)])
+    assert plan.long_context is not None
+    assert plan.long_context.tolist() == [0] * 10 + [1] * 24
+    alone = Server(layer, hidden)
+    assert alone.step([("short", 10)]).long_context is None
+    torch.testing.assert_close(alone.output("short"), server.output("short"))
+    short_only = replace(config, rope=replace(config.rope, long_factor=config.rope.short_factor))
+    layer.config = short_only
+    other = Server(layer, hidden)
+    other.step([("short", 10), ("long", 24)])
+    torch.testing.assert_close(other.output("short"), server.output("short"))
+    assert not torch.allclose(other.output("long"), server.output("long"), atol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_tables_equal_transformers(family: str) -> None:
+    """cos and sin to the last bit where the family is given as cos and sin."""
+    peer = make_peer(family)
+    config = peer.ours.config
+    table = rope_table(config.rope, 8, config.max_positions, torch.device("cpu"))[:512]
+    theirs = peer.rotary(torch.zeros(1), torch.arange(512)[None])
+    if isinstance(theirs, Tensor):  # deepseek_v2: one complex tensor
+        torch.testing.assert_close(table, torch.cat([theirs[0].real, theirs[0].imag], dim=1))
+    else:
+        cos, sin = (half[0, :, :4] for half in theirs)
+        assert torch.equal(table, torch.cat([cos, sin], dim=1))
+
+
+class Quantised(nn.Module):
+    """A linear nobody knows: its weight is reachable only by calling it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("codes", (weight / 0.05).round().to(torch.int8))
+        self.codes: Tensor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ (self.codes.to(hidden.dtype) * 0.05).T
+
+
+def fp8_linear(weight: Tensor, kind: str) -> nn.Linear:
+    """An nn.Linear with fp8 weight and scales as checkpoints ship them."""
+    rows, columns = weight.shape
+    linear = nn.Linear(columns, rows, bias=False).requires_grad_(False)
+    if kind == "tensor":
+        scale = (weight.abs().max() / 448).reshape(())
+        spread = scale
+    elif kind == "row":
+        scale = weight.abs().amax(1, keepdim=True) / 448
+        spread = scale
+    else:
+        blocks = (-(-rows // 128), -(-columns // 128))
+        scale = torch.rand(blocks) * 0.01 + 0.005
+        spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    linear.weight = nn.Parameter((weight / spread).to(torch.float8_e4m3fn), requires_grad=False)
+    name = "weight_scale_inv" if kind == "block" else "weight_scale"
+    linear.register_buffer(name, scale)
+    return linear
+
+
+def test_plain_weights_are_views() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        layer = MLAAttention(PRESETS["tiny-v3"]).to(dtype)
+        base = layer.kv_b_proj.weight
+        assert isinstance(base, Tensor)
+        kv_b, w_uk, w_uv = layer.absorbed
+        storage = base.untyped_storage().data_ptr()
+        assert all(t.untyped_storage().data_ptr() == storage for t in (kv_b, w_uk, w_uv))
+        assert w_uk.data_ptr() == base.data_ptr() and layer.kv_b_dense is None
+        assert w_uv.data_ptr() == base.data_ptr() + 16 * 32 * dtype.itemsize
+        per_head = base.view(4, 40, 32)
+        assert torch.equal(w_uk, per_head[:, :16]) and torch.equal(w_uv.mT, per_head[:, 16:])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block", "unknown"])
+def test_quantised_weights_are_decoded(kind: str) -> None:
+    config = replace(PRESETS["tiny-v3"], kv_lora_rank=200, num_heads=5)
+    layer = MLAAttention(config)
+    weight = torch.randn(5 * 40, 200)
+    linear = Quantised(weight) if kind == "unknown" else fp8_linear(weight, kind)
+    layer.kv_b_proj = linear
+    layer.refresh_weights()
+    dense = layer.absorbed.kv_b
+    if kind == "unknown":
+        expected = linear(torch.eye(200)).T
+    else:
+        scale = linear.weight_scale_inv if kind == "block" else linear.weight_scale
+        assert isinstance(scale, Tensor) and isinstance(linear.weight, Tensor)
+        rows, columns = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
+        spread = scale[rows // 128, columns // 128] if kind == "block" else scale
+        expected = linear.weight.float() * spread
+    torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6)
+    assert relative_error(dense, weight) < 0.1
+    assert layer.absorbed.kv_b.data_ptr() == dense.data_ptr()
+
+
+def test_reloading_keeps_addresses() -> None:
+    layer = MLAAttention(PRESETS["tiny-v3"])
+    before = [tensor.data_ptr() for tensor in layer.absorbed]
+    state = {name: torch.randn_like(tensor) for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(state)
+    assert [tensor.data_ptr() for tensor in layer.absorbed] == before
+    assert torch.equal(layer.absorbed.kv_b, state["kv_b_proj.weight"])
+
+    quantised = MLAAttention(PRESETS["tiny-v3"])
+    quantised.kv_b_proj = fp8_linear(torch.randn(160, 32), "tensor")
+    before = [tensor.data_ptr() for tensor in quantised.absorbed]
+    other = {**quantised.state_dict()}
+    other["kv_b_proj.weight_scale"] = other["kv_b_proj.weight_scale"] * 2
+    values = quantised.absorbed.kv_b.clone()
+    quantised.load_state_dict(other)
+    assert [tensor.data_ptr() for tensor in quantised.absorbed] == before
+    torch.testing.assert_close(quantised.absorbed.kv_b, 2 * values)
+
+
+def test_bad_weights() -> None:
+    linear = fp8_linear(torch.randn(160, 32), "tensor")
+    linear.weight_scale = torch.ones(3)
+    with pytest.raises(ShapeError, match="weights: weight_scale must be one scale, one per row"):
+        decode_weight(linear, 32, torch.float32)
+    del linear.weight_scale
+    with pytest.raises(ShapeError, match="an fp8 kv_b_proj must have weight_scale_inv or weight"):
+        decode_weight(linear, 32, torch.float32)
+    layer = MLAAttention(PRESETS["tiny-v3"])
+    layer.kv_b_proj = nn.Linear(32, 161, bias=False)
+    with pytest.raises(ShapeError, match=r"weights: kv_b_proj must be \[H \* \(P \+ V\), C\] = "):
+        _ = layer.absorbed
+
+
+def test_parameters_want_no_grad() -> None:
+    layer = MLAAttention(PRESETS["tiny-v2-lite"])
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4-flash"])
+def test_sparse_configs_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"MLAAttention: .* is sparse, this layer is dense"):
+        MLAAttention(PRESETS[name])
+
+
+def test_bad_calls_write_nothing() -> None:
+    peer = make_peer("deepseek_v3")
+    server = Server(peer.ours, {"r": sequence(20)})
+    plan = server.step([("r", 8)])
+    assert server.cache.latent is not None
+    before = server.cache.latent.data.clone()
+    positions = torch.arange(8)
+    for hidden, where, message in (
+        (torch.zeros(7, 64), positions, "hidden must be [T, 64] with T=8 as planned, got (7, 64)"),
+        (torch.zeros(8, 63), positions, "hidden must be [T, 64] with T=8 as planned, got (8, 63)"),
+        (torch.zeros(8, 64), positions[:7], "positions must be [T] with T=8 as planned, got (7,)"),
+    ):
+        with pytest.raises(ShapeError) as error:
+            peer.ours(hidden, where, server.cache, plan)
+        assert f"MLAAttention: {message}" in str(error.value)
+    other = MLAAttention(replace(peer.ours.config, num_layers=2))
+    with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
+        other(torch.zeros(8, 64), positions, server.cache, plan)
+    with pytest.raises(ShapeError, match="rope: positions must be within the table's"):
+        peer.ours(torch.zeros(8, 64), positions + 10**6, server.cache, plan)
+    assert torch.equal(before.view(torch.int32), server.cache.latent.data.view(torch.int32))
