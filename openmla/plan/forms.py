@@ -21,7 +21,9 @@ def decode_threshold(config: MLAConfig, format: str, itemsize: int, device: str,
     Requests are taken by the bit length of their key count, so that the answer is found once.
     """
     S = 1 << bits
-    low, high = 0, S  # absorbed is cheaper at low, and from some count on no more
+    # absorbed is cheaper at low, and from some count on no more; one token is always taken as
+    # absorbed, since a second form in a step costs launches that cost() does not count
+    low, high = 1, S
     while low < high:
         n = (low + high + 1) // 2
         if _absorbed(config, n, S, format, itemsize, device) <= _expanded(

@@ -133,7 +133,9 @@ def make_plan(
     if dtype is None:
         dtype = torch.bfloat16 if latent.layout.scaled else latent.layout.dtype
     if into is not None:
-        return _captured(batch, config, latent, into, dtype, backend, form, batch_invariant)
+        if form == "expanded":
+            raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
+        return _captured(batch, config, latent, into, dtype, backend, batch_invariant)
     device = latent.data.device
     absorbed = _forms(batch, config, latent, dtype, form)
     decoding = [b for b, chosen in enumerate(absorbed) if chosen]
@@ -399,7 +401,6 @@ def _captured(
     buffers: dict[str, Tensor],
     dtype: torch.dtype,
     backend: str,
-    form: str,
     batch_invariant: bool,
 ) -> Plan:
     """Fill the buffers of a captured graph; what would not fit raises before any is touched."""
@@ -416,11 +417,6 @@ def _captured(
     ):
         if value > most:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
-    if not all(_forms(batch, config, latent, dtype, form)):
-        raise ConfigError(
-            "plan: a captured step must be decode only, got a request that is cheaper expanded. "
-            "Plan it without into=."
-        )
     padding = max_requests - B
     seq_lens = torch.tensor([*batch.seq_lens, *[0] * padding], dtype=torch.int32)
     length = run_length(

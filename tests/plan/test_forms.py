@@ -1,0 +1,38 @@
+"""The form of a request follows cost(), not a constant."""
+
+from __future__ import annotations
+
+import pytest
+
+from openmla import PRESETS
+from openmla.plan.forms import choose_absorbed, decode_threshold
+
+
+def threshold(name: str, S: int, device: str = "cuda") -> int:
+    return decode_threshold(PRESETS[name], "bf16", 2, device, S.bit_length() - 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "glm-4.7-flash", "mistral-4"])
+def test_decoding_is_absorbed_and_long_prefill_expanded(name: str, device: str) -> None:
+    for S in (1, 64, 4096, 131072):
+        assert threshold(name, S, device) >= 1
+    forms = choose_absorbed(
+        PRESETS[name],
+        [1, 4, 4096, 8192],
+        [100_000, 8192, 4096, 65536],
+        format="bf16",
+        itemsize=2,
+        device=device,
+    )
+    assert forms == [True, True, False, False]
+
+
+def test_threshold_nears_the_crossover_of_the_flops() -> None:
+    """V3 at long context: expanding a key costs as much as 171 absorbed queries save."""
+    assert 150 <= threshold("deepseek-v3", 131072) <= 190
+    assert 150 <= threshold("deepseek-v2-lite", 131072) <= 190
+
+
+def test_threshold_differs_by_model() -> None:
+    assert len({threshold(n, 65536) for n in ("deepseek-v3", "glm-4.7-flash", "mistral-4")}) == 3

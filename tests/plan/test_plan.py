@@ -1,0 +1,300 @@
+"""make_plan: order, routes, uploads, buffers, explanations, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openmla import (
+    PRESETS,
+    Batch,
+    BlockPool,
+    ConfigError,
+    LayerCache,
+    Plan,
+    ShapeError,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+    warmup,
+)
+from openmla.plan import default_workspace_tokens
+from openmla.plan.upload import upload
+
+CONFIG = PRESETS["tiny-v3"]
+BS = 4
+CACHE = allocate_cache(CONFIG, num_blocks=64, block_size=BS, format="fp32")
+
+
+def make_batch(query_lens: list[int], seq_lens: list[int], BS: int = BS) -> Batch:
+    pool = BlockPool(num_blocks=sum(-(-S // BS) for S in seq_lens) + 1, block_size=BS)
+    pool.take(dict(enumerate(seq_lens)))
+    spans = [(b, S - n, S) for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True))]
+    return Batch(
+        query_lens, seq_lens, pool.block_table(range(len(seq_lens))), pool.slot_mapping(spans)
+    )
+
+
+def token_rows(rows: slice | Tensor, T: int) -> list[int]:
+    picked: list[int] = torch.arange(T)[rows].tolist()
+    return picked
+
+
+def check_rows(plan: Plan, query_lens: list[int]) -> None:
+    """Every token is in exactly one sub-plan, and each sub-plan packs whole requests in order."""
+    T = sum(query_lens)
+    parts = []
+    for part in (plan.decode, plan.prefill):
+        if part is not None:
+            rows = token_rows(part.rows, T)
+            assert rows == sorted(rows) and len(rows) == int(part.query_start_loc[-1])
+            parts += rows
+    assert sorted(parts) == list(range(T))
+
+
+def test_exhaustive_small_batches() -> None:
+    """All mixtures of three requests: forms, routes and every context row exactly once."""
+    sizes = [(0, 0), (0, 3), (1, 1), (1, 9), (3, 3), (5, 12), (2, 4)]
+    for requests in product(sizes, repeat=3):
+        query_lens, seq_lens = (list(part) for part in zip(*requests, strict=True))
+        batch = make_batch(query_lens, seq_lens)
+        for form, rows_at_once in (("auto", 4), ("expanded", 4), ("expanded", 8), ("expanded", 99)):
+            plan = make_plan(batch, CONFIG, CACHE, form=form, workspace_tokens=rows_at_once)
+            check_rows(plan, query_lens)
+            prefill = plan.prefill
+            if prefill is None:
+                continue
+            with_queries = [b for b in range(3) if form != "expanded" or query_lens[b]]
+            contexts = [seq_lens[b] - query_lens[b] for b in with_queries]
+            total = sum(seq_lens[b] for b in with_queries)
+            if form == "expanded":
+                expected = "one-shot" if total <= rows_at_once else "chunked"
+                assert prefill.route == (expected if any(contexts) else "new")
+            if prefill.route == "chunked" and form == "expanded":
+                gathered = sum(chunk.num_keys for chunk in prefill.chunks)
+                assert gathered == sum(contexts)
+            if prefill.whole is not None:
+                assert prefill.new_rows is not None
+                assert len(prefill.new_rows) == sum(query_lens[b] for b in with_queries)
+
+
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 200)).map(lambda t: (t[0], t[0] + t[1])),
+        max_size=8,
+    ),
+    form=st.sampled_from(["auto", "absorbed", "expanded"]),
+    blocks=st.integers(1, 30),
+)
+def test_any_batch(requests: list[tuple[int, int]], form: str, blocks: int) -> None:
+    query_lens, seq_lens = [n for n, _ in requests], [S for _, S in requests]
+    cache = allocate_cache(CONFIG, num_blocks=512, block_size=BS, format="fp32")
+    plan = make_plan(
+        make_batch(query_lens, seq_lens), CONFIG, cache, form=form, workspace_tokens=BS * blocks
+    )
+    check_rows(plan, query_lens)
+    if plan.prefill is not None:
+        for chunk in (*plan.prefill.chunks, *([plan.prefill.whole] if plan.prefill.whole else [])):
+            assert chunk.num_keys == int(chunk.key_start_loc[-1]) <= BS * blocks
+            assert chunk.max_key_len == int(chunk.key_start_loc.diff().max())
+            assert chunk.max_query_len == int(chunk.query_start_loc.diff().max())
+            assert chunk.rows.stop - chunk.rows.start == int(chunk.query_start_loc[-1])
+
+
+def test_the_callers_order_needs_no_permutation() -> None:
+    """Neighbouring requests are slices; only interleaved forms need indices."""
+    big = allocate_cache(CONFIG, num_blocks=512, block_size=BS, format="fp32")
+    plan = make_plan(make_batch([1, 1, 90], [50, 60, 90]), CONFIG, big)
+    assert plan.decode is not None and plan.prefill is not None
+    assert plan.decode.rows == slice(0, 2) and plan.prefill.rows == slice(2, 92)
+    plan = make_plan(make_batch([1, 90, 1], [50, 90, 60]), CONFIG, big)
+    assert plan.decode is not None and isinstance(plan.decode.rows, Tensor)
+    assert plan.decode.rows.tolist() == [0, 91]
+
+
+def test_plans_are_frozen() -> None:
+    plan = make_plan(make_batch([1], [5]), CONFIG, CACHE)
+    with pytest.raises(FrozenInstanceError):
+        plan.num_tokens = 2  # type: ignore[misc]
+
+
+def test_explain_names_backends_and_reasons() -> None:
+    plan = make_plan(make_batch([1, 30], [9, 33]), CONFIG, CACHE, backend="reference")
+    text = plan.explain()
+    assert "absorbed  1 requests" in text and "expanded  1 requests" in text
+    assert "mqa_paged    reference" in text and "mha_ragged   reference" in text
+    assert "rope" in text and "cache_write" in text
+    chosen = make_plan(make_batch([30], [33]), CONFIG, CACHE).explain()
+    assert "mha_ragged   sdpa" in chosen
+
+
+def test_default_workspace() -> None:
+    v3 = PRESETS["deepseek-v3"]
+    assert default_workspace_tokens(v3, max_requests=8, block_size=64) == 65536
+    small = PRESETS["minicpm3"]
+    assert default_workspace_tokens(small, max_requests=8, block_size=64) == 65536
+    short = CONFIG.__class__(**{**CONFIG.__dict__, "max_positions": 100})
+    assert default_workspace_tokens(short, max_requests=2, block_size=64) == 832
+    assert default_workspace_tokens(short, max_requests=2, block_size=1024) == 8192
+
+
+def test_warmup_bounds_the_peak() -> None:
+    space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
+    assert space.rows.shape == (20, 40) and space.keys.shape == (50, 4, 24)
+    assert space.expanded.shape == (50, 160)
+    assert space.num_bytes == 2 * (20 * 40 + 50 * 96 + 50 * 160)
+    for changes, message in (
+        ({"max_tokens": 0}, "max_tokens must be positive, got 0"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+    ):
+        with pytest.raises(ConfigError, match=f"warmup: {message}"):
+            options: dict[str, Any] = {"max_requests": 1, "max_tokens": 8, **changes}
+            warmup(CONFIG, CACHE, **options)
+    with pytest.raises(ConfigError, match="warmup: cache must have latent rows"):
+        warmup(CONFIG, LayerCache(), max_requests=1, max_tokens=1)
+
+
+def test_upload_moves_every_tensor_once() -> None:
+    """On the meta device, since there is no other here: shapes and dtypes survive."""
+    plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",
+                     workspace_tokens=8)  # fmt: skip
+    moved = upload(plan, torch.device("meta"))
+    assert moved.prefill is not None and plan.prefill is not None and plan.prefill.chunks
+    assert moved.slot_mapping.device.type == "meta" and plan.slot_mapping.device.type == "cpu"
+    for before, after in zip(plan.prefill.chunks, moved.prefill.chunks, strict=True):
+        for name in ("block_table", "starts", "key_start_loc", "query_start_loc"):
+            old, new = getattr(before, name), getattr(after, name)
+            assert (new.shape, new.dtype, new.device.type) == (old.shape, old.dtype, "meta")
+        assert after.num_keys == before.num_keys
+
+
+def buffers() -> dict[str, Tensor]:
+    return plan_buffers(CONFIG, CACHE, max_requests=4, max_tokens=8, max_blocks=6)
+
+
+def test_captured_plans_keep_their_addresses() -> None:
+    kept = buffers()
+    addresses = {name: tensor.data_ptr() for name, tensor in kept.items()}
+    for query_lens, seq_lens in (([1, 2], [9, 20]), ([1], [3]), ([2, 2, 2, 2], [4, 8, 12, 16])):
+        batch = make_batch(query_lens, seq_lens)
+        plan = make_plan(batch, CONFIG, CACHE, into=kept, form="absorbed")
+        assert {name: tensor.data_ptr() for name, tensor in kept.items()} == addresses
+        decode = plan.decode
+        assert decode is not None and plan.prefill is None and plan.num_tokens == 8
+        assert decode.seq_lens.data_ptr() == addresses["seq_lens"]
+        B, T = len(query_lens), sum(query_lens)
+        assert decode.seq_lens.tolist() == [*seq_lens, *[0] * (4 - B)]
+        assert decode.query_start_loc[B:].tolist() == [T] * (5 - B)
+        assert decode.split_starts[:, -1].tolist() == decode.seq_lens.tolist()
+        assert plan.slot_mapping[T:].tolist() == [-1] * (8 - T)
+        assert decode.max_query_len == 2
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "message"),
+    [
+        ([1] * 5, [1] * 5, "requests must be at most 4 to replay, got 5"),
+        ([3], [3], "query tokens of one request must be at most 2 to replay, got 3"),
+        ([1], [25], "block table columns must be at most 6 to replay, got 7"),
+    ],
+)
+def test_what_does_not_fit_a_graph_raises_first(
+    query_lens: list[int], seq_lens: list[int], message: str
+) -> None:
+    kept = buffers()
+    before = {name: tensor.clone() for name, tensor in kept.items()}
+    with pytest.raises(ConfigError) as error:
+        make_plan(make_batch(query_lens, seq_lens), CONFIG, CACHE, into=kept)
+    assert f"plan: {message}" in str(error.value)
+    with pytest.raises(ConfigError, match="plan: form must be auto or absorbed with into="):
+        make_plan(make_batch([2], [9]), CONFIG, CACHE, into=kept, form="expanded")
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+
+
+def test_bad_buffers() -> None:
+    with pytest.raises(ConfigError, match="plan_buffers: max_requests must be positive, got 0"):
+        plan_buffers(CONFIG, CACHE, max_requests=0, max_tokens=8, max_blocks=6)
+    with pytest.raises(ConfigError, match="plan_buffers: max_tokens // max_requests must be pos"):
+        plan_buffers(CONFIG, CACHE, max_requests=4, max_tokens=3, max_blocks=6)
+
+
+def test_lengths_known_to_the_device_only() -> None:
+    batch = make_batch([1, 2], [12, 8])
+    true_lens = torch.tensor([9, 8], dtype=torch.int32)
+    bounded = replace(batch, device_seq_lens=true_lens)
+    plan = make_plan(bounded, CONFIG, CACHE)
+    assert plan.decode is not None and plan.prefill is None
+    assert plan.decode.seq_lens.data_ptr() == true_lens.data_ptr()
+    assert plan.decode.split_starts[:, -1].tolist() == [12, 8]
+    with pytest.raises(ConfigError, match="form must not be expanded with device_seq_lens"):
+        make_plan(bounded, CONFIG, CACHE, form="expanded")
+
+
+TABLE, SLOTS = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([1, 2, 3])
+GOOD: dict[str, Any] = {
+    "query_lens": [1, 2],
+    "seq_lens": [4, 8],
+    "block_table": TABLE,
+    "slot_mapping": SLOTS,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"query_lens": [1, 2.0]}, "query_lens must be integers, got 2.0"),
+        ({"query_lens": [1, True]}, "query_lens must be integers, got True"),
+        ({"query_lens": [-1, 4]}, "query_lens[0] must not be negative, got -1"),
+        ({"seq_lens": [4]}, "seq_lens must be B=2 lengths, got 1"),
+        ({"seq_lens": [4, 1]}, "seq_lens[1] must be at least its 2 query tokens, got 1"),
+        ({"seq_lens": torch.zeros(2)}, "seq_lens must be a list or a 1-D integer CPU tensor"),
+        ({"block_table": TABLE[0]}, "block_table must be [B, M] int32 with B=2, got (3,)"),
+        ({"block_table": TABLE.long()}, "block_table must be [B, M] int32 with B=2, got (2, 3)"),
+        ({"slot_mapping": SLOTS[:2]}, "slot_mapping must be [T] int64 with T=3, got (2,)"),
+        ({"slot_mapping": SLOTS.int()}, "slot_mapping must be [T] int64 with T=3, got (3,)"),
+        ({"device_seq_lens": SLOTS}, "device_seq_lens must be [B] int32 with B=2, got (3,)"),
+    ],
+)
+def test_bad_batches(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        Batch(**{**GOOD, **changes})
+    assert f"batch: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_table": TABLE + 64}, "block_table[0, 0] must be a block of the cache (0..63)"),
+        ({"seq_lens": [4, 13]}, "block_table must have a column for every 4 keys, got M=3"),
+        ({"slot_mapping": SLOTS + 254}, "slot_mapping must be below N*BS=256, got 257"),
+        ({"slot_mapping": SLOTS // 2}, "slot_mapping must name each slot once, got 1 twice"),
+        ({"block_table": TABLE.to("meta")}, "block_table must be on cpu or cpu, got meta"),
+    ],
+)
+def test_bad_values(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        make_plan(Batch(**{**GOOD, **changes}), CONFIG, CACHE)
+    assert f"batch: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"form": "fast"}, "form must be auto, absorbed or expanded, got 'fast'"),
+        ({"backend": "cuda"}, "backend 'cuda' is not known. Known: auto, reference, sdpa"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_plan(make_batch([1], [5]), CONFIG, CACHE, **options)
+    assert f"plan: {message}" in str(error.value)
+    with pytest.raises(ConfigError, match="plan: cache must have latent rows, got none"):
+        make_plan(make_batch([1], [5]), CONFIG, LayerCache())
