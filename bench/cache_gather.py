@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -42,8 +43,9 @@ def job(lens: tuple[int, ...], format: str, device: str) -> Job:
     return Job(Inputs(tensors, {"format": format}, ()), needed, check)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> None:
     main(
+        arguments,
         cache_gather,
         {
             f"{size}-{format}": partial(job, lens, format)
@@ -51,3 +53,7 @@ if __name__ == "__main__":
             for format in FORMATS
         },
     )
+
+
+if __name__ == "__main__":
+    run()

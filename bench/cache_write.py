@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -39,8 +40,9 @@ def job(T: int, format: str, device: str) -> Job:
     return Job(Inputs(tensors, {"format": format}, ()), needed, check)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> None:
     main(
+        arguments,
         cache_write,
         {
             f"{size}-{format}": partial(job, T, format)
@@ -48,3 +50,7 @@ if __name__ == "__main__":
             for format in FORMATS
         },
     )
+
+
+if __name__ == "__main__":
+    run()

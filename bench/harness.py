@@ -1,7 +1,7 @@
-"""Checks every backend of an op, then times them round robin in one process.
+"""Checks contenders, then times them round robin in one process.
 
-A backend outside its error budget is printed as WRONG and not timed. Times are medians over
-rotated rounds with the L2 cache flushed between; the share of the roof is what the op's cost()
+Whoever is outside the error budget is printed as WRONG and not timed. Times are medians over
+rotated rounds with the L2 cache flushed between; the share of the roof is what the mathematics
 needs over what this machine was just seen to do.
 """
 
@@ -13,8 +13,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from openmla.errors import UnsupportedError
 from openmla.ops._register import Cost
 from openmla.testing import Inputs
 
+MIN_ROUNDS = 15
 Check = Callable[[Inputs, str], float]
 
 
@@ -37,80 +38,135 @@ class Job:
     check: Check  # inputs, backend -> share of the budget used
 
 
-def main(op: Callable[..., Any], shapes: Mapping[str, Callable[[str], Job]]) -> None:
+@dataclass(frozen=True)
+class Row:
+    """One line of a result table; times in microseconds."""
+
+    shape: str
+    contender: str
+    median_us: float
+    min_us: float
+    max_us: float
+    ratio: float  # baseline's median over this one's
+    baseline: str
+    roof: float
+    error: float  # share of the error budget used
+
+
+def main(
+    arguments: Sequence[str] | None,
+    op: Callable[..., Any],
+    shapes: Mapping[str, Callable[[str], Job]],
+) -> None:
     """Command line of one op's benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shapes", nargs="*", choices=[*shapes, []], help="default: tiny ones")
+    parser = argument_parser(op.__name__)
+    known = ", ".join(shapes)
+    parser.add_argument("shapes", nargs="*", help=f"of: {known}; default: the tiny ones")
     parser.add_argument("--all", action="store_true", help="every shape, big ones included")
-    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--baseline", default="reference")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
-    options = parser.parse_args()
-    name = op.__name__
+    options = parser.parse_args(arguments)
+    unknown = [shape for shape in options.shapes if shape not in shapes]
+    if unknown:
+        parser.error(f"unknown shape {unknown[0]!r}; known: {known}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = list(shapes) if options.all else options.shapes
     chosen = chosen or [shape for shape in shapes if shape.startswith("tiny")]
-    machine = describe_machine(device)
-    roofs = measure_roofs(device)
+    machine, roofs = describe_machine(device), measure_roofs(device)
     print(machine)
-    print(f"{name}: {roofs.bytes / 1e9:.0f} GB/s and {roofs.flops / 1e9:.0f} GFLOP/s seen here")
-    rows = []
+    print(f"seen here: {roofs.bytes / 1e9:.0f} GB/s, {roofs.flops / 1e9:.0f} GFLOP/s")
+    rows: list[Row] = []
     with torch.inference_mode():
         for shape in chosen:
-            rows += run_shape(op, shape, shapes[shape](device), roofs, options, device)
-    if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine, "rows": rows}, file, indent=2)
+            job = shapes[shape](device)
+            calls, used = able_backends(op, job)
+            times = time_round_robin(calls, options.rounds, device)
+            rows += tabulate(shape, times, options.baseline, job.cost, roofs, used)
+    save(options.json, machine, rows)
 
 
-def run_shape(
-    op: Callable[..., Any],
-    shape: str,
-    job: Job,
-    roofs: Cost,
-    options: argparse.Namespace,
-    device: str,
-) -> list[dict[str, Any]]:
-    """Check, time and print one shape."""
-    timed: dict[str, list[float]] = {}
+def argument_parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"openmla bench {name}", description=__doc__)
+    parser.add_argument("--rounds", type=_rounds, default=MIN_ROUNDS, help="15 or more")
+    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    return parser
+
+
+def _rounds(text: str) -> int:
+    if int(text) < MIN_ROUNDS:
+        raise argparse.ArgumentTypeError(f"a median needs {MIN_ROUNDS} rounds, got {text}")
+    return int(text)
+
+
+def able_backends(
+    op: Callable[..., Any], job: Job
+) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """Calls to time, and each one's share of the error budget; says why others are missing."""
+    calls: dict[str, Callable[[], Any]] = {}
     used: dict[str, float] = {}
-    print(f"\n{shape}")
     for backend in BACKENDS[op.__name__]:
         try:
             used[backend] = job.check(job.inputs, backend)
         except UnsupportedError as reason:
-            print(f"  {backend:<10} {str(reason).splitlines()[-1].split(maxsplit=1)[-1]}")
+            print(f"  {str(reason).splitlines()[-1].strip()}")
             continue
         if used[backend] > 1:
-            print(f"  {backend:<10} WRONG: {used[backend]:.2f} times its error budget")
+            print(f"  {backend:<12} WRONG: {used[backend]:.2f} times its error budget")
             continue
-        timed[backend] = []
-    for _ in range(options.rounds + 2):  # the first two rounds warm up
-        for backend, times in timed.items():
-            times.append(time_once(partial(job.inputs.run, op, backend=backend), device))
-    medians = {backend: statistics.median(times[2:]) for backend, times in timed.items()}
+        calls[backend] = partial(job.inputs.run, op, backend=backend)
+    return calls, used
+
+
+def time_round_robin(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds per call, contenders taking turns; two more rounds go first to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, call in calls.items():
+            seconds = time_once(call, device)
+            if turn >= 2:
+                times[name].append(seconds)
+    return times
+
+
+def tabulate(
+    shape: str,
+    times: Mapping[str, Sequence[float]],
+    baseline: str,
+    cost: Cost | None,
+    roofs: Cost,
+    errors: Mapping[str, float],
+) -> list[Row]:
+    """Print one shape's table and return its rows."""
+    print(f"\n{shape}")
     rows = []
-    for backend, median in medians.items():
-        ratio = medians.get(options.baseline, median) / median
-        roof = max(job.cost.bytes / roofs.bytes, job.cost.flops / roofs.flops) / median
-        low, high = min(timed[backend][2:]), max(timed[backend][2:])
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    for name, median in medians.items():
+        floor = max(cost.bytes / roofs.bytes, cost.flops / roofs.flops) if cost else 0.0
+        row = Row(
+            shape=shape,
+            contender=name,
+            median_us=median * 1e6,
+            min_us=min(times[name]) * 1e6,
+            max_us=max(times[name]) * 1e6,
+            ratio=medians.get(baseline, median) / median,
+            baseline=baseline,
+            roof=floor / median,
+            error=errors[name],
+        )
+        of_roof = f"  {row.roof:>6.1%} of roof" if cost else ""
         print(
-            f"  {backend:<10} {median * 1e6:>10.1f} us  ({low * 1e6:.1f} to {high * 1e6:.1f})"
-            f"  {ratio:>7.2f} x {options.baseline}  {roof:>6.1%} of roof"
-            f"  {used[backend]:.2f} of budget"
+            f"  {name:<28}{row.median_us:>11.1f} us  ({row.min_us:.1f} to {row.max_us:.1f})"
+            f"  {row.ratio:>7.2f} x {baseline}{of_roof}  error {row.error:.2g}"
         )
-        rows.append(
-            {
-                "shape": shape,
-                "backend": backend,
-                "us": median * 1e6,
-                "ratio": ratio,
-                "baseline": options.baseline,
-                "roof": roof,
-                "budget": used[backend],
-            }
-        )
+        rows.append(row)
     return rows
+
+
+def save(path: str | None, machine: str, rows: Sequence[Row], **more: Any) -> None:
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine, "rows": [asdict(row) for row in rows], **more}, file)
 
 
 def time_once(call: Callable[[], Any], device: str) -> float:
@@ -144,7 +200,7 @@ def measure_roofs(device: str) -> Cost:
 def describe_machine(device: str) -> str:
     """One line that says where and with what the numbers were made."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    where = platform.processor() or platform.machine()
+    where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device == "cuda":
         where = torch.cuda.get_device_name()
     return f"{where}, torch {torch.__version__}, commit {commit.stdout.strip() or 'unknown'}"

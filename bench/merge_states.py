@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -33,8 +34,9 @@ def job(T: int, H: int, V: int, device: str) -> Job:
     return Job(Inputs(tensors, {}, tuple(tensors)), cost(T, H=H, V=V, itemsize=2), check)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> None:
     main(
+        arguments,
         merge_states,
         {
             "tiny-64x4": partial(job, 64, 4, 32),
@@ -42,3 +44,7 @@ if __name__ == "__main__":
             "v3-prefill-8k": partial(job, 8192, 128, 128),
         },
     )
+
+
+if __name__ == "__main__":
+    run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from bench.harness import Job, main
@@ -29,5 +30,9 @@ def job(case: RaggedCase, device: str) -> Job:
     return Job(case.make(device), needed, check)
 
 
+def run(arguments: Sequence[str] | None = None) -> None:
+    main(arguments, mha_ragged, {name: partial(job, case) for name, case in RAGGED_SHAPES.items()})
+
+
 if __name__ == "__main__":
-    main(mha_ragged, {name: partial(job, case) for name, case in RAGGED_SHAPES.items()})
+    run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from bench.harness import Job, main
@@ -30,5 +31,9 @@ def job(case: PagedCase, device: str) -> Job:
     return Job(case.make(device), needed, check)
 
 
+def run(arguments: Sequence[str] | None = None) -> None:
+    main(arguments, mqa_paged, {name: partial(job, case) for name, case in PAGED_SHAPES.items()})
+
+
 if __name__ == "__main__":
-    main(mqa_paged, {name: partial(job, case) for name, case in PAGED_SHAPES.items()})
+    run()

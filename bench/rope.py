@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -35,8 +36,9 @@ def job(T: int, H: int, pairing: str, device: str) -> Job:
     return Job(Inputs(tensors, scalars, ("x",)), cost(T, H=H, R=R, itemsize=2), check)
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str] | None = None) -> None:
     main(
+        arguments,
         rope,
         {
             f"{size}-{pairing}": partial(job, T, H, pairing)
@@ -48,3 +50,7 @@ if __name__ == "__main__":
             for pairing in ("pairs", "halves")
         },
     )
+
+
+if __name__ == "__main__":
+    run()

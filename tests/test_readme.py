@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,7 @@ def test_first_screen_runs() -> None:
     code = block[1].replace('"cuda"', '"cpu"').replace("deepseek-v3", "tiny-v3")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
-    assert names["out"].shape == (1, 4, 32)
-    assert math.isfinite(float(names["lse"].max()))
+    assert names["out"].shape == (609, 64) and names["out"].isfinite().all()
 
 
 def test_documents_exist_and_stay_short() -> None:

@@ -16,7 +16,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_write": ("reference",),
     "merge_states": ("reference",),
     "mha_ragged": ("sdpa", "reference"),
-    "mqa_paged": ("reference",),
+    "mqa_paged": ("sdpa", "reference"),
     "rope": ("reference",),
 }
 

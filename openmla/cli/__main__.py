@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+
+from openmla.errors import OpenMLAError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,11 +17,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args(arguments)
+    bench = commands.add_parser(
+        "bench", help="time the backends of an op, or a step", add_help=False
+    )
+    bench.add_argument("name", help="an op of the support table, or step")
+    options, rest = parser.parse_known_args(arguments)
+    if rest and options.command != "bench":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        if options.command == "bench":
+            from openmla.cli.bench import run_bench
 
-    from openmla.cli.doctor import run_doctor
+            return run_bench(options.name, rest)
+        from openmla.cli.doctor import run_doctor
 
-    return run_doctor(as_json=options.json)
+        return run_doctor(as_json=options.json)
+    except OpenMLAError as error:
+        print(f"openmla: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ when the batch is made.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError
@@ -48,13 +49,13 @@ def check_block_table(
         return
     M = block_table.shape[1]
     last = (ends + BS - 1) // BS  # one past the last column in use
-    request = int(last.argmax())
-    if last[request] > M:
+    if last.max() > M:
+        request = int(last.argmax())
         raise ShapeError(
             f"{op}: block_table must have a column for every {BS} keys, got M={M} columns for "
             f"{int(ends[request])} keys of request {request}."
         )
-    columns = block_table.new_tensor(range(M))
+    columns = torch.arange(M, dtype=torch.int32)
     used = columns[None, :] < last[:, None]
     if starts is not None:
         used &= columns[None, :] >= (starts // BS)[:, None]

@@ -46,13 +46,14 @@ def choose_absorbed(
 ) -> list[bool]:
     """Per request: whether its new tokens should stay in latent space."""
     thresholds: dict[int, int] = {}
-    chosen = []
-    for n, S in zip(query_lens, seq_lens, strict=True):
-        bits = max(S.bit_length() - 1, 0)
+
+    def threshold(S: int) -> int:
+        bits = S.bit_length() - 1
         if bits not in thresholds:
             thresholds[bits] = decode_threshold(config, format, itemsize, device, bits)
-        chosen.append(n <= thresholds[bits])
-    return chosen
+        return thresholds[bits]
+
+    return [n <= 1 or n <= threshold(S) for n, S in zip(query_lens, seq_lens, strict=True)]
 
 
 def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:

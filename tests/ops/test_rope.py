@@ -152,6 +152,11 @@ def test_bad_input_changes_nothing(
     assert torch.equal(inputs["x"], before)
 
 
+def test_a_backend_without_the_op_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sdpa       has no rope"):
+        make().run(rope, backend="sdpa")
+
+
 def test_odd_width_is_refused() -> None:
     x, positions, table = torch.zeros(1, 1, 3), torch.zeros(1, dtype=torch.int64), torch.ones(2, 3)
     with pytest.raises(ShapeError, match=r"x must be \[T, H, R\] with R even, got \(1, 1, 3\)"):
