@@ -29,16 +29,15 @@ def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
     written = slots[slots >= 0]
     if written.numel() == 0:
         return
-    if written.max() >= num_slots:
-        raise ShapeError(
-            f"{op}: slot_mapping must be below N*BS={num_slots}, got {int(written.max())}."
-        )
     ordered = written.sort().values
-    repeated = ordered[1:][ordered.diff() == 0]
-    if repeated.numel():
+    if ordered[-1] >= num_slots:
         raise ShapeError(
-            f"{op}: slot_mapping must name each slot once, got {int(repeated[0])} twice."
+            f"{op}: slot_mapping must be below N*BS={num_slots}, got {int(ordered[-1])}."
         )
+    repeated = ordered[1:] == ordered[:-1]
+    if repeated.any():
+        slot = int(ordered[1:][repeated][0])
+        raise ShapeError(f"{op}: slot_mapping must name each slot once, got {slot} twice.")
 
 
 def check_block_table(
@@ -56,12 +55,12 @@ def check_block_table(
             f"{int(ends[request])} keys of request {request}."
         )
     columns = torch.arange(M, dtype=torch.int32)
-    used = columns[None, :] < last[:, None]
+    used = columns < last[:, None]
     if starts is not None:
-        used &= columns[None, :] >= (starts // BS)[:, None]
-        used &= (ends > starts)[:, None]
-    wrong = used & ((block_table < 0) | (block_table >= N))
-    if wrong.any():
+        used &= (columns >= (starts // BS)[:, None]) & (ends > starts)[:, None]
+    low, high = block_table.where(used, 0).aminmax() if M else (0, 0)
+    if low < 0 or high >= N:
+        wrong = used & ((block_table < 0) | (block_table >= N))
         row, column = (int(index) for index in wrong.nonzero()[0])
         raise ShapeError(
             f"{op}: block_table[{row}, {column}] must be a block of the cache (0..{N - 1}), "

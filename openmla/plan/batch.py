@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -37,13 +38,15 @@ class Batch:
         B, T = len(query_lens), sum(query_lens)
         if len(seq_lens) != B:
             raise ShapeError(f"batch: seq_lens must be B={B} lengths, got {len(seq_lens)}.")
-        for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            if not 0 <= n <= S:
-                raise ShapeError(
-                    f"batch: seq_lens[{b}] must be at least its {n} query tokens, got {S}."
-                    if n >= 0
-                    else f"batch: query_lens[{b}] must not be negative, got {n}."
-                )
+        if min(query_lens, default=0) < 0:
+            b = next(b for b, n in enumerate(query_lens) if n < 0)
+            raise ShapeError(f"batch: query_lens[{b}] must not be negative, got {query_lens[b]}.")
+        if min(map(sub, seq_lens, query_lens), default=0) < 0:
+            b = next(b for b in range(B) if seq_lens[b] < query_lens[b])
+            raise ShapeError(
+                f"batch: seq_lens[{b}] must be at least its {query_lens[b]} query tokens, "
+                f"got {seq_lens[b]}."
+            )
         table = self.block_table
         if table.dim() != 2 or table.shape[0] != B or table.dtype != torch.int32:
             raise ShapeError(
@@ -77,7 +80,7 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
             )
         return tuple(values.tolist())
     given = tuple(values)
-    if not all(type(value) is int for value in given):
+    if not set(map(type, given)) <= {int}:  # made for every step: kept out of the interpreter
         odd = next(value for value in given if type(value) is not int)
         raise ShapeError(f"batch: {name} must be integers, got {odd!r}.")
     return given

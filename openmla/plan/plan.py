@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -157,18 +157,19 @@ def make_plan(
     if prefilling:
         prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     problems = _problems(config, latent, dtype, decode, prefill)
-    plan = Plan(
+    tensors = (decode, prefill, batch.slot_mapping, _long_context(batch, config))
+    decode, prefill, slot_mapping, long_context = upload(tensors, device)
+    return Plan(
         config=config,
         num_tokens=batch.num_tokens,
-        slot_mapping=batch.slot_mapping,
+        slot_mapping=slot_mapping,
         decode=decode,
         prefill=prefill,
         backends={problem.op: select(problem, _named(problem.op, backend)) for problem in problems},
         problems=problems,
-        workspace=None,
-        long_context=_long_context(batch, config),
+        workspace=workspace,
+        long_context=long_context,
     )
-    return replace(upload(plan, device), workspace=workspace)
 
 
 def _latent(cache: LayerCache) -> PagedCache:

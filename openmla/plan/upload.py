@@ -1,4 +1,4 @@
-"""Moves every host tensor of a plan to the device in one pinned, asynchronous copy per dtype."""
+"""Moves every host tensor of a plan to the device in one pinned, asynchronous copy."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Tree = TypeVar("Tree")
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
-    """The same dataclass (dataclasses and tuples of them inside) with its CPU tensors moved."""
+    """The same tuple or dataclass, nested at will, with its CPU tensors moved."""
     if device.type == "cpu":
         return tree
     found: list[Tensor] = []
     _collect(tree, found)
-    moved: dict[int, Tensor] = {}
-    for dtype in {tensor.dtype for tensor in found}:
-        group = [tensor for tensor in found if tensor.dtype == dtype]
-        packed = torch.cat([tensor.reshape(-1) for tensor in group])
-        if device.type == "cuda":
-            packed = packed.pin_memory()
-        on_device = packed.to(device, non_blocking=True)
-        sizes = [tensor.numel() for tensor in group]
-        for tensor, part in zip(group, on_device.split(sizes), strict=True):
-            moved[id(tensor)] = part.view(tensor.shape)
+    found.sort(key=lambda tensor: -tensor.dtype.itemsize)  # wide ones first: all stay aligned
+    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found]
+    sizes = [part.numel() for part in raw]
+    pinned = device.type == "cuda"
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    torch.cat(raw, out=packed)
+    parts = packed.to(device, non_blocking=True).split(sizes)
+    moved = {
+        id(tensor): part.view(tensor.dtype).view(tensor.shape)
+        for tensor, part in zip(found, parts, strict=True)
+    }
     return _rebuild(tree, moved)
 
 

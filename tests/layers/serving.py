@@ -23,16 +23,22 @@ class Server:
         block_size: int = 4,
         format: str = "fp32",
         num_blocks: int = 200,
+        device: str = "cpu",
         **options: Any,
     ) -> None:
-        self.layer, self.sequences, self.options = layer, sequences, options
+        self.layer, self.options, self.device = layer.to(device), options, device
+        self.sequences = {name: hidden.to(device) for name, hidden in sequences.items()}
         self.pool = BlockPool(num_blocks, block_size)
         self.cache: LayerCache = allocate_cache(
-            layer.config, num_blocks=num_blocks, block_size=block_size, format=format
+            layer.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            format=format,
+            device=device,
         )
         assert self.cache.latent is not None
         data = self.cache.latent.data
-        data.view(torch.uint8).copy_(poison(data.shape, data.dtype).view(torch.uint8))
+        data.view(torch.uint8).copy_(poison(data.shape, data.dtype, device).view(torch.uint8))
         self.outputs: dict[Hashable, list[Tensor]] = {name: [] for name in sequences}
         self.plans: list[Plan] = []
 
@@ -59,11 +65,11 @@ class Server:
         )
         parts = [self.sequences[name][starts[name] : starts[name] + n] for name, n in wanted]
         positions = torch.cat([torch.arange(starts[name], starts[name] + n) for name, n in wanted])
-        out = self.layer(torch.cat(parts), positions, self.cache, plan)
+        out = self.layer(torch.cat(parts), positions.to(self.device), self.cache, plan)
         for (name, _), rows in zip(wanted, out.split([n for _, n in wanted]), strict=True):
             self.outputs[name].append(rows)
         self.plans.append(plan)
         return plan
 
     def output(self, name: Hashable) -> Tensor:
-        return torch.cat(self.outputs[name])
+        return torch.cat(self.outputs[name]).cpu()

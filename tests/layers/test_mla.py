@@ -71,14 +71,14 @@ def test_equals_transformers(family: str, way: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_mixed_batches(family: str) -> None:
+def test_mixed_batches(family: str, device: str) -> None:
     """Prefill, extension, decode and idle requests in one step, in any order."""
     peer = make_peer(family)
     names = ["a", "b", "c", "d"]
     hidden = {name: sequence(80, seed) for seed, name in enumerate(names)}
     rng = random.Random(3)
     for form in ("auto", "absorbed", "expanded"):
-        server = Server(peer.ours, hidden, workspace_tokens=16, form=form)
+        server = Server(peer.ours, hidden, workspace_tokens=16, form=form, device=device)
         while any(server.pool.seq_len(name) < 80 for name in names):
             wanted = []
             for name in rng.sample(names, 4):
@@ -89,15 +89,16 @@ def test_mixed_batches(family: str) -> None:
             assert relative_error(server.output(name), peer.full(hidden[name])) < 1e-5
 
 
-def test_both_forms_in_one_step() -> None:
+def test_both_forms_in_one_step(device: str) -> None:
     """A step whose forms differ by request: rows are picked apart and put back in order."""
     peer = make_peer("deepseek_v3")
     hidden = {name: sequence(80, seed) for seed, name in enumerate("abc")}
-    server = Server(peer.ours, hidden)
+    server = Server(peer.ours, hidden, device=device)
     server.step([("a", 40), ("c", 30)])
     plan = server.step([("b", 60), ("a", 1), ("c", 50)])
     assert plan.decode is not None and plan.prefill is not None
-    assert isinstance(plan.prefill.rows, Tensor)  # b and c are not neighbours
+    if device == "cpu":  # b and c are not neighbours; elsewhere the costs differ
+        assert isinstance(plan.prefill.rows, Tensor)
     plan = server.step([("a", 1), ("b", 1)])
     assert plan.prefill is None
     for name in "abc":
@@ -105,9 +106,9 @@ def test_both_forms_in_one_step() -> None:
         assert relative_error(server.output(name), expected) < 1e-5
 
 
-def test_workspace_is_used_and_gives_the_same() -> None:
+def test_workspace_is_used_and_gives_the_same(device: str) -> None:
     peer, hidden = make_peer("deepseek_v3"), sequence(90)
-    server = Server(peer.ours, {"r": hidden}, block_size=BLOCK, form="expanded")
+    server = Server(peer.ours, {"r": hidden}, block_size=BLOCK, form="expanded", device=device)
     space = warmup(
         peer.ours.config,
         server.cache,
@@ -128,11 +129,12 @@ def test_workspace_is_used_and_gives_the_same() -> None:
 
 
 @pytest.mark.parametrize(("format", "bound"), [("bf16", 2e-2), ("fp16", 2e-3), ("fp8", 2e-1)])
-def test_lossy_caches_stay_close(format: str, bound: float) -> None:
+def test_lossy_caches_stay_close(format: str, bound: float, device: str) -> None:
     """The same tokens through a rounded cache: near, and nearer for finer formats."""
     peer, hidden = make_peer("deepseek_v3"), sequence(90)
     for form in ("absorbed", "expanded"):
-        actual = serve(peer, hidden, [40, *[1] * 20, 30], format=format, form=form)
+        lens = [40, *[1] * 20, 30]
+        actual = serve(peer, hidden, lens, format=format, form=form, device=device)
         assert 0 < relative_error(actual, peer.full(hidden)) < bound
 
 
@@ -212,7 +214,8 @@ def fp8_linear(weight: Tensor, kind: str) -> nn.Linear:
         blocks = (-(-rows // 128), -(-columns // 128))
         scale = torch.rand(blocks) * 0.01 + 0.005
         spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
-    linear.weight = nn.Parameter((weight / spread).to(torch.float8_e4m3fn), requires_grad=False)
+    codes = (weight / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
+    linear.weight = nn.Parameter(codes, requires_grad=False)
     name = "weight_scale_inv" if kind == "block" else "weight_scale"
     linear.register_buffer(name, scale)
     return linear

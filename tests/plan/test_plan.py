@@ -165,10 +165,11 @@ def test_upload_moves_every_tensor_once() -> None:
     """On the meta device, since there is no other here: shapes and dtypes survive."""
     plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",
                      workspace_tokens=8)  # fmt: skip
-    moved = upload(plan, torch.device("meta"))
-    assert moved.prefill is not None and plan.prefill is not None and plan.prefill.chunks
-    assert moved.slot_mapping.device.type == "meta" and plan.slot_mapping.device.type == "cpu"
-    for before, after in zip(plan.prefill.chunks, moved.prefill.chunks, strict=True):
+    assert plan.prefill is not None and plan.prefill.chunks
+    moved, slots, nothing = upload((plan.prefill, plan.slot_mapping, None), torch.device("meta"))
+    assert slots.device.type == "meta" and plan.slot_mapping.device.type == "cpu"
+    assert nothing is None
+    for before, after in zip(plan.prefill.chunks, moved.chunks, strict=True):
         for name in ("block_table", "starts", "key_start_loc", "query_start_loc"):
             old, new = getattr(before, name), getattr(after, name)
             assert (new.shape, new.dtype, new.device.type) == (old.shape, old.dtype, "meta")
