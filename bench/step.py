@@ -110,7 +110,7 @@ class Decode:
             attention_mask=None,
             past_key_values=past,
         )[0][0]
-        past.crop(self.S)
+        past.crop(-1)
         return out
 
     def latent_past(self) -> Any:

@@ -80,6 +80,30 @@ MUTANTS = [
         "rows.to(torch.float32)",
     ),
     Mutant(
+        "one-shot reads new rows from the cache only",
+        "attention/expanded.py",
+        "rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))",
+        "pass",
+    ),
+    Mutant(
+        "a chunk's rows merged into the wrong queries",
+        "attention/expanded.py",
+        "            out[chunk.rows],\n            lse[chunk.rows],",
+        "            out[: len(part_out)],\n            lse[: len(part_out)],",
+    ),
+    Mutant(
+        "a context row lost at every cut",
+        "plan/chunks.py",
+        "done += take",
+        "done += take + (done + take < context)",
+    ),
+    Mutant(
+        "longest request decides every split",
+        "plan/splits.py",
+        "bounds = bounds.minimum(seq_lens[:, None])",
+        "bounds = bounds.minimum(seq_lens.max()).repeat(len(seq_lens), 1)",
+    ),
+    Mutant(
         "shared last block written in place",
         "cache/blocks.py",
         "self._users[blocks[-1]] > 1:",
@@ -100,7 +124,7 @@ def caught_by(mutant: Mutant) -> str | None:
         assert source.count(mutant.old) == 1, f"{mutant.name}: the line to change has changed"
         target.write_text(source.replace(mutant.old, mutant.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["tests/ops", "tests/cache"]
+        command += ["tests/ops", "tests/cache", "tests/plan", "tests/attention", "tests/layers"]
         result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
     assert found or result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]

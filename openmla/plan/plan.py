@@ -151,6 +151,9 @@ def make_plan(
             f"plan: workspace_tokens must be at least one block of {latent.block_size}, "
             f"got {rows_at_once}."
         )
+    if workspace is not None:
+        new_tokens = sum(batch.query_lens[b] for b in prefilling)
+        _check_workspace(workspace, dtype, new_tokens)
     decode = prefill = None
     if decoding or not prefilling:
         decode = _plan_decode(batch, decoding, starts, latent, batch_invariant)
@@ -176,6 +179,20 @@ def _latent(cache: LayerCache) -> PagedCache:
     if cache.latent is None:
         raise ConfigError("plan: cache must have latent rows, got none.")
     return cache.latent
+
+
+def _check_workspace(workspace: Workspace, dtype: torch.dtype, new_tokens: int) -> None:
+    if workspace.rows.dtype != dtype:
+        raise ConfigError(
+            f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
+            "Give warmup() that dtype."
+        )
+    most = workspace.keys.shape[0]
+    if new_tokens > most:
+        raise ConfigError(
+            f"plan: a step may expand at most {most} new tokens in this workspace, "
+            f"got {new_tokens}. Give warmup() a larger max_tokens, or split the step."
+        )
 
 
 def _named(op: str, backend: str) -> str:

@@ -60,9 +60,8 @@ class Server:
         """One forward of the layer over the next tokens of each wanted request."""
         starts = {name: self.pool.seq_len(name) for name, _ in wanted}
         batch = self.batch(wanted)
-        plan = make_plan(
-            batch, self.layer.config, self.cache, dtype=torch.float32, **self.options, **options
-        )
+        chosen = {"dtype": torch.float32, **self.options, **options}
+        plan = make_plan(batch, self.layer.config, self.cache, **chosen)
         parts = [self.sequences[name][starts[name] : starts[name] + n] for name, n in wanted]
         positions = torch.cat([torch.arange(starts[name], starts[name] + n) for name, n in wanted])
         out = self.layer(torch.cat(parts), positions.to(self.device), self.cache, plan)

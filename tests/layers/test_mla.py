@@ -138,6 +138,23 @@ def test_lossy_caches_stay_close(format: str, bound: float, device: str) -> None
         assert 0 < relative_error(actual, peer.full(hidden)) < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_layers_stay_close(dtype: torch.dtype) -> None:
+    """A 16-bit layer over a 16-bit cache errs by its roundings, in both forms."""
+    peer, hidden = make_peer("deepseek_v3"), sequence(90)
+    expected = peer.full(hidden)
+    layer = peer.ours.to(dtype)
+    format = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    for form in ("absorbed", "expanded"):
+        server = Server(
+            layer, {"r": hidden.to(dtype)}, block_size=BLOCK, format=format, form=form, dtype=dtype
+        )
+        for n in (50, *[1] * 10, 30):
+            server.step([("r", n)])
+        error = relative_error(server.output("r").float(), expected)
+        assert error < 4 * torch.finfo(dtype).eps
+
+
 def test_prefix_reuse_and_copy_on_write() -> None:
     """Two requests share a prefix that ends inside a block, then go their own ways."""
     peer = make_peer("deepseek_v3")

@@ -161,6 +161,18 @@ def test_warmup_bounds_the_peak() -> None:
         warmup(CONFIG, LayerCache(), max_requests=1, max_tokens=1)
 
 
+def test_a_workspace_that_does_not_fit_is_refused() -> None:
+    space = warmup(
+        CONFIG, CACHE, max_requests=2, max_tokens=20, workspace_tokens=8, dtype=torch.float32
+    )
+    batch = make_batch([21], [30])
+    with pytest.raises(ConfigError, match="plan: a step may expand at most 20 new tokens"):
+        make_plan(batch, CONFIG, CACHE, workspace=space, form="expanded")
+    with pytest.raises(ConfigError, match=r"plan: workspace must be torch\.bfloat16 like the quer"):
+        make_plan(batch, CONFIG, CACHE, workspace=space, dtype=torch.bfloat16)
+    make_plan(batch, CONFIG, CACHE, workspace=space, form="absorbed")
+
+
 def test_upload_moves_every_tensor_once() -> None:
     """On the meta device, since there is no other here: shapes and dtypes survive."""
     plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",
