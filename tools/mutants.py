@@ -80,13 +80,13 @@ MUTANTS = [
         "rows.to(torch.float32)",
     ),
     Mutant(
-        "one-shot reads new rows from the cache only",
+        "one-shot takes new rows from the cache",
         "attention/expanded.py",
         "rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))",
         "pass",
     ),
     Mutant(
-        "a chunk's rows merged into the wrong queries",
+        "chunk merged into the wrong queries",
         "attention/expanded.py",
         "            out[chunk.rows],\n            lse[chunk.rows],",
         "            out[: len(part_out)],\n            lse[: len(part_out)],",

@@ -138,6 +138,17 @@ def test_lossy_caches_stay_close(format: str, bound: float, device: str) -> None
         assert 0 < relative_error(actual, peer.full(hidden)) < bound
 
 
+def test_routes_round_the_same_values() -> None:
+    """With a lossy cache too, one shot and chunks agree: new rows as projected, context as stored."""
+    peer, hidden = make_peer("deepseek_v3"), sequence(90)
+    one_shot, chunked = (
+        serve(peer, hidden, [40, 50], format="fp8", form="expanded", workspace_tokens=tokens)
+        for tokens in (4096, 12)
+    )
+    assert relative_error(one_shot, chunked) < 1e-5
+    assert relative_error(one_shot, peer.full(hidden)) > 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_layers_stay_close(dtype: torch.dtype) -> None:
     """A 16-bit layer over a 16-bit cache errs by its roundings, in both forms."""
