@@ -139,7 +139,7 @@ def test_lossy_caches_stay_close(format: str, bound: float, device: str) -> None
 
 
 def test_routes_round_the_same_values() -> None:
-    """With a lossy cache too, one shot and chunks agree: new rows as projected, context as stored."""
+    """With a lossy cache too: new rows as projected, context as stored, in one shot or chunks."""
     peer, hidden = make_peer("deepseek_v3"), sequence(90)
     one_shot, chunked = (
         serve(peer, hidden, [40, 50], format="fp8", form="expanded", workspace_tokens=tokens)
