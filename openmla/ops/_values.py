@@ -26,18 +26,19 @@ def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str
 
 def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
     """Slots to write: inside the cache, each at most once; negative ones are skipped."""
-    written = slots[slots >= 0]
-    if written.numel() == 0:
+    if slots.numel() == 0:
         return
-    ordered = written.sort().values
+    ordered = slots.sort().values
     if ordered[-1] >= num_slots:
         raise ShapeError(
             f"{op}: slot_mapping must be below N*BS={num_slots}, got {int(ordered[-1])}."
         )
-    repeated = ordered[1:] == ordered[:-1]
+    repeated = ordered.diff() == 0
     if repeated.any():
-        slot = int(ordered[1:][repeated][0])
-        raise ShapeError(f"{op}: slot_mapping must name each slot once, got {slot} twice.")
+        slots_twice = ordered[1:][repeated & (ordered[1:] >= 0)]
+        if slots_twice.numel():
+            slot = int(slots_twice[0])
+            raise ShapeError(f"{op}: slot_mapping must name each slot once, got {slot} twice.")
 
 
 def check_block_table(

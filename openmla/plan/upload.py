@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,11 +17,10 @@ def upload(tree: Tree, device: torch.device) -> Tree:
         return tree
     found: list[Tensor] = []
     _collect(tree, found)
-    found.sort(key=lambda tensor: -tensor.dtype.itemsize)  # wide ones first: all stay aligned
+    found.sort(key=_narrowness)  # wide ones first: all stay aligned
     raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found]
     sizes = [part.numel() for part in raw]
-    pinned = device.type == "cuda"
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     torch.cat(raw, out=packed)
     parts = packed.to(device, non_blocking=True).split(sizes)
     moved = {
@@ -31,6 +30,10 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     return _rebuild(tree, moved)
 
 
+def _narrowness(tensor: Tensor) -> int:
+    return -tensor.dtype.itemsize
+
+
 def _collect(node: object, found: list[Tensor]) -> None:
     if isinstance(node, Tensor):
         if node.device.type == "cpu":
@@ -38,17 +41,18 @@ def _collect(node: object, found: list[Tensor]) -> None:
     elif isinstance(node, tuple):
         for part in node:
             _collect(part, found)
-    elif is_dataclass(node):
-        for field in fields(node):
-            _collect(getattr(node, field.name), found)
+    elif hasattr(node, "__dataclass_fields__"):
+        for part in vars(node).values():
+            _collect(part, found)
 
 
 def _rebuild(node: Tree, moved: dict[int, Tensor]) -> Tree:
     if isinstance(node, Tensor):
         return moved.get(id(node), node)  # type: ignore[return-value]
-    if isinstance(node, tuple) and not hasattr(node, "_fields"):
+    if isinstance(node, tuple):
         return tuple(_rebuild(part, moved) for part in node)  # type: ignore[return-value]
-    if is_dataclass(node) and not isinstance(node, type):
-        changes = {field.name: getattr(node, field.name) for field in fields(node)}
-        return replace(node, **{name: _rebuild(part, moved) for name, part in changes.items()})
+    if hasattr(node, "__dataclass_fields__"):
+        parts = {name: (part, _rebuild(part, moved)) for name, part in vars(node).items()}
+        changed = {name: new for name, (old, new) in parts.items() if new is not old}
+        return replace(node, **changed)  # type: ignore[type-var]
     return node
