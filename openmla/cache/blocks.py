@@ -99,6 +99,16 @@ class BlockPool:
         self._users[block] = 1
         return block
 
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks behind the last one; the caller enlarges its caches to match."""
+        if num_blocks < self.num_blocks:
+            raise ShapeError(
+                f"cache: a pool of {self.num_blocks} blocks can only grow, got {num_blocks}."
+            )
+        self._free = [*range(num_blocks - 1, self.num_blocks - 1, -1), *self._free]
+        self._users += [0] * (num_blocks - self.num_blocks)
+        self.num_blocks = num_blocks
+
     def free(self, request: Hashable) -> None:
         """Forget a request; blocks nobody else uses become free."""
         self._known(request)

@@ -58,6 +58,14 @@ class PagedCache:
     def block_size(self) -> int:
         return self.data.shape[1]
 
+    def grown(self, num_blocks: int) -> PagedCache:
+        """A cache of more blocks with the same rows in the first ones."""
+        data = self.data.new_empty((num_blocks, *self.data.shape[1:]))
+        raw = data.view(torch.uint8)
+        raw[: self.num_blocks] = self.data.view(torch.uint8)
+        raw[self.num_blocks :] = 0
+        return PagedCache(data, self.format, self.kv_scale)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Carry out the (source, target) copies that BlockPool.take asks for."""
         for source, target in pairs:

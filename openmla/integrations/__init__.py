@@ -1,0 +1,1 @@
+"""Bridges to what people already run; nothing in the package imports these."""
