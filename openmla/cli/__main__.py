@@ -21,6 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "bench", help="time the backends of an op, or a step", add_help=False
     )
     bench.add_argument("name", help="an op of the support table, or step")
+    help_text = "text from a Hugging Face MLA model on disk"
+    generate = commands.add_parser("generate", help=help_text)
+    if (list(sys.argv[1:]) if arguments is None else list(arguments))[:1] == ["generate"]:
+        # transformers is needed, and loaded, for this command alone
+        from openmla.cli.generate import add_arguments
+
+        add_arguments(generate)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command != "bench":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -29,6 +36,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from openmla.cli.bench import run_bench
 
             return run_bench(options.name, rest)
+        if options.command == "generate":
+            from openmla.cli.generate import run_generate
+
+            return run_generate(options)
         from openmla.cli.doctor import run_doctor
 
         return run_doctor(as_json=options.json)

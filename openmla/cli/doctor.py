@@ -123,6 +123,11 @@ def _cpu_bf16() -> str:
     return f"dies with an illegal instruction, also with {ISA_SWITCH}={ISA_VALUE}; use float32"
 
 
+def cpu_bf16_works() -> bool:
+    """Whether bf16 matrix products run in this process's environment."""
+    return _matmul_survives(dict(os.environ))
+
+
 def _matmul_survives(environment: dict[str, str]) -> bool:
     child = subprocess.run(
         [sys.executable, "-c", MATMUL], env=environment, capture_output=True, text=True

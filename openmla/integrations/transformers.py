@@ -66,6 +66,7 @@ class Attachment:
     may_grow: bool
     caches: dict[int, LayerCache] = field(default_factory=dict)
     decoded: dict[int, Tensor] = field(default_factory=dict)
+    last_plan: Plan | None = None
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     handles: list[Any] = field(default_factory=list)
     previous: list[tuple[Any, Any]] = field(default_factory=list)
@@ -98,6 +99,15 @@ class Attachment:
             kept = LayerCache(latent=kept.latent.grown(self.pool.num_blocks))
         self.caches[layer] = kept
         return kept
+
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that requests hold, over all layers."""
+        blocks = self.pool.num_blocks - self.pool.num_free
+        total = 0
+        for cache in self.caches.values():
+            assert cache.latent is not None
+            total += blocks * cache.latent.data[0].numel() * cache.latent.data.element_size()
+        return total
 
     def absorbed(self, module: nn.Module, dtype: torch.dtype) -> Absorbed:
         """The module's kv_b_proj: views of its weight, or the decoded copy of a quantised one."""
@@ -197,6 +207,7 @@ class Session:
                 backend=self.attachment.backend,
                 workspace_tokens=self.attachment.workspace_tokens,
             )
+            self.attachment.last_plan = self.plans[device]
         return self.plans[device]
 
 
@@ -299,9 +310,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; a positive number is the length to keep, as it once was."""
-        surplus = abs(tokens_to_remove)
-        if tokens_to_remove > 0:
-            surplus = max(self.columns - tokens_to_remove, 0)
+        given = int(tokens_to_remove)  # assisted decoding passes a tensor
+        surplus = -given if given <= 0 else max(self.columns - given, 0)
         surplus = min(surplus, self.columns)
         if self._leads():
             self.session.truncate(surplus)
@@ -341,7 +351,20 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     attachment.storing = None
     past = kwargs.get("past_key_values")
     if past is not None:
-        _install(attachment, int(module.layer_idx), past)  # type: ignore[arg-type]
+        _install(attachment, int(module.layer_idx), past)
+
+
+def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """generate() continues from the last column, so padding there would be continued."""
+    mask = kwargs.get("attention_mask")
+    generating = kwargs.get("logits_to_keep") == 1  # what generate() asks for
+    if generating and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > 1:
+        first_pass = kwargs.get("past_key_values") is None or mask.device.type == "cpu"
+        if first_pass and not bool(mask[:, -1].all()):
+            raise ShapeError(
+                "attach: prompts must be padded on the left to generate, got padding on the right. "
+                'Set tokenizer.padding_side = "left".'
+            )
 
 
 def openmla_attention(
@@ -471,9 +494,12 @@ def attach(
         module.openmla = attachment  # type: ignore[assignment]
         handle = module.register_forward_pre_hook(_before_forward, with_kwargs=True)
         attachment.handles.append(handle)
+    attachment.handles.append(
+        model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
+    )
     text_config = modules[0].config
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
-    text_config._attn_implementation = NAME  # type: ignore[union-attr,assignment]
+    text_config._attn_implementation = NAME  # type: ignore[union-attr]
     return modules
 
 

@@ -1,0 +1,51 @@
+"""`openmla generate`: text, table and comparison from a tiny model on disk."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from openmla.cli.__main__ import main
+from tests.integrations.models import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A byte-level model: no tokenizer, one token per byte."""
+    path = tmp_path_factory.mktemp("model")
+    model = make_model("deepseek_v3", vocab_size=256)
+    model.resize_token_embeddings(256)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def test_compare(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", folder, "--prompt", "hello there", "--compare"]
+    assert main([*arguments, "--max-new-tokens", "12", "--dtype", "fp32"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("hello there")
+    assert "12 of 12 the same" in text and "x as fast" in text
+    assert re.search(r"decode +[\d.]+ tok/s +[\d.]+ tok/s", text)
+    assert "mqa_paged" in text and "absorbed" in text
+
+
+def test_long_prompt_from_a_file_shows_progress(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("abc " * 110)
+    arguments = ["generate", "--model", folder, "--prompt", f"@{prompt}", "--cache-format", "fp8"]
+    assert main([*arguments, "--max-new-tokens", "3"]) == 0
+    captured = capsys.readouterr()
+    assert "prefill 440 tokens" in captured.out and "loading" in captured.err
+
+
+def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
+    assert "--model must be a folder with config.json" in capsys.readouterr().err
+    assert main(["generate", "--model", folder, "--prompt", ""]) == 2
+    assert "--prompt must not be empty" in capsys.readouterr().err

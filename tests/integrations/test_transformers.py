@@ -1,0 +1,338 @@
+"""attach(): the same tokens as the model alone, whatever generate() does with the cache."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+
+from openmla.integrations.transformers import (  # noqa: E402 - transformers may be missing
+    REFUSED,
+    SUPPORTED,
+    PagedLayer,
+    attach,
+    attachment_of,
+    detach,
+)
+from tests.integrations.models import MODELS, make_model, padded_prompts  # noqa: E402
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    settings = {"max_new_tokens": 64, "do_sample": False, **options}
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+
+
+def worst_logits(actual: Any, expected: Any) -> float:
+    return max(
+        float((a - e).norm() / e.norm())
+        for a, e in zip(actual.logits, expected.logits, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("family", MODELS)
+def test_same_tokens(family: str, seed: int) -> None:
+    """64 new tokens for a left-padded batch of five: greedy and beam search."""
+    model = make_model(family, seed)
+    ids, mask = padded_prompts(seed=seed)
+    greedy, beams = generate(model, ids, mask), generate(model, ids, mask, num_beams=3)
+    modules = attach(model, block_size=4)
+    assert modules and all(hasattr(module, "kv_b_proj") for module in modules)
+    ours = generate(model, ids, mask)
+    assert torch.equal(ours.sequences, greedy.sequences) and worst_logits(ours, greedy) < 1e-4
+    assert all(isinstance(ours.past_key_values.layers[m.layer_idx], PagedLayer) for m in modules)
+    assert torch.equal(generate(model, ids, mask, num_beams=3).sequences, beams.sequences)
+    detach(model)
+    assert torch.equal(generate(model, ids, mask).sequences, greedy.sequences)
+
+
+def test_kimi_k25_text_model() -> None:
+    """The wrapper's config names the text model's; the text model is deepseek_v3."""
+    assert "kimi_k25" in SUPPORTED
+    text = make_model("deepseek_v3").config.to_dict()
+    from openmla import MLAConfig
+
+    wrapped = {"model_type": "kimi_k25", "text_config": text}
+    assert MLAConfig.from_hf(wrapped) == MLAConfig.from_hf(text)
+
+
+def test_sampling_continuing_and_chunked_prefill() -> None:
+    model = make_model("deepseek_v3")
+    ids, mask = padded_prompts()
+
+    def sampled() -> Any:
+        torch.manual_seed(7)
+        return generate(model, ids, mask, do_sample=True, max_new_tokens=20).sequences
+
+    def continued() -> Any:
+        first = generate(model, ids[:1], max_new_tokens=10)
+        longer = torch.cat([first.sequences, torch.full((1, 3), 5)], dim=1)
+        return generate(
+            model, longer, max_new_tokens=10, past_key_values=first.past_key_values
+        ).sequences
+
+    def chunked() -> Any:
+        return generate(model, ids[:1], max_new_tokens=10, prefill_chunk_size=6).sequences
+
+    expected = [call() for call in (sampled, continued, chunked)]
+    attach(model, block_size=4, workspace=8)
+    for call, tokens in zip((sampled, continued, chunked), expected, strict=True):
+        assert torch.equal(call(), tokens)
+
+
+def test_assisted_decoding() -> None:
+    """Drafts are verified several tokens at a time and cut back: crop frees blocks."""
+    model, assistant = make_model("deepseek_v3", 0), make_model("deepseek_v3", 1)
+    ids, _ = padded_prompts(B=1)
+    expected = generate(model, ids, max_new_tokens=30).sequences
+    attach(model, block_size=4)
+    attach(assistant, block_size=4)
+    ours = generate(model, ids, max_new_tokens=30, assistant_model=assistant)
+    assert torch.equal(ours.sequences, expected)
+
+
+def test_prefix_reuse_shares_blocks() -> None:
+    """A kept prompt cache, deep-copied per continuation: no byte moves until one writes."""
+    model = make_model("deepseek_v3")
+    ids, _ = padded_prompts(B=1, S=22)
+    endings = [torch.tensor([[3, 4, 5]]), torch.tensor([[9, 8, 7, 6]])]
+    expected = [
+        generate(model, torch.cat([ids, e], 1), max_new_tokens=9).sequences for e in endings
+    ]
+    attach(model, block_size=4)
+    prefix = transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=prefix)
+    pool = attachment_of(model).pool
+    free = pool.num_free
+    copies = [copy.deepcopy(prefix) for _ in endings]
+    assert pool.num_free == free  # shared
+    for ending, kept, tokens in zip(endings, copies, expected, strict=True):
+        whole = torch.cat([ids, ending], dim=1)
+        out = generate(model, whole, max_new_tokens=9, past_key_values=kept)
+        assert torch.equal(out.sequences, tokens)
+    assert prefix.get_seq_length() == 22
+    del prefix, copies, kept, out
+    gc.collect()
+    assert pool.num_free == pool.num_blocks
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_bare_forward_with_and_without_cache(side: str) -> None:
+    model = make_model("deepseek_v3")
+    ids, mask = padded_prompts()
+    if side == "right":
+        ids, mask = ids.flip(1), mask.flip(1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    batch = {"attention_mask": mask, "position_ids": positions}
+    real = mask.bool()
+    with torch.no_grad():
+        expected = model(ids, **batch, use_cache=False).logits[real]
+        attach(model, block_size=4)
+        for use_cache in (True, False):
+            actual = model(ids, **batch, use_cache=use_cache).logits[real]
+            assert (actual - expected).norm() / expected.norm() < 1e-5
+        unpadded = model(ids[:1], use_cache=False).logits
+        detach(model)
+        torch.testing.assert_close(unpadded, model(ids[:1]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_token_by_token_after_right_padding() -> None:
+    """A bare loop that pads on the right goes on with each row's own length."""
+    model = make_model("deepseek_v2")
+    ids, mask = (part.flip(1) for part in padded_prompts(B=3))
+    new = torch.tensor([[5], [6], [7]])
+    longer = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
+    where = mask.sum(1, keepdim=True)
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            positions = (mask.cumsum(1) - 1).clamp(min=0)
+            past = model(ids, attention_mask=mask, position_ids=positions).past_key_values
+            logits: Tensor = model(
+                new, attention_mask=longer, position_ids=where, past_key_values=past
+            ).logits
+        return logits
+
+    expected = run()
+    attach(model, block_size=4)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_no_leak_over_a_thousand_requests() -> None:
+    model = make_model("deepseek_v2-lite", num_hidden_layers=1)
+    attach(model, block_size=4, num_blocks=64)
+    pool = attachment_of(model).pool
+    for turn in range(200):
+        ids = torch.randint(2, 90, (5, 3 + turn % 5))
+        out = generate(model, ids, max_new_tokens=2, num_beams=1 + turn % 2)
+        assert pool.num_free < pool.num_blocks
+        del out
+    gc.collect()
+    assert pool.num_free == pool.num_blocks == 64 and pool.requests == ()
+
+
+def test_a_full_pool_says_so_before_any_damage() -> None:
+    model = make_model("deepseek_v3")
+    ids, _ = padded_prompts(B=2)
+    attach(model, block_size=4, num_blocks=12)
+    pool = attachment_of(model).pool
+    kept = generate(model, ids, max_new_tokens=3)
+    used = pool.num_free
+    with pytest.raises(CacheFullError, match="needs 5 blocks, 0 of 12 are free"):
+        generate(model, ids, max_new_tokens=3)
+    gc.collect()
+    assert pool.num_free == used
+    longer = torch.cat([kept.sequences, kept.sequences[:, :1]], dim=1)
+    with torch.no_grad():
+        model(longer[:, 22:], past_key_values=kept.past_key_values)  # what was there still works
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(made, Tensor):
+                self.num_bytes = max(self.num_bytes, made.numel() * made.element_size())
+        return out
+
+
+def test_no_square_mask_at_16k() -> None:
+    """With padding at 16k a bool mask would be 256 MiB; nothing here comes near."""
+    S = 16384
+    model = make_model("deepseek_v2-lite", num_hidden_layers=1, max_position_embeddings=S + 8)
+    ids = torch.randint(2, 90, (1, S))
+    mask = torch.ones_like(ids)
+    mask[0, :100] = 0
+    attach(model)
+    with torch.no_grad(), Largest() as seen:
+        model(ids, attention_mask=mask, logits_to_keep=1, use_cache=True)
+    assert seen.num_bytes < 64 << 20
+
+
+class Float8(nn.Linear):
+    """What a block-quantised checkpoint leaves in the place of kv_b_proj."""
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__(plain.in_features, plain.out_features, bias=False)
+        scale = plain.weight.abs().max() / 448
+        rows, columns = (-(-size // 128) for size in plain.weight.shape)
+        codes = (plain.weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.register_buffer("weight_scale_inv", scale.expand(rows, columns).clone())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = self.weight_scale_inv
+        assert isinstance(scale, Tensor)
+        return hidden @ (self.weight.float() * scale[0, 0]).T
+
+
+def test_fp8_linears() -> None:
+    model = make_model("deepseek_v3")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Float8(layer.self_attn.kv_b_proj)
+    ids, mask = padded_prompts()
+    expected = generate(model, ids, mask, max_new_tokens=20)
+    attach(model, block_size=4)
+    ours = generate(model, ids, mask, max_new_tokens=20)
+    assert torch.equal(ours.sequences, expected.sequences) and worst_logits(ours, expected) < 1e-4
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_lossy_cache_formats_run(format: str) -> None:
+    model = make_model("deepseek_v3")
+    ids, mask = padded_prompts()
+    expected = generate(model, ids, mask, max_new_tokens=4)
+    attach(model, cache_format=format)
+    ours = generate(model, ids, mask, max_new_tokens=4)
+    first = (ours.logits[0] - expected.logits[0]).norm() / expected.logits[0].norm()
+    assert first < (0.02 if format == "bf16" else 0.3)
+
+
+def test_pipeline() -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(97)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="w0", padding_side="left"
+    )
+    model = make_model("deepseek_v3")
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompts = ["w5 w6 w7", "w8 w9 w10 w11 w12"]
+    options = {"max_new_tokens": 8, "do_sample": False, "batch_size": 2}
+    expected = pipe(prompts, **options)
+    attach(model)
+    assert pipe(prompts, **options) == expected
+
+
+def test_every_mla_family_is_supported_or_refused_by_name() -> None:
+    """A new transformers must not bring an MLA model nobody has looked at."""
+    root = Path(transformers.__file__).parent / "models"
+    found = {
+        path.parent.name
+        for path in root.glob("*/modeling_*.py")
+        if "kv_lora_rank" in path.read_text(encoding="utf-8")
+    }
+    assert found <= set(SUPPORTED) | set(REFUSED), found - set(SUPPORTED) - set(REFUSED)
+
+
+def test_refusals() -> None:
+    model = make_model("deepseek_v3")
+    with pytest.raises(ConfigError, match="attach: the model is not attached"):
+        detach(model)
+    with pytest.raises(ConfigError, match="cache: format 'fp4' is not known"):
+        attach(model, cache_format="fp4")
+    ids, mask = padded_prompts(B=2)
+    with torch.no_grad():
+        filled = model(ids).past_key_values
+    attach(model)
+    with pytest.raises(ConfigError, match="attach: the model is attached already"):
+        attach(model)
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="the cache must be empty or made after attach"):
+            model(ids[:, :1], past_key_values=filled)
+        past = model(ids).past_key_values
+        with pytest.raises(ShapeError, match="the cache holds 2 sequences, got a batch of 1"):
+            model(ids[:1], past_key_values=past)
+        holes = mask.clone()
+        holes[0, 5] = 0
+        with pytest.raises(ShapeError, match="attention_mask must not have holes, row 0 has one"):
+            model(ids, attention_mask=holes)
+        hidden = torch.cat([torch.zeros_like(mask), mask[:, :1]], dim=1)
+        with pytest.raises(ShapeError, match="attention_mask must show the tokens that are cached"):
+            model(ids[:, :1], attention_mask=hidden, past_key_values=past)
+    with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
+        generate(model, ids.flip(1), padded_prompts(B=2)[1].flip(1))
+    with pytest.raises(UnsupportedError, match="caches of Static"):
+        generate(model, ids, max_new_tokens=2, cache_implementation="static")
+    model.config.model_type = "deepseek_v32"
+    detach(model)
+    with pytest.raises(UnsupportedError, match="deepseek_v32 is not supported: sparse attention"):
+        attach(model)
+    model.config.model_type = "llama"
+    with pytest.raises(UnsupportedError, match="'llama' is not an MLA model known here"):
+        attach(model)
