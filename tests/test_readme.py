@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_first_screen_runs() -> None:
     text = (ROOT / "README.md").read_text()
-    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    code = block[1].replace('"cuda"', '"cpu"').replace("deepseek-v3", "tiny-v3")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert "attach(model)" in blocks[0]  # its own tests run that
+    code = blocks[1].replace('"cuda"', '"cpu"').replace("deepseek-v3", "tiny-v3")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert names["out"].shape == (609, 64) and names["out"].isfinite().all()

@@ -79,6 +79,17 @@ def test_sharing_a_prefix_and_cutting() -> None:
     assert pool.blocks("b") == () and pool.num_free == 5
 
 
+def test_growing() -> None:
+    pool = BlockPool(num_blocks=2, block_size=4)
+    pool.take({"a": 8})
+    pool.grow(5)
+    assert pool.num_blocks == 5 and pool.num_free == 3
+    pool.take({"b": 9})
+    assert pool.blocks("a") == (0, 1) and pool.blocks("b") == (2, 3, 4)
+    with pytest.raises(ShapeError, match="cache: a pool of 5 blocks can only grow, got 4"):
+        pool.grow(4)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -73,6 +73,14 @@ def test_bad_parts(data: torch.Tensor, format: str, scale: torch.Tensor, message
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_grown_keeps_the_rows(format: str) -> None:
+    data = torch.randn(3, 2, 5).to(FORMATS[format].dtype)
+    grown = PagedCache(data, format, ONE).grown(7)
+    assert grown.data.shape == (7, 2, 5) and torch.equal(grown.data[:3].float(), data.float())
+    assert not grown.data[3:].float().any() and grown.kv_scale is ONE
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_copy_blocks_of_strided_pages(format: str) -> None:
     """Layers interleaved in one page-major allocation: copying one layer leaves the other."""
     both = torch.randn(6, 2, 4, 5).to(FORMATS[format].dtype)

@@ -11,7 +11,7 @@ from tests.config.checkpoints import CHECKPOINTS
 from tests.layers.families import FAMILIES as ATTENTION
 
 VOCAB = 97
-_MOE: dict[str, Any] = {
+OUTSIDE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
@@ -61,9 +61,9 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
 
     fields = {**MODELS[family], **changes}
     model_type = fields.pop("model_type")
-    outside = _LONGCAT if model_type == "longcat_flash" else _MOE
+    outside = _LONGCAT if model_type == "longcat_flash" else OUTSIDE
     if model_type == "kimi_linear":
-        outside = {n: v for n, v in _MOE.items() if n not in ("n_routed_experts", "n_group")}
+        outside = {n: v for n, v in OUTSIDE.items() if n not in ("n_routed_experts", "n_group")}
     config = CONFIG_MAPPING[model_type](**{**fields, **outside})
     modeling = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     cls = next(getattr(modeling, name) for name in dir(modeling) if name.endswith("ForCausalLM"))

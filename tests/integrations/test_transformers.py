@@ -24,7 +24,7 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.models import MODELS, make_model, padded_prompts  # noqa: E402
+from tests.integrations.models import MODELS, OUTSIDE, make_model, padded_prompts  # noqa: E402
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
@@ -63,13 +63,80 @@ def test_same_tokens(family: str, seed: int) -> None:
 
 
 def test_kimi_k25_text_model() -> None:
-    """The wrapper's config names the text model's; the text model is deepseek_v3."""
-    assert "kimi_k25" in SUPPORTED
-    text = make_model("deepseek_v3").config.to_dict()
-    from openmla import MLAConfig
+    """A multimodal wrapper: its text model is attached, its vision tower left alone."""
+    from transformers.models.kimi_k25.modeling_kimi_k25 import Kimi_K25ForConditionalGeneration
 
-    wrapped = {"model_type": "kimi_k25", "text_config": text}
-    assert MLAConfig.from_hf(wrapped) == MLAConfig.from_hf(text)
+    config = transformers.CONFIG_MAPPING["kimi_k25"](
+        text_config={**MODELS["deepseek_v3"], **OUTSIDE},
+        vision_config={
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "pos_emb_height": 4,
+            "pos_emb_width": 4,
+            "pos_emb_time": 1,
+        },
+        projection_hidden_size=32,
+        image_token_id=90,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+        tie_word_embeddings=False,
+    )
+    model = Kimi_K25ForConditionalGeneration(config).eval().requires_grad_(False)
+    ids, mask = padded_prompts()
+    ids = ids.clamp(max=80)
+    expected = generate(model, ids, mask, max_new_tokens=20).sequences
+    assert len(attach(model, block_size=4)) == 3
+    assert config.vision_config._attn_implementation == "sdpa"
+    assert torch.equal(generate(model, ids, mask, max_new_tokens=20).sequences, expected)
+
+
+def test_one_plan_per_step_and_nothing_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openmla.integrations import transformers as integration
+
+    made = []
+    plain = integration.make_plan
+    monkeypatch.setattr(
+        integration, "make_plan", lambda *a, **k: made.append(plain(*a, **k)) or made[-1]
+    )
+    model = make_model("deepseek_v3")
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    attach(model)
+    ids, mask = padded_prompts()
+    generate(model, ids, mask, max_new_tokens=6)
+    assert len(made) == 6  # a prefill and five decode steps, of three layers each
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    kept = attachment_of(model).absorbed(model.model.layers[0].self_attn, torch.float32)
+    assert kept.kv_b.data_ptr() == before["model.layers.0.self_attn.kv_b_proj.weight"]
+
+
+def test_cache_calls_move_no_bytes() -> None:
+    """Select, repeat and crop change tables only; reset gives everything back."""
+    model = make_model("deepseek_v3")
+    attach(model, block_size=4, num_blocks=64)
+    pool = attachment_of(model).pool
+    ids, _ = padded_prompts(B=3)
+    with torch.no_grad():
+        past = model(ids).past_key_values
+        session = past.layers[0].session
+        tables = [pool.blocks(request) for request in session.requests]
+        past.batch_repeat_interleave(2)
+        past.batch_select_indices(torch.tensor([5, 0]))
+        assert [pool.blocks(r) for r in session.requests] == [tables[2], tables[0]]
+        past.reorder_cache(torch.tensor([1, 1]))
+        assert [pool.blocks(r) for r in session.requests] == [tables[0]] * 2
+        past.crop(-9)
+        assert past.get_seq_length() == 11 and pool.num_free == 64 - 3
+        past.crop(8)
+        assert past.get_seq_length() == 8 and pool.num_free == 64 - 2
+        again = model(ids[:2, 8:], past_key_values=past).logits[0]
+        detach(model)
+        expected = model(torch.cat([ids[0, :8], ids[0, 8:]])[None]).logits[0, 8:]
+        torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-4)
+    past.reset()
+    assert pool.num_free == 64
 
 
 def test_sampling_continuing_and_chunked_prefill() -> None:
