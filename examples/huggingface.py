@@ -40,9 +40,8 @@ def main() -> None:
     attach(model)
     after, attached = timed()
     same = "the same" if torch.equal(before, after) else "DIFFERENT"
-    print(
-        f"20 tokens after a prompt of 2000: {plain:.1f} s alone, {attached:.1f} s attached, {same}"
-    )
+    print("20 tokens after a prompt of 2000:")
+    print(f"  {plain:.1f} s alone, {attached:.1f} s attached, tokens {same}")
 
 
 if __name__ == "__main__":

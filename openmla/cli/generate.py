@@ -114,7 +114,7 @@ def run_generate(options: argparse.Namespace) -> int:
     if ids.shape[1] == 0:
         raise ConfigError("generate: --prompt must not be empty.")
     attach(model, cache_format=options.cache_format, backend=options.backend)
-    print(prompt, end="", flush=True)
+    print(prompt if len(prompt) < 400 else f"... {prompt[-300:]}", end="", flush=True)
     ours = generate_once(model, ids, tokenizer, options.max_new_tokens, show=True)
     plan = attachment_of(model).last_plan
     explanation = plan.explain() if plan is not None else ""

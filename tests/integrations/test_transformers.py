@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from openmla import Plan, make_plan
 from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
 
 transformers = pytest.importorskip("transformers")
@@ -94,13 +95,13 @@ def test_kimi_k25_text_model() -> None:
 
 
 def test_one_plan_per_step_and_nothing_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    from openmla.integrations import transformers as integration
+    made: list[Plan] = []
 
-    made = []
-    plain = integration.make_plan
-    monkeypatch.setattr(
-        integration, "make_plan", lambda *a, **k: made.append(plain(*a, **k)) or made[-1]
-    )
+    def counted(*args: Any, **kwargs: Any) -> Plan:
+        made.append(make_plan(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr("openmla.integrations.transformers.make_plan", counted)
     model = make_model("deepseek_v3")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     attach(model)
