@@ -117,7 +117,8 @@ def run_generate(options: argparse.Namespace) -> int:
     print(prompt if len(prompt) < 400 else f"... {prompt[-300:]}", end="", flush=True)
     ours = generate_once(model, ids, tokenizer, options.max_new_tokens, show=True)
     plan = attachment_of(model).last_plan
-    explanation = plan.explain() if plan is not None else ""
+    lines = plan.explain().splitlines() if plan is not None else []
+    explanation = "\n".join(line for line in lines if not line.startswith("rope"))  # the model's
     detach(model)
     runs = {"openmla": ours}
     if options.compare:
