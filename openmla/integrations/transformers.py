@@ -22,7 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from openmla.attention import Absorbed, Projected, attend_step
+from openmla.backends import all_backends
 from openmla.cache import BlockPool, LayerCache, allocate_cache
+from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
 from openmla.layers.weights import absorb, decode_weight, is_plain
@@ -31,6 +33,7 @@ from openmla.plan import Batch, Plan, make_plan
 
 NAME = "openmla"
 FIRST_BLOCKS = 64  # of a pool that may grow
+NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SUPPORTED = (
     "axk1",
     "deepseek_v2",
@@ -65,7 +68,8 @@ class Attachment:
     workspace_tokens: int | None
     may_grow: bool
     caches: dict[int, LayerCache] = field(default_factory=dict)
-    decoded: dict[int, Tensor] = field(default_factory=dict)
+    detached: bool = False
+    positions: Tensor | None = None  # of the pass under way, as the model was given them
     last_plan: Plan | None = None
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     handles: list[Any] = field(default_factory=list)
@@ -84,17 +88,26 @@ class Attachment:
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """One layer's cache, as many blocks as the pool has by now."""
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        format = self.format or NATURAL_FORMATS.get(dtype)
+        if format is None:
+            raise UnsupportedError(
+                f"attach: a {dtype} model has no cache format of its own. Give cache_format."
+            )
         kept = self.caches.get(layer)
         if kept is None:
             kept = allocate_cache(
                 self.config,
                 num_blocks=self.pool.num_blocks,
                 block_size=self.pool.block_size,
-                format=self.format or names[dtype],
+                format=format,
                 device=device,
             )
         assert kept.latent is not None
+        if kept.latent.format != format or kept.latent.data.device != device:
+            raise ConfigError(
+                f"attach: the cache is {kept.latent.format} on {kept.latent.data.device}, the "
+                f"model wants {format} on {device} now. Call detach(model), then attach(model)."
+            )
         if kept.latent.num_blocks < self.pool.num_blocks:
             kept = LayerCache(latent=kept.latent.grown(self.pool.num_blocks))
         self.caches[layer] = kept
@@ -109,19 +122,6 @@ class Attachment:
             total += blocks * cache.latent.data[0].numel() * cache.latent.data.element_size()
         return total
 
-    def absorbed(self, module: nn.Module, dtype: torch.dtype) -> Absorbed:
-        """The module's kv_b_proj: views of its weight, or the decoded copy of a quantised one."""
-        linear = module.kv_b_proj
-        assert isinstance(linear, nn.Module)
-        if is_plain(linear):
-            weight = linear.weight
-        else:
-            if id(module) not in self.decoded:
-                self.decoded[id(module)] = decode_weight(linear, self.config.kv_lora_rank, dtype)
-            weight = self.decoded[id(module)]
-        assert isinstance(weight, Tensor)
-        return absorb(weight, self.config)
-
 
 class Session:
     """The requests behind one past_key_values object: one per batch row, for all layers."""
@@ -129,6 +129,8 @@ class Session:
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
         self.requests: list[int] = []
+        self.columns: list[list[tuple[bool, int]]] = []  # per row: runs of (is a token, how many)
+        self.decoded: dict[int, Tensor] = {}  # quantised kv_b_proj by layer, as it was here first
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
         self.copies: list[tuple[int, int]] = []
@@ -143,6 +145,7 @@ class Session:
         memo[id(self)] = twin
         twin.steps, twin.leader = self.steps, self.leader
         twin.requests += self._shared(range(len(self.requests)))
+        twin.columns = [list(runs) for runs in self.columns]
         return twin
 
     def _shared(self, rows: Sequence[int]) -> list[int]:
@@ -156,15 +159,43 @@ class Session:
         fresh = self._shared(rows)
         _free_requests(self.attachment.pool, self.requests)
         self.requests[:] = fresh
+        self.columns = [list(self.columns[row]) for row in rows]
 
-    def truncate(self, num_tokens: int) -> None:
+    def truncate(self, num_columns: int) -> None:
+        """Drop the last columns of every row; some of them may be padding."""
         pool = self.attachment.pool
-        for request in self.requests:
-            pool.truncate(request, max(pool.seq_len(request) - num_tokens, 0))
+        for request, runs in zip(self.requests, self.columns, strict=True):
+            surplus, tokens = num_columns, 0
+            while surplus > 0 and runs:
+                is_token, length = runs.pop()
+                dropped = min(length, surplus)
+                surplus -= dropped
+                tokens += dropped if is_token else 0
+                if dropped < length:
+                    runs.append((is_token, length - dropped))
+            pool.truncate(request, pool.seq_len(request) - tokens)
 
     def clear(self) -> None:
         _free_requests(self.attachment.pool, self.requests)
         self.requests.clear()
+        self.columns.clear()
+
+    def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> Absorbed:
+        """The module's kv_b_proj: views of its weight, or a quantised one decoded.
+
+        Decoded once per session, so that adapters and weights may change between generations.
+        """
+        linear = module.kv_b_proj
+        assert isinstance(linear, nn.Module)
+        if is_plain(linear):
+            weight = linear.weight
+        else:
+            C = self.attachment.config.kv_lora_rank
+            if layer not in self.decoded:
+                self.decoded[layer] = decode_weight(linear, C, dtype)
+            weight = self.decoded[layer]
+        assert isinstance(weight, Tensor)
+        return absorb(weight, self.attachment.config)
 
     def begin(self, B: int, S: int, mask: Tensor | None) -> None:
         """A new forward pass: find padding, take blocks, describe the batch."""
@@ -181,6 +212,10 @@ class Session:
         self.copies = self.attachment.take(dict(zip(requests, new_lens, strict=True)))
         if fresh:
             self.requests += requests
+            self.columns = [[] for _ in requests]
+        for runs, (start, stop) in zip(self.columns, spans, strict=True):
+            new_runs = ((False, start), (True, stop - start), (False, S - stop))
+            runs += [run for run in new_runs if run[1] > 0]
         ends = [start + n for start, n in zip(starts, new_lens, strict=True)]
         self.batch = Batch(
             query_lens=new_lens,
@@ -225,6 +260,11 @@ def _new_spans(
     """
     if mask is None or (S == 1 and mask.device.type != "cpu"):
         return [(0, S)] * B
+    if mask.dim() != 2:
+        raise UnsupportedError(
+            f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
+            "Square masks are not supported."
+        )
     real = mask.to(torch.bool)
     if real.device.type == "cpu" and mask.shape[1] > S:
         cached = real[:, :-S].sum(dim=1).tolist()
@@ -277,8 +317,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         The module expands what it gets back: one row, the least its reshapes can take.
         """
+        if self.session.attachment.detached:
+            raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
         self.latents = (key_states[:, 0], value_states[:, 0])  # [B, S, C], [B, S, R]
-        self.columns += key_states.shape[2]
         self.session.attachment.storing = self
         return key_states[:, :, :1], value_states[:, :, :1]
 
@@ -349,6 +390,13 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     attachment.storing = None
+    attachment.positions = kwargs.get("position_ids")
+    implementation = module.config._attn_implementation
+    if implementation != NAME:
+        raise ConfigError(
+            f"attach: the model's attention was set to {implementation!r} while attached. "
+            "Call detach(model) first."
+        )
     past = kwargs.get("past_key_values")
     if past is not None:
         _install(attachment, int(module.layer_idx), past)
@@ -356,11 +404,12 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 
 def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """generate() continues from the last column, so padding there would be continued."""
-    mask = kwargs.get("attention_mask")
-    generating = kwargs.get("logits_to_keep") == 1  # what generate() asks for
-    if generating and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] > 1:
-        first_pass = kwargs.get("past_key_values") is None or mask.device.type == "cpu"
-        if first_pass and not bool(mask[:, -1].all()):
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    generating = isinstance(keep, int) and keep == 1  # what generate() asks for
+    if generating and isinstance(mask, Tensor) and mask.dim() == 2:
+        ids = kwargs.get("input_ids")
+        looking_is_free = mask.device.type == "cpu" or (ids is not None and ids.shape[1] > 1)
+        if looking_is_free and bool((mask[:, 1:] < mask[:, :-1]).any()):
             raise ShapeError(
                 "attach: prompts must be padded on the left to generate, got padding on the right. "
                 'Set tokenizer.padding_side = "left".'
@@ -378,7 +427,16 @@ def openmla_attention(
     """The attention function transformers calls by name."""
     attachment = getattr(module, "openmla", None)
     if not isinstance(attachment, Attachment):
-        raise ConfigError("attach: attention 'openmla' was chosen without attach(model).")
+        raise ConfigError(
+            "attach: attention 'openmla' was chosen without attach(model). A model that shares its "
+            "config object with an attached one needs its own copy."
+        )
+    if kwargs.get("dropout"):
+        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise UnsupportedError(
+            "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
+        )
     B, H, S, E = query.shape
     layer, attachment.storing = attachment.storing, None
     q = query.transpose(1, 2).reshape(B * S, H, E)
@@ -388,6 +446,7 @@ def openmla_attention(
     if layer.steps == session.steps:
         session.begin(B, S, attention_mask)
     layer.steps = session.steps
+    layer.columns += S
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
     assert cache.latent is not None and layer.latents is not None
@@ -399,7 +458,7 @@ def openmla_attention(
         picked = picked.to(query.device)
         q, kv_c, k_pe = q[picked], kv_c[picked], k_pe[picked]
     P = attachment.config.qk_nope_head_dim
-    absorbed = attachment.absorbed(module, query.dtype)
+    absorbed = session.absorbed(module, layer.layer, query.dtype)
     out = attend_step(Projected(q[..., :P], q[..., P:], kv_c, k_pe), absorbed, cache, plan)
     return _unpacked(out, picked, B, S), None
 
@@ -418,9 +477,10 @@ def _without_cache(
 ) -> Tensor:
     """A forward pass without past_key_values: the module expanded everything itself."""
     B, H, S, _ = key.shape
-    spans = _new_spans(B, S, mask, [0] * B)
-    rows = torch.cat([torch.arange(b * S + i, b * S + j) for b, (i, j) in enumerate(spans)])
-    picked = rows.to(q.device)
+    spans = [(b * S + i, b * S + j) for b, (i, j) in enumerate(_new_spans(B, S, mask, [0] * B))]
+    if mask is None and attachment.positions is not None:
+        spans = _packed_spans(attachment.positions.expand(B, S))
+    picked = torch.cat([torch.arange(i, j) for i, j in spans]).to(q.device)
     k, v = (part.transpose(1, 2).reshape(B * S, H, -1)[picked] for part in (key, value))
     lens = [stop - start for start, stop in spans]
     start_loc = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int().to(q.device)
@@ -436,6 +496,14 @@ def _without_cache(
         max_key_len=max(lens),
     )
     return _unpacked(out, picked, B, S)
+
+
+def _packed_spans(positions: Tensor) -> list[tuple[int, int]]:
+    """Sequences packed into one row: a new one begins wherever positions do not go on by one."""
+    flat = positions.flatten().tolist()
+    S = positions.shape[1]
+    starts = [t for t in range(len(flat)) if t % S == 0 or flat[t] != flat[t - 1] + 1]
+    return list(zip(starts, [*starts[1:], len(flat)], strict=True))
 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -480,14 +548,27 @@ def attach(
     attachment = Attachment(
         config=ours,
         modules=modules,
-        pool=BlockPool(num_blocks or FIRST_BLOCKS, block_size),
+        pool=BlockPool(FIRST_BLOCKS if num_blocks is None else num_blocks, block_size),
         format=cache_format,
         backend=backend,
         workspace_tokens=workspace,
         may_grow=num_blocks is None,
     )
     if cache_format is not None:
-        allocate_cache(ours, num_blocks=1, block_size=1, format=cache_format)  # or its error
+        get_format(cache_format)  # or its error
+    if backend != "auto" and backend not in all_backends():
+        raise ConfigError(
+            f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
+        )
+    if workspace is not None and workspace < block_size:
+        raise ConfigError(
+            f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
+        )
+    text_config = modules[0].config
+    if text_config._attn_implementation == NAME:  # type: ignore[union-attr]
+        raise ConfigError(
+            "attach: another attached model shares this config object. Give each its own copy."
+        )
     AttentionInterface.register(NAME, openmla_attention)
     AttentionMaskInterface.register(NAME, openmla_mask)
     for module in modules:
@@ -497,7 +578,6 @@ def attach(
     attachment.handles.append(
         model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
     )
-    text_config = modules[0].config
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
     text_config._attn_implementation = NAME  # type: ignore[union-attr]
     return modules
@@ -512,6 +592,7 @@ def detach(model: nn.Module) -> None:
         text_config._attn_implementation = implementation
     for module in attachment.modules:
         del module.openmla
+    attachment.detached = True
 
 
 def attachment_of(model: nn.Module) -> Attachment:

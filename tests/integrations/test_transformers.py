@@ -109,7 +109,9 @@ def test_one_plan_per_step_and_nothing_copied(monkeypatch: pytest.MonkeyPatch) -
     generate(model, ids, mask, max_new_tokens=6)
     assert len(made) == 6  # a prefill and five decode steps, of three layers each
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
-    kept = attachment_of(model).absorbed(model.model.layers[0].self_attn, torch.float32)
+    out = generate(model, ids, mask, max_new_tokens=2)
+    session = out.past_key_values.layers[0].session
+    kept = session.absorbed(model.model.layers[0].self_attn, 0, torch.float32)
     assert kept.kv_b.data_ptr() == before["model.layers.0.self_attn.kv_b_proj.weight"]
 
 
@@ -357,6 +359,110 @@ def test_pipeline() -> None:
     assert pipe(prompts, **options) == expected
 
 
+def test_packed_sequences_without_a_cache() -> None:
+    """Positions that start over begin a new sequence, as transformers reads them."""
+    model = make_model("deepseek_v3")
+    ids, _ = padded_prompts(B=1)
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    with torch.no_grad():
+        expected = model(ids, position_ids=positions, use_cache=False).logits
+        attach(model, block_size=4)
+        actual = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_errors_leave_the_cache_usable(grad: bool) -> None:
+    """A refused step changes nothing: the same step, made possible, gives the right answer."""
+    with torch.inference_mode(False), torch.no_grad():
+        model = make_model("deepseek_v3")
+        ids, _ = padded_prompts(B=2)
+        more = ids[:1, :4]
+        expected = model(more, past_key_values=model(ids[:1]).past_key_values).logits
+        attach(model, block_size=4, num_blocks=8)
+        past = model(ids[:1]).past_key_values
+        other = model(ids[:1, :12]).past_key_values
+        if grad:
+            model.model.embed_tokens.weight.requires_grad_()
+            with torch.enable_grad(), pytest.raises(UnsupportedError, match="no backward here"):
+                model(more, past_key_values=past)
+        else:
+            with pytest.raises(CacheFullError):
+                model(more, past_key_values=past)
+            with pytest.raises(ShapeError, match="the cache holds 1 sequences, got a batch of 2"):
+                model(ids[:, :4], past_key_values=past)
+        assert past.get_seq_length() == 20
+        other.reset()
+        actual = model(more, past_key_values=past).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_crop_after_right_padding_drops_columns_not_tokens() -> None:
+    model = make_model("deepseek_v3")
+    ids, mask = (part.flip(1) for part in padded_prompts(B=3))
+    new = torch.tensor([[5], [6], [7]])
+    kept = mask[:, :16]
+
+    def run() -> Tensor:
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        with torch.no_grad():
+            past = model(ids, attention_mask=mask, position_ids=positions).past_key_values
+            past.crop(-4)
+            logits: Tensor = model(
+                new,
+                attention_mask=torch.cat([kept, torch.ones_like(new)], dim=1),
+                position_ids=kept.sum(1, keepdim=True),
+                past_key_values=past,
+            ).logits
+        return logits
+
+    expected = run()
+    attach(model, block_size=4)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_chunked_prefill_of_a_padded_batch() -> None:
+    model = make_model("deepseek_v3")
+    ids, mask = padded_prompts()
+    options: dict[str, Any] = {"max_new_tokens": 8, "prefill_chunk_size": 6}
+    expected = generate(model, ids, mask, **options).sequences
+    attach(model, block_size=4)
+    assert torch.equal(generate(model, ids, mask, **options).sequences, expected)
+    with torch.no_grad():
+        kept = model(ids[:1], logits_to_keep=torch.tensor([3, 5])).logits
+    assert kept.shape[1] == 2
+
+
+def test_quantised_weights_are_decoded_anew_per_generation() -> None:
+    """An adapter that changes between two generations is seen."""
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base = base
+            self.factor = nn.Parameter(torch.ones(()), requires_grad=False)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out: Tensor = self.base(hidden) * self.factor
+            return out
+
+    model = make_model("deepseek_v3")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = Adapted(layer.self_attn.kv_b_proj)
+    ids, mask = padded_prompts()
+    expected = []
+    for attached in (False, True):
+        if attached:
+            attach(model, block_size=4)
+        for factor in (1.0, -0.5):
+            for layer in model.model.layers:
+                layer.self_attn.kv_b_proj.factor.fill_(factor)
+            tokens = generate(model, ids, mask, max_new_tokens=10).sequences
+            expected.append(tokens)
+    assert torch.equal(expected[0], expected[2]) and torch.equal(expected[1], expected[3])
+    assert not torch.equal(expected[0], expected[1])
+
+
 def test_every_mla_family_is_supported_or_refused_by_name() -> None:
     """A new transformers must not bring an MLA model nobody has looked at."""
     root = Path(transformers.__file__).parent / "models"
@@ -397,8 +503,35 @@ def test_refusals() -> None:
         generate(model, ids.flip(1), padded_prompts(B=2)[1].flip(1))
     with pytest.raises(UnsupportedError, match="caches of Static"):
         generate(model, ids, max_new_tokens=2, cache_implementation="static")
-    model.config.model_type = "deepseek_v32"
+    square = torch.zeros(1, 1, 20, 20)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="Square masks are not supported"):
+        model(ids[:1], attention_mask=square)
+    model.config._attn_implementation = "sdpa"
+    with torch.no_grad(), pytest.raises(ConfigError, match="attention was set to 'sdpa' while att"):
+        model(ids)
+    model.config._attn_implementation = "openmla"
+    sibling = type(model)(model.config)
+    with pytest.raises(ConfigError, match="another attached model shares this config object"):
+        attach(sibling)
+    with torch.no_grad(), pytest.raises(ConfigError, match="shares its config object"):
+        sibling(ids)
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match="the cache is fp32 on cpu, the mo"),
+    ):
+        model.bfloat16()(ids)
+    model.float()
     detach(model)
+    with torch.no_grad(), pytest.raises(ConfigError, match="this cache was lost with detach"):
+        model(ids[:, :1], past_key_values=past)
+    for options, message in (
+        ({"num_blocks": 0}, "num_blocks must be a positive integer"),
+        ({"workspace": 8}, "workspace must be at least one block of 64 rows, got 8"),
+        ({"backend": "nope"}, "backend 'nope' is not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            attach(model, **options)
+    model.config.model_type = "deepseek_v32"
     with pytest.raises(UnsupportedError, match="deepseek_v32 is not supported: sparse attention"):
         attach(model)
     model.config.model_type = "llama"
