@@ -101,7 +101,7 @@ def test_one_plan_per_step_and_nothing_copied(monkeypatch: pytest.MonkeyPatch) -
         made.append(make_plan(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr("openmla.integrations.transformers.make_plan", counted)
+    monkeypatch.setattr("openmla.integrations.transformers.session.make_plan", counted)
     model = make_model("deepseek_v3")
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     attach(model)

@@ -1,0 +1,173 @@
+"""attach(): run the MLA layers of a loaded Hugging Face model on this package.
+
+Only public doors of transformers are used. Every MLA attention module projects, normalises, rotates
+and computes its output as before; in between it asks its cache to store the new latents and a named
+attention function to attend. attach() registers that function ("openmla", with a mask function that
+never builds a square mask), puts paged layers into the cache objects as they come by, and names the
+function in the model's config. No class is patched and no parameter copied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from openmla.backends import all_backends
+from openmla.cache import BlockPool
+from openmla.cache.format import get_format
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.integrations.transformers.attention import openmla_attention, openmla_mask
+from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
+from openmla.integrations.transformers.session import Attachment
+
+__all__ = ["REFUSED", "SUPPORTED", "Attachment", "PagedLayer", "attach", "attachment_of", "detach"]
+
+NAME = "openmla"
+FIRST_BLOCKS = 64  # of a pool that may grow
+SUPPORTED = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k25",
+    "kimi_linear",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+    "youtu",
+)
+REFUSED = {
+    "axk2": "its attention is sparse and gated",
+    "deepseek_v32": "sparse attention is not here yet",
+    "deepseek_v4": "its compressed attention is not here yet",
+    "glm5_next": "its pooled sparse attention is not here yet",
+    "glm_moe_dsa": "sparse attention is not here yet",
+    "hy_v4": "its attention is sparse, gated and has a sink",
+}
+
+
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    attachment = module.openmla
+    assert isinstance(attachment, Attachment)
+    attachment.storing = None
+    attachment.positions = kwargs.get("position_ids")
+    implementation = module.config._attn_implementation
+    if implementation != NAME:
+        raise ConfigError(
+            f"attach: the model's attention was set to {implementation!r} while attached. "
+            "Call detach(model) first."
+        )
+    past = kwargs.get("past_key_values")
+    if past is not None:
+        install_layer(attachment, int(module.layer_idx), past)
+
+
+def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """generate() continues from the last column, so padding there would be continued."""
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    generating = isinstance(keep, int) and keep == 1  # what generate() asks for
+    if generating and isinstance(mask, Tensor) and mask.dim() == 2:
+        ids = kwargs.get("input_ids")
+        looking_is_free = mask.device.type == "cpu" or (ids is not None and ids.shape[1] > 1)
+        if looking_is_free and bool((mask[:, 1:] < mask[:, :-1]).any()):
+            raise ShapeError(
+                "attach: prompts must be padded on the left to generate, got padding on the right. "
+                'Set tokenizer.padding_side = "left".'
+            )
+
+
+def attach(
+    model: nn.Module,
+    *,
+    cache_format: str | None = None,
+    block_size: int = 64,
+    num_blocks: int | None = None,
+    backend: str = "auto",
+    workspace: int | None = None,
+) -> list[nn.Module]:
+    """Run a model's MLA layers here from now on; returns those attention modules.
+
+    `cache_format` is a key of FORMATS, by default the model's own precision. `num_blocks` fixes the
+    size of the block pool that all caches of this model share; without it the pool grows as
+    needed. `workspace` is the context rows that prefill expands at once. Then generate(),
+    pipeline() and bare forward passes work as before.
+    """
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in REFUSED:
+        raise UnsupportedError(f"attach: {model_type} is not supported: {REFUSED[model_type]}.")
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"attach: {model_type!r} is not an MLA model known here. Known: {', '.join(SUPPORTED)}."
+        )
+    modules = [module for module in model.modules() if hasattr(module, "kv_a_proj_with_mqa")]
+    if any(hasattr(module, "openmla") for module in modules):
+        raise ConfigError("attach: the model is attached already. Call detach(model) first.")
+    ours = MLAConfig.from_hf(config)
+    for module in modules:
+        if not math.isclose(float(module.scaling), ours.scale, rel_tol=1e-6):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"attach: softmax scale must be {ours.scale} by the config, "
+                f"got {module.scaling} in the model."
+            )
+    attachment = Attachment(
+        config=ours,
+        modules=modules,
+        pool=BlockPool(FIRST_BLOCKS if num_blocks is None else num_blocks, block_size),
+        format=cache_format,
+        backend=backend,
+        workspace_tokens=workspace,
+        may_grow=num_blocks is None,
+    )
+    if cache_format is not None:
+        get_format(cache_format)  # or its error
+    if backend != "auto" and backend not in all_backends():
+        raise ConfigError(
+            f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
+        )
+    if workspace is not None and workspace < block_size:
+        raise ConfigError(
+            f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
+        )
+    text_config = modules[0].config
+    if text_config._attn_implementation == NAME:  # type: ignore[union-attr]
+        raise ConfigError(
+            "attach: another attached model shares this config object. Give each its own copy."
+        )
+    AttentionInterface.register(NAME, openmla_attention)
+    AttentionMaskInterface.register(NAME, openmla_mask)
+    for module in modules:
+        module.openmla = attachment  # type: ignore[assignment]
+        handle = module.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        attachment.handles.append(handle)
+    attachment.handles.append(
+        model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
+    )
+    attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
+    text_config._attn_implementation = NAME  # type: ignore[union-attr]
+    return modules
+
+
+def detach(model: nn.Module) -> None:
+    """Undo attach(): the model attends by itself again. Caches made in between are lost."""
+    attachment = attachment_of(model)
+    for handle in attachment.handles:
+        handle.remove()
+    for text_config, implementation in attachment.previous:
+        text_config._attn_implementation = implementation
+    for module in attachment.modules:
+        del module.openmla
+    attachment.detached = True
+
+
+def attachment_of(model: nn.Module) -> Attachment:
+    """What attach() set up on a model: its pool, caches and options."""
+    for module in model.modules():
+        attachment = getattr(module, "openmla", None)
+        if isinstance(attachment, Attachment):
+            return attachment
+    raise ConfigError("attach: the model is not attached.")

@@ -1,0 +1,113 @@
+"""PagedLayer: one layer's place in past_key_values; moving rows moves block tables, no bytes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers.session import Attachment, Session
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's place in past_key_values: columns seen, and the session that holds the rows."""
+
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, session: Session, layer: int) -> None:
+        super().__init__()
+        self.session, self.layer = session, layer
+        self.columns = self.steps = 0
+        self.is_initialized = True
+        self.latents: tuple[Tensor, Tensor] | None = None
+        if session.leader is None:
+            session.leader = layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedLayer:
+        twin = PagedLayer(deepcopy(self.session, memo), self.layer)
+        twin.columns, twin.steps = self.columns, self.steps
+        return twin
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to initialise: caches belong to the attachment."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hold this pass's latents for the attention function.
+
+        The module expands what it gets back: one row, the least its reshapes can take.
+        """
+        if self.session.attachment.detached:
+            raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
+        self.latents = (key_states[:, 0], value_states[:, 0])  # [B, S, C], [B, S, R]
+        self.session.attachment.storing = self
+        return key_states[:, :, :1], value_states[:, :, :1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _leads(self) -> bool:
+        return self.session.leader == self.layer and bool(self.session.requests)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self._leads():
+            self.session.select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self._leads():
+            rows = torch.arange(len(self.session.requests))[indices.cpu()]
+            self.session.select(rows.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._leads():
+            rows = torch.arange(len(self.session.requests)).repeat_interleave(repeats)
+            self.session.select(rows.tolist())
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens; a positive number is the length to keep, as it once was."""
+        given = int(tokens_to_remove)  # assisted decoding passes a tensor
+        surplus = -given if given <= 0 else max(self.columns - given, 0)
+        surplus = min(surplus, self.columns)
+        if self._leads():
+            self.session.truncate(surplus)
+        self.columns -= surplus
+
+    def reset(self) -> None:
+        if self._leads():
+            self.session.clear()
+        self.columns = 0
+
+    def offload(self) -> None:
+        raise UnsupportedError("attach: the paged cache cannot be offloaded.")
+
+
+def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
+    """Put a paged layer into a cache object that does not have one yet."""
+    while len(past.layers) <= layer:
+        past.layers.append(DynamicLayer())
+    present = past.layers[layer]
+    if isinstance(present, PagedLayer):
+        if present.session.attachment is not attachment:
+            raise ConfigError("attach: this cache belongs to another attached model.")
+        return
+    if present.is_initialized and present.get_seq_length() > 0:
+        raise ConfigError("attach: the cache must be empty or made after attach(), got a full one.")
+    if type(present) is not DynamicLayer:
+        raise UnsupportedError(
+            f"attach: caches of {type(present).__name__} are not supported. Use the default cache."
+        )
+    session = next((entry.session for entry in past.layers if isinstance(entry, PagedLayer)), None)
+    past.layers[layer] = PagedLayer(session or Session(attachment), layer)

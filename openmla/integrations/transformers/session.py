@@ -1,0 +1,252 @@
+"""Session: the requests behind one past_key_values; Attachment: what attach() set up on a model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import Absorbed
+from openmla.cache import BlockPool, LayerCache, allocate_cache
+from openmla.config import MLAConfig
+from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
+from openmla.layers.weights import absorb, decode_weight, is_plain
+from openmla.plan import Batch, Plan, make_plan
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.paged_layer import PagedLayer
+
+NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(eq=False)
+class Attachment:
+    """Everything attach() set up on one model: the shared block pool, caches per layer, options."""
+
+    config: MLAConfig
+    modules: list[nn.Module]
+    pool: BlockPool
+    format: str | None  # None: the model's dtype
+    backend: str
+    workspace_tokens: int | None
+    may_grow: bool
+    caches: dict[int, LayerCache] = field(default_factory=dict)
+    detached: bool = False
+    positions: Tensor | None = None  # of the pass under way, as the model was given them
+    last_plan: Plan | None = None
+    storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
+    handles: list[Any] = field(default_factory=list)
+    previous: list[tuple[Any, Any]] = field(default_factory=list)
+    names: Any = field(default_factory=count)
+
+    def take(self, wanted: dict[int, int]) -> list[tuple[int, int]]:
+        """Blocks for new tokens; a pool that may grow does so instead of being full."""
+        while True:
+            try:
+                return self.pool.take(wanted)
+            except CacheFullError:
+                if not self.may_grow:
+                    raise
+                self.pool.grow(2 * self.pool.num_blocks)
+
+    def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """One layer's cache, as many blocks as the pool has by now."""
+        format = self.format or NATURAL_FORMATS.get(dtype)
+        if format is None:
+            raise UnsupportedError(
+                f"attach: a {dtype} model has no cache format of its own. Give cache_format."
+            )
+        kept = self.caches.get(layer)
+        if kept is None:
+            kept = allocate_cache(
+                self.config,
+                num_blocks=self.pool.num_blocks,
+                block_size=self.pool.block_size,
+                format=format,
+                device=device,
+            )
+        assert kept.latent is not None
+        if kept.latent.format != format or kept.latent.data.device != device:
+            raise ConfigError(
+                f"attach: the cache is {kept.latent.format} on {kept.latent.data.device}, the "
+                f"model wants {format} on {device} now. Call detach(model), then attach(model)."
+            )
+        if kept.latent.num_blocks < self.pool.num_blocks:
+            kept = LayerCache(latent=kept.latent.grown(self.pool.num_blocks))
+        self.caches[layer] = kept
+        return kept
+
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that requests hold, over all layers."""
+        blocks = self.pool.num_blocks - self.pool.num_free
+        total = 0
+        for cache in self.caches.values():
+            assert cache.latent is not None
+            total += blocks * cache.latent.data[0].numel() * cache.latent.data.element_size()
+        return total
+
+
+class Session:
+    """The requests behind one past_key_values object: one per batch row, for all layers."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+        self.requests: list[int] = []
+        self.columns: list[list[tuple[bool, int]]] = []  # per row: runs of (is a token, how many)
+        self.decoded: dict[int, Tensor] = {}  # quantised kv_b_proj by layer, as it was here first
+        self.steps = 0
+        self.leader: int | None = None  # the layer whose cache calls move requests
+        self.copies: list[tuple[int, int]] = []
+        self.batch: Batch | None = None
+        self.picked: Tensor | None = None  # tokens that are not padding, None: all
+        self.plans: dict[torch.device, Plan] = {}
+        weakref.finalize(self, _free_requests, attachment.pool, self.requests)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        """A copy shares every block until one of the two writes."""
+        twin = Session(self.attachment)
+        memo[id(self)] = twin
+        twin.steps, twin.leader = self.steps, self.leader
+        twin.requests += self._shared(range(len(self.requests)))
+        twin.columns = [list(runs) for runs in self.columns]
+        return twin
+
+    def _shared(self, rows: Sequence[int]) -> list[int]:
+        fresh = [next(self.attachment.names) for _ in rows]
+        for row, name in zip(rows, fresh, strict=True):
+            self.attachment.pool.share(self.requests[row], name)
+        return fresh
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes a copy of what row rows[i] was; no byte moves."""
+        fresh = self._shared(rows)
+        _free_requests(self.attachment.pool, self.requests)
+        self.requests[:] = fresh
+        self.columns = [list(self.columns[row]) for row in rows]
+
+    def truncate(self, num_columns: int) -> None:
+        """Drop the last columns of every row; some of them may be padding."""
+        pool = self.attachment.pool
+        for request, runs in zip(self.requests, self.columns, strict=True):
+            surplus, tokens = num_columns, 0
+            while surplus > 0 and runs:
+                is_token, length = runs.pop()
+                dropped = min(length, surplus)
+                surplus -= dropped
+                tokens += dropped if is_token else 0
+                if dropped < length:
+                    runs.append((is_token, length - dropped))
+            pool.truncate(request, pool.seq_len(request) - tokens)
+
+    def clear(self) -> None:
+        _free_requests(self.attachment.pool, self.requests)
+        self.requests.clear()
+        self.columns.clear()
+
+    def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> Absorbed:
+        """The module's kv_b_proj: views of its weight, or a quantised one decoded.
+
+        Decoded once per session, so that adapters and weights may change between generations.
+        """
+        linear = module.kv_b_proj
+        assert isinstance(linear, nn.Module)
+        if is_plain(linear):
+            weight = linear.weight
+        else:
+            C = self.attachment.config.kv_lora_rank
+            if layer not in self.decoded:
+                self.decoded[layer] = decode_weight(linear, C, dtype)
+            weight = self.decoded[layer]
+        assert isinstance(weight, Tensor)
+        return absorb(weight, self.attachment.config)
+
+    def begin(self, B: int, S: int, mask: Tensor | None) -> None:
+        """A new forward pass: find padding, take blocks, describe the batch."""
+        pool = self.attachment.pool
+        fresh = not self.requests
+        requests = [next(self.attachment.names) for _ in range(B)] if fresh else self.requests
+        if len(requests) != B:
+            raise ShapeError(
+                f"attach: the cache holds {len(requests)} sequences, got a batch of {B}."
+            )
+        spans = new_spans(B, S, mask, [pool.seq_len(request) for request in requests])
+        starts = [pool.seq_len(request) for request in requests]
+        new_lens = [stop - start for start, stop in spans]
+        self.copies = self.attachment.take(dict(zip(requests, new_lens, strict=True)))
+        if fresh:
+            self.requests += requests
+            self.columns = [[] for _ in requests]
+        for runs, (start, stop) in zip(self.columns, spans, strict=True):
+            new_runs = ((False, start), (True, stop - start), (False, S - stop))
+            runs += [run for run in new_runs if run[1] > 0]
+        ends = [start + n for start, n in zip(starts, new_lens, strict=True)]
+        self.batch = Batch(
+            query_lens=new_lens,
+            seq_lens=ends,
+            block_table=pool.block_table(requests),
+            slot_mapping=pool.slot_mapping(list(zip(requests, starts, ends, strict=True))),
+        )
+        self.picked = None
+        if sum(new_lens) < B * S:
+            rows = [torch.arange(b * S + i, b * S + j) for b, (i, j) in enumerate(spans)]
+            self.picked = torch.cat(rows)
+        self.plans = {}
+        self.steps += 1
+
+    def plan(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> Plan:
+        """This pass's plan: made for the first layer, reused by the others on its device."""
+        if device not in self.plans:
+            assert self.batch is not None
+            self.plans[device] = make_plan(
+                self.batch,
+                self.attachment.config,
+                cache,
+                dtype=dtype,
+                backend=self.attachment.backend,
+                workspace_tokens=self.attachment.workspace_tokens,
+            )
+            self.attachment.last_plan = self.plans[device]
+        return self.plans[device]
+
+
+def _free_requests(pool: BlockPool, requests: Sequence[int]) -> None:
+    for request in requests:
+        pool.free(request)
+
+
+def new_spans(
+    B: int, S: int, mask: Tensor | None, seq_lens: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Which of the S new columns of each row are tokens; padding is on one side or both.
+
+    A single new column on a GPU is taken as a token without looking: that would wait for it.
+    """
+    if mask is None or (S == 1 and mask.device.type != "cpu"):
+        return [(0, S)] * B
+    if mask.dim() != 2:
+        raise UnsupportedError(
+            f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
+            "Square masks are not supported."
+        )
+    real = mask.to(torch.bool)
+    if real.device.type == "cpu" and mask.shape[1] > S:
+        cached = real[:, :-S].sum(dim=1).tolist()
+        if cached != list(seq_lens):
+            raise ShapeError(
+                "attach: attention_mask must show the tokens that are cached, "
+                f"{list(seq_lens)} per row, got {cached}."
+            )
+    new = real[:, -S:].int()
+    lens, firsts = new.sum(dim=1).tolist(), new.argmax(dim=1).tolist()
+    edges = new.diff(dim=1).abs().sum(dim=1).tolist()
+    spans = []
+    for b in range(B):
+        if edges[b] > 2 or (edges[b] == 2 and bool(new[b, 0])):
+            raise ShapeError(f"attach: attention_mask must not have holes, row {b} has one.")
+        spans.append((firsts[b], firsts[b] + lens[b]))
+    return spans
