@@ -397,6 +397,16 @@ def test_errors_leave_the_cache_usable(grad: bool) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_dropout_is_refused() -> None:
+    model = make_model("deepseek_v3", attention_dropout=0.5).train()
+    attach(model)
+    ids, _ = padded_prompts(B=1)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="attention dropout is for train"):
+        model(ids)
+    with torch.no_grad():
+        assert model.eval()(ids).logits.isfinite().all()
+
+
 def test_crop_after_right_padding_drops_columns_not_tokens() -> None:
     model = make_model("deepseek_v3")
     ids, mask = (part.flip(1) for part in padded_prompts(B=3))
