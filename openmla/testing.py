@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from openmla.cache.format import get_format
+from openmla.cache.format import get_format, raw_view
 
 GARBAGE_BLOCK = 2**30 + 7  # a block id no cache has, for table columns nobody may read
 
@@ -171,8 +171,7 @@ def _clone_strided(tensor: Tensor) -> Tensor:
     copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
-    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    copy.view(raw).copy_(tensor.view(raw))
+    raw_view(copy).copy_(raw_view(tensor))
     return copy
 
 
@@ -220,11 +219,10 @@ def paged_rows(
     for b, request in enumerate(rows):
         blocks = [order.pop() for _ in range(needs[b])]
         table[b, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[layout.dtype.itemsize]
-        encoded = layout.encode(request, kv_scale).view(raw)
+        encoded = raw_view(layout.encode(request, kv_scale))
         for column, block in enumerate(blocks):
             part = encoded[column * BS : (column + 1) * BS]
-            cache.view(raw)[block, : len(part)] = part
+            raw_view(cache)[block, : len(part)] = part
     return cache, table.to(device)
 
 
@@ -337,6 +335,9 @@ class RaggedCase:
 _V3_ROWS: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True}
 PAGED_SHAPES = {
     "tiny-decode-b4-s256": PagedCase("", (1,) * 4, (256,) * 4, BS=64, contiguous=True),
+    "v2-lite-decode-b1-s16k-fp32": PagedCase(
+        "", (1,), (16384,), H=16, format="fp32", dtype=torch.float32, **_V3_ROWS
+    ),
     "v3-decode-b1-s8k": PagedCase("", (1,), (8192,), H=128, num_splits=32, **_V3_ROWS),
     "v3-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=128, **_V3_ROWS),
     "v3-tp8-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=16, **_V3_ROWS),

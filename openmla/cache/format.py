@@ -54,19 +54,20 @@ class CacheFormat:
         BS = cache.shape[1]
         encoded = self.encode(rows, kv_scale)
         # moved as raw bytes: torch has no index_put for fp8 on every device
-        _raw(cache)[slots // BS, slots % BS] = _raw(encoded)
+        raw_view(cache)[slots // BS, slots % BS] = raw_view(encoded)
 
     def read(self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows [n, D] in dtype from slots [n], all valid."""
         BS = cache.shape[1]
-        stored = _raw(cache)[slots // BS, slots % BS].view(self.dtype)
+        stored = raw_view(cache)[slots // BS, slots % BS].view(self.dtype)
         return self.decode(stored, kv_scale, dtype)
 
 
-_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _raw(tensor: Tensor) -> Tensor:
+def raw_view(tensor: Tensor) -> Tensor:
+    """The same bytes as integers of the same width, which every indexing op can move."""
     return tensor.view(_RAW[tensor.dtype.itemsize])
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
-from openmla.errors import OpenMLAError
+from openmla.errors import OpenMLAError, UnsupportedError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,14 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     bench.add_argument("name", help="an op of the support table, or step")
     help_text = "text from a Hugging Face MLA model on disk"
-    generate = commands.add_parser("generate", help=help_text)
-    if (list(sys.argv[1:]) if arguments is None else list(arguments))[:1] == ["generate"]:
-        # transformers is needed, and loaded, for this command alone
-        from openmla.cli.generate import add_arguments
-
-        add_arguments(generate)
+    commands.add_parser("generate", help=help_text, add_help=False)
     options, rest = parser.parse_known_args(arguments)
-    if rest and options.command != "bench":
+    if rest and options.command == "doctor":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         if options.command == "bench":
@@ -37,9 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run_bench(options.name, rest)
         if options.command == "generate":
+            if find_spec("transformers") is None:
+                raise UnsupportedError('generate: needs transformers: pip install "openmla[hf]".')
             from openmla.cli.generate import run_generate
 
-            return run_generate(options)
+            return run_generate(rest)
         from openmla.cli.doctor import run_doctor
 
         return run_doctor(as_json=options.json)

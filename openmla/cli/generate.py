@@ -14,6 +14,7 @@ import codecs
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ PREFILL_CHUNK = 1024
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="openmla generate", description=__doc__)
     parser.add_argument("--model", required=True, help="a folder with config.json and weights")
     parser.add_argument("--prompt", required=True, help="the text to continue, or @FILE")
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--compare", action="store_true", help="run plain transformers too")
+    return parser.parse_args(arguments)
 
 
 class ByteTokenizer:
@@ -97,8 +100,9 @@ class Watch:
             print(flush=True)
 
 
-def run_generate(options: argparse.Namespace) -> int:
+def run_generate(arguments: Sequence[str]) -> int:
     """Load, generate, and close with a short table."""
+    options = parse_arguments(arguments)
     folder = Path(options.model)
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -42,6 +43,26 @@ def test_long_prompt_from_a_file_shows_progress(
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     captured = capsys.readouterr()
     assert "prefill 440 tokens" in captured.out and "loading" in captured.err
+
+
+def test_float32_where_bf16_dies(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from openmla.cli import generate
+
+    for works, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(generate, "cpu_bf16_works", lambda works=works: works)
+        model = generate.load_model(Path(folder), "cpu", "bf16")
+        assert next(model.parameters()).dtype == dtype
+    assert "bf16 matrix products die on this CPU: using float32" in capsys.readouterr().err
+
+
+def test_without_transformers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("openmla.cli.__main__.find_spec", lambda name: None)
+    assert main(["generate", "--model", "x", "--prompt", "y"]) == 2
+    assert 'pip install "openmla[hf]"' in capsys.readouterr().err
 
 
 def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
