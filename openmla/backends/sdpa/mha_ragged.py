@@ -1,9 +1,8 @@
 """mha_ragged, sdpa: torch's own kernels. CPU flash per request; on CUDA flash or cuDNN.
 
 CUDA needs no host read: flash takes the ragged batch as it is. One request alone, square or not
-causal, goes to cuDNN on SM90, which comes three times as near to the roof (H200, 16 heads of
-192/128, `openmla bench mha_ragged --all`: one request of 8k 44.7 % of it, four of 2k through flash
-15.4 %). cuDNN's ragged form is not used: it plans anew on every call and aligns causal at the start.
+causal, goes to cuDNN on SM90, the faster of the two there (docs/backends.md has what was seen).
+cuDNN's ragged form is not used: it plans anew on every call and aligns causal at the start.
 
 CPU runs in float32 at least: in 16 bits torch's kernel takes a shortcut in exp that puts lse
 outside the error budget.

@@ -3,8 +3,9 @@
 A latent row is key and value at once and all heads share it, so heads become query rows and one
 call reads each row once. Parts whose blocks follow one another in the cache are taken as views; a
 float32 cache is then not copied at all. Scattered blocks are gathered part by part: still 1.67
-times the reference's speed (`openmla bench mqa_paged v2-lite-decode-b1-s16k-fp32`, 2 cores). Keys are cut at fixed positions, so a row's
-bits depend neither on where its blocks lie nor on its neighbours.
+times the reference's speed (`openmla bench mqa_paged v2-lite-decode-b1-s16k-fp32`, 2 cores).
+Keys are cut at fixed positions, so a row's bits depend neither on where its blocks lie nor on its
+neighbours.
 """
 
 from __future__ import annotations
