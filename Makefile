@@ -11,9 +11,8 @@ BIN := .venv/bin
 
 demo: setup
 	@$(BIN)/openmla doctor
-	@$(BIN)/python examples/cached_attention.py
 	@echo
-	@$(BIN)/openmla bench step --keys 4096
+	@$(BIN)/openmla generate --model demo --compare
 
 test: lint
 	$(BIN)/python -m pytest

@@ -37,8 +37,8 @@ ONLY_IN = {
     "triton": ("backends/triton", "backends/gluon"),
     "flash_mla": ("backends/flashmla",),
     "flashinfer": ("backends/flashinfer",),
-    "transformers": ("integrations/transformers/", "cli/generate.py"),
-    "safetensors": ("integrations/transformers/", "cli/generate.py"),
+    "transformers": ("integrations/transformers/", "cli/models.py", "cli/eval.py"),
+    "safetensors": ("integrations/transformers/", "cli/models.py"),
     "vllm": ("integrations/vllm.py",),
     "torch.distributed": ("parallel",),
 }

@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("name", help="an op of the support table, or step")
     help_text = "text from a Hugging Face MLA model on disk"
     commands.add_parser("generate", help=help_text, add_help=False)
+    commands.add_parser("eval", help="bits per byte for every cache format", add_help=False)
     options, rest = parser.parse_known_args(arguments)
     if rest and options.command == "doctor":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -32,9 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from openmla.cli.bench import run_bench
 
             return run_bench(options.name, rest)
-        if options.command == "generate":
+        if options.command in ("generate", "eval"):
             if find_spec("transformers") is None:
-                raise UnsupportedError('generate: needs transformers: pip install "openmla[hf]".')
+                raise UnsupportedError(
+                    f'{options.command}: needs transformers: pip install "openmla[hf]".'
+                )
+            if options.command == "eval":
+                from openmla.cli.eval import run_eval
+
+                return run_eval(rest)
             from openmla.cli.generate import run_generate
 
             return run_generate(rest)

@@ -1,17 +1,8 @@
-"""`openmla generate`: text from a Hugging Face MLA model on disk, and how it compares.
-
-Always offline. A model without tokenizer files is taken as byte-level: one token per byte.
-"""
+"""`openmla generate`: text from a Hugging Face MLA model on disk, and how it compares."""
 
 from __future__ import annotations
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers loads: nothing is ever downloaded
-
 import argparse
-import codecs
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -20,38 +11,41 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from openmla.cli.doctor import cpu_bf16_works
+from openmla.cli.models import (
+    DTYPES,
+    ByteTokenizer,
+    add_attention_option,
+    demo_prompt,
+    load_model,
+    load_tokenizer,
+    model_folder,
+    note,
+    wants_dense,
+)
 from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
 
 PREFILL_CHUNK = 1024
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="openmla generate", description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder with config.json and weights")
-    parser.add_argument("--prompt", required=True, help="the text to continue, or @FILE")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
+    parser.add_argument("--prompt", help="the text to continue, or @FILE; the demo has one")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument(
+        "--temperature", type=float, help="0 takes the likeliest token; default: 0, the demo 0.7"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice, if temperature > 0")
+    add_attention_option(parser)
     parser.add_argument("--cache-format", help="fp32, bf16, fp16 or fp8; default: as the model")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument("--compare", action="store_true", help="run plain transformers too")
     return parser.parse_args(arguments)
-
-
-class ByteTokenizer:
-    """One token per byte, for models that ship no tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def stream(self) -> codecs.IncrementalDecoder:
-        return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
 class Run(NamedTuple):
@@ -61,7 +55,7 @@ class Run(NamedTuple):
     prefill_s: float
     decode_s: float
     cache_bytes: int
-    peak_bytes: int
+    peak_bytes: int  # 0 on a CPU, where the whole process counts, both runs together
 
 
 class Watch:
@@ -103,23 +97,24 @@ class Watch:
 def run_generate(arguments: Sequence[str]) -> int:
     """Load, generate, and close with a short table."""
     options = parse_arguments(arguments)
-    folder = Path(options.model)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"generate: --model must be a folder with config.json, got {options.model!r}."
-        )
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, device, options.dtype)
-    tokenizer = load_tokenizer(folder)
+    folder = model_folder(options.model)
     prompt = options.prompt
+    if prompt is None and options.model == "demo":
+        prompt = demo_prompt()
+    if not prompt:
+        raise ConfigError("generate: --prompt must be given, and not be empty.")
     if prompt.startswith("@"):
         prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dense = wants_dense(options.model, options.attention)
+    model = load_model(folder, device, options.dtype, dense=dense)
+    tokenizer = load_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
-    if ids.shape[1] == 0:
-        raise ConfigError("generate: --prompt must not be empty.")
+    model(ids[:, :8], use_cache=False)  # the first pass of a process is slow, whoever runs it
+    choice = sampling(options)
     attach(model, cache_format=options.cache_format, backend=options.backend)
     print(prompt if len(prompt) < 400 else f"... {prompt[-300:]}", end="", flush=True)
-    ours = generate_once(model, ids, tokenizer, options.max_new_tokens, show=True)
+    ours = generate_once(model, ids, tokenizer, choice, show=True)
     plan = attachment_of(model).last_plan
     lines = plan.explain().splitlines() if plan is not None else []
     explanation = "\n".join(line for line in lines if not line.startswith("rope"))  # the model's
@@ -127,45 +122,31 @@ def run_generate(arguments: Sequence[str]) -> int:
     runs = {"openmla": ours}
     if options.compare:
         note("the same again with plain transformers")
-        runs["transformers"] = generate_once(
-            model, ids, tokenizer, options.max_new_tokens, show=False
-        )
-    print_table(runs, ids.shape[1], str(next(model.parameters()).dtype), explanation)
+        runs["transformers"] = generate_once(model, ids, tokenizer, choice, show=False)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    print_table(runs, ids.shape[1])
+    print(f"\nlast step ({dtype})\n{explanation}")
+    if options.compare:
+        print(f"\n{verdict(runs['openmla'], runs['transformers'])}")
     return 0
 
 
-def load_model(folder: Path, device: str, dtype_name: str | None) -> Any:
-    config = AutoConfig.from_pretrained(folder)
-    wanted = DTYPES[dtype_name] if dtype_name else getattr(config, "dtype", None) or torch.float32
-    if device == "cpu" and wanted == torch.bfloat16 and not cpu_bf16_works():
-        note("bf16 matrix products die on this CPU: using float32 (openmla doctor tells more)")
-        wanted = torch.float32
-    note(f"loading {folder.name} as {str(wanted).removeprefix('torch.')} on {device}")
-    cls = model_class(config.model_type)
-    model = cls.from_pretrained(folder, dtype=wanted)
-    return model.to(device).eval().requires_grad_(False)
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """What generate() is told about choosing tokens."""
+    temperature = options.temperature
+    if temperature is None:
+        temperature = DEMO_TEMPERATURE if options.model == "demo" else 0.0
+    told: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        told |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        note(f"choosing at temperature {temperature}, seed {options.seed}")
+    return {"seed": options.seed, "told": told}
 
 
-def model_class(model_type: str) -> Any:
-    """The causal language model class of a model type; Mistral 4 is not in the automatic table."""
-    import transformers
-
-    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "mistral4": "Mistral4ForCausalLM"}
-    cls = getattr(transformers, names.get(model_type, ""), None)
-    if cls is None or not issubclass(cls, PreTrainedModel | GenerationMixin):
-        raise ConfigError(f"generate: {model_type!r} is not a language model transformers knows.")
-    return cls
-
-
-def load_tokenizer(folder: Path) -> Any:
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return AutoTokenizer.from_pretrained(folder)
-    note("no tokenizer in the folder: one token per byte")
-    return ByteTokenizer()
-
-
-def generate_once(model: Any, ids: Tensor, tokenizer: Any, new_tokens: int, *, show: bool) -> Run:
-    """Greedy generation, prefill and decode timed apart, with progress while prefilling."""
+def generate_once(
+    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], *, show: bool
+) -> Run:
+    """One generation, prefill and decode timed apart, with progress while prefilling."""
     on_gpu = ids.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -174,22 +155,18 @@ def generate_once(model: Any, ids: Tensor, tokenizer: Any, new_tokens: int, *, s
     options: dict[str, Any] = {}
     if ids.shape[1] > PREFILL_CHUNK:
         options["prefill_chunk_size"] = PREFILL_CHUNK
+    torch.manual_seed(choice["seed"])
     with torch.no_grad():
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=new_tokens,
-            do_sample=False,
             streamer=watch,
             return_dict_in_generate=True,
+            **choice["told"],
             **options,
         )
     progress.remove()
-    peak = (
-        torch.cuda.max_memory_allocated()
-        if on_gpu
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
     times = watch.times
     return Run(
         watch.tokens, times[1] - times[0], times[-1] - times[1], cache_bytes(model, out), peak
@@ -205,8 +182,10 @@ class PrefillProgress:
     def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids")
         self.seen += 0 if ids is None else ids.shape[1]
-        if self.num_tokens > PREFILL_CHUNK and self.seen <= self.num_tokens:
-            end = "\n" if self.seen == self.num_tokens else ""
+        done = self.seen == self.num_tokens
+        shown = self.seen <= self.num_tokens and (done or sys.stderr.isatty())
+        if self.num_tokens > PREFILL_CHUNK and shown:
+            end = "\n" if done else ""
             text = f"\rprefill {self.seen} of {self.num_tokens} tokens"
             print(text, end=end, file=sys.stderr, flush=True)
 
@@ -223,7 +202,7 @@ def cache_bytes(model: Any, out: Any) -> int:
     )
 
 
-def print_table(runs: dict[str, Run], prompt: int, dtype: str, explanation: str) -> None:
+def print_table(runs: dict[str, Run], prompt: int) -> None:
     print(f"\n{'':<24}" + "".join(f"{name:>16}" for name in runs))
     each = list(runs.values())
     decoded = [
@@ -233,19 +212,18 @@ def print_table(runs: dict[str, Run], prompt: int, dtype: str, explanation: str)
         f"prefill {prompt} tokens": [f"{prompt / run.prefill_s:.1f} tok/s" for run in each],
         "decode": decoded,
         "cache": [f"{run.cache_bytes / 2**20:.2f} MiB" for run in each],
-        "peak memory": [f"{run.peak_bytes / 2**20:.0f} MiB" for run in each],
     }
+    if all(run.peak_bytes for run in each):
+        rows["peak memory"] = [f"{run.peak_bytes / 2**20:.0f} MiB" for run in each]
     for name, cells in rows.items():
         print(f"{name:<24}" + "".join(f"{cell:>16}" for cell in cells))
-    if "transformers" in runs:
-        ours, theirs = runs["openmla"], runs["transformers"]
-        same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
-        print(f"tokens                  {same} of {len(theirs.tokens)} the same")
-        if ours.decode_s and theirs.decode_s:
-            print(f"decode                  {theirs.decode_s / ours.decode_s:.2f} x as fast")
-            print(f"prefill                 {theirs.prefill_s / ours.prefill_s:.2f} x as fast")
-    print(f"\nlast step ({dtype.removeprefix('torch.')})\n{explanation}")
 
 
-def note(text: str) -> None:
-    print(f"generate: {text}", file=sys.stderr, flush=True)
+def verdict(ours: Run, theirs: Run) -> str:
+    """What was faster and by how much, in a sentence or two."""
+    same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
+    text = f"openmla and plain transformers: {same} of {len(theirs.tokens)} tokens the same"
+    if ours.decode_s and theirs.decode_s:
+        text += f", decode {theirs.decode_s / ours.decode_s:.2f} x as fast"
+    text += f", prefill {theirs.prefill_s / ours.prefill_s:.2f} x as fast"
+    return f"{text}, cache {ours.cache_bytes / theirs.cache_bytes:.2f} x the size."
