@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from bench.harness import Job, main
-from openmla.cache import FORMATS
+from openmla.cache.format import LATENT_FORMATS
 from openmla.ops import cache_gather
 from openmla.ops.cache_gather import cost
 from openmla.testing import Inputs, paged_rows, start_loc
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         {
             f"{size}-{format}": partial(job, lens, format)
             for size, lens in (("tiny-2x100", (100,) * 2), ("v3-context-8x8k", (8192,) * 8))
-            for format in FORMATS
+            for format in LATENT_FORMATS
         },
     )
 

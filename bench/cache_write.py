@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from bench.harness import Job, main
-from openmla.cache import FORMATS
+from openmla.cache.format import LATENT_FORMATS, get_format
 from openmla.ops import cache_write
 from openmla.ops.cache_write import cost
 from openmla.testing import Inputs
@@ -28,7 +28,9 @@ def check(inputs: Inputs, backend: str) -> float:
 def job(T: int, format: str, device: str) -> Job:
     slots = torch.randperm(2 * T, device=device)[:T]
     rows = torch.randn(T, C + R, device=device).bfloat16()
-    data = torch.zeros(-(-2 * T // BS), BS, C + R, device=device).to(FORMATS[format].dtype)
+    layout = get_format(format)
+    data = torch.zeros(-(-2 * T // BS), BS, layout.width(C + R), device=device)
+    data = data.to(layout.dtype)
     tensors = {
         "cache": data,
         "kv_c": rows[:, :C],
@@ -47,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         {
             f"{size}-{format}": partial(job, T, format)
             for size, T in (("tiny-64", 64), ("v3-decode-128", 128), ("v3-prefill-8k", 8192))
-            for format in FORMATS
+            for format in LATENT_FORMATS
         },
     )
 

@@ -219,10 +219,9 @@ def paged_rows(
     for b, request in enumerate(rows):
         blocks = [order.pop() for _ in range(needs[b])]
         table[b, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        encoded = raw_view(layout.encode(request, kv_scale))
-        for column, block in enumerate(blocks):
-            part = encoded[column * BS : (column + 1) * BS]
-            raw_view(cache)[block, : len(part)] = part
+        positions = torch.arange(len(request), device=device)
+        where = torch.tensor(blocks, dtype=torch.int64, device=device)[positions // BS]
+        layout.write(cache, where * BS + positions % BS, request, kv_scale)
     return cache, table.to(device)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, ShapeError
 
 FP8_MAX = 448.0  # largest finite e4m3
+GROUP = 128  # values that share a scale in the packed formats
 
 
 @dataclass(frozen=True)
@@ -17,12 +18,18 @@ class CacheFormat:
     """One element per column: row (block, offset) of a cache [N, BS, W] holds D values, W = D.
 
     `scaled` formats store value / kv_scale and are read back times kv_scale; in the others
-    kv_scale is not looked at.
+    kv_scale is not looked at. `holds` says what rows are: latents, or indexer keys.
     """
 
     name: str
     dtype: torch.dtype
     scaled: bool = False
+    holds: str = "latent"
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are bytes of several kinds, so that the dtype says nothing of the values."""
+        return self.dtype == torch.uint8
 
     def width(self, D: int) -> int:
         """W, the stored elements of a row of D values."""
@@ -39,10 +46,9 @@ class CacheFormat:
         """
         if not self.scaled:
             return rows.to(self.dtype)
-        quotient = rows.to(torch.float32) / kv_scale
-        return quotient.clamp(-FP8_MAX, FP8_MAX).to(self.dtype)
+        return to_fp8(rows.to(torch.float32) / kv_scale)
 
-    def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
         """Stored elements [..., W] into values [..., D]: one product, rounded to dtype once."""
         if not self.scaled:
             return stored.to(dtype)
@@ -56,11 +62,138 @@ class CacheFormat:
         # moved as raw bytes: torch has no index_put for fp8 on every device
         raw_view(cache)[slots // BS, slots % BS] = raw_view(encoded)
 
-    def read(self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def read(
+        self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
+    ) -> Tensor:
         """Rows [n, D] in dtype from slots [n], all valid."""
         BS = cache.shape[1]
         stored = raw_view(cache)[slots // BS, slots % BS].view(self.dtype)
-        return self.decode(stored, kv_scale, dtype)
+        return self.decode(stored, kv_scale, dtype, D)
+
+
+@dataclass(frozen=True)
+class PackedLatent(CacheFormat):
+    """fp8 latents with a scale per 128, and rope columns as they are: 656 bytes for 512 + 64.
+
+    A row of D = C + R values, C the largest multiple of 128 in it (so R < 128), is
+    C bytes e4m3 | C/128 float32 scales | R bf16. A scale is amax / 448 of its 128 values (`exact`),
+    or the next power of two, which every reader of this layout takes without loss.
+    """
+
+    exact: bool = False
+
+    def width(self, D: int) -> int:
+        C = self._latent_width(D)
+        return C + 4 * (C // GROUP) + 2 * (D - C)
+
+    def _latent_width(self, D: int) -> int:
+        if D < GROUP:
+            raise ConfigError(
+                f"cache: format {self.name} needs a latent of {GROUP} values or more, got {D}."
+            )
+        return D // GROUP * GROUP
+
+    def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
+        C = self._latent_width(rows.shape[-1])
+        groups = rows[..., :C].to(torch.float32).unflatten(-1, (-1, GROUP))
+        scales = groups.abs().amax(-1) / FP8_MAX
+        smallest = torch.finfo(torch.float32).tiny if self.exact else 1e-4
+        scales = scales.clamp_min(smallest)
+        if not self.exact:
+            scales = power_of_two(scales)
+        values = to_fp8(groups / scales[..., None]).flatten(-2)
+        rope = rows[..., C:].to(torch.bfloat16).contiguous()
+        return torch.cat([part.view(torch.uint8) for part in (values, scales, rope)], dim=-1)
+
+    def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
+        C = self._latent_width(D)
+        wide = torch.promote_types(dtype, torch.float32)
+        end = C + 4 * (C // GROUP)
+        values = stored[..., :C].contiguous().view(torch.float8_e4m3fn).to(wide)
+        scales = stored[..., C:end].contiguous().view(torch.float32).to(wide)
+        latent = (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2)
+        rope = stored[..., end:].contiguous().view(torch.bfloat16).to(wide)
+        return torch.cat([latent, rope], dim=-1).to(dtype)
+
+
+@dataclass(frozen=True)
+class PackedIndex(CacheFormat):
+    """Indexer keys in fp8, scales after all values of a block: 132 bytes for a key of 128.
+
+    The bytes of one block are BS x DI e4m3 values, token after token, then BS x DI/128 float32
+    scales (one where DI < 128). Declared as [N, BS, W], but a row's bytes are not neighbours: pages
+    must be contiguous inside, and only write() and read() know where things are. A scale is
+    max(amax, 1e-4) / 448, or the next power of two unless `exact`.
+    """
+
+    exact: bool = False
+
+    def width(self, D: int) -> int:
+        return D + 4 * self._num_scales(D)
+
+    def _num_scales(self, D: int) -> int:
+        if D > GROUP and D % GROUP:
+            raise ConfigError(
+                f"cache: format {self.name} needs keys of at most {GROUP} values or a multiple of "
+                f"it, got {D}."
+            )
+        return max(D // GROUP, 1)
+
+    def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
+        """Values and scales side by side, [..., W]: what write() spreads over the block."""
+        groups = rows.to(torch.float32).unflatten(-1, (self._num_scales(rows.shape[-1]), -1))
+        values, scales = quantize_groups(groups, exact=self.exact)
+        return torch.cat([values.flatten(-2).view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+
+    def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        values = stored[..., :D].contiguous().view(torch.float8_e4m3fn).to(wide)
+        scales = stored[..., D:].contiguous().view(torch.float32).to(wide)
+        groups = values.unflatten(-1, (scales.shape[-1], -1))
+        return (groups * scales[..., None]).flatten(-2).to(dtype)
+
+    def _regions(self, cache: Tensor, D: int) -> tuple[Tensor, Tensor]:
+        """Views of a block's two parts: values [N, BS, D] and scales [N, BS, W - D]."""
+        N, BS, W = cache.shape
+        page, split = cache.stride(0), BS * D
+        first = cache.storage_offset()
+        values = cache.as_strided((N, BS, D), (page, D, 1))
+        scales = cache.as_strided((N, BS, W - D), (page, W - D, 1), first + split)
+        return values, scales
+
+    def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
+        BS, D = cache.shape[1], rows.shape[-1]
+        encoded = self.encode(rows, kv_scale)
+        for region, part in zip(
+            self._regions(cache, D), encoded.split([D, cache.shape[2] - D], -1), strict=True
+        ):
+            region[slots // BS, slots % BS] = part
+
+    def read(
+        self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
+    ) -> Tensor:
+        BS = cache.shape[1]
+        parts = [region[slots // BS, slots % BS] for region in self._regions(cache, D)]
+        return self.decode(torch.cat(parts, -1), kv_scale, dtype, D)
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """Round to nearest even e4m3, saturating; torch's own cast makes NaN of what is too large."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """The next power of two, or the value itself if it is one; float32, positive and normal."""
+    bits = values.view(torch.int32)
+    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+
+
+def quantize_groups(groups: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
+    """The indexer's quantisation of [..., n]: e4m3 values, and float32 scales without the n."""
+    scales = groups.abs().amax(-1).clamp_min(1e-4) / FP8_MAX
+    if not exact:
+        scales = power_of_two(scales)
+    return to_fp8(groups / scales[..., None]), scales
 
 
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,18 +205,43 @@ def raw_view(tensor: Tensor) -> Tensor:
 
 
 FORMATS: dict[str, CacheFormat] = {
-    "fp32": CacheFormat("fp32", torch.float32),
-    "bf16": CacheFormat("bf16", torch.bfloat16),
-    "fp16": CacheFormat("fp16", torch.float16),
-    "fp8": CacheFormat("fp8", torch.float8_e4m3fn, scaled=True),
+    layout.name: layout
+    for layout in (
+        CacheFormat("fp32", torch.float32),
+        CacheFormat("bf16", torch.bfloat16),
+        CacheFormat("fp16", torch.float16),
+        CacheFormat("fp8", torch.float8_e4m3fn, scaled=True),
+        PackedLatent("fp8_ds_mla", torch.uint8),
+        PackedLatent("fp8_ds_mla_exact", torch.uint8, exact=True),
+        CacheFormat("index_fp32", torch.float32, holds="index"),
+        CacheFormat("index_bf16", torch.bfloat16, holds="index"),
+        PackedIndex("index_fp8", torch.uint8, holds="index"),
+        PackedIndex("index_fp8_exact", torch.uint8, holds="index", exact=True),
+    )
 }
+LATENT_FORMATS = tuple(name for name, layout in FORMATS.items() if layout.holds == "latent")
+INDEX_FORMATS = tuple(name for name, layout in FORMATS.items() if layout.holds == "index")
 
 
-def get_format(name: str) -> CacheFormat:
-    """FORMATS[name], or a ConfigError that lists the names."""
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise ConfigError(
-            f"cache: format {name!r} is not known. Known: {', '.join(FORMATS)}."
-        ) from None
+def get_format(name: str, holds: str | None = None) -> CacheFormat:
+    """FORMATS[name], or a ConfigError that lists the names; `holds` asks for a kind of rows."""
+    known = [key for key, layout in FORMATS.items() if holds in (None, layout.holds)]
+    if name not in known:
+        kind = f" for {holds} rows" if holds and name in FORMATS else ""
+        raise ConfigError(f"cache: format {name!r} is not known{kind}. Known: {', '.join(known)}.")
+    return FORMATS[name]
+
+
+def check_pages(where: str, cache: Tensor, format: str) -> None:
+    """A cache tensor [N, BS, W] has the dtype of its format, and pages as the format needs."""
+    layout = get_format(format)
+    if cache.dtype != layout.dtype:
+        raise ShapeError(
+            f"{where}: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
+        )
+    W = cache.shape[2]
+    if isinstance(layout, PackedIndex) and cache.shape[1] > 1 and cache.stride(1) != W:
+        raise ShapeError(
+            f"{where}: pages must be contiguous inside for format {format}, "
+            f"got strides {cache.stride()}."
+        )

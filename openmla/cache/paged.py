@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmla.cache.format import CacheFormat, get_format
+from openmla.cache.format import CacheFormat, check_pages, get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 
@@ -26,12 +26,9 @@ class PagedCache:
     kv_scale: Tensor  # [] f32
 
     def __post_init__(self) -> None:
-        layout = get_format(self.format)
-        if self.data.dim() != 3 or self.data.dtype != layout.dtype:
-            raise ShapeError(
-                f"cache: data must be [N, BS, W] {layout.dtype}, "
-                f"got {tuple(self.data.shape)} {self.data.dtype}."
-            )
+        if self.data.dim() != 3:
+            raise ShapeError(f"cache: data must be [N, BS, W], got {tuple(self.data.shape)}.")
+        check_pages("cache", self.data, self.format)
         if self.data.shape[2] > 1 and self.data.stride(2) != 1:
             raise ShapeError(
                 f"cache: data must be contiguous along a row, got strides {self.data.stride()}."
@@ -99,10 +96,16 @@ def allocate_cache(
     block_size: int,
     format: str = "bf16",
     kv_scale: float = 1.0,
+    index_format: str = "index_fp8",
+    layer: int = 0,
     device: torch.device | str = "cpu",
 ) -> LayerCache:
-    """The cache of one layer: num_blocks * block_size rows, zeroed."""
-    layout = get_format(format)
+    """The cache of one layer: num_blocks * block_size rows, zeroed.
+
+    A sparse model's layers also keep indexer keys, in `index_format`; a `layer` that shares the
+    selection of an earlier one keeps none.
+    """
+    layout = get_format(format, "latent")
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
@@ -110,13 +113,21 @@ def allocate_cache(
         raise ConfigError(f"cache: kv_scale must be positive and finite, got {kv_scale!r}.")
     if kv_scale != 1 and not layout.scaled:
         raise ConfigError(f"cache: kv_scale must be 1 for format {format}, got {kv_scale!r}.")
-    if config.compressor is not None or config.indexer is not None:
+    if config.compressor is not None:
         raise UnsupportedError(
-            f"cache: {config.model_type} needs index or compressed caches, which this version "
-            "does not have. Dense models work."
+            f"cache: {config.model_type} needs compressed caches, which this version does not have."
         )
-    shape = (num_blocks, block_size, layout.width(config.latent_dim))
-    data = torch.empty(shape, dtype=layout.dtype, device=device)
-    data.view(torch.uint8).zero_()
-    scale = torch.tensor(kv_scale, dtype=torch.float32, device=device)
-    return LayerCache(latent=PagedCache(data, format, scale))
+
+    def pages(name: str, width: int, scale: float) -> PagedCache:
+        kind = get_format(name)
+        shape = (num_blocks, block_size, kind.width(width))
+        data = torch.empty(shape, dtype=kind.dtype, device=device)
+        data.view(torch.uint8).zero_()
+        return PagedCache(data, name, torch.tensor(scale, dtype=torch.float32, device=device))
+
+    indexer = config.indexer
+    get_format(index_format, "index")
+    latent = pages(format, config.latent_dim, kv_scale)
+    if indexer is None or indexer.is_shared(layer):
+        return LayerCache(latent=latent)
+    return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, 1.0))

@@ -160,6 +160,10 @@ class IndexerConfig:
             first = "shared" if self.shared[0] else "full"
             _require(first == "full", "indexer_types[0]", "full (nothing to share yet)", first)
 
+    def is_shared(self, layer: int) -> bool:
+        """Whether a layer reuses an earlier selection; layers past the list (drafts) do not."""
+        return layer < len(self.shared) and self.shared[layer]
+
 
 @dataclass(frozen=True)
 class CompressorConfig:

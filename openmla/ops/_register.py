@@ -17,11 +17,24 @@ _LIBRARY = torch.library.Library("openmla", "DEF")
 
 _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "f": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "q": (
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float8_e4m3fn,
+    ),
     "f32": (torch.float32,),
     "i32": (torch.int32,),
     "i64": (torch.int64,),
 }
-_DTYPE_NAMES = {"f": "fp16, bf16, fp32 or fp64", "f32": "float32", "i32": "int32", "i64": "int64"}
+_DTYPE_NAMES = {
+    "f": "fp16, bf16, fp32 or fp64",
+    "q": "fp8, fp16, bf16, fp32 or fp64",
+    "f32": "float32",
+    "i32": "int32",
+    "i64": "int64",
+}
 
 
 class Cost(NamedTuple):

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from openmla.backends import Problem, load, select
-from openmla.cache.format import get_format
+from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -32,10 +32,7 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
     W = layout.width(out.shape[-1]) if out.dim() else 0
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
     dims = bind("cache_gather", _SPEC, tensors, {"W": W, "B+1": B1})
-    if cache.dtype != layout.dtype:
-        raise ShapeError(
-            f"cache_gather: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
-        )
+    check_pages("cache_gather", cache, format)
     return dims
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from openmla.backends import Problem, load, select
-from openmla.cache.format import get_format
+from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -28,10 +28,7 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
     layout = get_format(format)
     W = layout.width(kv_c.shape[-1] + k_pe.shape[-1]) if kv_c.dim() and k_pe.dim() else 0
     dims = bind("cache_write", _SPEC, tensors, {"W": W})
-    if cache.dtype != layout.dtype:
-        raise ShapeError(
-            f"cache_write: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
-        )
+    check_pages("cache_write", cache, format)
     if kv_c.dtype != k_pe.dtype:
         raise ShapeError(f"cache_write: k_pe must be {kv_c.dtype} like kv_c, got {k_pe.dtype}.")
     if dims["S"] > dims["T"]:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, load, select
-from openmla.cache.format import get_format
+from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -42,10 +42,7 @@ def _check(tensors: tuple[Tensor, ...], format: str, C: int) -> dict[str, int]:
     W = layout.width(q_latent.shape[-1]) if q_latent.dim() else 0
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
     dims = bind("mqa_paged", _SPEC, tensors, {"W": W, "B+1": B1})
-    if cache.dtype != layout.dtype:
-        raise ShapeError(
-            f"mqa_paged: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
-        )
+    check_pages("mqa_paged", cache, format)
     if not 0 < C <= dims["D"]:
         raise ShapeError(f"mqa_paged: C must be within 1..D={dims['D']}, got {C}.")
     if dims["X+1"] < 2:

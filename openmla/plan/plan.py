@@ -48,7 +48,8 @@ def make_plan(
     latent = _latent(cache)
     _check_batch(batch, latent)
     if dtype is None:
-        dtype = torch.bfloat16 if latent.layout.scaled else latent.layout.dtype
+        layout = latent.layout
+        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
     if into is not None:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,16 +18,18 @@ from openmla import (
     UnsupportedError,
     allocate_cache,
 )
+from openmla.cache.format import LATENT_FORMATS
 
 ONE = torch.tensor(1.0)
+PLAIN = ("fp32", "bf16", "fp16", "fp8")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", LATENT_FORMATS)
 def test_allocate(format: str) -> None:
     cache = allocate_cache(PRESETS["deepseek-v3"], num_blocks=3, block_size=64, format=format)
     assert isinstance(cache, LayerCache) and cache.latent is not None
     assert (cache.index, cache.window, cache.compressed, cache.state) == (None,) * 4
-    assert cache.latent.data.shape == (3, 64, 576)
+    assert cache.latent.data.shape == (3, 64, 656 if "ds_mla" in format else 576)
     assert cache.latent.data.dtype == FORMATS[format].dtype == cache.latent.layout.dtype
     assert (cache.latent.num_blocks, cache.latent.block_size) == (3, 64)
     assert not cache.latent.data.float().any()
@@ -42,6 +45,8 @@ def test_allocate(format: str) -> None:
         ({"kv_scale": 0.0}, "kv_scale must be positive and finite, got 0.0"),
         ({"kv_scale": float("nan")}, "kv_scale must be positive and finite, got nan"),
         ({"kv_scale": 2.0}, "kv_scale must be 1 for format bf16, got 2.0"),
+        ({"format": "index_bf16"}, "format 'index_bf16' is not known for latent rows"),
+        ({"index_format": "bf16"}, "format 'bf16' is not known for index rows"),
     ],
 )
 def test_contradictions(changes: dict[str, Any], message: str) -> None:
@@ -50,17 +55,35 @@ def test_contradictions(changes: dict[str, Any], message: str) -> None:
     assert f"cache: {message}" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4-flash", "glm-5"])
-def test_sparse_models_are_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"cache: .* needs index or compressed caches"):
-        allocate_cache(PRESETS[name], num_blocks=2, block_size=4)
+def test_sparse_models_keep_indexer_keys() -> None:
+    config = PRESETS["deepseek-v3.2"]
+    cache = allocate_cache(config, num_blocks=3, block_size=64, format="fp8_ds_mla")
+    assert cache.latent is not None and cache.latent.data.shape == (3, 64, 656)
+    assert cache.index is not None and cache.index.data.shape == (3, 64, 132)
+    exact = allocate_cache(config, num_blocks=3, block_size=64, index_format="index_fp32")
+    assert exact.index is not None and exact.index.data.shape == (3, 64, 128)
+    assert exact.index.data.dtype == torch.float32
+
+
+def test_layers_that_share_a_selection_keep_no_keys() -> None:
+    config = PRESETS["glm-5"]
+    assert config.indexer is not None
+    indexer = replace(config.indexer, shared=(False, True) * (config.num_layers // 2))
+    config = replace(config, indexer=indexer)
+    caches = [allocate_cache(config, num_blocks=2, block_size=4, layer=n) for n in range(3)]
+    assert [cache.index is None for cache in caches] == [False, True, False]
+
+
+def test_v4_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"cache: .* needs compressed caches"):
+        allocate_cache(PRESETS["deepseek-v4-flash"], num_blocks=2, block_size=4)
 
 
 @pytest.mark.parametrize(
     ("data", "format", "scale", "message"),
     [
-        (torch.zeros(2, 3), "fp32", ONE, r"data must be \[N, BS, W\] torch.float32, got \(2, 3\)"),
-        (torch.zeros(2, 3, 4), "bf16", ONE, r"data must be \[N, BS, W\] torch.bfloat16"),
+        (torch.zeros(2, 3), "fp32", ONE, r"data must be \[N, BS, W\], got \(2, 3\)"),
+        (torch.zeros(2, 3, 4), "bf16", ONE, "cache must be torch.bfloat16 for format bf16"),
         (torch.zeros(2, 3, 8)[:, :, ::2], "fp32", ONE, "data must be contiguous along a row"),
         (torch.zeros(2, 3, 4), "fp32", ONE[None], "kv_scale must be a float32 scalar tensor"),
         (torch.zeros(2, 3, 4), "fp32", ONE.double(), "kv_scale must be a float32 scalar tensor"),
@@ -72,7 +95,7 @@ def test_bad_parts(data: torch.Tensor, format: str, scale: torch.Tensor, message
         PagedCache(data, format, scale)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PLAIN)
 def test_grown_keeps_the_rows(format: str) -> None:
     data = torch.randn(3, 2, 5).to(FORMATS[format].dtype)
     grown = PagedCache(data, format, ONE).grown(7)
@@ -80,7 +103,7 @@ def test_grown_keeps_the_rows(format: str) -> None:
     assert not grown.data[3:].float().any() and grown.kv_scale is ONE
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PLAIN)
 def test_copy_blocks_of_strided_pages(format: str) -> None:
     """Layers interleaved in one page-major allocation: copying one layer leaves the other."""
     both = torch.randn(6, 2, 4, 5).to(FORMATS[format].dtype)

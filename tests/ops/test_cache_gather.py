@@ -32,6 +32,7 @@ class Case:
         return self.name
 
 
+PLAIN = [name for name, layout in FORMATS.items() if not layout.packed]
 CASES = [
     Case("whole", (33, 7), ((0, 33), (0, 7))),
     Case("aligned-chunk", (64, 70), ((16, 32), (48, 22))),
@@ -83,7 +84,7 @@ def make(
 
 
 @pytest.mark.parametrize("backend", BACKENDS["cache_gather"])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PLAIN)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: Case, format: str, backend: str, device: str) -> None:
     """Rows are the stored values, rounded to out's dtype once."""
@@ -97,6 +98,29 @@ def test_contract(case: Case, format: str, backend: str, device: str) -> None:
             expected = torch.cat([out.new_zeros((0, 24)), *wanted])
         assert torch.equal(out[:total], expected.to(dtype))
         assert out[total:].isnan().all()  # rows past the last span are not touched
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_gather"])
+@pytest.mark.parametrize("format", [name for name, layout in FORMATS.items() if layout.packed])
+def test_packed_formats(format: str, backend: str, device: str) -> None:
+    D = 128 if FORMATS[format].holds == "index" else 136
+    rows = [torch.randn(S, D, device=device) for S in (33, 7)]
+    one = torch.ones((), device=device)
+    cache, table = paged_rows(rows, D=D, format=format, kv_scale=one, BS=16, rng=random.Random(0))
+    layout = FORMATS[format]
+    wanted = [layout.decode(layout.encode(r, one), one, torch.float32, D) for r in rows]
+    tensors = {
+        "out": poison((20, D), torch.float32, device),
+        "cache": cache,
+        "kv_scale": one,
+        "block_table": table,
+        "starts": torch.tensor([17, 2], dtype=torch.int32, device=device),
+        "row_start_loc": start_loc([13, 5], device),
+    }
+    inputs = Inputs(tensors, {"format": format}, ())
+    run_or_skip(cache_gather, inputs, backend)
+    assert torch.equal(inputs["out"][:18], torch.cat([wanted[0][17:30], wanted[1][2:7]]))
+    assert inputs["out"][18:].isnan().all()
 
 
 def test_opcheck_and_fullgraph(device: str) -> None:

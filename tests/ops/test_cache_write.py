@@ -17,6 +17,7 @@ from openmla.ops.cache_write import cost
 from openmla.testing import Inputs, poison, strided
 from tests.ops.contract import run_or_skip
 
+PLAIN = [name for name, layout in FORMATS.items() if not layout.packed]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -75,7 +76,7 @@ def e4m3_value(code: int) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS["cache_write"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PLAIN)
 def test_contract(format: str, dtype: torch.dtype, backend: str, device: str) -> None:
     inputs = make(format=format, dtype=dtype, device=device)
     before = page_bytes(inputs["cache"])
@@ -182,6 +183,24 @@ def test_grad_is_refused() -> None:
         inputs.tensors["kv_c"] = inputs["kv_c"].clone().requires_grad_()
         with pytest.raises(UnsupportedError, match=r"cache_write: .* torch\.inference_mode\(\)"):
             inputs.run(cache_write, backend="reference")
+
+
+PACKED = [name for name, layout in FORMATS.items() if layout.packed]
+
+
+@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("format", PACKED)
+def test_packed_formats(format: str, backend: str, device: str) -> None:
+    """Byte for byte what tests/cache/test_format.py holds the layout to; other slots untouched."""
+    R = 0 if FORMATS[format].holds == "index" else 8
+    inputs = make(format=format, C=128, R=R, device=device)
+    wanted = make(format=format, C=128, R=R, device=device)
+    run_or_skip(cache_write, inputs, backend)
+    written = [i for i, slot in enumerate(inputs["slot_mapping"].tolist()) if slot >= 0]
+    rows = torch.cat([wanted["kv_c"], wanted["k_pe"]], dim=1)[written]
+    slots = wanted["slot_mapping"][written]
+    FORMATS[format].write(wanted["cache"], slots, rows, wanted["kv_scale"])
+    assert torch.equal(page_bytes(inputs["cache"]), page_bytes(wanted["cache"]))
 
 
 def test_cost() -> None:

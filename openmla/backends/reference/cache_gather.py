@@ -28,5 +28,6 @@ def run(
     for b, start in enumerate(starts.tolist()):
         positions = torch.arange(bounds[b + 1] - bounds[b], device=cache.device) + start
         blocks = block_table[b].long()[positions // BS]
-        rows = get_format(format).read(cache, blocks * BS + positions % BS, kv_scale, out.dtype)
+        slots = blocks * BS + positions % BS
+        rows = get_format(format).read(cache, slots, kv_scale, out.dtype, out.shape[1])
         out[bounds[b] : bounds[b + 1]] = rows

@@ -30,7 +30,7 @@ def run(
     causal: bool,
     max_query_len: int,
 ) -> tuple[Tensor, Tensor]:
-    T, H, _ = q_latent.shape
+    T, H, D = q_latent.shape
     BS = cache.shape[1]
     wide = torch.promote_types(q_latent.dtype, torch.float32)
     out = q_latent.new_zeros((T, H, C))
@@ -43,7 +43,7 @@ def run(
             continue
         positions = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[positions // BS] * BS + positions % BS
-        rows = get_format(format).read(cache, slots, kv_scale, wide)  # [S, D]
+        rows = get_format(format).read(cache, slots, kv_scale, wide, D)  # [S, D]
         step = max(LOGITS // (H * S), 1)
         for i in range(0, n, step):
             turn = slice(start + i, start + min(i + step, n))

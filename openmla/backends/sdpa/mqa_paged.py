@@ -63,7 +63,8 @@ def run(
             first_seen = S - stop + turn.start if causal else S - 1
             last_key = torch.arange(first_seen, num_seen).expand(turn.stop - turn.start)
             merge = _Merge()
-            for first, rows in _parts(cache, blocks, num_seen, get_format(format), kv_scale, wide):
+            layout = get_format(format)
+            for first, rows in _parts(cache, blocks, num_seen, layout, kv_scale, wide, D):
                 merge.add(*_attend(q, rows, first, last_key.repeat_interleave(H), scale, C))
             turn_out, turn_lse = merge.finish()
             out[turn] = turn_out.view(-1, H, C).to(out.dtype)
@@ -101,6 +102,7 @@ def _parts(
     layout: CacheFormat,
     kv_scale: Tensor,
     dtype: torch.dtype,
+    D: int,
 ) -> Iterator[tuple[int, Tensor]]:
     """(first position, rows [X, m, D] in dtype): X parts of m keys, all of PART but the last."""
     BS = cache.shape[1]
@@ -113,7 +115,7 @@ def _parts(
         if flat is None or slot is None:
             positions = torch.arange(first, first + length)
             slots = torch.tensor(blocks)[positions // BS] * BS + positions % BS
-            yield first, layout.read(cache, slots, kv_scale, dtype)[None]
+            yield first, layout.read(cache, slots, kv_scale, dtype, D)[None]
             first += length
             continue
         X, limit = 1, MERGED - first // PART % MERGED
@@ -126,7 +128,7 @@ def _parts(
         ):
             X += 1
         stored = flat[slot : slot + X * length].unflatten(0, (X, length))
-        yield first, stored if as_stored else layout.decode(stored, kv_scale, dtype)
+        yield first, stored if as_stored else layout.decode(stored, kv_scale, dtype, D)
         first += X * length
 
 
