@@ -74,7 +74,7 @@ class Decode:
         for start in range(0, self.S, 2048):
             rows = hidden[start : start + 2048]
             positions = torch.arange(start, start + len(rows), device=self.device)
-            parts.append(self.layer.project(rows, positions, self.plan))
+            parts.append(self.layer.project(rows, positions, self.plan)[0])
         whole = Projected(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
         slots = self.pool.slot_mapping([("r", 0, self.S)]).to(self.device)
         flat = latent.data.view(-1, self.config.latent_dim)
@@ -123,7 +123,7 @@ class Decode:
         return self._past
 
     def _expanded(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        projected = self.layer.project(self.hidden, self.positions, self.plan)
+        projected = self.layer.project(self.hidden, self.positions, self.plan)[0]
         new_key, new_value = self.expand(projected.kv_c, projected.k_pe)
         self.keys[:, self.S :], self.values[:, self.S :] = new_key, new_value
         q = torch.cat([projected.q_nope, projected.q_pe], dim=-1).transpose(0, 1)  # [H, 1, E]

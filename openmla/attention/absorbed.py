@@ -5,21 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import Absorbed, Projected
+from openmla.attention.types import Absorbed, Projected, Selection
 from openmla.cache import PagedCache
-from openmla.ops import mqa_paged
-from openmla.plan import DecodePlan, Plan
+from openmla.ops import Segment, mqa_paged, mqa_sparse
+from openmla.plan import DecodePlan, Plan, SparsePlan
 
 
 def attend_absorbed(
     projected: Projected, absorbed: Absorbed, latent: PagedCache, plan: Plan, decode: DecodePlan
-) -> Tensor:  # [n, H, V], the rows of decode.rows
+) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
-    q_nope, q_pe = projected.q_nope[decode.rows], projected.q_pe[decode.rows]
-    into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
-    q_latent = torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
-    out_latent, _ = mqa_paged(
-        q_latent,
+    out_latent, lse = mqa_paged(
+        _into_latent(projected.q_nope[decode.rows], projected.q_pe[decode.rows], absorbed),
         latent.data,
         latent.kv_scale,
         decode.block_table,
@@ -33,4 +30,43 @@ def attend_absorbed(
         max_query_len=decode.max_query_len,
         backend=plan.backends["mqa_paged"],
     )
+    return _out_of_latent(out_latent, absorbed), lse
+
+
+def attend_chosen(
+    q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
+    q_pe: Tensor,
+    absorbed: Absorbed,
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
+    """The same over each token's own rows."""
+    n = sparse.num_absorbed
+    out_latent, lse = mqa_sparse(
+        _into_latent(q_nope, q_pe, absorbed),
+        sparse.query_start_loc.clamp(max=n),
+        sparse.row_lens[:n].long() - 1,
+        Segment(
+            latent.data,
+            latent.kv_scale,
+            latent.format,
+            "slots",
+            rows=selection.slots,
+            row_lens=selection.lens[:n],
+        ),
+        C=plan.config.kv_lora_rank,
+        scale=plan.config.scale,
+        backend=plan.backends["mqa_sparse"],
+    )
+    return _out_of_latent(out_latent, absorbed), lse
+
+
+def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: Absorbed) -> Tensor:
+    into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
+    return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
+
+
+def _out_of_latent(out_latent: Tensor, absorbed: Absorbed) -> Tensor:
     return torch.bmm(out_latent.transpose(0, 1), absorbed.w_uv).transpose(0, 1)

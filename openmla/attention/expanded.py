@@ -13,7 +13,7 @@ from openmla.plan import ContextChunk, Plan, PrefillPlan
 
 def attend_expanded(
     projected: Projected, absorbed: Absorbed, latent: PagedCache, plan: Plan, prefill: PrefillPlan
-) -> Tensor:  # [n, H, V], the rows of prefill.rows
+) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of prefill.rows
     """New rows causally and context beside them: in one call if it fits, else chunk by chunk.
 
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
@@ -23,11 +23,10 @@ def attend_expanded(
     kv_c, k_pe = projected.kv_c[prefill.rows], projected.k_pe[prefill.rows]
     if prefill.whole is not None:
         assert prefill.new_rows is not None
-        rows = _gather(latent, plan, prefill.whole, kv_c.dtype)
+        rows = gather(latent, plan, prefill.whole, kv_c.dtype)
         rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
-        out, _ = _attend(q, rows, absorbed, plan, prefill.whole, causal=True)
-        return out
-    k, v = _expand(kv_c, k_pe, absorbed, plan)
+        return _attend(q, rows, absorbed, plan, prefill.whole, causal=True)
+    k, v = expand(kv_c, k_pe, absorbed, plan)
     out, lse = mha_ragged(
         q,
         k,
@@ -41,7 +40,7 @@ def attend_expanded(
         backend=plan.backends["mha_ragged"],
     )
     for chunk in prefill.chunks:
-        rows = _gather(latent, plan, chunk, kv_c.dtype)
+        rows = gather(latent, plan, chunk, kv_c.dtype)
         part_out, part_lse = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
         merge_states(
             out[chunk.rows],
@@ -50,10 +49,10 @@ def attend_expanded(
             part_lse,
             backend=plan.backends["merge_states"],
         )
-    return out
+    return out, lse
 
 
-def _gather(latent: PagedCache, plan: Plan, chunk: ContextChunk, dtype: torch.dtype) -> Tensor:
+def gather(latent: PagedCache, plan: Plan, chunk: ContextChunk, dtype: torch.dtype) -> Tensor:
     """[num_keys, D]: a chunk's context rows, in the workspace if there is one."""
     if plan.workspace is not None:
         rows = plan.workspace.rows[: chunk.num_keys]
@@ -73,7 +72,7 @@ def _gather(latent: PagedCache, plan: Plan, chunk: ContextChunk, dtype: torch.dt
     return rows
 
 
-def _expand(kv_c: Tensor, k_pe: Tensor, absorbed: Absorbed, plan: Plan) -> tuple[Tensor, Tensor]:
+def expand(kv_c: Tensor, k_pe: Tensor, absorbed: Absorbed, plan: Plan) -> tuple[Tensor, Tensor]:
     """Keys [S, H, P + R] and values [S, H, V]; values are a view into the expansion."""
     config = plan.config
     S, H, P = kv_c.shape[0], config.num_heads, config.qk_nope_head_dim
@@ -95,7 +94,7 @@ def _attend(
     q: Tensor, rows: Tensor, absorbed: Absorbed, plan: Plan, chunk: ContextChunk, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     C = plan.config.kv_lora_rank
-    k, v = _expand(rows[:, :C], rows[:, C:], absorbed, plan)
+    k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)
     return mha_ragged(
         q,
         k,

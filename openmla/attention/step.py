@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.attention.absorbed import attend_absorbed
+from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
-from openmla.attention.types import Absorbed, Projected
-from openmla.cache import LayerCache
+from openmla.attention.masked import attend_masked
+from openmla.attention.types import Absorbed, Projected, Selection
+from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write
-from openmla.plan import Plan
+from openmla.plan import Plan, SparsePlan
 
 
 def attend_step(
-    projected: Projected, absorbed: Absorbed, cache: LayerCache, plan: Plan
+    projected: Projected,
+    absorbed: Absorbed,
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    selection: Selection | None = None,
+    sink: Tensor | None = None,  # [H] f32
 ) -> Tensor:  # [T, H, V]
     """One layer's attention over the step's T tokens, in the caller's order.
 
     All new rows are written first, so that absorbed queries find their own row in the cache.
+    `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
+    A `sink` is a logit per head that takes its share of the softmax and gives nothing.
     """
     latent = cache.latent
     if latent is None:
@@ -30,6 +40,8 @@ def attend_step(
             f"step: q_nope must be [T, H, P] with {shape} as planned, "
             f"got {tuple(projected.q_nope.shape)}."
         )
+    if plan.sparse is not None:
+        _check_selection(selection, plan.sparse)
     cache_write(
         latent.data,
         projected.kv_c,
@@ -39,12 +51,63 @@ def attend_step(
         format=latent.format,
         backend=plan.backends["cache_write"],
     )
-    decode, prefill = plan.decode, plan.prefill
-    if prefill is None:
-        assert decode is not None
-        return attend_absorbed(projected, absorbed, latent, plan, decode)
-    out = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
-    out[prefill.rows] = attend_expanded(projected, absorbed, latent, plan, prefill)
-    if decode is not None:
-        out[decode.rows] = attend_absorbed(projected, absorbed, latent, plan, decode)
-    return out
+    parts = []
+    if plan.decode is not None:
+        attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
+        parts.append((plan.decode.rows, *attended))
+    if plan.prefill is not None:
+        attended = attend_expanded(projected, absorbed, latent, plan, plan.prefill)
+        parts.append((plan.prefill.rows, *attended))
+    if plan.sparse is not None:
+        assert selection is not None
+        attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
+        parts.append((plan.sparse.rows, *attended))
+    if sink is not None:
+        parts = [(rows, _with_sink(out, lse, sink), lse) for rows, out, lse in parts]
+    if len(parts) == 1 and isinstance(parts[0][0], slice):  # every token, in order
+        return parts[0][1]
+    whole = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
+    for rows, out, _ in parts:
+        whole[rows] = out
+    return whole
+
+
+def _check_selection(selection: Selection | None, sparse: SparsePlan) -> None:
+    if selection is None:
+        raise ConfigError(
+            "step: selection must be given, the plan has tokens that choose their keys. "
+            "It is what select_step returned for this layer, or for the one it shares with."
+        )
+    if selection.positions.shape[0] != sparse.num_rows:
+        raise ShapeError(
+            f"step: selection must be of this step's {sparse.num_rows} sparse tokens, "
+            f"got {selection.positions.shape[0]}."
+        )
+
+
+def _attend_sparse(
+    projected: Projected,
+    absorbed: Absorbed,
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed rows first, then masked ones, as the plan packed them."""
+    q_nope, q_pe = projected.q_nope[sparse.rows], projected.q_pe[sparse.rows]
+    n = sparse.num_absorbed
+    parts = []
+    if n:
+        parts.append(attend_chosen(q_nope[:n], q_pe[:n], absorbed, latent, plan, sparse, selection))
+    if sparse.masked:
+        q = torch.cat([q_nope[n:], q_pe[n:]], dim=-1)
+        parts.append(attend_masked(q, projected, absorbed, latent, plan, sparse, selection))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """What the sink leaves; a token that sees nothing stays 0, whatever its sink."""
+    share = (lse - sink.to(lse.dtype)).sigmoid().masked_fill(lse == -torch.inf, 0)
+    return (out * share[..., None]).to(out.dtype)

@@ -22,3 +22,22 @@ class Absorbed(NamedTuple):
     kv_b: Tensor  # [H * (P + V), C]
     w_uk: Tensor  # [H, P, C]
     w_uv: Tensor  # [H, C, V]
+
+
+class IndexInputs(NamedTuple):
+    """What the lightning indexer makes of a step's tokens, rotated; scales folded into w_idx.
+
+    `k_idx` is None where the keys are in the cache already.
+    """
+
+    q_idx: Tensor  # [T, HI, DI]
+    w_idx: Tensor  # [T, HI] f32
+    k_idx: Tensor | None  # [T, DI]
+
+
+class Selection(NamedTuple):
+    """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
+
+    positions: Tensor  # [n, K] i32, -1 pads
+    lens: Tensor  # [n] i32
+    slots: Tensor  # [num_absorbed, K] i32

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -14,11 +15,24 @@ from openmla.errors import ConfigError, UnsupportedError
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("reference",),
     "cache_write": ("reference",),
+    "index_logits": ("reference",),
+    "index_logits_ragged": ("reference",),
+    "index_select": ("reference",),
+    "index_topk": ("reference",),
+    "index_write": ("reference",),
+    "map_slots": ("reference",),
     "merge_states": ("reference",),
+    "mha_masked": ("reference",),
     "mha_ragged": ("sdpa", "reference"),
     "mqa_paged": ("sdpa", "reference"),
+    "mqa_sparse": ("flashmla", "reference"),
+    "pack_mask": ("reference",),
     "rope": ("reference",),
 }
+
+
+# Packages that are not installed with this one; looked for by name, before any is imported.
+REQUIRES = {"flashmla": "flash_mla"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,10 @@ class Problem:
     E: int = 0
     V: int = 0
     BS: int = 0
+    K: int = 0
     max_query_len: int = 0
+    kinds: tuple[str, ...] = ()  # of the segments
+    sink: bool = False
 
 
 def all_backends() -> tuple[str, ...]:
@@ -58,6 +75,9 @@ def why_not(problem: Problem, backend: str) -> str | None:
     """Why a backend cannot run a problem, or None if it can."""
     if backend not in BACKENDS[problem.op]:
         return f"has no {problem.op}"
+    package = REQUIRES.get(backend)
+    if package is not None and find_spec(package) is None:
+        return f"package {package} is not installed"
     reason: str | None = load(problem.op, backend).why_not(problem)
     return reason
 

@@ -55,6 +55,10 @@ class CacheFormat:
         wide = torch.promote_types(dtype, torch.float32)
         return (stored.to(wide) * kv_scale.to(wide)).to(dtype)
 
+    def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Queries as keys of this format meet them, and what their products are short of."""
+        return q_idx, None
+
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
         """Store rows [n, D] at slots [n] (block * BS + offset), all valid and distinct."""
         BS = cache.shape[1]
@@ -102,17 +106,17 @@ class PackedLatent(CacheFormat):
         if not self.exact:
             scales = power_of_two(scales)
         values = to_fp8(groups / scales[..., None]).flatten(-2)
-        rope = rows[..., C:].to(torch.bfloat16).contiguous()
-        return torch.cat([part.view(torch.uint8) for part in (values, scales, rope)], dim=-1)
+        rope = rows[..., C:].to(torch.bfloat16)
+        return torch.cat([_as_bytes(part) for part in (values, scales, rope)], dim=-1)
 
     def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
         C = self._latent_width(D)
         wide = torch.promote_types(dtype, torch.float32)
         end = C + 4 * (C // GROUP)
-        values = stored[..., :C].contiguous().view(torch.float8_e4m3fn).to(wide)
-        scales = stored[..., C:end].contiguous().view(torch.float32).to(wide)
+        values = _from_bytes(stored[..., :C], torch.float8_e4m3fn).to(wide)
+        scales = _from_bytes(stored[..., C:end], torch.float32).to(wide)
         latent = (values.unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2)
-        rope = stored[..., end:].contiguous().view(torch.bfloat16).to(wide)
+        rope = _from_bytes(stored[..., end:], torch.bfloat16).to(wide)
         return torch.cat([latent, rope], dim=-1).to(dtype)
 
 
@@ -143,14 +147,20 @@ class PackedIndex(CacheFormat):
         """Values and scales side by side, [..., W]: what write() spreads over the block."""
         groups = rows.to(torch.float32).unflatten(-1, (self._num_scales(rows.shape[-1]), -1))
         values, scales = quantize_groups(groups, exact=self.exact)
-        return torch.cat([values.flatten(-2).view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+        return torch.cat([_as_bytes(values.flatten(-2)), _as_bytes(scales)], dim=-1)
 
     def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
         wide = torch.promote_types(dtype, torch.float32)
-        values = stored[..., :D].contiguous().view(torch.float8_e4m3fn).to(wide)
-        scales = stored[..., D:].contiguous().view(torch.float32).to(wide)
+        values = _from_bytes(stored[..., :D], torch.float8_e4m3fn).to(wide)
+        scales = _from_bytes(stored[..., D:], torch.float32).to(wide)
         groups = values.unflatten(-1, (scales.shape[-1], -1))
         return (groups * scales[..., None]).flatten(-2).to(dtype)
+
+    def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
+        """fp8 too, a scale per token and head; wider heads would need several inside the relu."""
+        if q_idx.shape[-1] > GROUP or q_idx.dtype == torch.float64:
+            return q_idx, None
+        return quantize_groups(q_idx.to(torch.float32), exact=self.exact)
 
     def _regions(self, cache: Tensor, D: int) -> tuple[Tensor, Tensor]:
         """Views of a block's two parts: values [N, BS, D] and scales [N, BS, W - D]."""
@@ -175,6 +185,22 @@ class PackedIndex(CacheFormat):
         BS = cache.shape[1]
         parts = [region[slots // BS, slots % BS] for region in self._regions(cache, D)]
         return self.decode(torch.cat(parts, -1), kv_scale, dtype, D)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    """[..., n] as [..., n * itemsize] bytes; torch itself cannot view what has no elements."""
+    if values.numel() == 0:
+        shape = (*values.shape[:-1], values.shape[-1] * values.dtype.itemsize)
+        return values.new_empty(shape, dtype=torch.uint8)
+    return values.contiguous().view(torch.uint8)
+
+
+def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse of _as_bytes."""
+    if stored.numel() == 0:
+        shape = (*stored.shape[:-1], stored.shape[-1] // dtype.itemsize)
+        return stored.new_empty(shape, dtype=dtype)
+    return stored.contiguous().view(dtype)
 
 
 def to_fp8(values: Tensor) -> Tensor:

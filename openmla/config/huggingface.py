@@ -21,6 +21,8 @@ class Family(NamedTuple):
     rope_kind: str | None = None  # None: as the config says
     default_theta: float = 10000.0
     indexer_pairing: str | None = None  # None: no indexer
+    indexer_side: str = "first"  # which channels of the indexer are rotated
+    indexer_norm: str = "fixed"  # its LayerNorm's epsilon: 1e-6, or "config" for rms_norm_eps
     needs_q_lora: bool = False
     scaled_latents: bool = False
     layers_per_block: int = 1
@@ -42,6 +44,14 @@ FAMILIES = {
     ),
     "deepseek_v32": Family(indexer_pairing="halves", needs_q_lora=True),
     "glm_moe_dsa": Family(indexer_pairing="pairs", needs_q_lora=True),
+    "axk2": Family(indexer_pairing="halves", needs_q_lora=True),
+    "hy_v4": Family(
+        pairing="halves",
+        indexer_pairing="halves",
+        indexer_side="last",
+        indexer_norm="config",
+        needs_q_lora=True,
+    ),
     "deepseek_v4": Family(indexer_pairing="pairs", needs_q_lora=True),
 }
 
@@ -241,6 +251,8 @@ def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerCon
         head_dim=_integer(fields, "index_head_dim"),
         topk=_integer(fields, "index_topk"),
         pairing="pairs" if interleave else "halves",
+        rope_side=family.indexer_side,
+        norm_eps=_number(fields, "rms_norm_eps", 1e-6) if family.indexer_norm == "config" else 1e-6,
         shared=shared if any(shared) else (),
     )
 

@@ -1,18 +1,21 @@
-"""MLAAttention: the dense MLA layer of V2, V3, R1, Kimi-K2, GLM, LongCat, MiniCPM3, Mistral 4."""
+"""MLAAttention: the layer of V2, V3, R1, V3.2, Kimi-K2, GLM, LongCat, MiniCPM3, Mistral 4."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Absorbed, Projected, attend_step
+from openmla.attention import Absorbed, Projected, Selection, attend_step, select_step
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
-from openmla.errors import ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.layers.indexer import Indexer
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import absorb, decode_weight, is_plain
 from openmla.ops import rope
 from openmla.plan import Plan
+
+GATED = ("axk2", "hy_v4")
 
 
 class RMSNorm(nn.Module):
@@ -38,16 +41,23 @@ class MLAAttention(nn.Module):
 
     Weights are for inference: no parameter requires grad. `kv_b_proj` may be replaced by a
     quantised linear; call refresh_weights() after that, and after changing its weight in any way
-    but load_state_dict().
+    but load_state_dict(). `layer` is its number in the model, which decides whether a sparse layer
+    has an indexer of its own or shares the selection of an earlier one.
     """
 
-    def __init__(self, config: MLAConfig) -> None:
+    def __init__(self, config: MLAConfig, *, layer: int = 0, hadamard: bool = False) -> None:
         super().__init__()
-        if config.compressor is not None or config.indexer is not None:
+        if config.compressor is not None:
+            raise UnsupportedError(f"MLAAttention: {config.model_type} needs another layer.")
+        if config.model_type in GATED:
             raise UnsupportedError(
-                f"MLAAttention: {config.model_type} is sparse, this layer is dense."
+                f"MLAAttention: {config.model_type} gates its output, this layer does not. "
+                "attach() runs it."
             )
         self.config = config
+        self.indexer: Indexer | None = None
+        if config.indexer is not None and not config.indexer.is_shared(layer):
+            self.indexer = Indexer(config, hadamard=hadamard)
         hidden, H, E = config.hidden_size, config.num_heads, config.qk_head_dim
         C, R, bias = config.kv_lora_rank, config.qk_rope_head_dim, config.attention_bias
         if config.q_lora_rank is None:
@@ -88,14 +98,18 @@ class MLAAttention(nn.Module):
         assert isinstance(weight, Tensor)
         return absorb(weight, self.config)
 
-    def project(self, hidden: Tensor, positions: Tensor, plan: Plan) -> Projected:
-        """Projections, norms and rope: what attention takes."""
+    def project(
+        self, hidden: Tensor, positions: Tensor, plan: Plan
+    ) -> tuple[Projected, Tensor | None]:
+        """Projections, norms and rope: what attention takes, and the low-rank query if any."""
         config = self.config
         T, P, R = hidden.shape[0], config.qk_nope_head_dim, config.qk_rope_head_dim
+        q_resid = None
         if config.q_lora_rank is None:
             q = self.q_proj(hidden)
         else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden)))
+            q_resid = self.q_a_layernorm(self.q_a_proj(hidden))
+            q = self.q_b_proj(q_resid)
         q = q.view(T, config.num_heads, config.qk_head_dim)
         latent = self.kv_a_proj_with_mqa(hidden)
         kv_c = self.kv_a_layernorm(latent[:, : config.kv_lora_rank])
@@ -114,7 +128,7 @@ class MLAAttention(nn.Module):
         if config.llama4_beta:
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
-        return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe)
+        return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe), q_resid
 
     def forward(
         self,
@@ -124,6 +138,20 @@ class MLAAttention(nn.Module):
         plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
         """Project, write the cache, attend, project back; T is the plan's."""
+        return self.attend(hidden, positions, cache, plan)[0]
+
+    def attend(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
+        positions: Tensor,  # [T] i64
+        cache: LayerCache,
+        plan: Plan,
+        selection: Selection | None = None,
+    ) -> tuple[Tensor, Selection | None]:
+        """forward(), and the selection it used, for the layers after it that share it.
+
+        A layer without an indexer of its own takes that of the layer before as `selection`.
+        """
         T = plan.num_tokens
         if hidden.shape != (T, self.config.hidden_size):
             raise ShapeError(
@@ -137,6 +165,16 @@ class MLAAttention(nn.Module):
             )
         if plan.config is not self.config and plan.config != self.config:
             raise ShapeError("MLAAttention: plan must be made for this layer's config.")
-        projected = self.project(hidden, positions, plan)
-        out = attend_step(projected, self.absorbed, cache, plan)
-        return self.o_proj(out.flatten(1))
+        if self.indexer is not None and cache.index is None:
+            raise ConfigError("MLAAttention: cache must have index rows for this layer, got none.")
+        if self.indexer is None and plan.sparse is not None and selection is None:
+            raise ConfigError(
+                "MLAAttention: selection must be given, this layer has no indexer of its own."
+            )
+        projected, q_resid = self.project(hidden, positions, plan)
+        if self.indexer is not None:
+            assert q_resid is not None and cache.index is not None
+            index = self.indexer(hidden, q_resid, positions, cache.index, plan)
+            selection = select_step(index, cache, plan)
+        out = attend_step(projected, self.absorbed, cache, plan, selection=selection)
+        return self.o_proj(out.flatten(1)), selection

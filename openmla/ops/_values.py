@@ -72,3 +72,12 @@ def check_block_table(
 def _head(values: Tensor) -> str:
     shown = ", ".join(str(int(value)) for value in values[:8])
     return f"[{shown}{', ...' if values.numel() > 8 else ''}]"
+
+
+def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:
+    """How many keys each token sees: none at least, `most` at most."""
+    if row_lens.numel() == 0:
+        return
+    low, high = (int(value) for value in row_lens.aminmax())
+    if low < 0 or high > most:
+        raise ShapeError(f"{op}: row_lens must be within 0..num_keys={most}, got {low}..{high}.")

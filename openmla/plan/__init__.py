@@ -2,7 +2,7 @@
 
 from openmla.plan.batch import Batch
 from openmla.plan.plan import make_plan, plan_buffers
-from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan
+from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, SparsePlan
 from openmla.plan.workspace import Workspace, default_workspace_tokens, warmup
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "DecodePlan",
     "Plan",
     "PrefillPlan",
+    "SparsePlan",
     "Workspace",
     "default_workspace_tokens",
     "make_plan",

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from openmla.config import MLAConfig
+from openmla.ops.mha_masked import cost as masked_cost
 from openmla.ops.mha_ragged import cost as mha_cost
 from openmla.ops.mqa_paged import cost as mqa_cost
+from openmla.ops.mqa_sparse import cost as sparse_cost
 
 # Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
 # server CPU: 190 GFLOP/s over 28 GB/s (bench/harness.py measures both). Only the order matters.
@@ -54,6 +56,24 @@ def choose_absorbed(
         return thresholds[bits]
 
     return [n <= 1 or n <= threshold(S) for n, S in zip(query_lens, seq_lens, strict=True)]
+
+
+def choose_sparse_absorbed(
+    config: MLAConfig, n: int, S: int, *, format: str, itemsize: int, device: str
+) -> bool:
+    """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked."""
+    assert config.indexer is not None
+    H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
+    P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
+    pairs = n * min(S, config.indexer.topk)
+    gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
+    absorbed = max(gathered.flops + 2 * n * H * C * (P + V), BALANCE[device] * gathered.bytes)
+    masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
+    written = S * H * (E + V) * itemsize
+    expanded = max(
+        masked.flops + 2 * S * H * C * (P + V), BALANCE[device] * (masked.bytes + written)
+    )
+    return n == 1 or absorbed <= expanded
 
 
 def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:

@@ -10,15 +10,17 @@ from torch import Tensor
 
 from openmla.backends import BACKENDS, Problem, select
 from openmla.cache import LayerCache, PagedCache
-from openmla.config import MLAConfig
+from openmla.cache.format import get_format
+from openmla.config import IndexerConfig, MLAConfig
 from openmla.errors import ConfigError, ShapeError
 from openmla.hardware import capability, multiprocessors
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
-from openmla.plan.forms import choose_absorbed
+from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed
+from openmla.plan.sparse import masked_chunks, row_lens, score_chunks
 from openmla.plan.splits import FIXED_RUN, run_length, split_bounds
-from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, Rows
+from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, Rows, SparsePlan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
 
@@ -46,6 +48,7 @@ def make_plan(
     them, so that addresses stay for graph replay; such a plan is absorbed only.
     """
     latent = _latent(cache)
+    _check_index(config, cache, latent)
     _check_batch(batch, latent)
     if dtype is None:
         layout = latent.layout
@@ -53,11 +56,12 @@ def make_plan(
     if into is not None:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
-        return _captured(batch, config, latent, into, dtype, backend, batch_invariant)
+        return _captured(batch, config, cache, into, dtype, backend, batch_invariant)
     device = latent.data.device
     absorbed = _forms(batch, config, latent, dtype, form)
-    decoding = [b for b, chosen in enumerate(absorbed) if chosen]
-    prefilling = [b for b, chosen in enumerate(absorbed) if not chosen]
+    choosing = _choosing(batch, config)
+    decoding = [b for b, chosen in enumerate(absorbed) if chosen and b not in choosing]
+    prefilling = [b for b, chosen in enumerate(absorbed) if not chosen and b not in choosing]
     starts = list(accumulate(batch.query_lens, initial=0))
     rows_at_once = workspace.num_rows if workspace is not None else workspace_tokens
     if rows_at_once is None:
@@ -72,20 +76,24 @@ def make_plan(
     if workspace is not None:
         new_tokens = sum(batch.query_lens[b] for b in prefilling)
         _check_workspace(workspace, dtype, new_tokens)
-    decode = prefill = None
-    if decoding or not prefilling:
+    decode = prefill = sparse = None
+    if decoding or not (prefilling or choosing):
         decode = _plan_decode(batch, decoding, starts, latent, batch_invariant)
     if prefilling:
         prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
-    problems = _problems(config, latent, dtype, decode, prefill)
-    tensors = (decode, prefill, batch.slot_mapping, _long_context(batch, config))
-    decode, prefill, slot_mapping, long_context = upload(tensors, device)
+    if choosing:
+        routes = _sparse_forms(batch, config, latent, dtype, form, choosing)
+        sparse = _plan_sparse(batch, routes, starts, latent.block_size, rows_at_once)
+    problems = _problems(config, cache, dtype, decode, prefill, sparse)
+    tensors = (decode, prefill, sparse, batch.slot_mapping, _long_context(batch, config))
+    decode, prefill, sparse, slot_mapping, long_context = upload(tensors, device)
     return Plan(
         config=config,
         num_tokens=batch.num_tokens,
         slot_mapping=slot_mapping,
         decode=decode,
         prefill=prefill,
+        sparse=sparse,
         backends={problem.op: select(problem, _named(problem.op, backend)) for problem in problems},
         problems=problems,
         workspace=workspace,
@@ -97,6 +105,24 @@ def _latent(cache: LayerCache) -> PagedCache:
     if cache.latent is None:
         raise ConfigError("plan: cache must have latent rows, got none.")
     return cache.latent
+
+
+def _check_index(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> None:
+    get_format(latent.format, "latent")
+    if config.indexer is None:
+        return
+    index = cache.index
+    if index is None:
+        raise ConfigError(
+            f"plan: cache must have index rows for {config.model_type}, got none. A layer that "
+            "shares its selection has none: plan with the cache of one that does not."
+        )
+    get_format(index.format, "index")
+    if (index.num_blocks, index.block_size) != (latent.num_blocks, latent.block_size):
+        raise ConfigError(
+            f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
+            f"the latent ones, got {index.num_blocks} of {index.block_size}."
+        )
 
 
 def _check_workspace(workspace: Workspace, dtype: torch.dtype, new_tokens: int) -> None:
@@ -170,13 +196,13 @@ def _pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
     """Token rows of some requests: everything, one slice if they are neighbours, or indices."""
     if not requests:
         return slice(0, 0)
-    if requests[-1] - requests[0] + 1 == len(requests):
+    if list(requests) == list(range(requests[0], requests[0] + len(requests))):
         return slice(starts[requests[0]], starts[requests[-1] + 1])
     return torch.cat([torch.arange(starts[b], starts[b + 1]) for b in requests])
 
 
 def _pick(table: Tensor, requests: Sequence[int]) -> Tensor:
-    if len(requests) == table.shape[0]:
+    if list(requests) == list(range(table.shape[0])):
         return table
     return table[torch.tensor(requests, dtype=torch.int64, device=table.device)]
 
@@ -253,14 +279,98 @@ def _plan_prefill(
     return PrefillPlan(rows, "chunked", query_start_loc, longest, chunks=chunks)
 
 
-def _problems(
+def _choosing(batch: Batch, config: MLAConfig) -> set[int]:
+    """Requests with more keys than their tokens may attend to: an indexer chooses."""
+    if config.indexer is None:
+        return set()
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    return {b for b, (n, S) in enumerate(lens) if n > 0 and config.indexer.topk < S}
+
+
+def _sparse_forms(
+    batch: Batch,
     config: MLAConfig,
     latent: PagedCache,
     dtype: torch.dtype,
+    form: str,
+    choosing: set[int],
+) -> tuple[list[int], list[int]]:
+    """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    absorbed: list[int] = []
+    masked: list[int] = []
+    for b in sorted(choosing):
+        n, S = batch.query_lens[b], batch.seq_lens[b]
+        if form == "auto" and batch.device_seq_lens is None:
+            gather = choose_sparse_absorbed(
+                config,
+                n,
+                S,
+                format=latent.format,
+                itemsize=dtype.itemsize,
+                device=latent.data.device.type,
+            )
+        else:
+            gather = form != "expanded"
+        (absorbed if gather else masked).append(b)
+    return absorbed, masked
+
+
+def _plan_sparse(
+    batch: Batch,
+    routes: tuple[list[int], list[int]],
+    starts: Sequence[int],
+    BS: int,
+    rows_at_once: int,
+) -> SparsePlan:
+    absorbed, masked = routes
+    requests = absorbed + masked
+    query_lens = [batch.query_lens[b] for b in requests]
+    lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests])
+    table = _pick(batch.block_table, requests)
+    num_absorbed = sum(batch.query_lens[b] for b in absorbed)
+    cut = masked_chunks(
+        [batch.query_lens[b] for b in masked],
+        [batch.seq_lens[b] for b in masked],
+        table[len(absorbed) :],
+        first_row=num_absorbed,
+        BS=BS,
+        rows_at_once=rows_at_once,
+    )
+    return SparsePlan(
+        rows=_pick_rows(requests, starts),
+        block_table=table,
+        query_start_loc=_cumulative(query_lens),
+        row_lens=_true_row_lens(batch, requests, lens),
+        num_rows=lens.shape[0],
+        num_absorbed=num_absorbed,
+        max_query_len=max(query_lens),
+        chunks=score_chunks(lens.tolist()),
+        masked=cut,
+    )
+
+
+def _true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor:
+    """What tokens see when only the device knows the lengths: as much less as the bound is high."""
+    if batch.device_seq_lens is None:
+        return lens
+    device = batch.device_seq_lens.device
+    bounds = torch.tensor([batch.seq_lens[b] for b in requests], dtype=torch.int32)
+    less = bounds.to(device) - _pick(batch.device_seq_lens, requests)
+    counts = torch.tensor([batch.query_lens[b] for b in requests])
+    owners = torch.arange(len(requests)).repeat_interleave(counts)
+    return (lens.to(device) - less[owners.to(device)]).clamp_min(0)
+
+
+def _problems(
+    config: MLAConfig,
+    cache: LayerCache,
+    dtype: torch.dtype,
     decode: DecodePlan | None,
     prefill: PrefillPlan | None,
+    sparse: SparsePlan | None,
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
+    latent = _latent(cache)
     ops = ["cache_write"] if config.rope.kind == "none" else ["rope", "cache_write"]
     if decode is not None:
         ops.append("mqa_paged")
@@ -268,9 +378,22 @@ def _problems(
         ops.append("mha_ragged")
         ops += ["cache_gather"] if prefill.route != "new" else []
         ops += ["merge_states"] if prefill.route == "chunked" else []
+    if config.indexer is not None:
+        ops.append("index_write")
+    if sparse is not None:
+        ops += ["index_logits", "index_topk"]
+        if sparse.num_absorbed:
+            ops += ["map_slots", "mqa_sparse"]
+        if sparse.masked:
+            more = ["pack_mask", "mha_masked", "cache_gather", "merge_states"]
+            ops += [op for op in more if op not in ops]
     device = latent.data.device
+    indexer = config.indexer
+    K = indexer.topk if indexer is not None else 0
     return tuple(
-        Problem(
+        _index_problem(op, indexer, cache, dtype, device)
+        if op in ("index_write", "index_logits", "index_topk") and indexer is not None
+        else Problem(
             op=op,
             device=device.type,
             capability=capability(device),
@@ -282,9 +405,28 @@ def _problems(
             E=config.qk_head_dim,
             V=config.v_head_dim,
             BS=latent.block_size,
+            K=K if op in ("map_slots", "mqa_sparse", "pack_mask") else 0,
+            kinds=("slots",) if op == "mqa_sparse" else (),
             max_query_len=decode.max_query_len if op == "mqa_paged" and decode else 0,
         )
         for op in ops
+    )
+
+
+def _index_problem(
+    op: str, indexer: IndexerConfig, cache: LayerCache, dtype: torch.dtype, device: torch.device
+) -> Problem:
+    index = cache.index
+    return Problem(
+        op=op,
+        device=device.type,
+        capability=capability(device),
+        dtype=torch.float32 if op == "index_topk" else dtype,
+        format=index.format if index is not None else "",
+        H=indexer.num_heads if op == "index_logits" else 0,
+        D=indexer.head_dim,
+        BS=index.block_size if index is not None else 0,
+        K=indexer.topk if op == "index_topk" else 0,
     )
 
 
@@ -327,6 +469,8 @@ def plan_buffers(
         name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
     }
     buffers["slot_mapping"] = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
+    if config.indexer is not None:
+        buffers["row_lens"] = torch.zeros(max_tokens, dtype=torch.int32, device=device)
     if config.rope.kind == "longrope":
         buffers["long_context"] = torch.zeros(max_tokens, dtype=torch.int64, device=device)
     return buffers
@@ -335,13 +479,14 @@ def plan_buffers(
 def _captured(
     batch: Batch,
     config: MLAConfig,
-    latent: PagedCache,
+    cache: LayerCache,
     buffers: dict[str, Tensor],
     dtype: torch.dtype,
     backend: str,
     batch_invariant: bool,
 ) -> Plan:
     """Fill the buffers of a captured graph; what would not fit raises before any is touched."""
+    latent = _latent(cache)
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
     X = buffers["split_starts"].shape[1] - 1
@@ -381,21 +526,40 @@ def _captured(
         flags = buffers["long_context"].zero_()
         if long_context is not None:
             flags[: batch.num_tokens].copy_(_pinned(long_context, device), non_blocking=True)
-    decode = DecodePlan(
-        rows=slice(0, max_tokens),
-        block_table=buffers["block_table"],
-        seq_lens=buffers["seq_lens"],
-        query_start_loc=buffers["query_start_loc"],
-        split_starts=buffers["split_starts"],
-        max_query_len=max_query_len,
-    )
-    problems = _problems(config, latent, dtype, decode, None)
+    decode, sparse = None, None
+    if config.indexer is None:
+        decode = DecodePlan(
+            rows=slice(0, max_tokens),
+            block_table=buffers["block_table"],
+            seq_lens=buffers["seq_lens"],
+            query_start_loc=buffers["query_start_loc"],
+            split_starts=buffers["split_starts"],
+            max_query_len=max_query_len,
+        )
+    else:  # every row chooses, short ones all they have: one graph for all lengths
+        everyone = range(B)
+        lens = row_lens(batch.query_lens, batch.seq_lens)
+        seen = buffers["row_lens"].zero_()
+        true_lens = _true_row_lens(batch, everyone, lens)
+        seen[: batch.num_tokens].copy_(_pinned(true_lens, device), non_blocking=True)
+        sparse = SparsePlan(
+            rows=slice(0, max_tokens),
+            block_table=buffers["block_table"],
+            query_start_loc=buffers["query_start_loc"],
+            row_lens=seen,
+            num_rows=max_tokens,
+            num_absorbed=max_tokens,
+            max_query_len=max_query_len,
+            chunks=score_chunks([max_blocks * latent.block_size] * max_tokens),
+        )
+    problems = _problems(config, cache, dtype, decode, None, sparse)
     return Plan(
         config=config,
         num_tokens=max_tokens,
         slot_mapping=buffers["slot_mapping"],
         decode=decode,
         prefill=None,
+        sparse=sparse,
         backends={problem.op: select(problem, _named(problem.op, backend)) for problem in problems},
         problems=problems,
         long_context=buffers.get("long_context"),

@@ -11,6 +11,9 @@ from openmla.backends import BACKENDS, Problem, why_not
 from openmla.config import MLAConfig
 from openmla.plan.workspace import Workspace
 
+LOGITS_BYTES = 256 << 20  # of indexer scores held at once
+MASK_BYTES = 128 << 20  # of a bit mask held at once: 32768 queries and as many keys
+
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 
 
@@ -59,6 +62,75 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True)
+class ScoreChunk:
+    """Tokens scored in one turn: some of the packed sparse rows, and the most keys one sees."""
+
+    rows: slice
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class MaskGroup:
+    """Queries that attend to a chunk of expanded keys in one call, by a mask of their own."""
+
+    rows: slice  # of the packed sparse rows
+    query_start_loc: Tensor  # [B+1] i32, over the chunk's requests
+    key_starts: Tensor  # [n] i32, position of the chunk's first key in the row's request
+    key_lens: Tensor  # [n] i32
+
+
+@dataclass(frozen=True)
+class MaskedChunk:
+    """Keys that fit the workspace, and the groups of queries that attend to them."""
+
+    context: ContextChunk
+    groups: tuple[MaskGroup, ...]
+
+
+@dataclass(frozen=True)
+class SparsePlan:
+    """Requests longer than the indexer's K, packed: the absorbed ones first, then the masked ones.
+
+    Every row is scored and its K keys chosen. The first `num_absorbed` rows attend to them in
+    latent space (mqa_sparse); the others in expanded form, all keys computed and a bit mask
+    deciding (mha_masked).
+    """
+
+    rows: Rows
+    block_table: Tensor  # [B, M] i32
+    query_start_loc: Tensor  # [B+1] i32
+    row_lens: Tensor  # [n] i32, keys each token may choose from
+    num_rows: int
+    num_absorbed: int
+    max_query_len: int
+    chunks: tuple[ScoreChunk, ...]
+    masked: tuple[MaskedChunk, ...] = ()
+
+    @property
+    def logits_bytes(self) -> int:
+        """Of the largest buffer of scores."""
+        sizes = ((chunk.rows.stop - chunk.rows.start) * chunk.num_keys for chunk in self.chunks)
+        return 4 * max(sizes, default=0)
+
+    @property
+    def mask_bytes(self) -> int:
+        """Of the largest mask."""
+        return max(
+            (
+                (group.rows.stop - group.rows.start) * num_words(chunk.context.max_key_len) * 4
+                for chunk in self.masked
+                for group in chunk.groups
+            ),
+            default=0,
+        )
+
+
+def num_words(num_keys: int) -> int:
+    """32-bit words that hold a bit per key."""
+    return -(-num_keys // 32)
+
+
+@dataclass(frozen=True)
 class Plan:
     """One step, complete when made. Integers change only when a launch shape does."""
 
@@ -69,6 +141,7 @@ class Plan:
     prefill: PrefillPlan | None
     backends: Mapping[str, str]
     problems: tuple[Problem, ...]
+    sparse: SparsePlan | None = None
     workspace: Workspace | None = None
     long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
 
@@ -87,9 +160,38 @@ class Plan:
                 f"expanded  {self.prefill.query_start_loc.shape[0] - 1} requests, "
                 f"up to {self.prefill.max_query_len} queries each, {self.prefill.route}{chunks}"
             )
+        if self.sparse is not None:
+            lines += self._explain_sparse(self.sparse)
         for problem in self.problems:
             chosen = self.backends[problem.op]
             better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
             lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
             lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
         return "\n".join(lines)
+
+    def _explain_sparse(self, sparse: SparsePlan) -> list[str]:
+        assert self.config.indexer is not None
+        K, expanded = self.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
+        keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
+        lines = [
+            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys; requests of no "
+            f"more than {K} keys need no choice and are above",
+            f"scores    {len(sparse.chunks)} turns, logits of {_mib(sparse.logits_bytes)} at most "
+            f"(bound {_mib(LOGITS_BYTES)})",
+        ]
+        if sparse.num_absorbed:
+            lines.append(
+                f"absorbed  {sparse.num_absorbed} tokens over their chosen rows (mqa_sparse)"
+            )
+        if expanded:
+            rows = max(chunk.context.num_keys for chunk in sparse.masked)
+            lines.append(
+                f"masked    {expanded} tokens, expanded: cheaper than gathering {K} rows for each; "
+                f"{len(sparse.masked)} chunks of up to {rows} keys, mask of "
+                f"{_mib(sparse.mask_bytes)} at most (bound {_mib(MASK_BYTES)})"
+            )
+        return lines
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -541,8 +541,8 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             attach(model, **options)
-    model.config.model_type = "deepseek_v32"
-    with pytest.raises(UnsupportedError, match="deepseek_v32 is not supported: sparse attention"):
+    model.config.model_type = "deepseek_v4"
+    with pytest.raises(UnsupportedError, match="deepseek_v4 is not supported: its compressed"):
         attach(model)
     model.config.model_type = "llama"
     with pytest.raises(UnsupportedError, match="'llama' is not an MLA model known here"):

@@ -59,6 +59,20 @@ FAMILIES: dict[str, Json] = {
 }
 
 
+_TINY_INDEX: Json = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 24}
+SPARSE: dict[str, Json] = {
+    "deepseek_v32": {**_V3, "model_type": "deepseek_v32", **_TINY_INDEX},
+    "glm_moe_dsa": {
+        **_V3,
+        "model_type": "glm_moe_dsa",
+        "num_hidden_layers": 3,
+        "rope_scaling": None,
+        "indexer_types": ["full", "full", "shared"],
+        **_TINY_INDEX,
+    },
+}
+
+
 class Peer(NamedTuple):
     """A transformers attention module, its rope, and our layer with the same weights."""
 
@@ -68,11 +82,13 @@ class Peer(NamedTuple):
 
     def full(self, hidden: Tensor) -> Tensor:
         """Their output for a whole sequence [S, hidden] at positions 0.."""
-        positions = torch.arange(hidden.shape[0])[None]
+        S = hidden.shape[0]
+        positions = torch.arange(S)[None]
+        causal = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
         out = self.theirs(
             hidden_states=hidden[None],
             position_embeddings=self.rotary(hidden[None], positions),
-            attention_mask=None,
+            attention_mask=causal if hasattr(self.theirs, "indexer") else None,
             position_ids=positions,
         )
         result: Tensor = out[0][0]
@@ -83,7 +99,7 @@ def make_peer(family: str, seed: int = 0) -> Peer:
     """Both modules with the same random weights of unit gain."""
     from transformers import CONFIG_MAPPING
 
-    fields = FAMILIES[family]
+    fields = {**FAMILIES, **SPARSE}[family]
     given = {name: value for name, value in fields.items() if name != "model_type"}
     config = CONFIG_MAPPING[fields["model_type"]](**given)
     config._attn_implementation = "sdpa"

@@ -22,6 +22,7 @@ class Server:
         *,
         block_size: int = 4,
         format: str = "fp32",
+        index_format: str = "index_fp32",
         num_blocks: int = 200,
         device: str = "cpu",
         **options: Any,
@@ -34,11 +35,13 @@ class Server:
             num_blocks=num_blocks,
             block_size=block_size,
             format=format,
+            index_format=index_format,
             device=device,
         )
-        assert self.cache.latent is not None
-        data = self.cache.latent.data
-        data.view(torch.uint8).copy_(poison(data.shape, data.dtype, device).view(torch.uint8))
+        for part in (self.cache.latent, self.cache.index):
+            if part is not None:
+                raw = part.data.view(torch.uint8)
+                raw.copy_(poison(raw.shape, torch.uint8, device))
         self.outputs: dict[Hashable, list[Tensor]] = {name: [] for name in sequences}
         self.plans: list[Plan] = []
 
@@ -46,8 +49,9 @@ class Server:
         """Takes blocks for the new tokens and describes the step."""
         before = {name: self.pool.seq_len(name) for name, _ in wanted}
         copies = self.pool.take(dict(wanted))
-        assert self.cache.latent is not None
-        self.cache.latent.copy_blocks(copies)
+        for part in (self.cache.latent, self.cache.index):
+            if part is not None:
+                part.copy_blocks(copies)
         spans = [(name, before[name], before[name] + n) for name, n in wanted]
         return Batch(
             query_lens=[n for _, n in wanted],

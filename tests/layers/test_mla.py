@@ -323,10 +323,12 @@ def test_parameters_want_no_grad() -> None:
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3.2", "deepseek-v4-flash"])
-def test_sparse_configs_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"MLAAttention: .* is sparse, this layer is dense"):
-        MLAAttention(PRESETS[name])
+def test_other_layers_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"MLAAttention: deepseek_v4 needs another layer"):
+        MLAAttention(PRESETS["deepseek-v4-flash"])
+    gated = replace(PRESETS["tiny-v3.2"], model_type="axk2")
+    with pytest.raises(UnsupportedError, match=r"MLAAttention: axk2 gates its output"):
+        MLAAttention(gated)
 
 
 def test_bad_calls_write_nothing() -> None:

@@ -56,7 +56,7 @@ def make(
 def page_bytes(cache: Tensor) -> Tensor:
     """Every byte of the allocation under a cache view, padding included."""
     whole = torch.as_strided(cache, (cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
-    return whole.contiguous().view(torch.uint8).cpu()
+    return whole.clone().view(torch.uint8).cpu()
 
 
 def e4m3_byte(value: float) -> int:

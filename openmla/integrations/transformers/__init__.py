@@ -5,6 +5,10 @@ and computes its output as before; in between it asks its cache to store the new
 attention function to attend. attach() registers that function ("openmla", with a mask function that
 never builds a square mask), puts paged layers into the cache objects as they come by, and names the
 function in the model's config. No class is patched and no parameter copied.
+
+Sparse models (with an indexer) cache expanded keys and values, and score every key in one matrix.
+There, each module's expand_kv is shadowed on the instance, so that its cache gets the latents, and
+its indexer is watched: see indexer.py.
 """
 
 from __future__ import annotations
@@ -14,25 +18,36 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 
 from openmla.backends import all_backends
 from openmla.cache import BlockPool
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
-from openmla.integrations.transformers.attention import openmla_attention, openmla_mask
+from openmla.integrations.transformers.attention import (
+    openmla_attention,
+    openmla_mask,
+    openmla_sparse_mask,
+)
+from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
 from openmla.integrations.transformers.session import Attachment
 
 __all__ = ["REFUSED", "SUPPORTED", "Attachment", "PagedLayer", "attach", "attachment_of", "detach"]
 
 NAME = "openmla"
+SPARSE_NAME = "openmla_sparse"
 FIRST_BLOCKS = 64  # of a pool that may grow
 SUPPORTED = (
     "axk1",
+    "axk2",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v4",
     "kimi_k25",
     "kimi_linear",
     "longcat_flash",
@@ -41,29 +56,40 @@ SUPPORTED = (
     "youtu",
 )
 REFUSED = {
-    "axk2": "its attention is sparse and gated",
-    "deepseek_v32": "sparse attention is not here yet",
     "deepseek_v4": "its compressed attention is not here yet",
-    "glm5_next": "its pooled sparse attention is not here yet",
-    "glm_moe_dsa": "sparse attention is not here yet",
-    "hy_v4": "its attention is sparse, gated and has a sink",
+    "glm5_next": "its indexer scores pools of tokens, not tokens",
 }
 
 
-def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     attachment.storing = None
     attachment.positions = kwargs.get("position_ids")
     implementation = module.config._attn_implementation
-    if implementation != NAME:
+    if implementation != attachment.name:
         raise ConfigError(
             f"attach: the model's attention was set to {implementation!r} while attached. "
             "Call detach(model) first."
         )
     past = kwargs.get("past_key_values")
+    if past is None and attachment.config.indexer is not None:
+        # an indexer can only be watched with a cache: one for this pass, gone after it
+        if module is attachment.modules[0] or attachment.passing is None:
+            attachment.passing = Cache(layers=[])
+        past = attachment.passing
+        kwargs = {**kwargs, "past_key_values": past}
     if past is not None:
         install_layer(attachment, int(module.layer_idx), past)
+    return args, kwargs
+
+
+def _after_last(module: nn.Module, args: Any, out: Any) -> None:
+    attachment = module.openmla
+    assert isinstance(attachment, Attachment)
+    attachment.passing = None
 
 
 def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,6 +110,7 @@ def attach(
     model: nn.Module,
     *,
     cache_format: str | None = None,
+    index_format: str = "index_fp32",
     block_size: int = 64,
     num_blocks: int | None = None,
     backend: str = "auto",
@@ -91,7 +118,8 @@ def attach(
 ) -> list[nn.Module]:
     """Run a model's MLA layers here from now on; returns those attention modules.
 
-    `cache_format` is a key of FORMATS, by default the model's own precision. `num_blocks` fixes the
+    `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
+    of a sparse model's indexer keys, which transformers does not round. `num_blocks` fixes the
     size of the block pool that all caches of this model share; without it the pool grows as
     needed. `workspace` is the context rows that prefill expands at once. Then generate(),
     pipeline() and bare forward passes work as before.
@@ -119,12 +147,14 @@ def attach(
         modules=modules,
         pool=BlockPool(FIRST_BLOCKS if num_blocks is None else num_blocks, block_size),
         format=cache_format,
+        index_format=index_format,
         backend=backend,
         workspace_tokens=workspace,
         may_grow=num_blocks is None,
     )
     if cache_format is not None:
-        get_format(cache_format)  # or its error
+        get_format(cache_format, "latent")  # or its error
+    get_format(index_format, "index")
     if backend != "auto" and backend not in all_backends():
         raise ConfigError(
             f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
@@ -134,12 +164,16 @@ def attach(
             f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
         )
     text_config = modules[0].config
-    if text_config._attn_implementation == NAME:  # type: ignore[union-attr]
+    if str(text_config._attn_implementation) in (NAME, SPARSE_NAME):  # type: ignore[union-attr]
         raise ConfigError(
             "attach: another attached model shares this config object. Give each its own copy."
         )
     AttentionInterface.register(NAME, openmla_attention)
     AttentionMaskInterface.register(NAME, openmla_mask)
+    AttentionInterface.register(SPARSE_NAME, openmla_attention)
+    AttentionMaskInterface.register(SPARSE_NAME, openmla_sparse_mask)
+    if ours.indexer is not None:
+        _watch_indexers(attachment)
     for module in modules:
         module.openmla = attachment  # type: ignore[assignment]
         handle = module.register_forward_pre_hook(_before_forward, with_kwargs=True)
@@ -148,8 +182,20 @@ def attach(
         model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
     )
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
-    text_config._attn_implementation = NAME  # type: ignore[union-attr]
+    text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
     return modules
+
+
+def _watch_indexers(attachment: Attachment) -> None:
+    attachment.name = SPARSE_NAME
+    for module in attachment.modules:
+        module.expand_kv = keep_latents  # type: ignore[assignment]
+        indexer = module.indexer
+        if isinstance(indexer, nn.Module):
+            watch = IndexerWatch(attachment.config)
+            attachment.watches[int(module.layer_idx)] = watch  # type: ignore[arg-type]
+            attachment.handles += watch.hook(indexer)
+    attachment.handles.append(attachment.modules[-1].register_forward_hook(_after_last))
 
 
 def detach(model: nn.Module) -> None:
@@ -161,6 +207,8 @@ def detach(model: nn.Module) -> None:
         text_config._attn_implementation = implementation
     for module in attachment.modules:
         del module.openmla
+        if attachment.config.indexer is not None:
+            del module.expand_kv
     attachment.detached = True
 
 

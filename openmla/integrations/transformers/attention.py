@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Projected, attend_step
+from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.session import Attachment, new_spans
 from openmla.ops import mha_ragged
@@ -36,6 +36,10 @@ def openmla_attention(
         )
     B, H, S, E = query.shape
     layer, attachment.storing = attachment.storing, None
+    if attachment.config.indexer is not None:
+        attention_mask = _padding_of(attention_mask)
+        if layer is not None and attachment.passing is not None:
+            _refuse_packed(attachment.positions, attention_mask)
     q = query.transpose(1, 2).reshape(B * S, H, E)
     if layer is None:
         return _without_cache(attachment, q, key, value, attention_mask), None
@@ -47,7 +51,9 @@ def openmla_attention(
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
     assert cache.latent is not None and layer.latents is not None
-    cache.latent.copy_blocks(session.copies)
+    for part in (cache.latent, cache.index):
+        if part is not None:
+            part.copy_blocks(session.copies)
     kv_c, k_pe = (part.flatten(0, 1) for part in layer.latents)
     layer.latents = None
     picked = session.picked
@@ -56,8 +62,45 @@ def openmla_attention(
         q, kv_c, k_pe = q[picked], kv_c[picked], k_pe[picked]
     P = attachment.config.qk_nope_head_dim
     absorbed = session.absorbed(module, layer.layer, query.dtype)
-    out = attend_step(Projected(q[..., :P], q[..., P:], kv_c, k_pe), absorbed, cache, plan)
+    if layer.index_keys is not None:
+        index = attachment.watches[layer.layer].take(layer.index_keys, picked)
+        layer.index_keys = None
+        session.selection = select_step(index, cache, plan)
+    selection = session.selection
+    if selection is not None and selection.positions.device != query.device:
+        selection = Selection(*(part.to(query.device) for part in selection))
+    sink = kwargs.get("s_aux")
+    out = attend_step(
+        Projected(q[..., :P], q[..., P:], kv_c, k_pe),
+        absorbed,
+        cache,
+        plan,
+        selection=selection,
+        sink=None if sink is None else sink.float(),
+    )
     return _unpacked(out, picked, B, S), None
+
+
+def _padding_of(mask: Tensor | None) -> Tensor | None:
+    """The padding mask that openmla_sparse_mask hung onto the mask it made."""
+    if mask is None or not hasattr(mask, "openmla_padding"):
+        raise UnsupportedError(
+            "attach: the attention mask was copied or replaced on its way to the layers, and the "
+            "padding with it. Square masks and layers on several devices are not supported here."
+        )
+    padding: Tensor | None = mask.openmla_padding
+    return padding
+
+
+def _refuse_packed(positions: Tensor | None, padding: Tensor | None) -> None:
+    """Several sequences in one row, told by positions alone, would attend to one another."""
+    if padding is not None or positions is None or positions.shape[-1] == 1:
+        return
+    if len(_packed_spans(positions)) > positions.shape[0]:
+        raise UnsupportedError(
+            "attach: sequences packed into one row are not supported for sparse models. "
+            "Give them as rows of a batch."
+        )
 
 
 def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
@@ -106,3 +149,12 @@ def _packed_spans(positions: Tensor) -> list[tuple[int, int]]:
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """The padding mask as it is, [B, columns]; a square mask is never made."""
     return attention_mask
+
+
+def openmla_sparse_mask(
+    *args: Any, attention_mask: Tensor | None = None, device: Any = None, **kwargs: Any
+) -> Tensor:
+    """A mask of one bit, which is what an indexer may look at; the padding mask rides on it."""
+    mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
+    mask.openmla_padding = attention_mask  # type: ignore[attr-defined]
+    return mask

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+)
 
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.session import Attachment, Session
@@ -26,6 +31,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.columns = self.steps = 0
         self.is_initialized = True
         self.latents: tuple[Tensor, Tensor] | None = None
+        self.index_keys: Tensor | None = None  # [B, S, DI]
         if session.leader is None:
             session.leader = layer
 
@@ -49,6 +55,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.latents = (key_states[:, 0], value_states[:, 0])  # [B, S, C], [B, S, R]
         self.session.attachment.storing = self
         return key_states[:, :, :1], value_states[:, :, :1]
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Hold this pass's indexer keys too; the indexer scores the one it gets back."""
+        self.index_keys = indexer_key_states
+        return indexer_key_states[:, :1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -105,7 +116,7 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
         return
     if present.is_initialized and present.get_seq_length() > 0:
         raise ConfigError("attach: the cache must be empty or made after attach(), got a full one.")
-    if type(present) is not DynamicLayer:
+    if type(present) not in (DynamicLayer, DynamicIndexedLayer):
         raise UnsupportedError(
             f"attach: caches of {type(present).__name__} are not supported. Use the default cache."
         )

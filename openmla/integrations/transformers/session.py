@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Absorbed
+from openmla.attention import Absorbed, Selection
 from openmla.cache import BlockPool, LayerCache, allocate_cache
 from openmla.config import MLAConfig
 from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
+from openmla.integrations.transformers.indexer import IndexerWatch
 from openmla.layers.weights import absorb, decode_weight, is_plain
 from openmla.plan import Batch, Plan, make_plan
 
@@ -32,6 +33,7 @@ class Attachment:
     modules: list[nn.Module]
     pool: BlockPool
     format: str | None  # None: the model's dtype
+    index_format: str
     backend: str
     workspace_tokens: int | None
     may_grow: bool
@@ -43,6 +45,9 @@ class Attachment:
     handles: list[Any] = field(default_factory=list)
     previous: list[tuple[Any, Any]] = field(default_factory=list)
     names: Any = field(default_factory=count)
+    name: str = "openmla"  # of the attention function
+    watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
+    passing: Any = None  # the cache of a pass that was given none
 
     def take(self, wanted: dict[int, int]) -> list[tuple[int, int]]:
         """Blocks for new tokens; a pool that may grow does so instead of being full."""
@@ -68,6 +73,8 @@ class Attachment:
                 num_blocks=self.pool.num_blocks,
                 block_size=self.pool.block_size,
                 format=format,
+                index_format=self.index_format,
+                layer=layer,
                 device=device,
             )
         assert kept.latent is not None
@@ -77,7 +84,11 @@ class Attachment:
                 f"model wants {format} on {device} now. Call detach(model), then attach(model)."
             )
         if kept.latent.num_blocks < self.pool.num_blocks:
-            kept = LayerCache(latent=kept.latent.grown(self.pool.num_blocks))
+            index = kept.index
+            kept = LayerCache(
+                latent=kept.latent.grown(self.pool.num_blocks),
+                index=None if index is None else index.grown(self.pool.num_blocks),
+            )
         self.caches[layer] = kept
         return kept
 
@@ -86,8 +97,9 @@ class Attachment:
         blocks = self.pool.num_blocks - self.pool.num_free
         total = 0
         for cache in self.caches.values():
-            assert cache.latent is not None
-            total += blocks * cache.latent.data[0].numel() * cache.latent.data.element_size()
+            for part in (cache.latent, cache.index):
+                if part is not None:
+                    total += blocks * part.data[0].numel() * part.data.element_size()
         return total
 
 
@@ -105,6 +117,7 @@ class Session:
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.plans: dict[torch.device, Plan] = {}
+        self.selection: Selection | None = None  # of the last layer that chose
         weakref.finalize(self, _free_requests, attachment.pool, self.requests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -202,6 +215,10 @@ class Session:
         """This pass's plan: made for the first layer, reused by the others on its device."""
         if device not in self.plans:
             assert self.batch is not None
+            if self.attachment.config.indexer is not None and cache.index is None:
+                raise UnsupportedError(
+                    f"attach: the first layer on {device} must have an indexer of its own."
+                )
             self.plans[device] = make_plan(
                 self.batch,
                 self.attachment.config,

@@ -1,0 +1,68 @@
+"""Scores and selection in one pass, over the shapes of index_logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.harness import Job, main
+from bench.index_logits import DI, SHAPES, Shape
+from openmla.ops import index_logits, index_select
+from openmla.ops.index_select import cost
+from openmla.testing import Inputs
+
+
+def check(inputs: Inputs, backend: str) -> float:
+    """How far the lowest key chosen scores below the right one, over the rounding of a score."""
+    positions, lens = inputs.run(index_select, backend=backend)
+    wanted, wanted_lens = inputs.double().run(index_select, backend="reference")
+    real = torch.arange(positions.shape[1], device=lens.device) < lens[:, None]
+    ordered = positions.long().masked_fill(~real, -1).sort(dim=1).values
+    repeated = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+    inside = (positions >= 0) & (positions < inputs["row_lens"][:, None])
+    if not torch.equal(lens, wanted_lens) or repeated.any() or not torch.equal(inside, real):
+        return float("inf")
+    exact, peer = scored(inputs.double()), scored(inputs)
+    finite = exact.isfinite()
+    error = (peer[finite] - exact[finite]).abs().max()
+    bound = 4 * (error + torch.finfo(torch.float32).eps * exact[finite].abs().max())
+    short = lowest(exact, wanted, real) - lowest(exact, positions, real)
+    return max(float(short.max() / bound), 0.0)
+
+
+def scored(inputs: Inputs) -> Tensor:
+    scalars = {name: inputs.scalars[name] for name in ("format", "num_keys")}
+    logits: Tensor = Inputs(inputs.tensors, scalars, ()).run(index_logits, backend="reference")
+    return logits
+
+
+def lowest(scores: Tensor, positions: Tensor, real: Tensor) -> Tensor:
+    """[T] the cut of each row."""
+    chosen = scores.gather(1, positions.long().clamp_min(0))
+    return chosen.masked_fill(~real, torch.inf).amin(1)
+
+
+def job(shape: Shape, device: str) -> Job:
+    inputs = shape.make(device)
+    needed = cost(
+        (shape.n,) * shape.B,
+        shape.row_lens(),
+        HI=shape.HI,
+        DI=DI,
+        K=shape.K,
+        format=shape.format,
+    )
+    return Job(
+        Inputs(inputs.tensors, {**inputs.scalars, "K": shape.K}, inputs.widen), needed, check
+    )
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    main(arguments, index_select, {name: partial(job, shape) for name, shape in SHAPES.items()})
+
+
+if __name__ == "__main__":
+    run()

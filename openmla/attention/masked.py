@@ -1,0 +1,57 @@
+"""Sparse prefill in expanded form: all keys computed, a bit per pair says which count."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.expanded import expand, gather
+from openmla.attention.types import Absorbed, Projected, Selection
+from openmla.cache import PagedCache
+from openmla.ops import merge_states, mha_masked, pack_mask
+from openmla.plan import Plan, SparsePlan
+
+
+def attend_masked(
+    q: Tensor,  # [n, H, P + R], the sparse rows from num_absorbed on
+    projected: Projected,
+    absorbed: Absorbed,
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
+    """Chunk by chunk of keys, each read from the cache and expanded once, merged."""
+    n, H, _ = q.shape
+    C = plan.config.kv_lora_rank
+    out = q.new_zeros((n, H, plan.config.v_head_dim))
+    lse = q.new_full((n, H), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    for chunk in sparse.masked:
+        context = chunk.context
+        rows = gather(latent, plan, context, projected.kv_c.dtype)
+        k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)
+        for group in chunk.groups:
+            mask = pack_mask(
+                selection.positions[group.rows],
+                group.key_starts,
+                group.key_lens,
+                num_words=-(-context.max_key_len // 32),
+                backend=plan.backends["pack_mask"],
+            )
+            mine = slice(
+                group.rows.start - sparse.num_absorbed, group.rows.stop - sparse.num_absorbed
+            )
+            part = mha_masked(
+                q[mine],
+                k,
+                v,
+                group.query_start_loc,
+                context.key_start_loc,
+                mask,
+                scale=plan.config.scale,
+                max_query_len=context.max_query_len,
+                max_key_len=context.max_key_len,
+                backend=plan.backends["mha_masked"],
+            )
+            merge_states(out[mine], lse[mine], *part, backend=plan.backends["merge_states"])
+    return out, lse

@@ -1,0 +1,103 @@
+"""Lightning indexer: this step's keys into the cache, then K positions for every sparse row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.types import IndexInputs, Selection
+from openmla.cache import LayerCache, PagedCache
+from openmla.errors import ConfigError, ShapeError
+from openmla.ops import cache_write, index_logits, index_topk, map_slots
+from openmla.plan import Plan, SparsePlan
+
+
+def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection | None:
+    """Write the keys, score, choose. None where no request has more keys than K: all attend to all.
+
+    Keys are written whatever the plan: later steps will need them.
+    """
+    config, keys = plan.config, cache.index
+    if config.indexer is None or keys is None:
+        what = "config must have an indexer" if keys else "cache must have index rows"
+        raise ConfigError(f"select: {what}, got none.")
+    HI, DI = config.indexer.num_heads, config.indexer.head_dim
+    for name, tensor, shape in (
+        ("q_idx", index.q_idx, (plan.num_tokens, HI, DI)),
+        ("w_idx", index.w_idx, (plan.num_tokens, HI)),
+        ("k_idx", index.k_idx, (plan.num_tokens, DI)),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ShapeError(
+                f"select: {name} must be {shape} as planned, got {tuple(tensor.shape)}."
+            )
+    if index.k_idx is not None:
+        cache_write(
+            keys.data,
+            index.k_idx,
+            index.k_idx[:, :0],
+            plan.slot_mapping,
+            keys.kv_scale,
+            format=keys.format,
+            backend=plan.backends["cache_write"],
+        )
+    if plan.sparse is None:
+        return None
+    return _choose(index, keys, cache, plan, plan.sparse)
+
+
+def _choose(
+    index: IndexInputs, keys: PagedCache, cache: LayerCache, plan: Plan, sparse: SparsePlan
+) -> Selection:
+    assert plan.config.indexer is not None and cache.latent is not None
+    K = plan.config.indexer.topk
+    q_idx, w_idx = index.q_idx[sparse.rows], index.w_idx[sparse.rows]
+    q_idx, scales = keys.layout.encode_query(q_idx)
+    if scales is not None:
+        w_idx = w_idx * scales
+    positions = torch.empty((sparse.num_rows, K), dtype=torch.int32, device=q_idx.device)
+    for chunk in sparse.chunks:
+        positions[chunk.rows] = _turn(q_idx, w_idx, keys, plan, sparse, chunk.rows, chunk.num_keys)
+    slots = positions[: sparse.num_absorbed]
+    if sparse.num_absorbed:
+        slots, _ = map_slots(
+            slots,
+            sparse.block_table,
+            sparse.query_start_loc.clamp(max=sparse.num_absorbed),
+            BS=cache.latent.block_size,
+            num_blocks=cache.latent.num_blocks,
+            backend=plan.backends["map_slots"],
+        )
+    return Selection(positions, sparse.row_lens.clamp(max=K), slots)
+
+
+def _turn(
+    q_idx: Tensor,
+    w_idx: Tensor,
+    keys: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    rows: slice,
+    num_keys: int,
+) -> Tensor:  # [rows, K] i32
+    assert plan.config.indexer is not None
+    seen = sparse.row_lens[rows]
+    logits = index_logits(
+        q_idx[rows],
+        w_idx[rows],
+        keys.data,
+        sparse.block_table,
+        sparse.query_start_loc.clamp(rows.start, rows.stop) - rows.start,
+        seen,
+        format=keys.format,
+        num_keys=num_keys,
+        backend=plan.backends["index_logits"],
+    )
+    positions, _ = index_topk(
+        logits,
+        torch.zeros_like(seen),
+        seen,
+        K=plan.config.indexer.topk,
+        backend=plan.backends["index_topk"],
+    )
+    return positions

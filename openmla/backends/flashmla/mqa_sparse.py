@@ -1,0 +1,81 @@
+"""mqa_sparse through flash_mla_with_kvcache: 64 or 128 heads over fp8_ds_mla rows, on Hopper.
+
+Its conventions, converted here: every token is a sequence of one, skipped entries are exactly -1,
+the number of entries is a multiple of 64, lse is [B, H, 1], and an empty row has lse +inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+
+ENTRIES = 64  # the kernel's tile; rows are filled up to it
+
+
+def why_not(problem: Problem) -> str | None:
+    if problem.device != "cuda" or problem.capability is None or problem.capability[0] != 9:
+        where = problem.device if problem.capability is None else f"SM{problem.capability[0]}"
+        return f"needs SM90, this is {where}"
+    if problem.format != "fp8_ds_mla":
+        return f"reads fp8_ds_mla, whose scales it does not round, not {problem.format}"
+    if (problem.D, problem.C) != (576, 512):
+        return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
+    if problem.H not in (64, 128):
+        return f"needs 64 or 128 heads, this is {problem.H}"
+    if problem.dtype != torch.bfloat16:
+        return f"takes bf16 queries, this is {problem.dtype}"
+    if problem.kinds != ("slots",):
+        return f"takes one segment of slots, this is {' and '.join(problem.kinds)}"
+    return None
+
+
+def run(
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    segments: Sequence[Any],
+    sink: Tensor | None,
+    *,
+    C: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    (segment,) = segments
+    T, H, _ = q_latent.shape
+    if T == 0:
+        return q_latent.new_empty((0, H, C)), q_latent.new_empty((0, H), dtype=torch.float32)
+    slots = entries(segment, query_start_loc)
+    metadata, _ = get_mla_metadata()
+    out, lse = flash_mla_with_kvcache(
+        q_latent.contiguous().unsqueeze(1),
+        segment.cache.unsqueeze(2),
+        None,
+        None,
+        C,
+        metadata,
+        softmax_scale=scale,
+        causal=False,
+        is_fp8_kvcache=True,
+        indices=slots.unsqueeze(1),
+        attn_sink=sink,
+    )
+    lse = lse.squeeze(2)
+    return out.squeeze(1), lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def entries(segment: Any, query_start_loc: Tensor) -> Tensor:
+    """[T, n] i32 with n a multiple of 64: the slots, -1 for all that do not count."""
+    N, BS, _ = segment.cache.shape
+    T, K = segment.rows.shape
+    columns = torch.arange(K, device=segment.rows.device)
+    tokens = torch.arange(T, device=segment.rows.device)[:, None]
+    counts = (segment.rows < N * BS) & (columns < segment.row_lens[:, None])
+    counts &= tokens < query_start_loc[-1]
+    slots = segment.rows.where(counts, -1).clamp_min(-1)
+    return torch.nn.functional.pad(slots, (0, -K % ENTRIES), value=-1).contiguous()

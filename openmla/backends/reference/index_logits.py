@@ -1,0 +1,55 @@
+"""index_logits, reference: one request after another, its keys decoded at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.cache.format import get_format
+
+PRODUCTS = 2**22  # head products held at once; more queries are taken in turns
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    q_idx: Tensor,
+    w_idx: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    row_lens: Tensor,
+    *,
+    format: str,
+    num_keys: int,
+) -> Tensor:
+    T, _, DI = q_idx.shape
+    BS = cache.shape[1]
+    wide = w_idx.dtype
+    logits = w_idx.new_full((T, num_keys), -torch.inf)
+    bounds, lens = query_start_loc.tolist(), row_lens.tolist()
+    one = torch.ones((), device=cache.device)
+    for b in range(len(bounds) - 1):
+        start, stop = bounds[b], bounds[b + 1]
+        S = max(lens[start:stop], default=0)
+        if S == 0:
+            continue
+        places = torch.arange(S, device=cache.device)
+        slots = block_table[b].long()[places // BS] * BS + places % BS
+        keys = get_format(format).read(cache, slots, one, wide, DI)
+        score(logits[start:stop, :S], q_idx[start:stop], w_idx[start:stop], keys)
+        seen = places < row_lens[start:stop, None]
+        logits[start:stop, :S].masked_fill_(~seen, -torch.inf)
+    return logits
+
+
+def score(out: Tensor, q_idx: Tensor, w_idx: Tensor, keys: Tensor) -> None:
+    """out [n, S] = sum over heads of w * relu(q . k), a few queries at a time."""
+    n, HI, _ = q_idx.shape
+    step = max(PRODUCTS // max(HI * keys.shape[0], 1), 1)
+    for i in range(0, n, step):
+        products = (q_idx[i : i + step].to(keys.dtype) @ keys.T).relu_()  # [step, HI, S]
+        out[i : i + step] = (w_idx[i : i + step, None, :] @ products)[:, 0]

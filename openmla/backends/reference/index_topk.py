@@ -1,0 +1,44 @@
+"""index_topk, reference: everything above the K-th score, then its equals from the left."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+
+SCORES = 2**22  # looked at in one turn
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    logits: Tensor, row_starts: Tensor, row_lens: Tensor, *, K: int, sorted: bool
+) -> tuple[Tensor, Tensor]:
+    T, S = logits.shape
+    positions = torch.full((T, K), -1, dtype=torch.int32, device=logits.device)
+    step = max(SCORES // max(S, 1), 1)
+    for i in range(0, T, step):
+        turn = slice(i, i + step)
+        choose(positions[turn], logits[turn], row_starts[turn, None], row_lens[turn, None])
+    return positions, row_lens.clamp(max=K)
+
+
+def choose(positions: Tensor, logits: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """Fill positions [n, K], rising in every row."""
+    K, S = positions.shape[1], logits.shape[1]
+    columns = torch.arange(S, dtype=torch.int32, device=logits.device)
+    inside = (columns >= starts) & (columns < starts + lens)
+    kept = inside & (lens <= K)  # short rows whole, without looking
+    if S > K:
+        scores = logits.masked_fill(~inside | logits.isnan(), -torch.inf)
+        cut = scores.topk(K, dim=1).values[:, -1:]
+        above, equal = scores > cut, (scores == cut) & inside
+        room = K - above.sum(1, keepdim=True)
+        chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
+        kept |= chosen & (lens > K)
+    rows, found = kept.nonzero(as_tuple=True)
+    order = kept.cumsum(1, dtype=torch.int32)[rows, found].long() - 1
+    positions[rows, order] = (found - starts[rows, 0]).int()

@@ -1,0 +1,58 @@
+"""mha_masked, reference: one request after another, a few queries at a time, bits spread out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+
+LOGITS = 2**22  # held at once
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_key_len: int,
+) -> tuple[Tensor, Tensor]:
+    T, H, _ = q.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_zeros((T, H, v.shape[2]))
+    lse = q.new_full((T, H), -torch.inf, dtype=wide)
+    query_bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()
+    for b in range(len(query_bounds) - 1):
+        start, stop = query_bounds[b], query_bounds[b + 1]
+        keys = slice(key_bounds[b], key_bounds[b + 1])
+        S = keys.stop - keys.start
+        if S == 0 or start == stop:
+            continue
+        wide_k, wide_v = k[keys].to(wide), v[keys].to(wide)
+        step = max(LOGITS // (H * S), 1)
+        for i in range(start, stop, step):
+            turn = slice(i, min(i + step, stop))
+            hidden = ~spread_bits(mask[turn], S)[:, None]  # [n, 1, S]
+            logits = scale * torch.einsum("qhe,khe->qhk", q[turn].to(wide), wide_k)
+            logits.masked_fill_(hidden, -torch.inf)
+            total = logits.logsumexp(-1)
+            lse[turn] = total
+            weights = (logits - total[..., None]).exp().masked_fill(hidden, 0)
+            out[turn] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
+    return out, lse
+
+
+def spread_bits(mask: Tensor, S: int) -> Tensor:
+    """[n, S] bool from [n, words] i32."""
+    places = torch.arange(32, dtype=torch.int32, device=mask.device)
+    words = mask[:, : -(-S // 32), None]
+    return ((words >> places) & 1).flatten(1)[:, :S].bool()

@@ -1,0 +1,83 @@
+"""mqa_sparse, reference: the rows of a few tokens at a time, both segments side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.reference._rows import look_up, row_requests
+from openmla.cache.format import get_format
+
+ELEMENTS = 2**22  # of gathered rows held at once; more tokens are taken in turns
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    segments: Sequence[Any],
+    sink: Tensor | None,
+    *,
+    C: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    T, H, D = q_latent.shape
+    wide = torch.promote_types(q_latent.dtype, torch.float32)
+    out = q_latent.new_zeros((T, H, C))
+    lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
+    requests = row_requests(query_start_loc, T)
+    B = query_start_loc.shape[0] - 1
+    width = sum(segment.width for segment in segments)
+    step = max(ELEMENTS // max(width * max(D, H), 1), 1)
+    for i in range(0, T, step):
+        turn = slice(i, min(i + step, T))
+        parts, masks = [], []
+        for segment in segments:
+            slots = listed_slots(segment, turn, positions[turn], requests[turn])
+            slots = slots.masked_fill((requests[turn] == B)[:, None], -1)
+            there = slots >= 0
+            rows = get_format(segment.format).read(
+                segment.cache, slots[there], segment.kv_scale, wide, D
+            )
+            parts.append(rows.new_zeros((*slots.shape, D)).masked_scatter_(there[..., None], rows))
+            masks.append(there)
+        rows, there = torch.cat(parts, 1), torch.cat(masks, 1)  # [n, width, D], [n, width]
+        logits = scale * (q_latent[turn].to(wide) @ rows.mT)  # [n, H, width]
+        logits.masked_fill_(~there[:, None], -torch.inf)
+        total = logits.logsumexp(-1)
+        lse[turn] = total
+        weights = (logits - total[..., None]).exp().masked_fill(~there[:, None], 0)
+        attended = weights @ rows[..., :C]
+        if sink is not None:
+            share = (total - sink.to(wide)).sigmoid()
+            attended *= share.masked_fill(total == -torch.inf, 0)[..., None]
+        out[turn] = attended.to(out.dtype)
+    return out, lse
+
+
+def listed_slots(segment: Any, turn: slice, positions: Tensor, requests: Tensor) -> Tensor:
+    """[n, width] i64: the slots a segment names for some tokens, -1 where there is none."""
+    N, BS, _ = segment.cache.shape
+    table = segment.block_table
+    width = segment.width
+    columns = torch.arange(width, device=positions.device)
+    if segment.kind in ("slots", "positions"):
+        rows = segment.rows[turn].long()
+        rows = rows.where(columns < segment.row_lens[turn, None], -1)
+        if segment.kind == "slots":
+            return rows.where(rows < N * BS, -1).clamp_min(-1)
+        return look_up(rows, table, requests, BS, N)
+    if segment.kind == "prefix":
+        entries = columns.where(columns < (positions[:, None] + 1) // segment.span, -1)
+        return look_up(entries, table, requests, BS, N)
+    last = positions[:, None] - columns  # the window, backwards from the token itself
+    ring = table.shape[1] * BS
+    return look_up((last % ring).where(last >= 0, -1), table, requests, BS, N)

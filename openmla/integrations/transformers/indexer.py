@@ -1,0 +1,86 @@
+"""Lightning indexers of transformers' sparse models: their projections kept, their scoring not.
+
+An indexer module projects, normalises and rotates as before. Its query and weights are taken from
+the linears that make them and its keys from the cache it hands them to; what it then scores is one
+key, which costs nothing and is not looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import IndexInputs
+from openmla.config import MLAConfig
+from openmla.errors import UnsupportedError
+
+
+@dataclass
+class IndexerWatch:
+    """What one indexer module computed in the pass under way."""
+
+    config: MLAConfig
+    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
+    query: Tensor | None = None  # [B, S, HI * DI], before rope
+    weights: Tensor | None = None  # [B, S, HI]
+
+    def hook(self, indexer: nn.Module) -> list[Any]:
+        """Watch an indexer; returns the handles that end it."""
+        wq_b, weights_proj = indexer.wq_b, indexer.weights_proj
+        assert isinstance(wq_b, nn.Module) and isinstance(weights_proj, nn.Module)
+        return [
+            indexer.register_forward_pre_hook(self._before, with_kwargs=True),
+            wq_b.register_forward_hook(self._keep_query),
+            weights_proj.register_forward_hook(self._keep_weights),
+        ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.rotation = kwargs["position_embeddings"] if len(args) < 3 else args[2]
+
+    def _keep_query(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.query = out
+
+    def _keep_weights(self, module: nn.Module, args: Any, out: Tensor) -> None:
+        self.weights = out
+
+    def take(self, k_idx: Tensor, picked: Tensor | None) -> IndexInputs:
+        """This pass's inputs, tokens packed; k_idx [B, S, DI] is rotated already."""
+        indexer = self.config.indexer
+        assert indexer is not None
+        if self.rotation is None or self.query is None or self.weights is None:
+            raise UnsupportedError(
+                "attach: this model's indexer is not called as transformers 5.17's."
+            )
+        HI, DI = indexer.num_heads, indexer.head_dim
+        q_idx = self._rotated(self.query.unflatten(-1, (HI, DI))).flatten(0, 1)
+        w_idx = self.weights.flatten(0, 1).float() * (HI**-0.5 * DI**-0.5)
+        keys = k_idx.flatten(0, 1)
+        self.rotation = self.query = self.weights = None
+        if picked is not None:
+            q_idx, w_idx, keys = q_idx[picked], w_idx[picked], keys[picked]
+        return IndexInputs(q_idx, w_idx, keys)
+
+    def _rotated(self, q: Tensor) -> Tensor:
+        """As transformers rotates its keys: pairs end up with their first members in front."""
+        indexer = self.config.indexer
+        assert indexer is not None and self.rotation is not None
+        R = self.config.qk_rope_head_dim
+        cos, sin = (part.unsqueeze(2) for part in self.rotation)
+        if indexer.rope_side == "first":
+            turned, rest = q[..., :R], q[..., R:]
+        else:
+            rest, turned = q[..., :-R], q[..., -R:]
+        if indexer.pairing == "pairs":
+            turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
+        parts = [turned, rest] if indexer.rope_side == "first" else [rest, turned]
+        return torch.cat(parts, dim=-1)
+
+
+def keep_latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of a module's expand_kv: latents go to the cache as they are."""
+    return kv_nope, k_rot

@@ -1,0 +1,96 @@
+"""Indexer: the lightning indexer's parameters, and what it makes of a step's tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import IndexInputs
+from openmla.cache import PagedCache
+from openmla.config import MLAConfig
+from openmla.errors import UnsupportedError
+from openmla.layers.rope import rope_table
+from openmla.ops import index_write, rope
+from openmla.plan import Plan
+
+
+class Indexer(nn.Module):
+    """Scores keys with a few narrow heads; parameter names are those of checkpoints.
+
+    `hadamard` rotates queries and keys by an orthonormal Hadamard matrix, which changes no product
+    but spreads outliers before fp8 rounds them. A cache must be read as it was written.
+    """
+
+    def __init__(self, config: MLAConfig, *, hadamard: bool = False) -> None:
+        super().__init__()
+        indexer, q_lora_rank = config.indexer, config.q_lora_rank
+        if indexer is None or q_lora_rank is None:
+            raise UnsupportedError(f"Indexer: {config.model_type} has no indexer.")
+        if config.rope.kind not in ("default", "yarn"):
+            raise UnsupportedError(f"Indexer: rope type {config.rope.kind!r} is not supported.")
+        self.config, self.indexer = config, indexer
+        HI, DI = indexer.num_heads, indexer.head_dim
+        if hadamard and DI & (DI - 1):
+            raise UnsupportedError(f"Indexer: hadamard needs a power of two, got width {DI}.")
+        self.hadamard = hadamard
+        self.wq_b = nn.Linear(q_lora_rank, HI * DI, bias=False)
+        self.wk = nn.Linear(config.hidden_size, DI, bias=False)
+        self.k_norm = nn.LayerNorm(DI, eps=indexer.norm_eps)
+        self.weights_proj = nn.Linear(config.hidden_size, HI, bias=False)
+        self.requires_grad_(False)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
+        q_resid: Tensor,  # [T, q_lora_rank], the normalised low-rank query
+        positions: Tensor,  # [T] i64
+        keys: PagedCache,
+        plan: Plan,
+    ) -> IndexInputs:
+        """Queries and weights of the tokens; their keys go straight into the cache."""
+        config, indexer = self.config, self.indexer
+        HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
+        table = rope_table(config.rope, R, config.max_positions, hidden.device)
+        start = 0 if indexer.rope_side == "first" else DI - R
+        index_write(
+            keys.data,
+            self.wk(hidden),
+            self.k_norm.weight,
+            self.k_norm.bias,
+            positions,
+            table,
+            plan.slot_mapping,
+            format=keys.format,
+            eps=indexer.norm_eps,
+            pairing=indexer.pairing,
+            rope_start=start,
+            hadamard=self.hadamard,
+            backend=plan.backends["index_write"],
+        )
+        q_idx = self.wq_b(q_resid).view(-1, HI, DI)
+        rope(
+            q_idx[:, :, start : start + R],
+            positions,
+            table,
+            pairing=indexer.pairing,
+            backend=plan.backends["rope"],
+        )
+        if self.hadamard:
+            q_idx = hadamard_transform(q_idx)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = self.weights_proj.weight.to(wide)  # few outputs: float32 costs nothing
+        w_idx = nn.functional.linear(hidden.to(wide), weight) * (DI**-0.5 * HI**-0.5)
+        return IndexInputs(q_idx, w_idx, None)
+
+
+def hadamard_transform(x: Tensor) -> Tensor:  # [..., n], n a power of two
+    """The orthonormal Hadamard transform of the last dimension, in float32."""
+    n = x.shape[-1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    width = 1
+    while width < n:
+        pairs = wide.unflatten(-1, (n // (2 * width), 2, width))
+        first, second = pairs.unbind(-2)
+        wide = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        width *= 2
+    return (wide * n**-0.5).to(x.dtype)

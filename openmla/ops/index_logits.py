@@ -1,0 +1,133 @@
+"""index_logits: scores of the lightning indexer over a paged cache of indexer keys.
+
+    keys      = the cached keys of request b, decoded, at positions j < row_lens[t]
+    out[t, j] = sum over heads h of w_idx[t, h] * relu(q_idx[t, h] . keys[j]),  -inf elsewhere
+
+Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1; rows past query_start_loc[B]
+(graph padding) and columns from row_lens[t] on are -inf. `row_lens` says what each token may see,
+so any number of speculative tokens is a row each. All scales are in w_idx: the query's if it is
+fp8, DI^-0.5 and HI^-0.5. `num_keys` is the width of out and bounds row_lens.
+Arithmetic and out are float32 (float64 for float64 queries). Columns of block_table past the
+longest row are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.cache.format import check_pages, get_format
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_block_table, check_row_lens, check_start_loc
+
+SPEC = (
+    "q_idx:T HI DI q row, w_idx:T HI row, cache:N BS W row, block_table:B M i32,"
+    " query_start_loc:B+1 i32, row_lens:T i32"
+)
+
+
+def check_paged(op: str, tensors: tuple[Tensor, ...], format: str, num_keys: int) -> dict[str, int]:
+    """Shapes of the arguments index_logits and index_select share."""
+    q_idx, w_idx, cache, block_table, *_ = tensors
+    layout = get_format(format, "index")
+    W = layout.width(q_idx.shape[-1]) if q_idx.dim() else 0
+    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
+    dims = bind(op, SPEC, tensors, {"W": W, "B+1": B1})
+    check_pages(op, cache, format)
+    if w_idx.dtype != scores_dtype(q_idx):
+        raise ShapeError(f"{op}: w_idx must be {scores_dtype(q_idx)}, got {w_idx.dtype}.")
+    if num_keys < 0:
+        raise ShapeError(f"{op}: num_keys must not be negative, got {num_keys}.")
+    return dims
+
+
+def check_paged_values(
+    op: str, dims: dict[str, int], tensors: tuple[Tensor, ...], num_keys: int
+) -> None:
+    _, _, _, block_table, query_start_loc, row_lens = tensors
+    check_start_loc(op, "query_start_loc", query_start_loc, dims["T"], "q_idx")
+    check_row_lens(op, row_lens, num_keys)
+    requests = torch.arange(dims["B"]).repeat_interleave(query_start_loc.diff().long())
+    longest = torch.zeros(dims["B"], dtype=torch.int32)
+    longest.scatter_reduce_(0, requests, row_lens[: requests.shape[0]], "amax")
+    check_block_table(op, block_table, None, longest, dims["N"], dims["BS"])
+
+
+def scores_dtype(q_idx: Tensor) -> torch.dtype:
+    return torch.float64 if q_idx.dtype == torch.float64 else torch.float32
+
+
+def problem_of(op: str, q_idx: Tensor, dims: dict[str, int], format: str, K: int = 0) -> Problem:
+    return Problem(
+        op=op,
+        device=q_idx.device.type,
+        capability=capability(q_idx.device),
+        dtype=q_idx.dtype,
+        format=format,
+        H=dims["HI"],
+        D=dims["DI"],
+        BS=dims["BS"],
+        K=K,
+    )
+
+
+def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
+    q_idx, w_idx = tensors[:2]
+    dims = check_paged("index_logits", tensors, format, num_keys)
+    refuse_grad("index_logits", (q_idx, w_idx))
+    if q_idx.device.type == "cpu":
+        check_paged_values("index_logits", dims, tensors, num_keys)
+    problem = problem_of("index_logits", q_idx, dims, format)
+    logits: Tensor = load("index_logits", select(problem, backend)).run(
+        *tensors, format=format, num_keys=num_keys
+    )
+    return logits
+
+
+def _fake(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
+    dims = check_paged("index_logits", tensors, format, num_keys)
+    return tensors[0].new_empty((dims["T"], num_keys), dtype=scores_dtype(tensors[0]))
+
+
+_OP = register(
+    "index_logits(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
+    " Tensor query_start_loc, Tensor row_lens, *, str format, int num_keys, str backend) -> Tensor",
+    _run,
+    _fake,
+)
+
+
+def index_logits(
+    q_idx: Tensor,  # [T, HI, DI], fp8 or wider
+    w_idx: Tensor,  # [T, HI] f32
+    cache: Tensor,  # [N, BS, W], an index format
+    block_table: Tensor,  # [B, M] i32
+    query_start_loc: Tensor,  # [B+1] i32
+    row_lens: Tensor,  # [T] i32, keys each token sees
+    *,
+    format: str,
+    num_keys: int,
+    backend: str = "auto",
+) -> Tensor:  # [T, num_keys] f32
+    """Score cached keys; see the module's text for the contract."""
+    tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    logits: Tensor = _OP(*tensors, format=format, num_keys=num_keys, backend=backend)
+    return logits
+
+
+def cost(
+    query_lens: Sequence[int], row_lens: Sequence[int], *, HI: int, DI: int, format: str
+) -> Cost:
+    """Each request's keys once, queries once, logits written once; row_lens is one per token."""
+    key_bytes = get_format(format, "index").row_bytes(DI)
+    num_bytes, first = 0, 0
+    for n in query_lens:
+        seen = row_lens[first : first + n]
+        num_bytes += max(seen, default=0) * key_bytes + n * HI * (DI + 4) + 4 * sum(seen)
+        first += n
+    return Cost(num_bytes, 2 * sum(row_lens) * HI * (DI + 1))

@@ -1,0 +1,88 @@
+"""index_select: index_logits and index_topk in one pass; logits need not exist.
+
+    logits = index_logits(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    topk_positions, topk_lens = index_topk(logits, 0, row_lens)
+
+Both contracts hold, ties included. `num_keys` bounds row_lens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.backends import load, select
+from openmla.errors import ShapeError
+from openmla.ops._register import Cost, refuse_grad, register
+from openmla.ops.index_logits import check_paged, check_paged_values, problem_of
+from openmla.ops.index_logits import cost as logits_cost
+
+
+def _check(tensors: tuple[Tensor, ...], format: str, num_keys: int, K: int) -> dict[str, int]:
+    if K < 1:
+        raise ShapeError(f"index_select: K must be positive, got {K}.")
+    return check_paged("index_select", tensors, format, num_keys)
+
+
+def _run(
+    *tensors: Tensor, format: str, num_keys: int, K: int, sorted: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    q_idx, w_idx = tensors[:2]
+    dims = _check(tensors, format, num_keys, K)
+    refuse_grad("index_select", (q_idx, w_idx))
+    if q_idx.device.type == "cpu":
+        check_paged_values("index_select", dims, tensors, num_keys)
+    problem = problem_of("index_select", q_idx, dims, format, K)
+    found: tuple[Tensor, Tensor] = load("index_select", select(problem, backend)).run(
+        *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted
+    )
+    return found
+
+
+def _fake(
+    *tensors: Tensor, format: str, num_keys: int, K: int, sorted: bool, backend: str
+) -> tuple[Tensor, Tensor]:
+    dims = _check(tensors, format, num_keys, K)
+    empty = tensors[0].new_empty
+    return empty((dims["T"], K), dtype=torch.int32), empty((dims["T"],), dtype=torch.int32)
+
+
+_OP = register(
+    "index_select(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
+    " Tensor query_start_loc, Tensor row_lens, *, str format, int num_keys, int K, bool sorted,"
+    " str backend) -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+
+
+def index_select(
+    q_idx: Tensor,  # [T, HI, DI], fp8 or wider
+    w_idx: Tensor,  # [T, HI] f32
+    cache: Tensor,  # [N, BS, W], an index format
+    block_table: Tensor,  # [B, M] i32
+    query_start_loc: Tensor,  # [B+1] i32
+    row_lens: Tensor,  # [T] i32, keys each token sees
+    *,
+    format: str,
+    num_keys: int,
+    K: int,
+    sorted: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # topk_positions [T, K] i32, topk_lens [T] i32
+    """Score and select; see the module's text for the contract."""
+    tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    positions, lens = _OP(
+        *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted, backend=backend
+    )
+    return positions, lens
+
+
+def cost(
+    query_lens: Sequence[int], row_lens: Sequence[int], *, HI: int, DI: int, K: int, format: str
+) -> Cost:
+    """As index_logits, but positions are written instead of logits."""
+    scored = logits_cost(query_lens, row_lens, HI=HI, DI=DI, format=format)
+    return Cost(scored.bytes - 4 * sum(row_lens) + 4 * K * len(row_lens), scored.flops)

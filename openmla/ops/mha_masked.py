@@ -1,0 +1,135 @@
+"""mha_masked: ordinary attention over packed keys and values, restricted by one bit per pair.
+
+    s   = scale * q @ k.T per head,  where bit j of mask[t] is set (key j of the request)
+    lse = log(sum(exp(s)))
+    out = exp(s - lse) @ v
+
+Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1 and key rows
+key_start_loc[b] .. key_start_loc[b+1]-1; bits from its number of keys on are not looked at. Words
+are pack_mask's. Nothing else restricts: causality is in the bits. A query that sees no key, and
+every query row past query_start_loc[B], gets out 0 and lse -inf. lse is natural-log, includes
+scale, and is float32 (float64 for float64 queries). max_query_len and max_key_len bound requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_start_loc
+
+_SPEC = (
+    "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B+1 i32, key_start_loc:B+1 i32,"
+    " mask:T words i32 row"
+)
+
+
+def _check(tensors: tuple[Tensor, ...], max_key_len: int) -> dict[str, int]:
+    q, k, v, *_ = tensors
+    dims = bind("mha_masked", _SPEC, tensors)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ShapeError(f"mha_masked: {name} must be {q.dtype} like q, got {tensor.dtype}.")
+    if 32 * dims["words"] < max_key_len:
+        raise ShapeError(
+            f"mha_masked: mask must have a bit for each of max_key_len={max_key_len} keys, "
+            f"got {dims['words']} words of 32."
+        )
+    return dims
+
+
+def _check_values(
+    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
+) -> None:
+    _, _, _, query_start_loc, key_start_loc, _ = tensors
+    check_start_loc("mha_masked", "query_start_loc", query_start_loc, dims["T"], "q")
+    check_start_loc("mha_masked", "key_start_loc", key_start_loc, dims["S"], "k")
+    for name, start_loc, given in (
+        ("max_query_len", query_start_loc, max_query_len),
+        ("max_key_len", key_start_loc, max_key_len),
+    ):
+        longest = int(start_loc.diff().max()) if dims["B+1"] > 1 else 0
+        if longest > given:
+            raise ShapeError(f"mha_masked: {name} must be at least {longest}, got {given}.")
+
+
+def _run(
+    *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str
+) -> tuple[Tensor, Tensor]:
+    q = tensors[0]
+    dims = _check(tensors, max_key_len)
+    refuse_grad("mha_masked", tensors[:3])
+    if q.device.type == "cpu":
+        _check_values(dims, tensors, max_query_len, max_key_len)
+    problem = Problem(
+        op="mha_masked",
+        device=q.device.type,
+        capability=capability(q.device),
+        dtype=q.dtype,
+        H=dims["H"],
+        E=dims["E"],
+        V=dims["V"],
+        max_query_len=max_query_len,
+    )
+    result: tuple[Tensor, Tensor] = load("mha_masked", select(problem, backend)).run(
+        *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len
+    )
+    return result
+
+
+def _fake(*tensors: Tensor, max_key_len: int, **_: object) -> tuple[Tensor, Tensor]:
+    dims = _check(tensors, max_key_len)
+    q = tensors[0]
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return (
+        q.new_empty((dims["T"], dims["H"], dims["V"])),
+        q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
+    )
+
+
+_OP = register(
+    "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
+    " Tensor mask, *, float scale, int max_query_len, int max_key_len, str backend)"
+    " -> (Tensor, Tensor)",
+    _run,
+    _fake,
+)
+
+
+def mha_masked(
+    q: Tensor,  # [T, H, E]
+    k: Tensor,  # [S, H, E]
+    v: Tensor,  # [S, H, V]
+    query_start_loc: Tensor,  # [B+1] i32
+    key_start_loc: Tensor,  # [B+1] i32
+    mask: Tensor,  # [T, words] i32
+    *,
+    scale: float,
+    max_query_len: int,
+    max_key_len: int,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
+    """Attend where bits are set; see the module's text for the contract."""
+    out, lse = _OP(
+        q,
+        k,
+        v,
+        query_start_loc,
+        key_start_loc,
+        mask,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
+        backend=backend,
+    )
+    return out, lse
+
+
+def cost(n: int, S: int, *, H: int, E: int, V: int, itemsize: int) -> Cost:
+    """Of one request: everything read once, every pair computed whatever its bit says."""
+    num_bytes = H * itemsize * (n + S) * (E + V) + n * S // 8 + 4 * n * H
+    return Cost(num_bytes, 2 * n * S * H * (E + V))

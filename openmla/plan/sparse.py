@@ -1,0 +1,96 @@
+"""How tokens that choose their keys are scored in turns, and how masked ones are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from openmla.plan.chunks import cut_contexts
+from openmla.plan.types import (
+    LOGITS_BYTES,
+    MASK_BYTES,
+    ContextChunk,
+    MaskedChunk,
+    MaskGroup,
+    ScoreChunk,
+    num_words,
+)
+
+
+def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
+    """[n] i32: the keys each token may see, itself included; the last sees all."""
+    if not query_lens:
+        return torch.zeros(0, dtype=torch.int32)
+    lens = torch.tensor(query_lens)
+    firsts = torch.tensor(seq_lens) - lens + 1
+    starts = torch.tensor(list(accumulate(query_lens, initial=0))[:-1])
+    shifts = torch.repeat_interleave(firsts - starts, lens)
+    return (torch.arange(shifts.shape[0]) + shifts).int()
+
+
+def score_chunks(lens: Sequence[int]) -> tuple[ScoreChunk, ...]:
+    """Rows in order, as many at once as the bound on logits allows; lens is what each row sees."""
+    chunks: list[ScoreChunk] = []
+    start, widest = 0, 0
+    for row, length in enumerate(lens):
+        wider = max(widest, length)
+        if row > start and (row + 1 - start) * wider * 4 > LOGITS_BYTES:
+            chunks.append(ScoreChunk(slice(start, row), widest))
+            start, wider = row, length
+        widest = wider
+    if lens:
+        chunks.append(ScoreChunk(slice(start, len(lens)), widest))
+    return tuple(chunks)
+
+
+def masked_chunks(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    table: Tensor,
+    *,
+    first_row: int,
+    BS: int,
+    rows_at_once: int,
+) -> tuple[MaskedChunk, ...]:
+    """All keys of some requests in chunks of rows_at_once; the queries of each by mask size."""
+    bounds = list(accumulate(query_lens, initial=0))
+    chunks = []
+    for span in cut_contexts(seq_lens, rows_at_once, BS):
+        stop = span.first + len(span.lens)
+        begin, end = bounds[span.first], bounds[stop]
+        starts = torch.tensor(span.starts, dtype=torch.int32)
+        lens = torch.tensor(span.lens, dtype=torch.int32)
+        context = ContextChunk(
+            rows=slice(begin, end),
+            query_start_loc=_start_loc(query_lens[span.first : stop]),
+            max_query_len=max(query_lens[span.first : stop]),
+            block_table=table[span.first : stop],
+            starts=starts,
+            key_start_loc=_start_loc(span.lens),
+            max_key_len=max(span.lens),
+            num_keys=sum(span.lens),
+        )
+        each = torch.tensor(query_lens[span.first : stop])
+        key_starts = starts.repeat_interleave(each)
+        key_lens = lens.repeat_interleave(each)
+        step = max(MASK_BYTES // (4 * num_words(context.max_key_len)), 1)
+        groups = []
+        for row in range(0, end - begin, step):
+            rows = slice(row, min(row + step, end - begin))
+            groups.append(
+                MaskGroup(
+                    rows=slice(first_row + begin + rows.start, first_row + begin + rows.stop),
+                    query_start_loc=context.query_start_loc.clamp(rows.start, rows.stop) - row,
+                    key_starts=key_starts[rows],
+                    key_lens=key_lens[rows],
+                )
+            )
+        chunks.append(MaskedChunk(context, tuple(groups)))
+    return tuple(chunks)
+
+
+def _start_loc(lens: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)

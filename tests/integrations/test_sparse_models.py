@@ -1,0 +1,265 @@
+"""attach() for sparse models: the same tokens as the model alone, around and past the top-k."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.errors import ConfigError, UnsupportedError
+
+transformers = pytest.importorskip("transformers")
+
+from openmla.integrations.transformers import (  # noqa: E402 - transformers may be missing
+    attach,
+    attachment_of,
+    detach,
+)
+
+K = 24
+FIELDS: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "index_head_dim": 16,
+    "index_n_heads": 32,  # with few heads, keys tie at exactly zero and vanilla contradicts itself
+    "index_topk": K,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+SHARED = {"indexer_types": ["full", "shared", "full"]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"rope_parameters": YARN},
+    "glm_moe_dsa": SHARED,
+    "axk2": {},
+    "hy_v4": SHARED,
+}
+
+
+def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    config = transformers.CONFIG_MAPPING[family](**{**FIELDS, **FAMILIES[family], **changes})
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    cls = next(getattr(modeling, name) for name in dir(modeling) if name.endswith("ForCausalLM"))
+    torch.manual_seed(seed)
+    model = cls(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.2 * noise)  # norms, their biases, sinks
+    return model
+
+
+def prompts(lens: tuple[int, ...], padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of these lengths, padded on the left to the longest and `padding` more."""
+    S = max(lens) + padding
+    generator = torch.Generator().manual_seed(seed)
+    ids, mask = torch.zeros(len(lens), S, dtype=torch.long), torch.zeros(len(lens), S).long()
+    for b, n in enumerate(lens):
+        ids[b, S - n :] = torch.randint(2, 97, (n,), generator=generator)
+        mask[b, S - n :] = 1
+    return ids, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """New tokens only, so that paddings can be compared."""
+    settings = {"max_new_tokens": 64, "do_sample": False, **options}
+    out: Tensor = model.generate(ids, attention_mask=mask, **settings)
+    return out[:, ids.shape[1] :]
+
+
+UNEVEN = (60, K, K - 1, K + 1, 3)  # longer than, equal to, around and shorter than K
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens(family: str, seed: int) -> None:
+    """64 new tokens for a left-padded batch of five, greedy, in blocks of 4 and of 64."""
+    model = make_model(family, seed)
+    ids, mask = prompts(UNEVEN, seed=seed)
+    expected = generate(model, ids, mask)
+    # the model agrees with itself under another padding, or nobody could agree with it
+    assert torch.equal(generate(model, *prompts(UNEVEN, padding=7, seed=seed)), expected)
+    for block_size in (4, 64):
+        modules = attach(model, block_size=block_size)
+        assert len(modules) == 3
+        assert torch.equal(generate(model, ids, mask), expected)
+        plan = attachment_of(model).last_plan
+        assert plan is not None and plan.sparse is not None
+        detach(model)
+    assert torch.equal(generate(model, ids, mask), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunk_edges_around_the_top_k(family: str) -> None:
+    model = make_model(family)
+    ids, mask = prompts((70,))
+    expected = generate(model, ids, mask, max_new_tokens=16)
+    attach(model, block_size=4, workspace=16)
+    for chunk in (K - 1, K, K + 1, 2 * K, 7):
+        actual = generate(model, ids, mask, max_new_tokens=16, prefill_chunk_size=chunk)
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("length", [5, K - 17, K - 16, K, K + 40])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contexts_that_grow_past_the_top_k(family: str, length: int) -> None:
+    """Short of K throughout, reaching it, starting at it, far past it."""
+    model = make_model(family, seed=3)
+    ids, mask = prompts((length,) * 2, seed=4)
+    expected = generate(model, ids, mask, max_new_tokens=16)
+    attach(model, block_size=4)
+    assert torch.equal(generate(model, ids, mask, max_new_tokens=16), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_with_and_without_a_cache(family: str) -> None:
+    model = make_model(family)
+    ids, mask = prompts(UNEVEN)
+    real = mask.bool()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).logits[real]
+        attach(model, block_size=4)
+        pool = attachment_of(model).pool
+        plain = model(ids, attention_mask=mask, use_cache=False).logits[real]
+        assert pool.num_free == pool.num_blocks  # a pass without a cache leaves nothing behind
+        cached = model(ids, attention_mask=mask, use_cache=True).logits[real]
+    assert (plain - expected).norm() < 1e-5 * expected.norm()
+    assert (cached - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beams_sampling_and_kept_caches(family: str) -> None:
+    model = make_model(family)
+    ids, mask = prompts((40, 30))
+    options: dict[str, Any] = {"max_new_tokens": 20}
+    beams = generate(model, ids, mask, num_beams=3, **options)
+    torch.manual_seed(5)
+    sampled = generate(model, ids, mask, do_sample=True, **options)
+    first = model(ids, attention_mask=mask, use_cache=True)
+    more = torch.randint(2, 97, (2, 5))
+    longer = torch.cat([mask, torch.ones_like(more)], 1)
+    expected = model(more, attention_mask=longer, past_key_values=first.past_key_values).logits
+    attach(model, block_size=4)
+    assert torch.equal(generate(model, ids, mask, num_beams=3, **options), beams)
+    torch.manual_seed(5)
+    assert torch.equal(generate(model, ids, mask, do_sample=True, **options), sampled)
+    past = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    twin = copy.deepcopy(past)
+    other = torch.randint(2, 97, (2, 9))
+    model(other, attention_mask=torch.cat([mask, torch.ones_like(other)], 1), past_key_values=twin)
+    actual = model(more, attention_mask=longer, past_key_values=past).logits
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
+    # speculative tokens taken back: both caches forget them
+    past.crop(-5)
+    actual = model(more, attention_mask=longer, past_key_values=past).logits
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_growing_pool_keeps_indexer_keys() -> None:
+    model = make_model("deepseek_v32")
+    ids, mask = prompts((300, 200))
+    expected = generate(model, ids, mask, max_new_tokens=8)
+    attach(model, block_size=4)
+    before = attachment_of(model).pool.num_blocks
+    assert torch.equal(generate(model, ids, mask, max_new_tokens=8), expected)
+    assert attachment_of(model).pool.num_blocks > before
+
+
+def test_bytes_in_use_count_the_indexer_keys() -> None:
+    model = make_model("glm_moe_dsa")
+    attach(model, block_size=4, cache_format="bf16", index_format="index_fp8")
+    ids, mask = prompts((8,))
+    out = model(ids, attention_mask=mask, use_cache=True)
+    assert out.past_key_values.get_seq_length() == 8
+    # three layers of 40 latent columns, two of them with an indexer of their own
+    assert attachment_of(model).used_bytes() == 8 * (3 * 40 * 2 + 2 * (16 + 4))
+
+
+@pytest.mark.parametrize(
+    "formats",
+    [("bf16", "index_bf16"), ("fp8", "index_fp8"), ("fp16", "index_fp8_exact")],
+    ids=str,
+)
+def test_lossy_caches_run(formats: tuple[str, str]) -> None:
+    model = make_model("deepseek_v32")
+    ids, mask = prompts((60,))
+    attach(model, cache_format=formats[0], index_format=formats[1], block_size=8)
+    assert generate(model, ids, mask, max_new_tokens=8).shape == (1, 8)
+
+
+def test_the_packed_row_of_real_models() -> None:
+    """fp8_ds_mla at its own geometry: 512 + 64, near the exact cache in every logit."""
+    model = make_model("deepseek_v32", kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    ids, mask = prompts((60,))
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    attach(model, cache_format="fp8_ds_mla", block_size=8)
+    past = transformers.DynamicCache(config=model.config)
+    parts = [
+        model(ids[:, i : i + 10], attention_mask=mask[:, : i + 10], past_key_values=past).logits
+        for i in range(0, 60, 10)
+    ]
+    actual = torch.cat(parts, 1)
+    # before K keys nothing is chosen, so rounding cannot choose differently
+    early = (actual - expected)[:, :K].norm() / expected[:, :K].norm()
+    assert 1e-4 < early < 0.1
+    assert torch.equal(actual.isnan(), torch.zeros_like(actual, dtype=torch.bool))
+
+
+def test_refusals() -> None:
+    model = make_model("deepseek_v32")
+    with pytest.raises(ConfigError, match="'bf16' is not known for index rows"):
+        attach(model, index_format="bf16")
+    with pytest.raises(ConfigError, match="'index_fp8' is not known for latent rows"):
+        attach(model, cache_format="index_fp8")
+    assert not hasattr(model.model.layers[0].self_attn, "openmla")
+    attach(model)
+    ids, _ = prompts((30,))
+    packed = torch.cat([torch.arange(12), torch.arange(18)])[None]
+    with pytest.raises(UnsupportedError, match="packed into one row are not supported for sparse"):
+        model(ids, position_ids=packed, use_cache=False)
+    square = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    with pytest.raises(UnsupportedError, match="the attention mask was copied or replaced"):
+        model(ids, attention_mask={"deepseek_sparse_attention": square}, use_cache=False)
+    detach(model)
+    assert "expand_kv" not in vars(model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("family", ["glm5_next", "deepseek_v4"])
+def test_others_are_refused_with_a_reason(family: str) -> None:
+    model: Any = torch.nn.Module()
+    model.config = transformers.CONFIG_MAPPING[family]()
+    assert model.config.model_type == family
+    with pytest.raises(UnsupportedError, match=f"attach: {family} is not supported: its "):
+        attach(model)

@@ -1,0 +1,247 @@
+"""MLAAttention with an indexer against transformers: every way to cut a sequence around K."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla import PRESETS, ConfigError, LayerCache, MLAAttention, PagedCache
+from openmla.cache import allocate_cache
+from openmla.layers.indexer import hadamard_transform
+from tests.layers.families import SPARSE, Peer, make_peer
+from tests.layers.serving import Server
+
+pytest.importorskip("transformers")
+K = 24
+LENGTH = 90
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def sequence(length: int, seed: int = 1) -> Tensor:
+    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def serve(peer: Peer, hidden: Tensor, lens: list[int], **options: Any) -> Server:
+    server = Server(peer.ours, {"r": hidden}, block_size=4, **options)
+    for n in lens:
+        server.step([("r", n)])
+    return server
+
+
+WAYS = {
+    "full": [LENGTH],
+    "token-by-token": [1] * LENGTH,
+    "up-to-K": [K, LENGTH - K],
+    "K-1": [K - 1, 1, 1, 1, LENGTH - K - 2],
+    "K+1": [K + 1, 3, LENGTH - K - 4],
+    "multi-token": [3, 1, 5, 2] * 8 + [2],
+    "one-then-all": [1, LENGTH - 1],
+}
+
+
+@pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", SPARSE)
+def test_equals_transformers(family: str, way: str, form: str) -> None:
+    """Whatever the steps and the route, the outputs are the module's over the whole sequence."""
+    peer, hidden = make_peer(family), sequence(LENGTH)
+    expected = peer.full(hidden)
+    for workspace_tokens in (12, 4096):
+        server = serve(peer, hidden, WAYS[way], form=form, workspace_tokens=workspace_tokens)
+        assert relative_error(server.output("r"), expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_mixed_batches(family: str, device: str) -> None:
+    """Short and long requests, prefill and decode in one step, in any order."""
+    peer = make_peer(family)
+    hidden = {name: sequence(80, seed) for seed, name in enumerate("abcd")}
+    rng = random.Random(3)
+    seen = set()
+    for form in ("auto", "absorbed", "expanded"):
+        server = Server(peer.ours, hidden, workspace_tokens=16, form=form, device=device)
+        while any(server.pool.seq_len(name) < 80 for name in "abcd"):
+            wanted = []
+            for name in rng.sample("abcd", 4):
+                rest = 80 - server.pool.seq_len(name)
+                wanted.append((name, min(rng.choice([0, 1, 1, 2, 7, 30]), rest)))
+            plan = server.step(wanted)
+            seen.add((plan.decode is None, plan.prefill is None, plan.sparse is None))
+        for name in "abcd":
+            assert relative_error(server.output(name), peer.full(hidden[name])) < 1e-5
+    assert len(seen) >= 4  # the mixtures did come by
+
+
+def test_both_routes_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request gathers its rows, another is masked; both are packed apart and put back."""
+    peer = make_peer("deepseek_v32")
+    hidden = {name: sequence(200, seed) for seed, name in enumerate("abc")}
+    server = Server(peer.ours, hidden, num_blocks=400)
+    server.step([("a", 60), ("b", 10), ("c", 40)])
+    monkeypatch.setattr("openmla.plan.plan.choose_sparse_absorbed", lambda config, n, S, **_: n < 5)
+    plan = server.step([("c", 50), ("b", 3), ("a", 2)])
+    assert plan.sparse is not None and plan.sparse.num_absorbed == 2
+    assert plan.sparse.masked and plan.decode is not None
+    assert "chosen" in plan.explain() and "masked" in plan.explain()
+    for name in "abc":
+        expected = peer.full(hidden[name])[: server.pool.seq_len(name)]
+        assert relative_error(server.output(name), expected) < 1e-5
+
+
+def test_enough_keys_for_all_is_dense() -> None:
+    """With K no smaller than the context, sparse is dense to the last rounding."""
+    config = PRESETS["tiny-v3.2"]
+    assert config.indexer is not None
+    torch.manual_seed(0)
+    sparse = MLAAttention(replace(config, indexer=replace(config.indexer, topk=LENGTH)))
+    dense = MLAAttention(replace(config, indexer=None))
+    state = {n: t for n, t in sparse.state_dict().items() if not n.startswith("indexer.")}
+    dense.load_state_dict(state)
+    hidden = sequence(LENGTH)
+    for form in ("absorbed", "expanded"):
+        outs = []
+        for layer in (sparse, dense):
+            server = Server(layer, {"r": hidden}, form=form)
+            for n in (50, 1, 39):
+                server.step([("r", n)])
+            outs.append(server.output("r"))
+        assert relative_error(*outs) < 1e-6
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_a_selection_of_everything_is_dense(family: str) -> None:
+    """Through the sparse ops themselves: K one below the longest row, so only one key is missed."""
+    peer, hidden = make_peer(family), sequence(LENGTH)
+    indexer = peer.ours.config.indexer
+    assert indexer is not None
+    peer.ours.config = replace(peer.ours.config, indexer=replace(indexer, topk=LENGTH - 1))
+    assert peer.ours.indexer is not None
+    peer.ours.indexer.config = peer.ours.config
+    peer.theirs.indexer.index_topk = LENGTH - 1  # type: ignore[union-attr]
+    for form in ("absorbed", "expanded"):
+        server = serve(peer, hidden, [LENGTH], form=form)
+        assert server.plans[0].sparse is not None
+        assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
+
+
+def test_the_masked_route_equals_the_gathered_one() -> None:
+    """Also where the cache rounds: both read the same bytes."""
+    peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
+    for format in ("bf16", "fp8"):
+        outs = [
+            serve(peer, hidden, [40, 50], form=form, format=format).output("r")[K:]
+            for form in ("absorbed", "expanded")
+        ]
+        assert relative_error(*outs) < 1e-5
+
+
+@pytest.mark.parametrize("format", ["index_bf16", "index_fp8", "index_fp8_exact"])
+def test_rounded_index_keys_choose_nearly_the_same(format: str) -> None:
+    peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
+    exact = serve(peer, hidden, [LENGTH])
+    rounded = serve(peer, hidden, [LENGTH], index_format=format)
+    assert relative_error(rounded.output("r"), exact.output("r")) < 0.5
+    alike = (rounded.output("r") - exact.output("r")).norm(dim=1) < 1e-4
+    assert alike.float().mean() > 0.3  # rows whose selection did not change at all
+
+
+@pytest.mark.parametrize("index_format", ["index_fp32", "index_fp8"])
+def test_hadamard_changes_no_product(index_format: str) -> None:
+    peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
+    plain = serve(peer, hidden, [50, 1, 39], index_format=index_format).output("r")
+    assert peer.ours.indexer is not None
+    peer.ours.indexer.hadamard = True
+    turned = serve(peer, hidden, [50, 1, 39], index_format=index_format).output("r")
+    if index_format == "index_fp32":
+        assert relative_error(turned, plain) < 1e-5
+    else:  # other roundings: most rows choose the same keys
+        assert ((turned - plain).norm(dim=1) < 1e-4).float().mean() > 0.3
+
+
+def test_hadamard_transform_is_orthonormal() -> None:
+    matrix = hadamard_transform(torch.eye(16, dtype=torch.float64))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(16, dtype=torch.float64))
+    assert torch.equal(matrix, matrix.T) and matrix.abs().unique().numel() == 1
+
+
+def test_layers_share_a_selection() -> None:
+    """A layer without an indexer attends to the keys the layer before chose."""
+    config = PRESETS["tiny-glm-5.2"]
+    torch.manual_seed(0)
+    full, shared = (MLAAttention(config, layer=layer) for layer in (1, 2))
+    assert full.indexer is not None and shared.indexer is None
+    assert not any(name.startswith("indexer.") for name in shared.state_dict())
+    shared.q_a_proj, shared.q_a_layernorm = full.q_a_proj, full.q_a_layernorm
+    hidden = sequence(60)
+    server = Server(full, {"r": hidden}, block_size=4)
+    own = allocate_cache(config, num_blocks=200, block_size=4, format="fp32", layer=2)
+    assert own.index is None
+    plan = server.step([("r", 60)])
+    positions = torch.arange(60)
+    _, selection = full.attend(hidden, positions, server.cache, plan)
+    assert selection is not None
+    shared_out, passed = shared.attend(hidden, positions, own, plan, selection)
+    assert passed is selection
+    # the same layer with an indexer that chooses the same keys, by the same low-rank query
+    twin = MLAAttention(config, layer=1)
+    twin.load_state_dict({**full.state_dict(), **shared.state_dict()})
+    twin_out, _ = twin.attend(hidden, positions, server.cache, plan)
+    assert relative_error(shared_out, twin_out) < 1e-6
+    with pytest.raises(ConfigError, match="MLAAttention: selection must be given, this layer has"):
+        shared(hidden, positions, own, plan)
+
+
+def test_rolled_back_tokens_leave_no_trace() -> None:
+    """Speculative tokens are dropped and others take their place, in both caches."""
+    peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
+    wrong = hidden.clone()
+    wrong[40:47] = sequence(7, seed=9)
+    server = Server(peer.ours, {"r": wrong}, block_size=4)
+    server.step([("r", 40)])
+    server.step([("r", 7)])
+    server.pool.truncate("r", 42)
+    server.outputs["r"] = [torch.cat(server.outputs["r"])[:40]]
+    server.pool.truncate("r", 40)
+    server.sequences["r"] = hidden
+    for n in (5, 1, 44):
+        server.step([("r", n)])
+    assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
+
+
+def test_missing_parts_are_told_and_nothing_is_written() -> None:
+    peer, hidden = make_peer("deepseek_v32"), sequence(30)
+    server = Server(peer.ours, {"r": hidden}, block_size=4)
+    batch = server.batch([("r", 30)])
+    from openmla import make_plan
+
+    config, cache = peer.ours.config, server.cache
+    assert cache.latent is not None and cache.index is not None
+    with pytest.raises(ConfigError, match="plan: cache must have index rows for deepseek_v32, got"):
+        make_plan(batch, config, LayerCache(latent=cache.latent), dtype=torch.float32)
+    one = torch.tensor(1.0)
+    swapped = LayerCache(
+        latent=cache.latent, index=PagedCache(torch.zeros(200, 4, 16), "fp32", one)
+    )
+    with pytest.raises(ConfigError, match="format 'fp32' is not known for index rows"):
+        make_plan(batch, config, swapped, dtype=torch.float32)
+    other = PagedCache(torch.zeros(100, 8, 16), "index_fp32", one)
+    with pytest.raises(ConfigError, match="plan: index rows must be in 200 blocks of 4"):
+        make_plan(batch, config, LayerCache(latent=cache.latent, index=other))
+    plan = make_plan(batch, config, cache, dtype=torch.float32)
+    before = [part.data.view(torch.uint8).clone() for part in (cache.latent, cache.index)]
+    positions = torch.arange(30)
+    with pytest.raises(ConfigError, match="MLAAttention: cache must have index rows for this"):
+        peer.ours(hidden, positions, LayerCache(latent=cache.latent), plan)
+    after = [part.data.view(torch.uint8) for part in (cache.latent, cache.index)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    state = {n: t for n, t in peer.ours.state_dict().items() if "wq_b" not in n}
+    with pytest.raises(RuntimeError, match=r"Missing key.*indexer\.wq_b\.weight"):
+        MLAAttention(config).load_state_dict(state)

@@ -1,0 +1,214 @@
+"""index_select: the two steps it replaces, bit for bit; exact where sums are, near where not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.cache.format import INDEX_FORMATS
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.ops import index_logits, index_select, index_topk
+from openmla.ops.index_select import cost
+from openmla.testing import Inputs, start_loc
+from tests.ops.contract import run_or_skip
+from tests.ops.test_index_logits import BAD_INPUT, BASE, CASES, FP8, IndexCase, broken
+
+WHOLE = IndexCase("verify", (4, 1, 7), (64, 20, 7), whole=True)
+EXACT = [
+    WHOLE,
+    *(
+        replace(WHOLE, name=f"{format}-{str(dtype)[6:]}", format=format, dtype=dtype)
+        for format in INDEX_FORMATS
+        for dtype in (torch.bfloat16, FP8)
+    ),
+    replace(WHOLE, name="one-head", HI=1),  # most scores are zero: all ties
+    replace(WHOLE, name="17-heads", HI=17),
+    replace(WHOLE, name="graph-padding", padding=5),
+    replace(WHOLE, name="empty-request", query_lens=(1, 0, 0, 2), seq_lens=(50, 0, 9, 20)),
+    replace(WHOLE, name="no-key", query_lens=(1, 2, 1), seq_lens=(0, 1, 20)),
+    replace(WHOLE, name="own-lengths", query_lens=(4,), seq_lens=(64,), row_lens=(0, 64, 9, 17)),
+    replace(WHOLE, name="nothing", query_lens=(), seq_lens=()),
+    replace(WHOLE, name="only-padding", query_lens=(), seq_lens=(), padding=3),
+    replace(WHOLE, name="no-token", query_lens=(0, 0), seq_lens=(5, 0)),
+    replace(WHOLE, name="block-1", BS=1, format="index_bf16"),
+    replace(WHOLE, name="no-spare-column", surplus=0),
+    replace(WHOLE, name="long", query_lens=(2, 1), seq_lens=(1300, 700), BS=64),
+    IndexCase("v32", (2,), (130,), HI=64, DI=128, BS=64, dtype=FP8, whole=True),
+]
+
+
+def make(case: IndexCase, *, K: int, device: str = "cpu", sorted: bool = True) -> Inputs:
+    inputs = case.make(device)
+    return Inputs(inputs.tensors, {**inputs.scalars, "K": K, "sorted": sorted}, inputs.widen)
+
+
+def scored(inputs: Inputs) -> Tensor:
+    """The first step, by the reference."""
+    scalars = {name: inputs.scalars[name] for name in ("format", "num_keys")}
+    logits: Tensor = Inputs(inputs.tensors, scalars, ()).run(index_logits, backend="reference")
+    return logits
+
+
+def two_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    row_lens = inputs["row_lens"]
+    positions, lens = index_topk(
+        scored(inputs),
+        torch.zeros_like(row_lens),
+        row_lens,
+        K=inputs.scalars["K"],
+        sorted=True,
+        backend="reference",
+    )
+    return positions, lens
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("K", [1, 7, 100])
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_contract(case: IndexCase, K: int, backend: str, device: str) -> None:
+    """Whole numbers: scores are exact in any order of summation, so the selection is one."""
+    inputs = make(case, K=K, device=device)
+    positions, lens = run_or_skip(index_select, inputs, backend)
+    assert positions.dtype == lens.dtype == torch.int32
+    wanted, wanted_lens = two_steps(inputs.double())
+    assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_scores(case: IndexCase, backend: str, device: str) -> None:
+    """Where sums round, only keys within the rounding of the cut may change places."""
+    inputs = make(case, K=7, device=device)
+    positions, lens = run_or_skip(index_select, inputs, backend)
+    exact, peer = scored(inputs.double()), scored(inputs)
+    wanted, wanted_lens = two_steps(inputs.double())
+    assert torch.equal(lens, wanted_lens)
+    eps = torch.finfo(torch.float32).eps
+    for t, n in enumerate(lens.tolist()):
+        chosen, right = positions[t, :n].long(), wanted[t, :n].long()
+        assert (positions[t, n:] == -1).all() and (chosen.diff() > 0).all()
+        if torch.equal(chosen, right):
+            continue
+        seen = slice(int(inputs["row_lens"][t]))
+        assert chosen[0] >= 0 and chosen[-1] < seen.stop
+        error = (peer[t, seen].double() - exact[t, seen]).abs().max()
+        slack = 2 * (error + eps * exact[t, seen].abs().max().clamp_min(1))
+        assert exact[t, chosen].min() >= exact[t, right].min() - 2 * slack
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reference_is_the_two_steps(case: IndexCase) -> None:
+    """Bit for bit, rounding included."""
+    inputs = make(case, K=7)
+    for actual, expected in zip(
+        inputs.run(index_select, backend="reference"), two_steps(inputs), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+def test_reference_equals_sorted() -> None:
+    """Once more from the scores, with Python's own sort."""
+    inputs = make(WHOLE, K=9).double()
+    positions, _ = inputs.run(index_select, backend="reference")
+    for t, scores in enumerate(scored(inputs).tolist()):
+        n = int(inputs["row_lens"][t])
+        wanted = sorted(sorted(range(n), key=lambda j: (-scores[j], j))[:9])
+        assert positions[t].tolist() == wanted + [-1] * (9 - len(wanted))
+
+
+def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn may end inside a request; the result does not change."""
+    inputs = make(replace(WHOLE, padding=3), K=9)
+    expected = inputs.run(index_select, backend="reference")
+    monkeypatch.setattr("openmla.backends.reference.index_select.SCORES", 3 * 67)
+    for actual, whole in zip(inputs.run(index_select, backend="reference"), expected, strict=True):
+        assert torch.equal(actual, whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+def test_any_order(backend: str, device: str) -> None:
+    inputs = make(WHOLE, K=9, sorted=False, device=device)
+    positions, lens = run_or_skip(index_select, inputs, backend)
+    wanted, wanted_lens = two_steps(inputs)
+    assert torch.equal(lens, wanted_lens)
+    for t, n in enumerate(lens.tolist()):
+        assert torch.equal(positions[t, :n].sort().values, wanted[t, :n])
+        assert (positions[t, n:] == -1).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+def test_num_keys_is_only_a_bound(backend: str, device: str) -> None:
+    case = replace(WHOLE, padding=0, surplus=0)
+    expected = run_or_skip(index_select, make(case, K=9, device=device), backend)
+    for num_keys in (65, 100, 4097):
+        wider = broken(make(case, K=9, device=device), num_keys=num_keys)
+        for actual, wanted in zip(wider.run(index_select, backend=backend), expected, strict=True):
+            assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+def test_invariance(backend: str, device: str) -> None:
+    """A request selects the same alone as among others."""
+    inputs = make(WHOLE, K=9, device=device)
+    expected, _ = run_or_skip(index_select, inputs, backend)
+    first = 0
+    for b, n in enumerate(WHOLE.query_lens):
+        rows = slice(first, first + n)
+        tensors = dict(inputs.tensors)
+        for name in ("q_idx", "w_idx", "row_lens"):
+            tensors[name] = inputs[name][rows]
+        tensors["block_table"] = inputs["block_table"][b : b + 1]
+        tensors["query_start_loc"] = start_loc((n,), device)
+        positions, _ = Inputs(tensors, inputs.scalars, ()).run(index_select, backend=backend)
+        assert torch.equal(positions, expected[rows])
+        first += n
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    inputs = make(BASE, K=9, device=device)
+    op = torch.ops.openmla.index_select.default
+    torch.library.opcheck(
+        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
+    )
+    compiled = torch.compile(index_select, fullgraph=True, backend="aot_eager")
+    for actual, expected in zip(
+        inputs.run(compiled, backend="reference"),
+        inputs.run(index_select, backend="reference"),
+        strict=True,
+    ):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [*BAD_INPUT, ({"K": 0}, "K must be positive, got 0")]
+)
+def test_bad_input(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        broken(make(BASE, K=9), **changes).run(index_select, backend="reference")
+    assert f"index_select: {message}" in str(error.value)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(ConfigError, match=r"format 'bf16' is not known for index rows\. Known: "):
+        broken(make(BASE, K=9), format="bf16").run(index_select, backend="reference")
+    with pytest.raises(ConfigError, match="index_select: backend 'cuda' is not known"):
+        make(BASE, K=9).run(index_select, backend="cuda")
+
+
+@pytest.mark.parametrize("name", ["q_idx", "w_idx"])
+def test_grad_is_refused(name: str) -> None:
+    with torch.inference_mode(False):
+        inputs = broken(make(BASE, K=9), **{name: lambda t: t.clone().requires_grad_()})
+        with pytest.raises(UnsupportedError, match=r"index_select: .* torch\.inference_mode\(\)"):
+            inputs.run(index_select, backend="reference")
+
+
+def test_cost() -> None:
+    needed = cost([2, 1], [9, 10, 5], HI=4, DI=128, K=8, format="index_fp8")
+    assert needed.bytes == (10 + 5) * 132 + 3 * 4 * 132 + 3 * 8 * 4
+    assert needed.flops == 2 * 24 * 4 * 129

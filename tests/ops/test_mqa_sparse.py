@@ -1,0 +1,577 @@
+"""mqa_sparse: every backend against float64, the reference against plain loops, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.backends import BACKENDS
+from openmla.cache.format import get_format
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.ops import Segment, merge_states, mqa_paged, mqa_sparse
+from openmla.ops.mqa_sparse import cost
+from openmla.testing import (
+    PagedCase,
+    SegmentCase,
+    SparseCase,
+    SparseInputs,
+    assert_within_budget,
+    poisoned_memory,
+)
+from tests.ops.contract import check_attention, run_or_skip
+
+SLOTS = SegmentCase("slots")
+POSITIONS = SegmentCase("positions")
+WINDOW = SegmentCase("window", span=24)
+PREFIX = SegmentCase("prefix", span=4)
+RING = replace(WINDOW, ring=True)
+COMPRESSED = replace(POSITIONS, ratio=4, BS=4)
+SINKS = (-torch.inf, 0.0, 40.0, torch.inf, -3.0)
+SHORT: Any = {"query_lens": (1, 2), "seq_lens": (33, 70)}
+WIDE: Any = {**SHORT, "C": 512, "R": 64}
+
+BASE = SparseCase("slots", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
+CASES = [
+    BASE,
+    SparseCase("positions", (1, 1, 1), (33, 7, 70), POSITIONS),
+    SparseCase("window", (1, 4, 1), (33, 7, 70), WINDOW),
+    SparseCase("prefix", (1, 4, 1), (33, 7, 70), PREFIX),
+    SparseCase("nothing", (), ()),
+    SparseCase("nothing-asked", (0, 0), (9, 0), POSITIONS),
+    SparseCase("empty-requests", (1, 0, 0, 2), (5, 0, 9, 2), POSITIONS),
+    SparseCase("one-row", (1, 1), (1, 1), replace(SLOTS, K=1), H=1),
+    SparseCase("no-column", (2,), (9,), replace(SLOTS, K=0)),
+    SparseCase("as-many-as-columns", (1, 1, 1), (20, 21, 22), POSITIONS),
+    SparseCase("block-1", (2, 1), (19, 30), replace(POSITIONS, BS=1)),
+    SparseCase("block-128", (1, 1), (130, 127), replace(SLOTS, BS=128)),
+    SparseCase("odd-columns", (5,), (400,), replace(SLOTS, K=131)),
+    SparseCase("many-columns", (3,), (1500,), replace(POSITIONS, K=1037), H=2),
+    SparseCase("many-tokens", (300, 41), (300, 70), replace(POSITIONS, K=64), H=2),
+    SparseCase("17-heads", (1, 3), (40, 21), POSITIONS, H=17),
+    SparseCase("64-heads", (1, 3), (40, 21), H=64),
+    SparseCase("128-heads", (2,), (40,), WINDOW, PREFIX, H=128),
+    SparseCase("padding-slots", (1, 2), (30, 9), SLOTS, padding=5),
+    SparseCase("padding-positions", (1, 2), (30, 9), POSITIONS, padding=5, sink=SINKS),
+    SparseCase("padding-window", (1, 2), (30, 9), WINDOW, PREFIX, padding=5),
+    SparseCase("padding-only", (), (), replace(SLOTS, K=3), padding=3),
+    # window: the first position, one short of the span, the span, and past it
+    SparseCase("window-edges", (1,) * 5, (1, 23, 24, 25, 49), WINDOW),
+    SparseCase("window-1", (2, 1), (9, 1), replace(WINDOW, span=1)),
+    SparseCase("window-128", (1, 1, 3), (127, 128, 300), replace(WINDOW, span=128, BS=64)),
+    SparseCase("ring", (1, 1, 1, 1), (1, 24, 25, 4000), RING),
+    SparseCase("ring-verify", (4, 3, 1), (4, 100, 777), RING),
+    SparseCase("ring-is-the-span", (1, 1), (333, 10), replace(RING, span=32)),
+    SparseCase("ring-block-1", (1, 2), (50, 3), replace(RING, BS=1)),
+    # prefix: none, the token that completes an entry, one more
+    SparseCase("prefix-edges", (1,) * 6, (1, 3, 4, 5, 8, 100), PREFIX),
+    SparseCase("prefix-128", (1, 1, 2, 1), (127, 128, 256, 1000), replace(PREFIX, span=128, BS=2)),
+    SparseCase("prefix-prefill", (40,), (40,), PREFIX),
+    SparseCase("window-positions", (1, 3, 1), (33, 7, 300), RING, COMPRESSED, sink=SINKS),
+    SparseCase("window-prefix", (1, 3, 1), (33, 7, 300), RING, replace(PREFIX, BS=4), sink=SINKS),
+    SparseCase("window-no-second", (1, 1), (3, 2), WINDOW, COMPRESSED, sink=SINKS, H=5),
+    SparseCase("positions-window", (2, 1), (33, 70), POSITIONS, WINDOW),
+    SparseCase(
+        "two-slots-two-formats",
+        **SHORT,
+        first=replace(SLOTS, format="fp8", kv_scale=0.037),
+        second=replace(SLOTS, BS=5, K=9, ratio=3, format="fp32"),
+    ),
+    SparseCase("sink", **SHORT, sink=SINKS, H=5),
+    SparseCase("v3-widths", **WIDE, first=replace(SLOTS, BS=64), H=8),
+    SparseCase("v4-widths", **SHORT, first=RING, second=COMPRESSED, C=512, R=0, H=3, sink=SINKS),
+    SparseCase("minicpm3-widths", **SHORT, C=256, R=32, H=5),
+    SparseCase("fp32", **SHORT, first=replace(SLOTS, format="fp32"), dtype=torch.float32),
+    SparseCase("fp16", **SHORT, first=replace(SLOTS, format="fp16"), dtype=torch.float16),
+    SparseCase("fp8", **SHORT, first=replace(SLOTS, format="fp8", kv_scale=0.037)),
+    SparseCase(
+        "fp8-fp16-queries", **SHORT, first=replace(SLOTS, format="fp8"), dtype=torch.float16
+    ),
+    SparseCase("fp32-queries-bf16-cache", **SHORT, first=POSITIONS, dtype=torch.float32),
+    SparseCase("bf16-queries-fp32-cache", **SHORT, first=replace(POSITIONS, format="fp32")),
+    SparseCase("packed", **SHORT, first=replace(SLOTS, format="fp8_ds_mla"), C=128),
+    SparseCase("packed-exact", **SHORT, first=replace(SLOTS, format="fp8_ds_mla_exact"), C=128),
+    SparseCase("packed-v3", **WIDE, first=replace(SLOTS, format="fp8_ds_mla", BS=64), H=8),
+    SparseCase("packed-exact-v3", **WIDE, first=replace(POSITIONS, format="fp8_ds_mla_exact")),
+    SparseCase(
+        "packed-window-bf16-positions",
+        **SHORT,
+        first=replace(RING, format="fp8_ds_mla"),
+        second=COMPRESSED,
+        C=128,
+    ),
+]
+LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
+
+
+def named_slots(segment: Segment, t: int, b: int, p: int) -> list[int]:
+    """The contract's four sentences, in Python integers."""
+    N, BS, _ = segment.cache.shape
+    entries: list[int] = []
+    if segment.rows is not None and segment.row_lens is not None:
+        entries = segment.rows[t].tolist()[: max(int(segment.row_lens[t]), 0)]
+    elif segment.kind == "window":
+        entries = list(range(max(p - segment.span + 1, 0), p + 1))
+    else:
+        entries = list(range((p + 1) // segment.span))
+    if segment.kind == "slots":
+        return [slot for slot in entries if 0 <= slot < N * BS]
+    assert segment.block_table is not None
+    blocks = segment.block_table[b].tolist()
+    slots = []
+    for entry in entries:
+        column = entry // BS % len(blocks) if segment.kind == "window" else entry // BS
+        if entry >= 0 and column < len(blocks) and 0 <= blocks[column] < N:
+            slots.append(blocks[column] * BS + entry % BS)
+    return slots
+
+
+def assert_equals_loops(inputs: SparseInputs) -> None:
+    """One token, one head, one row at a time, with Python floats."""
+    inputs = inputs.double()
+    out, lse = inputs.run(mqa_sparse, backend="reference")
+    T, H, D = inputs["q_latent"].shape
+    assert out.dtype == lse.dtype == torch.float64
+    scale, C = inputs.scalars["scale"], inputs.scalars["C"]
+    bounds = inputs["query_start_loc"].tolist()
+    sinks = inputs["sink"].tolist() if "sink" in inputs.tensors else [-math.inf] * H
+    segments = inputs.segments()
+    flat = [
+        get_format(part.format).decode(part.cache, part.kv_scale, torch.float64, D).flatten(0, 1)
+        for part in segments
+    ]
+    for t in range(T):
+        owners = [b for b in range(len(bounds) - 1) if bounds[b] <= t < bounds[b + 1]]
+        keys: list[Tensor] = []
+        for b in owners:
+            for part, rows in zip(segments, flat, strict=True):
+                keys += [
+                    rows[slot] for slot in named_slots(part, t, b, int(inputs["positions"][t]))
+                ]
+        for h in range(H):
+            if not keys:
+                assert (out[t, h] == 0).all() and lse[t, h] == -torch.inf
+                continue
+            logits = [scale * float(torch.dot(inputs["q_latent"][t, h], key)) for key in keys]
+            largest = max(logits)
+            total = sum(math.exp(logit - largest) for logit in logits)
+            expected = largest + math.log(total)
+            assert math.isclose(lse[t, h], expected, rel_tol=1e-12, abs_tol=1e-12)
+            # the sink is one more term of the sum, with a row of zeros
+            whole = total + (math.exp(sinks[h] - largest) if sinks[h] < math.inf else math.inf)
+            row = sum(
+                math.exp(logit - largest) / whole * key[:C]
+                for logit, key in zip(logits, keys, strict=True)
+            )
+            torch.testing.assert_close(out[t, h], row, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: SparseCase, backend: str, device: str) -> None:
+    check_attention(mqa_sparse, case.make(device), backend)
+
+
+@pytest.mark.parametrize("case", LOOPED, ids=str)
+def test_reference_equals_loops(case: SparseCase) -> None:
+    assert_equals_loops(replace(case, H=min(case.H, len(SINKS) if case.sink else 2)).make())
+
+
+def edge_rows(kind: str, device: str) -> SparseInputs:
+    """Every odd list there is, one per token, over rows that are all in use."""
+    case = SparseCase("edges", (12,), (60,), SegmentCase(kind), sink=SINKS, H=5)
+    inputs = case.make(device)
+    rows, row_lens = inputs["rows"], inputs["row_lens"]
+    K = rows.shape[1]
+    assert (row_lens == K).all() and (rows >= 0).all()  # as many to see as columns
+    slots = inputs["cache"].shape[0] * case.first.BS
+    past = slots if kind == "slots" else inputs["block_table"].shape[1] * case.first.BS
+    rows[0] = -1
+    rows[1] = torch.tensor([-1, past, -(2**31), 2**31 - 1, past + 1, -77, -2] * 3, device=device)
+    rows[2, :-1] = -1
+    rows[3, 5:9] = rows[3, 4]
+    rows[4] = rows[4, 0].clone()
+    rows[5, ::2] = past
+    row_lens[6] = 0
+    row_lens[7] = K + 1000
+    row_lens[8] = 1
+    row_lens[9] = -3
+    rows[10, 1:] = -1
+    return inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("kind", ["slots", "positions"])
+def test_edge_rows(kind: str, backend: str, device: str) -> None:
+    inputs = edge_rows(kind, device)
+    out, lse = run_or_skip(mqa_sparse, inputs, backend)
+    for t in (0, 1, 6, 9):
+        assert (lse[t] == -torch.inf).all() and (out[t] == 0).all()
+    check_attention(mqa_sparse, inputs, backend)
+
+
+@pytest.mark.parametrize("kind", ["slots", "positions"])
+def test_edge_rows_equal_loops(kind: str) -> None:
+    assert_equals_loops(edge_rows(kind, "cpu"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("kind", ["positions", "window", "prefix"])
+def test_table_without_a_block(kind: str, backend: str, device: str) -> None:
+    """A table entry that is no block hides its rows, wherever it stands."""
+    parts = {"positions": POSITIONS, "window": WINDOW, "prefix": PREFIX}
+    inputs = SparseCase("holes", (3, 1), (100, 30), parts[kind]).make(device)
+    full = run_or_skip(mqa_sparse, inputs, backend)
+    inputs["block_table"][0, 0 if kind == "prefix" else 5] = -1
+    inputs["block_table"][1, 1 if kind == "window" else 0] = inputs["cache"].shape[0]
+    check_attention(mqa_sparse, inputs, backend)
+    if device == "cpu":
+        assert_equals_loops(inputs)
+    assert not torch.equal(full[1], inputs.run(mqa_sparse, backend=backend)[1])
+
+
+def test_table_without_columns() -> None:
+    for part in (POSITIONS, WINDOW, PREFIX):
+        inputs = SparseCase("bare", (2,), (9,), part).make()
+        inputs.tensors["block_table"] = inputs["block_table"][:, :0]
+        out, lse = inputs.run(mqa_sparse, backend="reference")
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens at a time; the result does not change."""
+    inputs = SparseCase("turns", (7, 5), (40, 5), RING, COMPRESSED, sink=SINKS).make()
+    expected = inputs.run(mqa_sparse, backend="reference")
+    width = sum(part.width for part in inputs.segments())
+    monkeypatch.setattr("openmla.backends.reference.mqa_sparse.ELEMENTS", 5 * width * 40)
+    for actual, whole in zip(inputs.run(mqa_sparse, backend="reference"), expected, strict=True):
+        torch.testing.assert_close(actual, whole)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_sink(backend: str, device: str) -> None:
+    """-inf is no sink, +inf takes everything, and lse knows of neither."""
+    case = SparseCase("sink", (2, 1, 1), (70, 33, 2), RING, COMPRESSED, H=5)
+    inputs = replace(case, sink=SINKS).make(device)
+    out, lse = run_or_skip(mqa_sparse, inputs, backend)
+    assert (out[:, 3] == 0).all() and lse[:, 3].isfinite().all()
+    exact, exact_lse = case.make(device).double().run(mqa_sparse, backend="reference")
+    exact *= (exact_lse - inputs["sink"]).sigmoid()[..., None]
+    peer = inputs.run(mqa_sparse, backend="reference")
+    assert_within_budget((out, lse), (exact, exact_lse), peer)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("value", [-torch.inf, 0.0, 1e4, torch.inf])
+def test_sink_without_rows(value: float, backend: str, device: str) -> None:
+    case = SparseCase("alone", (1, 1), (3, 2), replace(PREFIX, span=128), sink=(value,))
+    out, lse = run_or_skip(mqa_sparse, case.make(device), backend)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_invariance(backend: str, device: str) -> None:
+    """Another order of the rows, slots for positions, segments swapped: the same answer."""
+    case = SparseCase("invariance", (2, 1, 3), (70, 33, 9), POSITIONS)
+    first = case.make(device)
+    expected = run_or_skip(mqa_sparse, first, backend)
+    exact = first.double().run(mqa_sparse, backend="reference")
+
+    shuffled = first.clone()
+    rows, row_lens = shuffled["rows"], shuffled["row_lens"]
+    past = torch.arange(rows.shape[1], device=device) >= row_lens[:, None]
+    rows.masked_fill_(past, -1)
+    row_lens.fill_(rows.shape[1])
+    order = torch.randperm(rows.shape[1], generator=torch.Generator().manual_seed(1))
+    rows.copy_(rows[:, order.to(device)])
+    assert_within_budget(shuffled.run(mqa_sparse, backend=backend), exact, expected)
+
+    slots = replace(case, first=SLOTS).make(device)
+    assert torch.equal(slots["q_latent"], first["q_latent"])
+    assert_within_budget(run_or_skip(mqa_sparse, slots, backend), exact, expected)
+
+    pair = SparseCase("pair", (2, 1), (70, 33), RING, COMPRESSED).make(device)
+    together = run_or_skip(mqa_sparse, pair, backend)
+    swapped = pair.tensors | {
+        name: pair[name.removesuffix("_2") if name.endswith("_2") else name + "_2"]
+        for name in ("cache", "kv_scale", "block_table", "cache_2", "kv_scale_2", "block_table_2")
+    }
+    swapped["rows"], swapped["row_lens"] = swapped.pop("rows_2"), swapped.pop("row_lens_2")
+    scalars = {**pair.scalars, "segments": pair.scalars["segments"][::-1]}
+    actual = run_or_skip(mqa_sparse, SparseInputs(swapped, scalars, pair.widen), backend)
+    assert_within_budget(actual, pair.double().run(mqa_sparse, backend="reference"), together)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("cut", [0, 1, 8, 20, 21])
+def test_two_calls_merge_into_one(cut: int, backend: str, device: str) -> None:
+    inputs = SparseCase("cut", (2, 1, 1), (70, 33, 4), POSITIONS).make(device)
+    expected = run_or_skip(mqa_sparse, inputs, backend)
+    exact = inputs.double().run(mqa_sparse, backend="reference")
+    halves = []
+    for columns, row_lens in (
+        (slice(cut), inputs["row_lens"].clamp(max=cut)),
+        (slice(cut, None), (inputs["row_lens"] - cut).clamp(min=0)),
+    ):
+        changed = {"rows": inputs["rows"][:, columns], "row_lens": row_lens}
+        part = replace(inputs, tensors=inputs.tensors | changed)
+        out, lse = run_or_skip(mqa_sparse, part, backend)
+        halves += [out.float(), lse]  # rounded once, like one call
+    merge_states(*halves)
+    assert_within_budget((halves[0], halves[1]), exact, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_two_segments_merge_into_one(backend: str, device: str) -> None:
+    """One call with both segments, or a call for each and a merge."""
+    both = SparseCase("both", (2, 1, 1), (70, 33, 2), RING, COMPRESSED)
+    inputs = both.make(device)
+    expected = run_or_skip(mqa_sparse, inputs, backend)
+    exact = inputs.double().run(mqa_sparse, backend="reference")
+    halves = []
+    for suffix, scalar in zip(("", "_2"), inputs.scalars["segments"], strict=True):
+        names = ("cache", "kv_scale", "block_table", "rows", "row_lens")
+        tensors = {k: inputs[k] for k in ("q_latent", "query_start_loc", "positions")}
+        tensors |= {k: inputs[k + suffix] for k in names if k + suffix in inputs.tensors}
+        scalars = {**inputs.scalars, "segments": [scalar]}
+        out, lse = run_or_skip(mqa_sparse, SparseInputs(tensors, scalars, inputs.widen), backend)
+        halves += [out.float(), lse]
+    merge_states(*halves)
+    assert_within_budget((halves[0], halves[1]), exact, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("kind", ["positions", "window", "prefix"])
+def test_every_position_is_dense(kind: str, backend: str, device: str) -> None:
+    """With K of at least the context, sparse equals dense."""
+    case = PagedCase("dense", (4, 1, 7), (64, 20, 7), format="fp32", dtype=torch.float32)
+    dense = case.make(device)
+    tokens = SparseCase("", case.query_lens, case.seq_lens).tokens()
+    positions = torch.tensor([p for _, p in tokens], device=device)
+    tensors = {
+        "q_latent": dense["q_latent"],
+        "query_start_loc": dense["query_start_loc"],
+        "positions": positions,
+        "cache": dense["cache"],
+        "kv_scale": dense["kv_scale"],
+        "block_table": dense["block_table"],
+    }
+    if kind == "positions":
+        every = torch.arange(70, dtype=torch.int32, device=device)
+        tensors["rows"] = every.where(every <= positions[:, None], -1)
+        tensors["row_lens"] = torch.full_like(positions, 70, dtype=torch.int32)
+    span = {"positions": 0, "window": 1_000_000, "prefix": 1}[kind]
+    scalars = {
+        "segments": [("fp32", kind, span)],
+        "C": dense.scalars["C"],
+        "scale": dense.scalars["scale"],
+    }
+    actual = run_or_skip(mqa_sparse, SparseInputs(tensors, scalars, ("q_latent",)), backend)
+    expected = dense.run(mqa_paged, backend="reference")
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("kind", ["slots", "positions"])
+def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
+    """Rows past element 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
+    N, BS, D = 60_000, 64, 576
+    with poisoned_memory(False):
+        cache = torch.empty((N, BS, D), dtype=torch.float8_e4m3fn, device=device)
+    assert cache.numel() > 2**31
+    part = SegmentCase(kind, K=50, BS=BS, format="fp8")
+    near = SparseCase("far", (1,), (100,), part, H=2, C=512, R=64).make(device)
+    moved = N - near["cache"].shape[0]
+    cache.view(torch.uint8)[moved:] = near["cache"].view(torch.uint8)
+    far = near.clone()
+    far.tensors["cache"] = cache
+    if kind == "slots":
+        rows, real = far["rows"], near["rows"] // BS < near["cache"].shape[0]
+        rows[real & (rows >= 0)] += moved * BS
+        rows[near["rows"] == near["cache"].shape[0] * BS] = N * BS
+    else:
+        far["block_table"][:, :2] += moved
+    near_out = run_or_skip(mqa_sparse, near, backend)
+    for actual, expected in zip(far.run(mqa_sparse, backend=backend), near_out, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def flat_arguments(inputs: SparseInputs) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """What the registered op takes, for opcheck."""
+    names = [
+        name + suffix
+        for suffix in ("", "_2")
+        for name in ("cache", "kv_scale", "block_table", "rows", "row_lens")
+    ]
+    names = ["q_latent", "query_start_loc", "positions", *names, "sink"]
+    scalars = {**inputs.scalars, "backend": "reference"}
+    parts = scalars.pop("segments")
+    for number, name in enumerate(("formats", "kinds", "spans")):
+        scalars[name] = [part[number] for part in parts]
+    return tuple(inputs.tensors.get(name) for name in names), scalars
+
+
+@pytest.mark.parametrize(
+    "case", [BASE, SparseCase("two", (1, 3), (33, 7), WINDOW, COMPRESSED, sink=SINKS)], ids=str
+)
+def test_opcheck_and_fullgraph(case: SparseCase, device: str) -> None:
+    inputs = case.make(device)
+    op = torch.ops.openmla.mqa_sparse.default
+    torch.library.opcheck(op, *flat_arguments(inputs))
+    torch.compiler.reset()
+    compiled = torch.compile(mqa_sparse, fullgraph=True, backend="aot_eager")
+    for other in (case, replace(case, query_lens=(5, 2, 1), seq_lens=(44, 9, 3))):
+        inputs = other.make(device)
+        expected = inputs.run(mqa_sparse, backend="reference")
+        for actual, whole in zip(inputs.run(compiled, backend="reference"), expected, strict=True):
+            assert torch.equal(actual, whole)
+
+
+def test_fullgraph_over_several_spans() -> None:
+    """V4's kinds of layers differ in the span; one compiled function serves them all."""
+    torch.compiler.reset()
+    compiled = torch.compile(mqa_sparse, fullgraph=True, backend="aot_eager")
+    for span in (4, 8, 128):
+        inputs = SparseCase("span", (1, 1), (33, 70), replace(WINDOW, span=span)).make()
+        expected = inputs.run(mqa_sparse, backend="reference")
+        for actual, whole in zip(inputs.run(compiled, backend="reference"), expected, strict=True):
+            assert torch.equal(actual, whole)
+
+
+PAIR = SparseCase("pair", (1, 1, 1), (33, 7, 70), WINDOW, POSITIONS, sink=SINKS)
+
+
+def _broken(**changes: Any) -> SparseInputs:
+    """PAIR's inputs with one argument replaced, changed by a function of itself, or left out."""
+    inputs = PAIR.make()
+    for name, change in changes.items():
+        if name in inputs.scalars:
+            inputs.scalars[name] = change
+        elif change is None:
+            del inputs.tensors[name]
+        else:
+            inputs.tensors[name] = change(inputs[name]) if callable(change) else change
+    return inputs
+
+
+def _put(index: int, value: int) -> Callable[[Tensor], Tensor]:
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
+        ({"q_latent": lambda t: t.to(torch.int32)}, "q_latent must be fp16, bf16, fp32 or fp64"),
+        (
+            {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
+            "q_latent must be contiguous along its last dimension",
+        ),
+        ({"positions": lambda t: t.int()}, "positions must be int64, got torch.int32"),
+        ({"positions": lambda t: t[:2]}, "positions must be [T] with T=3, got (2,)"),
+        ({"positions": lambda t: t.to("meta")}, "positions must be on cpu, got meta"),
+        ({"query_start_loc": lambda t: t.long()}, "query_start_loc must be int32"),
+        ({"query_start_loc": _put(0, 1)}, "query_start_loc must start with 0"),
+        ({"query_start_loc": _put(1, 3)}, "query_start_loc must not fall"),
+        ({"query_start_loc": _put(3, 99)}, "query_start_loc must end within the 3 rows"),
+        ({"cache": lambda t: t[:, :, :-1]}, "cache must be [N, BS, W] with W=40"),
+        ({"cache": lambda t: t.half()}, "cache must be torch.bfloat16 for format bf16"),
+        ({"cache": lambda t: t.to("meta")}, "cache must be on cpu, got meta"),
+        ({"cache_2": lambda t: t[0]}, "cache must be [N, BS, W], got (16, 40)"),
+        ({"kv_scale": lambda t: t.double()}, "kv_scale must be float32, got torch.float64"),
+        ({"kv_scale_2": lambda t: t[None]}, "kv_scale must be [], got (1,)"),
+        ({"block_table": lambda t: t.long()}, "block_table must be int32, got torch.int64"),
+        ({"block_table": lambda t: t[:2]}, "block_table must be [B, M] with B=3"),
+        ({"block_table_2": lambda t: t[0]}, "block_table must be [B, M], got (7,)"),
+        ({"rows_2": lambda t: t.long()}, "rows must be int32, got torch.int64"),
+        ({"rows_2": lambda t: t[:2]}, "rows must be [T, K] with T=3, got (2, 21)"),
+        ({"rows_2": lambda t: t.T.contiguous().T}, "rows must be contiguous along its last"),
+        ({"rows_2": lambda t: t.to("meta")}, "rows must be on cpu, got meta"),
+        ({"row_lens_2": lambda t: t.long()}, "row_lens must be int32, got torch.int64"),
+        ({"row_lens_2": lambda t: t[:2]}, "row_lens must be [T] with T=3, got (2,)"),
+        ({"sink": lambda t: t[:3]}, "sink must be [H] with H=4, got (3,)"),
+        ({"sink": lambda t: t.bfloat16()}, "sink must be float32, got torch.bfloat16"),
+        ({"C": 41}, "C must be within 1..D=40, got 41"),
+        ({"C": 0}, "C must be within 1..D=40, got 0"),
+        ({"block_table": None}, "block_table must be given for kind window"),
+        ({"block_table_2": None}, "block_table must be given for kind positions"),
+        ({"rows_2": None}, "rows must be given for kind positions"),
+        ({"row_lens_2": None}, "row_lens must be given for kind positions"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        _broken(**changes).run(mqa_sparse, backend="reference")
+    assert f"mqa_sparse: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (("window", 24), ("page", 0), "kind must be one of slots, positions, window, prefix, got"),
+        (("", 24), ("positions", 0), "kind must be one of slots, positions, window, prefix, got"),
+        (("window", 24), ("two words", 0), "kind must be one of slots, positions, window, prefix"),
+        (("window", 0), ("positions", 0), "span must be given for kind window"),
+        (("prefix", 0), ("positions", 0), "span must be given for kind prefix"),
+        (("window", -4), ("positions", 0), "span must be positive, got -4"),
+        (("window", 24), ("positions", 5), "span must not be given for kind positions"),
+        (("window", 24), ("slots", 0), "block_table must not be given for kind slots"),
+        (("window", 24), ("window", 3), "rows must not be given for kind window"),
+        (("window", 24), ("prefix", 3), "rows must not be given for kind prefix"),
+        (("positions", 0), ("positions", 0), "rows must be given for kind positions"),
+    ],
+)
+def test_bad_kind(first: tuple[str, int], second: tuple[str, int], message: str) -> None:
+    segments = [("bf16", *first), ("bf16", *second)]
+    with pytest.raises((ShapeError, ConfigError)) as error:
+        _broken(segments=segments).run(mqa_sparse, backend="reference")
+    assert f"mqa_sparse: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize("format", ["fp4", "index_fp8", "", "fp8 ds"])
+def test_unknown_format(format: str) -> None:
+    with pytest.raises(ConfigError, match=f"cache: format '{format}' is not known.* Known: fp32"):
+        _broken(segments=[(format, "window", 24), ("bf16", "positions", 0)]).run(
+            mqa_sparse, backend="reference"
+        )
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ConfigError, match=r"mqa_sparse: backend 'cuda' is not known\. Known: auto"):
+        _broken().run(mqa_sparse, backend="cuda")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_every_grad_mode(mode: Any) -> None:
+    """Only inputs that require grad are refused, not the mode."""
+    with torch.inference_mode(False):
+        inputs = BASE.make()
+        with mode():
+            out, _ = inputs.run(mqa_sparse, backend="reference")
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize("name", ["q_latent", "sink"])
+def test_grad_is_refused(name: str) -> None:
+    with torch.inference_mode(False):
+        inputs = _broken(**{name: lambda t: t.clone().requires_grad_()})
+        with pytest.raises(UnsupportedError, match=r"mqa_sparse: .* torch\.inference_mode\(\)"):
+            inputs.run(mqa_sparse, backend="reference")
+
+
+def test_cost() -> None:
+    decode = cost(2048, 1, H=16, D=576, C=512, format="fp8_ds_mla", itemsize=2)
+    assert decode.bytes == 2048 * (656 + 4) + 16 * (1088 * 2 + 4)
+    assert decode.flops == 2 * 2048 * 16 * 1088
+    assert cost(0, 3, H=1, D=4, C=2, format="bf16", itemsize=2) == (3 * (12 + 4), 0)
