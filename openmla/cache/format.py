@@ -100,7 +100,7 @@ class PackedLatent(CacheFormat):
     def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
         C = self._latent_width(rows.shape[-1])
         groups = rows[..., :C].to(torch.float32).unflatten(-1, (-1, GROUP))
-        scales = groups.abs().amax(-1) / FP8_MAX
+        scales = _over_fp8_max(groups.abs().amax(-1))
         smallest = torch.finfo(torch.float32).tiny if self.exact else 1e-4
         scales = scales.clamp_min(smallest)
         if not self.exact:
@@ -208,6 +208,11 @@ def to_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def _over_fp8_max(values: Tensor) -> Tensor:
+    """A quotient on every device: torch on a GPU multiplies by the reciprocal of a Python number."""
+    return values / torch.full((), FP8_MAX, dtype=values.dtype, device=values.device)
+
+
 def power_of_two(values: Tensor) -> Tensor:
     """The next power of two, or the value itself if it is one; float32, positive and normal."""
     bits = values.view(torch.int32)
@@ -216,7 +221,7 @@ def power_of_two(values: Tensor) -> Tensor:
 
 def quantize_groups(groups: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
     """The indexer's quantisation of [..., n]: e4m3 values, and float32 scales without the n."""
-    scales = groups.abs().amax(-1).clamp_min(1e-4) / FP8_MAX
+    scales = _over_fp8_max(groups.abs().amax(-1).clamp_min(1e-4))
     if not exact:
         scales = power_of_two(scales)
     return to_fp8(groups / scales[..., None]), scales

@@ -97,6 +97,21 @@ CASES = [
     SparseCase("packed", **SHORT, first=replace(SLOTS, format="fp8_ds_mla"), C=128),
     SparseCase("packed-exact", **SHORT, first=replace(SLOTS, format="fp8_ds_mla_exact"), C=128),
     SparseCase("packed-v3", **WIDE, first=replace(SLOTS, format="fp8_ds_mla", BS=64), H=8),
+    SparseCase(
+        "packed-v3-64-heads",
+        **WIDE,
+        first=replace(SLOTS, format="fp8_ds_mla", BS=64),
+        H=64,
+        contiguous=True,
+    ),
+    SparseCase(
+        "packed-v3-128-heads-sink",
+        **WIDE,
+        first=replace(SLOTS, format="fp8_ds_mla", BS=64),
+        H=128,
+        sink=SINKS,
+        contiguous=True,
+    ),
     SparseCase("packed-exact-v3", **WIDE, first=replace(POSITIONS, format="fp8_ds_mla_exact")),
     SparseCase(
         "packed-window-bf16-positions",

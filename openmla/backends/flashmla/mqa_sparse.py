@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.errors import ShapeError
 
 ENTRIES = 64  # the kernel's tile; rows are filled up to it
 
@@ -48,6 +49,11 @@ def run(
 
     (segment,) = segments
     T, H, _ = q_latent.shape
+    if segment.cache.stride(0) % 16 or segment.cache.data_ptr() % 16:
+        raise ShapeError(
+            "mqa_sparse: pages must start at multiples of 16 bytes for flashmla, got strides "
+            f"{segment.cache.stride()}. Pad pages to that, or give backend='reference'."
+        )
     if T == 0:
         return q_latent.new_empty((0, H, C)), q_latent.new_empty((0, H), dtype=torch.float32)
     slots = entries(segment, query_start_loc)
