@@ -209,7 +209,7 @@ def to_fp8(values: Tensor) -> Tensor:
 
 
 def _over_fp8_max(values: Tensor) -> Tensor:
-    """A quotient on every device: torch on a GPU multiplies by the reciprocal of a Python number."""
+    """A true quotient: torch on a GPU multiplies by the reciprocal of a Python number."""
     return values / torch.full((), FP8_MAX, dtype=values.dtype, device=values.device)
 
 

@@ -169,27 +169,43 @@ class Plan:
             lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
         return "\n".join(lines)
 
+    def sparse_bytes(self) -> dict[str, int]:
+        """What the sparse rows of one layer hold beside inputs and outputs, at most, by name."""
+        sparse, config = self.sparse, self.config
+        if sparse is None or config.indexer is None:
+            return {}
+        rows = max((chunk.context.num_keys for chunk in sparse.masked), default=0)
+        dtype = next(problem.dtype for problem in self.problems if problem.op == "cache_write")
+        heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
+        return {
+            "scores": sparse.logits_bytes,
+            "selection": 4 * config.indexer.topk * (sparse.num_rows + sparse.num_absorbed),
+            "mask": sparse.mask_bytes,
+            "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,
+        }
+
     def _explain_sparse(self, sparse: SparsePlan) -> list[str]:
         assert self.config.indexer is not None
         K, expanded = self.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
         keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
         lines = [
-            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys; requests of no "
-            f"more than {K} keys need no choice and are above",
-            f"scores    {len(sparse.chunks)} turns, logits of {_mib(sparse.logits_bytes)} at most "
-            f"(bound {_mib(LOGITS_BYTES)})",
+            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each, being in "
+            f"requests of more than {K}",
+            f"scores    in {len(sparse.chunks)} turns, {_mib(sparse.logits_bytes)} of logits at "
+            f"most (bound {_mib(LOGITS_BYTES)})",
         ]
         if sparse.num_absorbed:
-            lines.append(
-                f"absorbed  {sparse.num_absorbed} tokens over their chosen rows (mqa_sparse)"
-            )
+            lines.append(f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows")
         if expanded:
             rows = max(chunk.context.num_keys for chunk in sparse.masked)
             lines.append(
-                f"masked    {expanded} tokens, expanded: cheaper than gathering {K} rows for each; "
-                f"{len(sparse.masked)} chunks of up to {rows} keys, mask of "
-                f"{_mib(sparse.mask_bytes)} at most (bound {_mib(MASK_BYTES)})"
+                f"masked    {expanded} tokens, expanded: cheaper than {K} rows gathered for each; "
+                f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
+                f"mask at most (bound {_mib(MASK_BYTES)})"
             )
+        parts = {name: size for name, size in self.sparse_bytes().items() if size}
+        listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
+        lines.append(f"workspace {_mib(sum(parts.values()))} at most: {listed}")
         return lines
 
 

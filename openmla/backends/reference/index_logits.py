@@ -40,16 +40,22 @@ def run(
         places = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[places // BS] * BS + places % BS
         keys = get_format(format).read(cache, slots, one, wide, DI)
-        score(logits[start:stop, :S], q_idx[start:stop], w_idx[start:stop], keys)
-        seen = places < row_lens[start:stop, None]
-        logits[start:stop, :S].masked_fill_(~seen, -torch.inf)
+        mine = slice(start, stop)
+        none = torch.zeros_like(row_lens[mine])
+        score(logits[mine, :S], q_idx[mine], w_idx[mine], keys, none, row_lens[mine])
     return logits
 
 
-def score(out: Tensor, q_idx: Tensor, w_idx: Tensor, keys: Tensor) -> None:
-    """out [n, S] = sum over heads of w * relu(q . k), a few queries at a time."""
+def score(
+    out: Tensor, q_idx: Tensor, w_idx: Tensor, keys: Tensor, starts: Tensor, ends: Tensor
+) -> None:
+    """out [n, S] = sum over heads of w * relu(q . k) from starts to ends, a few rows at a time."""
     n, HI, _ = q_idx.shape
+    places = torch.arange(keys.shape[0], device=keys.device)
     step = max(PRODUCTS // max(HI * keys.shape[0], 1), 1)
     for i in range(0, n, step):
-        products = (q_idx[i : i + step].to(keys.dtype) @ keys.T).relu_()  # [step, HI, S]
-        out[i : i + step] = (w_idx[i : i + step, None, :] @ products)[:, 0]
+        turn = slice(i, i + step)
+        products = (q_idx[turn].to(keys.dtype) @ keys.T).relu_()  # [step, HI, S]
+        out[turn] = (w_idx[turn, None, :] @ products)[:, 0]
+        outside = (places < starts[turn, None]) | (places >= ends[turn, None])
+        out[turn].masked_fill_(outside, -torch.inf)

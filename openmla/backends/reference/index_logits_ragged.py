@@ -22,5 +22,5 @@ def run(
     used = inside.any(0)  # other keys may hold anything
     keys = (k_idx.to(w_idx.dtype) * k_scale.to(w_idx.dtype)[:, None]).masked_fill(~used[:, None], 0)
     logits = w_idx.new_empty((T, S))
-    score(logits, q_idx, w_idx, keys)
-    return logits.masked_fill_(~inside, -torch.inf)
+    score(logits, q_idx, w_idx, keys, starts, ends)
+    return logits

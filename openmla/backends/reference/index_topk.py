@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-SCORES = 2**22  # looked at in one turn
+SCORES = 2**21  # looked at in one turn
 
 
 def why_not(problem: Problem) -> str | None:

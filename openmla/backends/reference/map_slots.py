@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
+
+ENTRIES = 2**20  # looked up in one turn
 
 
 def why_not(problem: Problem) -> str | None:
@@ -24,12 +27,17 @@ def run(
     interleave: int,
     compact: bool,
 ) -> tuple[Tensor, Tensor]:
-    requests = row_requests(query_start_loc, positions.shape[0])
-    p = positions.long()
-    owned = (p >= 0) & (p // interleave % cp_size == cp_rank)
-    local = p // (cp_size * interleave) * interleave + p % interleave
-    slots = look_up(local.where(owned, -1), block_table, requests, BS, num_blocks).int()
-    lens = (slots >= 0).sum(1).int()
-    if compact:
-        slots = slots.gather(1, (slots < 0).int().argsort(dim=1, stable=True))
-    return slots, lens
+    T, K = positions.shape
+    requests = row_requests(query_start_loc, T)
+    slots = torch.empty_like(positions)
+    step = max(ENTRIES // max(K, 1), 1)
+    for i in range(0, T, step):
+        turn = slice(i, i + step)
+        p = positions[turn].long()
+        owned = (p >= 0) & (p // interleave % cp_size == cp_rank)
+        local = p // (cp_size * interleave) * interleave + p % interleave
+        found = look_up(local.where(owned, -1), block_table, requests[turn], BS, num_blocks)
+        if compact:
+            found = found.gather(1, (found < 0).int().argsort(dim=1, stable=True))
+        slots[turn] = found.int()
+    return slots, (slots >= 0).sum(1).int()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-KEYS = 2**22  # held as bytes in one turn
+KEYS = 2**20  # held as bytes in one turn
 
 
 def why_not(problem: Problem) -> str | None:

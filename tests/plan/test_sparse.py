@@ -1,0 +1,248 @@
+"""Plans of sparse models: routes, score turns, masks, captured buffers, and bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from openmla import PRESETS, Batch, BlockPool, Plan, allocate_cache, make_plan, plan_buffers
+from openmla.plan.sparse import masked_chunks, row_lens, score_chunks
+
+CONFIG = PRESETS["tiny-v3.2"]  # K = 32
+K, BS = 32, 4
+CACHE = allocate_cache(
+    CONFIG, num_blocks=512, block_size=BS, format="fp32", index_format="index_fp32"
+)
+
+
+def make_batch(query_lens: list[int], seq_lens: list[int], **more: Any) -> Batch:
+    pool = BlockPool(num_blocks=512, block_size=BS)
+    pool.take(dict(enumerate(seq_lens)))
+    spans = [(b, S - n, S) for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True))]
+    return Batch(
+        query_lens=query_lens,
+        seq_lens=seq_lens,
+        block_table=pool.block_table(list(range(len(seq_lens)))),
+        slot_mapping=pool.slot_mapping(spans),
+        **more,
+    )
+
+
+def plan_of(query_lens: list[int], seq_lens: list[int], **options: Any) -> Plan:
+    return make_plan(make_batch(query_lens, seq_lens), CONFIG, CACHE, **options)
+
+
+def test_requests_up_to_k_are_dense() -> None:
+    plan = plan_of([1, 1, K], [K, 5, K])
+    assert plan.sparse is None and plan.decode is not None
+    assert "index_write" in plan.backends and "index_logits" not in plan.backends
+    plan = plan_of([1, 1, 1, 0], [K, K + 1, 100, 90])
+    assert plan.sparse is not None and plan.decode is not None
+    assert plan.sparse.row_lens.tolist() == [K + 1, 100] and plan.sparse.rows == slice(1, 3)
+    assert isinstance(plan.decode.rows, torch.Tensor) or plan.decode.rows == slice(0, 1)
+
+
+def test_rows_are_packed_by_route_and_keep_their_places() -> None:
+    plan = plan_of([3, 40, 2], [50, 60, 70], form="expanded")
+    assert plan.sparse is not None and plan.sparse.num_absorbed == 0 and plan.sparse.masked
+    plan = plan_of([3, 40, 2], [50, 60, 70], form="absorbed")
+    assert plan.sparse is not None and plan.sparse.num_absorbed == 45 and not plan.sparse.masked
+    assert plan.sparse.rows == slice(0, 45)
+    lens = plan.sparse.row_lens.tolist()
+    assert lens == [48, 49, 50, *range(21, 61), 69, 70]
+
+
+def test_explain_says_how_many_keys_and_bytes() -> None:
+    text = plan_of([40, 2], [60, 70], form="expanded").explain()
+    assert "sparse    42 tokens choose 32 of up to 70 keys each" in text
+    assert "scores    in 1 turns" in text and "(bound 256.0 MiB)" in text
+    assert "masked    42 tokens, expanded: cheaper than 32 rows gathered for each" in text
+    assert "MiB at most: scores 0.0 MiB, selection 0.0 MiB, mask 0.0 MiB, expanded keys" in text
+    assert "mha_masked   reference" in text
+    text = plan_of([2], [70], form="absorbed").explain()
+    assert "chosen    2 tokens, absorbed, over their own rows" in text and "mask" not in text
+
+
+def test_the_route_is_a_matter_of_cost() -> None:
+    """One token never expands; many tokens over few keys do, few over many do not."""
+    config = PRESETS["deepseek-v3.2"]
+    cache = allocate_cache(config, num_blocks=3000, block_size=64, format="bf16")
+    pool = BlockPool(3000, 64)
+    pool.take({"one": 60_000, "chunk": 4096, "tail": 60_000})
+    wanted = [("one", 1), ("chunk", 4096), ("tail", 64)]
+    batch = Batch(
+        query_lens=[n for _, n in wanted],
+        seq_lens=[pool.seq_len(name) for name, _ in wanted],
+        block_table=pool.block_table([name for name, _ in wanted]),
+        slot_mapping=pool.slot_mapping(
+            [(name, pool.seq_len(name) - n, pool.seq_len(name)) for name, n in wanted]
+        ),
+    )
+    plan = make_plan(batch, config, cache)
+    assert plan.sparse is not None and plan.sparse.num_absorbed == 65
+    assert plan.sparse.num_rows == 65 + 4096
+    assert isinstance(plan.sparse.rows, torch.Tensor)  # "tail" comes before "chunk" there
+    assert plan.sparse.rows[:2].tolist() == [0, 4097]
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 400))
+def test_score_turns_cover_every_row_once_within_the_bound(lens: list[int], bound: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
+        chunks = score_chunks(lens)
+    rows = [row for chunk in chunks for row in range(chunk.rows.start, chunk.rows.stop)]
+    assert rows == list(range(len(lens)))
+    for chunk in chunks:
+        seen = lens[chunk.rows]
+        assert chunk.num_keys == max(seen)
+        assert len(seen) * chunk.num_keys <= bound or len(seen) == 1
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 200),
+)
+def test_masks_cover_every_pair_once(
+    requests: list[tuple[int, int]], blocks: int, mask_bytes: int
+) -> None:
+    query_lens = [n for n, _ in requests]
+    seq_lens = [n + context for n, context in requests]
+    table = torch.arange(len(requests) * 20, dtype=torch.int32).view(-1, 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("openmla.plan.sparse.MASK_BYTES", mask_bytes)
+        chunks = masked_chunks(
+            query_lens, seq_lens, table, first_row=7, BS=4, rows_at_once=4 * blocks
+        )
+    owners = [b for b, n in enumerate(query_lens) for _ in range(n)]
+    pairs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        assert chunk.context.num_keys <= 4 * blocks
+        for group in chunk.groups:
+            rows = range(group.rows.start - 7, group.rows.stop - 7)
+            words = -(-chunk.context.max_key_len // 32)
+            assert len(rows) * words * 4 <= mask_bytes or len(rows) == 1
+            assert group.query_start_loc[-1] == len(rows) and group.query_start_loc[0] == 0
+            for row, start, length in zip(
+                rows, group.key_starts.tolist(), group.key_lens.tolist(), strict=True
+            ):
+                pairs += [(row, key) for key in range(start, start + length)]
+    wanted = [(row, key) for row, b in enumerate(owners) for key in range(seq_lens[b])]
+    assert sorted(pairs) == wanted
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=5))
+def test_row_lens(requests: list[tuple[int, int]]) -> None:
+    query_lens = [n for n, _ in requests]
+    seq_lens = [n + context for n, context in requests]
+    wanted = [context + i + 1 for n, context in requests for i in range(n)]
+    assert row_lens(query_lens, seq_lens).tolist() == wanted
+
+
+def test_captured_plans_keep_their_shapes_and_pad_with_nothing() -> None:
+    buffers = plan_buffers(CONFIG, CACHE, max_requests=3, max_tokens=6, max_blocks=40)
+    addresses = {name: tensor.data_ptr() for name, tensor in buffers.items()}
+    first = make_plan(make_batch([1, 2], [100, 33]), CONFIG, CACHE, into=buffers)
+    assert first.decode is None and first.sparse is not None
+    assert first.sparse.row_lens.tolist() == [100, 32, 33, 0, 0, 0]
+    chunks = first.sparse.chunks
+    second = make_plan(make_batch([2], [7]), CONFIG, CACHE, into=buffers)
+    assert second.sparse is not None and second.sparse.chunks == chunks
+    assert second.sparse.row_lens.tolist() == [6, 7, 0, 0, 0, 0]
+    assert {name: tensor.data_ptr() for name, tensor in buffers.items()} == addresses
+    assert second.slot_mapping[2:].tolist() == [-1] * 4
+
+
+def test_lengths_known_on_the_device_only() -> None:
+    true_lens = torch.tensor([40, 64], dtype=torch.int32)
+    batch = make_batch([1, 3], [60, 70], device_seq_lens=true_lens)
+    plan = make_plan(batch, CONFIG, CACHE)
+    assert plan.sparse is not None and plan.sparse.row_lens.tolist() == [40, 62, 63, 64]
+    assert plan.sparse.chunks[0].num_keys == 70  # shapes come from the bounds
+    buffers = plan_buffers(CONFIG, CACHE, max_requests=2, max_tokens=6, max_blocks=40)
+    captured = make_plan(batch, CONFIG, CACHE, into=buffers)
+    assert captured.sparse is not None
+    assert captured.sparse.row_lens.tolist() == [40, 62, 63, 64, 0, 0]
+
+
+MEASURE = """
+import sys
+import torch
+from dataclasses import replace
+from openmla import PRESETS, Batch, allocate_cache, make_plan
+from openmla.attention import IndexInputs, Projected, attend_step, select_step
+from openmla.layers.weights import absorb
+
+n, S, form = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+config = PRESETS["tiny-v3.2"]
+indexer = replace(config.indexer, num_heads=1, head_dim=16, topk=2048)
+config = replace(config, num_heads=1, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
+                 v_head_dim=8, indexer=indexer)
+BS = 64
+cache = allocate_cache(config, num_blocks=S // BS, block_size=BS, format="fp32",
+                       index_format="index_fp32")
+cache.latent.data.normal_(); cache.index.data.normal_()
+batch = Batch([n], [S], torch.arange(S // BS, dtype=torch.int32)[None], torch.arange(S - n, S))
+plan = make_plan(batch, config, cache, dtype=torch.float32, form=form)
+projected = Projected(torch.randn(n, 1, 8), torch.randn(n, 1, 8), torch.randn(n, 8),
+                      torch.randn(n, 8))
+index = IndexInputs(torch.randn(n, 1, 16), torch.rand(n, 1), torch.randn(n, 16))
+absorbed = absorb(torch.randn(16, 8), config)
+
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+open("/proc/self/clear_refs", "w").write("5")  # the highest so far is what there is now
+before = status("VmRSS")
+with torch.inference_mode():
+    selection = select_step(index, cache, plan)
+    if form == "expanded":
+        out = attend_step(projected, absorbed, cache, plan, selection=selection)
+        assert out.isfinite().all()
+grown = status("VmHWM") - before
+print(plan.explain())
+print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
+"""
+OWN = 128 << 20  # what the reference backend holds for its own turns
+
+
+@pytest.mark.parametrize(
+    ("n", "S", "form", "stated"),
+    [
+        (8192, 131072, "absorbed", ["8192 tokens choose 2048 of up to 131072 keys", "16 turns"]),
+        (32768, 32768, "expanded", ["masked    32768 tokens", "128.0 MiB of mask at most"]),
+    ],
+    ids=["score-8k-on-128k", "masked-32k"],
+)
+def test_peak_memory_is_as_stated(n: int, S: int, form: str, stated: list[str]) -> None:
+    """Real numbers of queries and keys, one narrow head; the whole process is measured."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(n), str(S), form],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in stated), done.stdout
+    words = done.stdout.split()
+    grown, bound = (int(words[words.index(name) + 1]) for name in ("grown", "stated"))
+    assert 0.5 * bound < grown <= bound + OWN, f"{grown / 2**20:.0f} of {bound / 2**20:.0f} MiB"
+
+
+def test_small_k_still_plans() -> None:
+    assert CONFIG.indexer is not None
+    config = replace(CONFIG, indexer=replace(CONFIG.indexer, topk=1))
+    plan = make_plan(make_batch([5], [5]), config, CACHE)
+    assert plan.sparse is not None and plan.sparse.num_rows == 5
