@@ -27,7 +27,7 @@ from openmla.cli.models import (
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import REFUSED, attach, attachment_of, detach
 
-FORMATS = ("fp32", "bf16", "fp16", "fp8")
+FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_ds_mla")
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
 
@@ -39,6 +39,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=4, help="how many stretches of the text")
     parser.add_argument("--context", type=int, help="tokens of a stretch; default: 4096 at most")
     parser.add_argument("--formats", default=",".join(FORMATS), help="cache formats, with commas")
+    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
     parser.add_argument("--attention", choices=("dense", "sparse"), help="default: what there is")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
@@ -83,7 +84,9 @@ def run_eval(arguments: Sequence[str]) -> int:
             for row in windows
         )
         for format in options.formats.split(","):
+            attach(model, cache_format=format, index_format=options.index_format)
             results.append(measure(model, windows.to(device), attention, format))
+            detach(model)
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
@@ -109,7 +112,6 @@ def cut_windows(
 @torch.no_grad()
 def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
     """All windows side by side, in chunks, so that the context is read from the cache."""
-    attach(model, cache_format=format)
     past, parts, begin = DynamicCache(config=model.config), [], time.perf_counter()
     last = None
     context = windows.shape[1]
@@ -128,7 +130,6 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
             line = f"\r{attention} {format}: {done} of {context} tokens"
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
     used = attachment_of(model).used_bytes() / windows.numel()
-    detach(model)
     return Result(attention, format, torch.cat(parts, 1), time.perf_counter() - begin, used)
 
 

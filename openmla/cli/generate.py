@@ -25,6 +25,7 @@ from openmla.cli.models import (
 )
 from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
+from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
@@ -40,7 +41,8 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice, if temperature > 0")
     add_attention_option(parser)
-    parser.add_argument("--cache-format", help="fp32, bf16, fp16 or fp8; default: as the model")
+    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
+    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
@@ -105,6 +107,8 @@ def run_generate(arguments: Sequence[str]) -> int:
         raise ConfigError("generate: --prompt must be given, and not be empty.")
     if prompt.startswith("@"):
         prompt = Path(prompt[1:]).read_text(encoding="utf-8")
+        if not prompt:
+            raise ConfigError(f"generate: {options.prompt[1:]} must not be empty.")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dense = wants_dense(options.model, options.attention)
     model = load_model(folder, device, options.dtype, dense=dense)
@@ -112,7 +116,12 @@ def run_generate(arguments: Sequence[str]) -> int:
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
     model(ids[:, :8], use_cache=False)  # the first pass of a process is slow, whoever runs it
     choice = sampling(options)
-    attach(model, cache_format=options.cache_format, backend=options.backend)
+    attach(
+        model,
+        cache_format=options.cache_format,
+        index_format=options.index_format,
+        backend=options.backend,
+    )
     print(prompt if len(prompt) < 400 else f"... {prompt[-300:]}", end="", flush=True)
     ours = generate_once(model, ids, tokenizer, choice, show=True)
     plan = attachment_of(model).last_plan
@@ -126,9 +135,21 @@ def run_generate(arguments: Sequence[str]) -> int:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     print_table(runs, ids.shape[1])
     print(f"\nlast step ({dtype})\n{explanation}")
+    if plan is not None and plan.sparse is not None:
+        print(f"\n{keys_attended(plan)}")
     if options.compare:
         print(f"\n{verdict(runs['openmla'], runs['transformers'])}")
     return 0
+
+
+def keys_attended(plan: Plan) -> str:
+    """How many keys a query of a sparse model attends to."""
+    assert plan.sparse is not None and plan.config.indexer is not None
+    K, last = plan.config.indexer.topk, int(plan.sparse.row_lens[-1])
+    return (
+        f"Each query attended to {K} keys at most, as its indexer chose; "
+        f"the last one to {min(K, last)} of {last}."
+    )
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:

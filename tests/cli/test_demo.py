@@ -48,6 +48,27 @@ def test_generates_python(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"\b(self|return|if|def|None|True|False)\b", written)
 
 
+def test_sparse_says_how_many_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", "demo", "--attention", "sparse", "--compare"]
+    prompt = demo_prompt()[:600]
+    assert main([*arguments, "--max-new-tokens", "8", "--prompt", prompt]) == 0
+    text = capsys.readouterr().out
+    assert "8 of 8 tokens the same" in text
+    last = len(prompt) + 7
+    assert f"256 keys at most, as its indexer chose; the last one to 256 of {last}." in text
+    assert f"1 tokens choose 256 of up to {last} keys each" in text
+
+
+def test_eval_shows_dense_against_sparse(capsys: pytest.CaptureFixture[str]) -> None:
+    """The indexer's 256 keys of 1024 cost little; the weights are the same."""
+    arguments = ["eval", "--model", "demo", "--context", "1024", "--windows", "2"]
+    assert main([*arguments, "--formats", "fp32", "--index-format", "index_fp8"]) == 0
+    rows = re.findall(r"(dense|sparse) +fp32 +([\d.]+) +([\d.]+)  [+-]", capsys.readouterr().out)
+    (_, dense_bytes, dense), (_, sparse_bytes, sparse) = rows
+    assert float(sparse_bytes) == float(dense_bytes) + 5 * 36
+    assert 0 < abs(float(sparse) / float(dense) - 1) < 0.05
+
+
 def test_the_held_out_text_is_python() -> None:
     for module in demo_text().split("\0"):
         ast.parse(module)
@@ -63,11 +84,12 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         format: float(value)
         for format, value in re.findall(r"dense +(\w+) +[\d.]+ +([\d.]+)  [+-]", captured.out)
     }
-    assert set(bits) == {"fp32", "bf16", "fp16", "fp8"}
+    assert set(bits) == {"fp32", "bf16", "fp16", "fp8", "fp8_ds_mla"}
     assert 0.5 < bits["fp32"] < 2.0
     assert abs(bits["bf16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp8"] / bits["fp32"] - 1) < 1e-2
+    assert abs(bits["fp8_ds_mla"] / bits["fp32"] - 1) < 1e-2
     assert "▇" in captured.out or "█" in captured.out
     assert "dense fp8: 1024 of 1024 tokens" in captured.err
     assert picture.read_bytes().startswith(b"\x89PNG")
