@@ -42,25 +42,29 @@ def attend_chosen(
     sparse: SparsePlan,
     selection: Selection,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
-    """The same over each token's own rows."""
-    n = sparse.num_absorbed
-    out_latent, lse = mqa_sparse(
-        _into_latent(q_nope, q_pe, absorbed),
-        sparse.query_start_loc.clamp(max=n),
-        sparse.row_lens[:n].long() - 1,
-        Segment(
-            latent.data,
-            latent.kv_scale,
-            latent.format,
-            "slots",
-            rows=selection.slots,
-            row_lens=selection.lens[:n],
-        ),
-        C=plan.config.kv_lora_rank,
-        scale=plan.config.scale,
-        backend=plan.backends["mqa_sparse"],
-    )
-    return _out_of_latent(out_latent, absorbed), lse
+    """The same over each token's own rows, a turn at a time."""
+    H, V = plan.config.num_heads, plan.config.v_head_dim
+    out = q_nope.new_empty((sparse.num_absorbed, H, V))
+    lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
+    for turn in sparse.turns:
+        out_latent, lse[turn] = mqa_sparse(
+            _into_latent(q_nope[turn], q_pe[turn], absorbed),
+            sparse.query_start_loc.clamp(turn.start, turn.stop) - turn.start,
+            sparse.row_lens[turn].long() - 1,
+            Segment(
+                latent.data,
+                latent.kv_scale,
+                latent.format,
+                "slots",
+                rows=selection.slots[turn],
+                row_lens=selection.lens[turn],
+            ),
+            C=plan.config.kv_lora_rank,
+            scale=plan.config.scale,
+            backend=plan.backends["mqa_sparse"],
+        )
+        out[turn] = _out_of_latent(out_latent, absorbed)
+    return out, lse
 
 
 def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: Absorbed) -> Tensor:

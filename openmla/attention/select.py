@@ -52,9 +52,6 @@ def _choose(
     assert plan.config.indexer is not None and cache.latent is not None
     K = plan.config.indexer.topk
     q_idx, w_idx = index.q_idx[sparse.rows], index.w_idx[sparse.rows]
-    q_idx, scales = keys.layout.encode_query(q_idx)
-    if scales is not None:
-        w_idx = w_idx * scales
     positions = torch.empty((sparse.num_rows, K), dtype=torch.int32, device=q_idx.device)
     for chunk in sparse.chunks:
         positions[chunk.rows] = _turn(q_idx, w_idx, keys, plan, sparse, chunk.rows, chunk.num_keys)
@@ -82,9 +79,11 @@ def _turn(
 ) -> Tensor:  # [rows, K] i32
     assert plan.config.indexer is not None
     seen = sparse.row_lens[rows]
+    q, scales = keys.layout.encode_query(q_idx[rows])
+    w = w_idx[rows] if scales is None else w_idx[rows] * scales
     logits = index_logits(
-        q_idx[rows],
-        w_idx[rows],
+        q,
+        w,
         keys.data,
         sparse.block_table,
         sparse.query_start_loc.clamp(rows.start, rows.stop) - rows.start,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from openmla.cache.format import CacheFormat, check_pages, get_format
+from openmla.cache.format import GROUP, CacheFormat, PackedLatent, check_pages, get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 
@@ -116,6 +116,12 @@ def allocate_cache(
     if config.compressor is not None:
         raise UnsupportedError(
             f"cache: {config.model_type} needs compressed caches, which this version does not have."
+        )
+
+    if isinstance(layout, PackedLatent) and config.kv_lora_rank % GROUP:
+        raise ConfigError(
+            f"cache: format {format} needs kv_lora_rank to be a multiple of {GROUP}, "
+            f"got {config.kv_lora_rank}."
         )
 
     def pages(name: str, width: int, scale: float) -> PagedCache:

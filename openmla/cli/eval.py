@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from openmla.cache.format import GROUP, get_format
 from openmla.cli.models import (
     DTYPES,
+    can_be_dense,
     demo_text,
     load_model,
     load_tokenizer,
@@ -38,7 +40,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
     parser.add_argument("--windows", type=int, default=4, help="how many stretches of the text")
     parser.add_argument("--context", type=int, help="tokens of a stretch; default: 4096 at most")
-    parser.add_argument("--formats", default=",".join(FORMATS), help="cache formats, with commas")
+    parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
     parser.add_argument("--attention", choices=("dense", "sparse"), help="default: what there is")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
@@ -67,7 +69,11 @@ def run_eval(arguments: Sequence[str]) -> int:
     text = Path(options.text).read_text(encoding="utf-8") if options.text else demo_text()
     tokenizer = load_tokenizer(folder)
     results: list[Result] = []
+    num_bytes = 0
     for attention in [options.attention] if options.attention else ["dense", "sparse"]:
+        if attention == "dense" and options.attention is None and not can_be_dense(folder):
+            note(f"{folder.name} is left out as dense")
+            continue
         model = load_model(folder, device, options.dtype, dense=attention == "dense")
         found = "sparse" if hasattr(model.config, "index_topk") else "dense"
         refused = found != attention or model.config.model_type in REFUSED
@@ -83,15 +89,25 @@ def run_eval(arguments: Sequence[str]) -> int:
             len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
             for row in windows
         )
-        for format in options.formats.split(","):
+        for format in chosen_formats(options.formats, model.config):
             attach(model, cache_format=format, index_format=options.index_format)
             results.append(measure(model, windows.to(device), attention, format))
             detach(model)
+    if not results:
+        raise UnsupportedError(f"eval: {folder.name} cannot be attached to.")
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
         draw(results, Path(options.plot))
     return 0
+
+
+def chosen_formats(named: str | None, config: Any) -> list[str]:
+    """The formats asked for, checked before anything is measured, or all the model can use."""
+    if named is not None:
+        return [get_format(name, "latent").name for name in named.split(",")]
+    packed = getattr(config, "kv_lora_rank", 0) % GROUP == 0
+    return [name for name in FORMATS if packed or not get_format(name).packed]
 
 
 def cut_windows(

@@ -23,7 +23,7 @@ from openmla.cli.models import (
     note,
     wants_dense,
 )
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
@@ -105,6 +105,10 @@ def run_generate(arguments: Sequence[str]) -> int:
         prompt = demo_prompt()
     if not prompt:
         raise ConfigError("generate: --prompt must be given, and not be empty.")
+    if options.max_new_tokens < 1:
+        raise ConfigError(
+            f"generate: --max-new-tokens must be positive, got {options.max_new_tokens}."
+        )
     if prompt.startswith("@"):
         prompt = Path(prompt[1:]).read_text(encoding="utf-8")
         if not prompt:
@@ -112,6 +116,10 @@ def run_generate(arguments: Sequence[str]) -> int:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dense = wants_dense(options.model, options.attention)
     model = load_model(folder, device, options.dtype, dense=dense)
+    if options.attention == "sparse" and not hasattr(model.config, "index_topk"):
+        raise UnsupportedError(
+            f"generate: {model.config.model_type} has no sparse attention. Leave the option out."
+        )
     tokenizer = load_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(prompt)], device=device)
     model(ids[:, :8], use_cache=False)  # the first pass of a process is slow, whoever runs it

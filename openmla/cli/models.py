@@ -59,6 +59,12 @@ def wants_dense(name: str, attention: str | None) -> bool:
     return attention == "dense" or (attention is None and name == "demo")
 
 
+def can_be_dense(folder: Path) -> bool:
+    """Whether a checkpoint has a dense form: it is dense, or a V3.2 that can leave its indexer."""
+    config = AutoConfig.from_pretrained(folder)
+    return config.model_type == "deepseek_v32" or not hasattr(config, "index_topk")
+
+
 def demo_text() -> str:
     """The text held out when the demo was trained."""
     return (DEMO / "heldout.txt").read_text(encoding="utf-8")
@@ -80,10 +86,14 @@ def load_model(
     if device == "cpu" and wanted == torch.bfloat16 and not cpu_bf16_works():
         note("bf16 matrix products die on this CPU: using float32 (openmla doctor tells more)")
         wanted = torch.float32
+    sparse = hasattr(config, "index_topk")
+    if dense and sparse and config.model_type != "deepseek_v32":
+        raise UnsupportedError(f"{config.model_type} has no dense attention. Leave the option out.")
+    dense = dense and sparse
     kind = f"{config.model_type}, dense" if dense else config.model_type
     note(f"loading {folder.name} ({kind}) as {str(wanted).removeprefix('torch.')} on {device}")
     disable_progress_bar()  # transformers', for a file read in a blink
-    if dense and config.model_type == "deepseek_v32":
+    if dense:
         model = _without_indexer(folder, config, wanted)
     else:
         model = model_class(config.model_type).from_pretrained(folder, dtype=wanted)

@@ -18,7 +18,13 @@ from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed
-from openmla.plan.sparse import masked_chunks, row_lens, score_chunks
+from openmla.plan.sparse import (
+    chosen_turns,
+    masked_chunks,
+    query_bytes,
+    row_lens,
+    score_chunks,
+)
 from openmla.plan.splits import FIXED_RUN, run_length, split_bounds
 from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, Rows, SparsePlan
 from openmla.plan.upload import upload
@@ -43,9 +49,10 @@ def make_plan(
     `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `form` "absorbed"
     or "expanded" forces one form on all requests; "auto" takes the cheaper per request.
     `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
-    default_workspace_tokens) bounds the context rows gathered at once. `batch_invariant` cuts keys
-    at fixed positions of the row itself. `into` takes the buffers of plan_buffers() and fills
-    them, so that addresses stay for graph replay; such a plan is absorbed only.
+    default_workspace_tokens) bounds the context rows gathered at once. `batch_invariant` cuts the
+    keys of absorbed rows at fixed positions of the row itself; how prefill is cut into chunks
+    depends on the batch. `into` takes the buffers of plan_buffers() and fills them, so that
+    addresses stay for graph replay; such a plan is absorbed only.
     """
     latent = _latent(cache)
     _check_index(config, cache, latent)
@@ -83,7 +90,7 @@ def make_plan(
         prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     if choosing:
         routes = _sparse_forms(batch, config, latent, dtype, form, choosing)
-        sparse = _plan_sparse(batch, routes, starts, latent.block_size, rows_at_once)
+        sparse = _plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once)
     problems = _problems(config, cache, dtype, decode, prefill, sparse)
     tensors = (decode, prefill, sparse, batch.slot_mapping, _long_context(batch, config))
     decode, prefill, sparse, slot_mapping, long_context = upload(tensors, device)
@@ -317,11 +324,15 @@ def _sparse_forms(
 
 def _plan_sparse(
     batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    dtype: torch.dtype,
     routes: tuple[list[int], list[int]],
     starts: Sequence[int],
-    BS: int,
     rows_at_once: int,
 ) -> SparsePlan:
+    assert cache.index is not None
+    held = query_bytes(config, cache.index)
     absorbed, masked = routes
     requests = absorbed + masked
     query_lens = [batch.query_lens[b] for b in requests]
@@ -333,7 +344,7 @@ def _plan_sparse(
         [batch.seq_lens[b] for b in masked],
         table[len(absorbed) :],
         first_row=num_absorbed,
-        BS=BS,
+        BS=cache.index.block_size,
         rows_at_once=rows_at_once,
     )
     return SparsePlan(
@@ -344,7 +355,9 @@ def _plan_sparse(
         num_rows=lens.shape[0],
         num_absorbed=num_absorbed,
         max_query_len=max(query_lens),
-        chunks=score_chunks(lens.tolist()),
+        chunks=score_chunks(lens.tolist(), held),
+        query_bytes=held,
+        turns=chosen_turns(num_absorbed, config, dtype.itemsize),
         masked=cut,
     )
 
@@ -542,6 +555,8 @@ def _captured(
         seen = buffers["row_lens"].zero_()
         true_lens = _true_row_lens(batch, everyone, lens)
         seen[: batch.num_tokens].copy_(_pinned(true_lens, device), non_blocking=True)
+        assert cache.index is not None
+        held = query_bytes(config, cache.index)
         sparse = SparsePlan(
             rows=slice(0, max_tokens),
             block_table=buffers["block_table"],
@@ -550,7 +565,9 @@ def _captured(
             num_rows=max_tokens,
             num_absorbed=max_tokens,
             max_query_len=max_query_len,
-            chunks=score_chunks([max_blocks * latent.block_size] * max_tokens),
+            chunks=score_chunks([max_blocks * latent.block_size] * max_tokens, held),
+            query_bytes=held,
+            turns=chosen_turns(max_tokens, config, dtype.itemsize),
         )
     problems = _problems(config, cache, dtype, decode, None, sparse)
     return Plan(

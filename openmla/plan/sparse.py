@@ -8,14 +8,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from openmla.cache import PagedCache
+from openmla.config import MLAConfig
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.types import (
+    LATENT_BYTES,
     LOGITS_BYTES,
     MASK_BYTES,
     ContextChunk,
     MaskedChunk,
     MaskGroup,
     ScoreChunk,
+    latent_row,
     num_words,
 )
 
@@ -31,19 +35,34 @@ def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
     return (torch.arange(shifts.shape[0]) + shifts).int()
 
 
-def score_chunks(lens: Sequence[int]) -> tuple[ScoreChunk, ...]:
-    """Rows in order, as many at once as the bound on logits allows; lens is what each row sees."""
+def score_chunks(lens: Sequence[int], query_bytes: int) -> tuple[ScoreChunk, ...]:
+    """Rows in order, as many at once as the bound on scores allows; lens is what each row sees.
+
+    `query_bytes` is what a row's queries take while they are quantised for a packed cache.
+    """
     chunks: list[ScoreChunk] = []
     start, widest = 0, 0
     for row, length in enumerate(lens):
         wider = max(widest, length)
-        if row > start and (row + 1 - start) * wider * 4 > LOGITS_BYTES:
+        if row > start and (row + 1 - start) * (wider * 4 + query_bytes) > LOGITS_BYTES:
             chunks.append(ScoreChunk(slice(start, row), widest))
             start, wider = row, length
         widest = wider
     if lens:
         chunks.append(ScoreChunk(slice(start, len(lens)), widest))
     return tuple(chunks)
+
+
+def query_bytes(config: MLAConfig, index: PagedCache) -> int:
+    """What quantising one row's index queries holds: three float32 copies and the fp8 one."""
+    assert config.indexer is not None
+    return 13 * config.indexer.num_heads * config.indexer.head_dim if index.layout.packed else 0
+
+
+def chosen_turns(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
+    """Rows that attend to chosen keys, as many at once as the bound on latent queries allows."""
+    step = max(LATENT_BYTES // (latent_row(config) * itemsize), 1)
+    return tuple(slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 
 def masked_chunks(

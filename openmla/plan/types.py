@@ -12,6 +12,7 @@ from openmla.config import MLAConfig
 from openmla.plan.workspace import Workspace
 
 LOGITS_BYTES = 256 << 20  # of indexer scores held at once
+LATENT_BYTES = 256 << 20  # of absorbed queries and outputs held at once
 MASK_BYTES = 128 << 20  # of a bit mask held at once: 32768 queries and as many keys
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
@@ -104,13 +105,20 @@ class SparsePlan:
     num_absorbed: int
     max_query_len: int
     chunks: tuple[ScoreChunk, ...]
+    query_bytes: int  # of one row's queries while they are quantised
+    turns: tuple[slice, ...]  # of the absorbed rows
     masked: tuple[MaskedChunk, ...] = ()
 
     @property
-    def logits_bytes(self) -> int:
-        """Of the largest buffer of scores."""
-        sizes = ((chunk.rows.stop - chunk.rows.start) * chunk.num_keys for chunk in self.chunks)
-        return 4 * max(sizes, default=0)
+    def score_bytes(self) -> int:
+        """Of the largest turn: its logits, and its queries if they are quantised."""
+        return max(
+            (
+                (chunk.rows.stop - chunk.rows.start) * (4 * chunk.num_keys + self.query_bytes)
+                for chunk in self.chunks
+            ),
+            default=0,
+        )
 
     @property
     def mask_bytes(self) -> int:
@@ -123,6 +131,11 @@ class SparsePlan:
             ),
             default=0,
         )
+
+
+def latent_row(config: MLAConfig) -> int:
+    """Elements an absorbed token holds: its query, twice while it is put together, its output."""
+    return config.num_heads * (2 * config.kv_lora_rank + config.latent_dim)
 
 
 def num_words(num_keys: int) -> int:
@@ -152,13 +165,14 @@ class Plan:
             B, X = self.decode.split_starts.shape
             lines.append(
                 f"absorbed  {B} requests, up to {self.decode.max_query_len} queries each, "
-                f"keys in up to {X - 1} runs"
+                f"keys in up to {X - 1} runs{self._reason()}"
             )
         if self.prefill is not None:
             chunks = f", {len(self.prefill.chunks)} context chunks" if self.prefill.chunks else ""
             lines.append(
                 f"expanded  {self.prefill.query_start_loc.shape[0] - 1} requests, "
                 f"up to {self.prefill.max_query_len} queries each, {self.prefill.route}{chunks}"
+                f"{self._reason()}"
             )
         if self.sparse is not None:
             lines += self._explain_sparse(self.sparse)
@@ -177,9 +191,11 @@ class Plan:
         rows = max((chunk.context.num_keys for chunk in sparse.masked), default=0)
         dtype = next(problem.dtype for problem in self.problems if problem.op == "cache_write")
         heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
+        turn = max((turn.stop - turn.start for turn in sparse.turns), default=0)
         return {
-            "scores": sparse.logits_bytes,
+            "scores": sparse.score_bytes,
             "selection": 4 * config.indexer.topk * (sparse.num_rows + sparse.num_absorbed),
+            "latent queries": turn * latent_row(config) * dtype.itemsize,
             "mask": sparse.mask_bytes,
             "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,
         }
@@ -189,13 +205,15 @@ class Plan:
         K, expanded = self.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
         keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
         lines = [
-            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each, being in "
-            f"requests of more than {K}",
-            f"scores    in {len(sparse.chunks)} turns, {_mib(sparse.logits_bytes)} of logits at "
-            f"most (bound {_mib(LOGITS_BYTES)})",
+            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
+            f"scores    in {len(sparse.chunks)} turns of {_mib(sparse.score_bytes)} at most "
+            f"(bound {_mib(LOGITS_BYTES)})",
         ]
         if sparse.num_absorbed:
-            lines.append(f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows")
+            lines.append(
+                f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows, in "
+                f"{len(sparse.turns)} turns"
+            )
         if expanded:
             rows = max(chunk.context.num_keys for chunk in sparse.masked)
             lines.append(
@@ -205,8 +223,14 @@ class Plan:
             )
         parts = {name: size for name, size in self.sparse_bytes().items() if size}
         listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
-        lines.append(f"workspace {_mib(sum(parts.values()))} at most: {listed}")
+        total = _mib(sum(parts.values()))
+        lines.append(f"workspace {total} at most, beside what a backend holds: {listed}")
         return lines
+
+    def _reason(self) -> str:
+        """Why requests of a sparse model are dense."""
+        indexer = self.config.indexer
+        return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
 
 
 def _mib(num_bytes: int) -> str:

@@ -74,6 +74,13 @@ def test_layers_that_share_a_selection_keep_no_keys() -> None:
     assert [cache.index is None for cache in caches] == [False, True, False]
 
 
+def test_packed_latents_need_whole_groups() -> None:
+    """Or rope columns would be quantised with the latent."""
+    config = replace(PRESETS["deepseek-v3"], kv_lora_rank=448)
+    with pytest.raises(ConfigError, match="fp8_ds_mla needs kv_lora_rank to be a multiple of 128"):
+        allocate_cache(config, num_blocks=2, block_size=4, format="fp8_ds_mla")
+
+
 def test_v4_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"cache: .* needs compressed caches"):
         allocate_cache(PRESETS["deepseek-v4-flash"], num_blocks=2, block_size=4)

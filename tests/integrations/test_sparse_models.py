@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from importlib import import_module
 from typing import Any
 
@@ -235,6 +236,109 @@ def test_the_packed_row_of_real_models() -> None:
     early = (actual - expected)[:, :K].norm() / expected[:, :K].norm()
     assert 1e-4 < early < 0.1
     assert torch.equal(actual.isnan(), torch.zeros_like(actual, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("deepseek_v32", {"indexer_rope_interleave": True}),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}),
+        ("hy_v4", {"indexer_rope_interleave": True}),
+        ("deepseek_v32", {"index_topk_freq": 2}),
+        ("axk2", {"indexer_types": ["full", "shared", "full"]}),
+    ],
+    ids=str,
+)
+def test_fields_that_transformers_does_not_read(family: str, fields: dict[str, Any]) -> None:
+    """Its classes fix the pairing and, some, that every layer has an indexer; so does attach()."""
+    model = make_model(family, **fields)
+    ids, mask = prompts((60,))
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    attach(model, block_size=4)
+    actual = model(ids, attention_mask=mask, use_cache=False).logits
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
+
+
+class Adapted(torch.nn.Module):
+    """A linear with something added, as adapters do it: the old module is still called."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.weight = base, base.weight
+        self.delta = torch.randn(base.weight.shape) * base.weight.shape[1] ** -0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + x @ self.delta.T
+        return out
+
+
+@pytest.mark.parametrize("name", ["wq_b", "weights_proj", "wk"])
+def test_adapters_that_come_after_attach(name: str) -> None:
+    model = make_model("deepseek_v32")
+    ids, mask = prompts((60,))
+    attach(model, block_size=4)
+    model(ids, attention_mask=mask, use_cache=False)
+    for layer in model.model.layers:
+        indexer = layer.self_attn.indexer
+        setattr(indexer, name, Adapted(getattr(indexer, name)))
+    actual = model(ids, attention_mask=mask, use_cache=False).logits
+    detach(model)
+    assert not model.model.layers[0].self_attn.indexer._forward_pre_hooks
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
+
+
+def test_a_failed_pass_without_a_cache_gives_its_blocks_back() -> None:
+    model = make_model("deepseek_v32")
+    attach(model, block_size=4, num_blocks=24)
+    pool = attachment_of(model).pool
+    ids, mask = prompts((40,))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("planted")
+
+    handle = model.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(ids, attention_mask=mask, use_cache=False)
+    gc.collect()
+    assert pool.num_free == 24
+    with pytest.raises(RuntimeError, match="planted"):
+        model.model(ids, attention_mask=mask, use_cache=False)  # past the model's own hooks
+    handle.remove()
+    generate(model, ids, mask, max_new_tokens=4)
+
+
+def test_kept_caches_do_not_keep_selections() -> None:
+    model = make_model("glm_moe_dsa")
+    attach(model, block_size=4)
+    past = model(prompts((60,))[0], use_cache=True).past_key_values
+    assert past.layers[0].session.selection is None
+
+
+def test_a_copied_model_starts_with_an_empty_pool() -> None:
+    model = make_model("deepseek_v32")
+    ids, mask = prompts((60,))
+    expected = generate(model, ids, mask, max_new_tokens=6)
+    attach(model, block_size=4)
+    kept = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    twin = copy.deepcopy(model)
+    assert kept.get_seq_length() == 60
+    pool = attachment_of(twin).pool
+    assert pool.num_free == pool.num_blocks and not attachment_of(twin).caches
+    assert torch.equal(generate(twin, ids, mask, max_new_tokens=6), expected)
+    assert attachment_of(model).pool.num_free == 64 - 15
+    detach(twin)
+    assert torch.equal(generate(twin, ids, mask, max_new_tokens=6), expected)
+    assert torch.equal(generate(model, ids, mask, max_new_tokens=6), expected)
+
+
+def test_float64_models() -> None:
+    model = make_model("deepseek_v32").double()
+    ids, mask = prompts((60,))
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
+    attach(model, cache_format="fp32", block_size=4)
+    actual = model(ids, attention_mask=mask, use_cache=False).logits
+    assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_refusals() -> None:

@@ -301,7 +301,10 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"form": "fast"}, "form must be auto, absorbed or expanded, got 'fast'"),
-        ({"backend": "cuda"}, "backend 'cuda' is not known. Known: auto, reference, sdpa"),
+        (
+            {"backend": "cuda"},
+            "backend 'cuda' is not known. Known: auto, flashmla, ref",
+        ),
         ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
     ],
 )

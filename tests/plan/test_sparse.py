@@ -63,12 +63,17 @@ def test_rows_are_packed_by_route_and_keep_their_places() -> None:
 def test_explain_says_how_many_keys_and_bytes() -> None:
     text = plan_of([40, 2], [60, 70], form="expanded").explain()
     assert "sparse    42 tokens choose 32 of up to 70 keys each" in text
-    assert "scores    in 1 turns" in text and "(bound 256.0 MiB)" in text
+    assert "scores    in 1 turns of 0.0 MiB at most (bound 256.0 MiB)" in text
     assert "masked    42 tokens, expanded: cheaper than 32 rows gathered for each" in text
-    assert "MiB at most: scores 0.0 MiB, selection 0.0 MiB, mask 0.0 MiB, expanded keys" in text
+    assert "MiB at most, beside what a backend holds: scores 0.0 MiB, selection" in text
+    assert "mask 0.0 MiB, expanded keys 0.2 MiB" in text
     assert "mha_masked   reference" in text
     text = plan_of([2], [70], form="absorbed").explain()
-    assert "chosen    2 tokens, absorbed, over their own rows" in text and "mask" not in text
+    assert "chosen    2 tokens, absorbed, over their own rows, in 1 turns" in text
+    assert "mask" not in text
+    text = plan_of([1, 1], [K, 9]).explain()
+    assert "absorbed  2 requests, up to 1 queries each, keys in up to" in text
+    assert f"runs, of no more than {K} keys: dense" in text
 
 
 def test_the_route_is_a_matter_of_cost() -> None:
@@ -97,13 +102,13 @@ def test_the_route_is_a_matter_of_cost() -> None:
 def test_score_turns_cover_every_row_once_within_the_bound(lens: list[int], bound: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
-        chunks = score_chunks(lens)
+        chunks = score_chunks(lens, 8)
     rows = [row for chunk in chunks for row in range(chunk.rows.start, chunk.rows.stop)]
     assert rows == list(range(len(lens)))
     for chunk in chunks:
         seen = lens[chunk.rows]
         assert chunk.num_keys == max(seen)
-        assert len(seen) * chunk.num_keys <= bound or len(seen) == 1
+        assert len(seen) * (chunk.num_keys + 2) <= bound or len(seen) == 1
 
 
 @given(
@@ -181,21 +186,13 @@ from openmla import PRESETS, Batch, allocate_cache, make_plan
 from openmla.attention import IndexInputs, Projected, attend_step, select_step
 from openmla.layers.weights import absorb
 
-n, S, form = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+form, format, index_format = sys.argv[1:4]
+n, S, heads = (int(text) for text in sys.argv[4:])
 config = PRESETS["tiny-v3.2"]
-indexer = replace(config.indexer, num_heads=1, head_dim=16, topk=2048)
-config = replace(config, num_heads=1, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
+indexer = replace(config.indexer, num_heads=heads, head_dim=16, topk=2048)
+config = replace(config, num_heads=heads, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8,
                  v_head_dim=8, indexer=indexer)
 BS = 64
-cache = allocate_cache(config, num_blocks=S // BS, block_size=BS, format="fp32",
-                       index_format="index_fp32")
-cache.latent.data.normal_(); cache.index.data.normal_()
-batch = Batch([n], [S], torch.arange(S // BS, dtype=torch.int32)[None], torch.arange(S - n, S))
-plan = make_plan(batch, config, cache, dtype=torch.float32, form=form)
-projected = Projected(torch.randn(n, 1, 8), torch.randn(n, 1, 8), torch.randn(n, 8),
-                      torch.randn(n, 8))
-index = IndexInputs(torch.randn(n, 1, 16), torch.rand(n, 1), torch.randn(n, 16))
-absorbed = absorb(torch.randn(16, 8), config)
 
 
 def status(name):
@@ -203,14 +200,28 @@ def status(name):
     return 1024 * int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
-open("/proc/self/clear_refs", "w").write("5")  # the highest so far is what there is now
-before = status("VmRSS")
-with torch.inference_mode():
+def step(n, S):
+    cache = allocate_cache(config, num_blocks=S // BS, block_size=BS, format=format,
+                           index_format=index_format)
+    table = torch.arange(S // BS, dtype=torch.int32)[None]
+    plan = make_plan(Batch([n], [S], table, torch.arange(S - n, S)), config, cache,
+                     dtype=torch.float32, form=form)
+    projected = Projected(torch.randn(n, heads, 8), torch.randn(n, heads, 8), torch.randn(n, 8),
+                          torch.randn(n, 8))
+    index = IndexInputs(torch.randn(n, heads, 16), torch.rand(n, heads), torch.randn(n, 16))
+    absorbed = absorb(torch.randn(16 * heads, 8), config)
+    open("/proc/self/clear_refs", "w").write("5")  # the highest so far is what there is now
+    before = status("VmRSS")
     selection = select_step(index, cache, plan)
-    if form == "expanded":
+    if S < 100_000:
         out = attend_step(projected, absorbed, cache, plan, selection=selection)
         assert out.isfinite().all()
-grown = status("VmHWM") - before
+    return plan, status("VmHWM") - before
+
+
+with torch.inference_mode():
+    step(64, 4096)  # what torch loads for the first call is not ours
+    plan, grown = step(n, S)
 print(plan.explain())
 print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
 """
@@ -218,17 +229,24 @@ OWN = 128 << 20  # what the reference backend holds for its own turns
 
 
 @pytest.mark.parametrize(
-    ("n", "S", "form", "stated"),
+    ("arguments", "stated"),
     [
-        (8192, 131072, "absorbed", ["8192 tokens choose 2048 of up to 131072 keys", "16 turns"]),
-        (32768, 32768, "expanded", ["masked    32768 tokens", "128.0 MiB of mask at most"]),
+        (
+            "absorbed fp32 index_fp32 8192 131072 1",
+            ["8192 tokens choose 2048 of up to 131072 keys", "16 turns"],
+        ),
+        (
+            "expanded fp32 index_fp32 32768 32768 1",
+            ["masked    32768 tokens", "128.0 MiB of mask at most"],
+        ),
+        ("absorbed bf16 index_fp8 2048 4096 64", ["2048 tokens choose 2048 of up to 4096"]),
     ],
-    ids=["score-8k-on-128k", "masked-32k"],
+    ids=["score-8k-on-128k", "masked-32k", "many-heads-fp8"],
 )
-def test_peak_memory_is_as_stated(n: int, S: int, form: str, stated: list[str]) -> None:
-    """Real numbers of queries and keys, one narrow head; the whole process is measured."""
+def test_peak_memory_is_as_stated(arguments: str, stated: list[str]) -> None:
+    """Real numbers of queries and keys, narrow heads; the whole process is measured."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(n), str(S), form],
+        [sys.executable, "-c", MEASURE, *arguments.split()],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -238,7 +256,7 @@ def test_peak_memory_is_as_stated(n: int, S: int, form: str, stated: list[str]) 
     assert all(text in done.stdout for text in stated), done.stdout
     words = done.stdout.split()
     grown, bound = (int(words[words.index(name) + 1]) for name in ("grown", "stated"))
-    assert 0.5 * bound < grown <= bound + OWN, f"{grown / 2**20:.0f} of {bound / 2**20:.0f} MiB"
+    assert 0.3 * bound < grown <= bound + OWN, f"{grown / 2**20:.0f} of {bound / 2**20:.0f} MiB"
 
 
 def test_small_k_still_plans() -> None:

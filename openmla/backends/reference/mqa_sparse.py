@@ -12,7 +12,7 @@ from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
 from openmla.cache.format import get_format
 
-ELEMENTS = 2**22  # of gathered rows held at once; more tokens are taken in turns
+ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in turns
 
 
 def why_not(problem: Problem) -> str | None:

@@ -14,6 +14,7 @@ its indexer is watched: see indexer.py.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from openmla.backends import all_backends
 from openmla.cache import BlockPool
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
+from openmla.config.huggingface import FAMILIES
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attention import (
     openmla_attention,
@@ -75,9 +77,11 @@ def _before_forward(
             "Call detach(model) first."
         )
     past = kwargs.get("past_key_values")
+    if past is not None or module is attachment.modules[0]:
+        attachment.passing = None  # of an earlier pass that failed
     if past is None and attachment.config.indexer is not None:
         # an indexer can only be watched with a cache: one for this pass, gone after it
-        if module is attachment.modules[0] or attachment.passing is None:
+        if attachment.passing is None:
             attachment.passing = Cache(layers=[])
         past = attachment.passing
         kwargs = {**kwargs, "past_key_values": past}
@@ -86,10 +90,14 @@ def _before_forward(
     return args, kwargs
 
 
-def _after_last(module: nn.Module, args: Any, out: Any) -> None:
-    attachment = module.openmla
-    assert isinstance(attachment, Attachment)
-    attachment.passing = None
+class _AfterPass:
+    """Lets go of the cache of a pass that was given none, failed or not."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def __call__(self, *args: Any) -> None:
+        self.attachment.passing = None
 
 
 def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -135,7 +143,7 @@ def attach(
     modules = [module for module in model.modules() if hasattr(module, "kv_a_proj_with_mqa")]
     if any(hasattr(module, "openmla") for module in modules):
         raise ConfigError("attach: the model is attached already. Call detach(model) first.")
-    ours = MLAConfig.from_hf(config)
+    ours = _as_the_modules_are(MLAConfig.from_hf(config), modules)
     for module in modules:
         if not math.isclose(float(module.scaling), ours.scale, rel_tol=1e-6):  # type: ignore[arg-type]
             raise ConfigError(
@@ -181,9 +189,25 @@ def attach(
     attachment.handles.append(
         model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
     )
+    if ours.indexer is not None:
+        attachment.handles.append(
+            model.register_forward_hook(_AfterPass(attachment), always_call=True)
+        )
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
     text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
     return modules
+
+
+def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:
+    """transformers' classes fix which columns an indexer pairs and, some, that all layers have one;
+    config fields that say otherwise are for other engines."""
+    if config.indexer is None:
+        return config
+    shared = tuple(getattr(module, "indexer", None) is None for module in modules)
+    pairing = FAMILIES[config.model_type].indexer_pairing
+    assert pairing is not None
+    fixed = replace(config.indexer, pairing=pairing, shared=shared if any(shared) else ())
+    return replace(config, indexer=fixed)
 
 
 def _watch_indexers(attachment: Attachment) -> None:
@@ -194,8 +218,8 @@ def _watch_indexers(attachment: Attachment) -> None:
         if isinstance(indexer, nn.Module):
             watch = IndexerWatch(attachment.config)
             attachment.watches[int(module.layer_idx)] = watch  # type: ignore[arg-type]
-            attachment.handles += watch.hook(indexer)
-    attachment.handles.append(attachment.modules[-1].register_forward_hook(_after_last))
+            watch.hook(indexer)
+            attachment.handles.append(watch)
 
 
 def detach(model: nn.Module) -> None:

@@ -69,6 +69,8 @@ def openmla_attention(
     selection = session.selection
     if selection is not None and selection.positions.device != query.device:
         selection = Selection(*(part.to(query.device) for part in selection))
+    if module is attachment.modules[-1]:
+        session.selection = None  # a kept cache does not keep it
     sink = kwargs.get("s_aux")
     out = attend_step(
         Projected(q[..., :P], q[..., P:], kv_c, k_pe),

@@ -7,7 +7,7 @@ key, which costs nothing and is not looked at.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,18 +26,31 @@ class IndexerWatch:
     rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
     query: Tensor | None = None  # [B, S, HI * DI], before rope
     weights: Tensor | None = None  # [B, S, HI]
+    before: Any = None
+    followed: dict[str, tuple[nn.Module, Any]] = field(default_factory=dict)
 
-    def hook(self, indexer: nn.Module) -> list[Any]:
-        """Watch an indexer; returns the handles that end it."""
-        wq_b, weights_proj = indexer.wq_b, indexer.weights_proj
-        assert isinstance(wq_b, nn.Module) and isinstance(weights_proj, nn.Module)
-        return [
-            indexer.register_forward_pre_hook(self._before, with_kwargs=True),
-            wq_b.register_forward_hook(self._keep_query),
-            weights_proj.register_forward_hook(self._keep_weights),
-        ]
+    def hook(self, indexer: nn.Module) -> None:
+        """Watch an indexer until remove()."""
+        self.before = indexer.register_forward_pre_hook(self._before, with_kwargs=True)
+        self._follow(indexer)
+
+    def remove(self) -> None:
+        self.before.remove()
+        for _, handle in self.followed.values():
+            handle.remove()
+
+    def _follow(self, indexer: nn.Module) -> None:
+        """Hook the two linears, anew where an adapter has taken the place of one."""
+        for name, keep in (("wq_b", self._keep_query), ("weights_proj", self._keep_weights)):
+            linear = getattr(indexer, name)
+            known = self.followed.get(name)
+            if known is None or known[0] is not linear:
+                if known is not None:
+                    known[1].remove()
+                self.followed[name] = (linear, linear.register_forward_hook(keep))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._follow(module)
         self.rotation = kwargs["position_embeddings"] if len(args) < 3 else args[2]
 
     def _keep_query(self, module: nn.Module, args: Any, out: Tensor) -> None:
@@ -56,7 +69,8 @@ class IndexerWatch:
             )
         HI, DI = indexer.num_heads, indexer.head_dim
         q_idx = self._rotated(self.query.unflatten(-1, (HI, DI))).flatten(0, 1)
-        w_idx = self.weights.flatten(0, 1).float() * (HI**-0.5 * DI**-0.5)
+        wide = torch.promote_types(q_idx.dtype, torch.float32)
+        w_idx = self.weights.flatten(0, 1).to(wide) * (HI**-0.5 * DI**-0.5)
         keys = k_idx.flatten(0, 1)
         self.rotation = self.query = self.weights = None
         if picked is not None:

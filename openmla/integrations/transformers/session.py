@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from openmla.plan import Batch, Plan, make_plan
 if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
 
+STAYING = ("pool", "caches", "positions", "last_plan", "storing", "passing")
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -48,6 +50,16 @@ class Attachment:
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
     passing: Any = None  # the cache of a pass that was given none
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """Of a model that is copied: its caches and their requests stay with the original."""
+        twin = copy(self)
+        memo[id(self)] = twin
+        for name, value in vars(self).items():
+            setattr(twin, name, deepcopy(value, memo) if name not in STAYING else None)
+        twin.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        twin.caches = {}
+        return twin
 
     def take(self, wanted: dict[int, int]) -> list[tuple[int, int]]:
         """Blocks for new tokens; a pool that may grow does so instead of being full."""
