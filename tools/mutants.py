@@ -74,6 +74,42 @@ MUTANTS = [
         'if pairing != "pairs":',
     ),
     Mutant(
+        "top-k prefers later equals",
+        "backends/reference/index_topk.py",
+        "equal.cumsum(1, dtype=torch.int32)",
+        "equal.flip(1).cumsum(1, dtype=torch.int32).flip(1)",
+    ),
+    Mutant(
+        "index scores without the relu",
+        "backends/reference/index_logits.py",
+        "@ keys.T).relu_()",
+        "@ keys.T)",
+    ),
+    Mutant(
+        "index key bias lost",
+        "backends/reference/index_write.py",
+        "norm_bias.to(wide), eps",
+        "None, eps",
+    ),
+    Mutant(
+        "duplicate rows count once",
+        "backends/reference/mqa_sparse.py",
+        "there = slots >= 0",
+        "there = (slots >= 0) & ~(slots[..., None] == slots[:, None]).tril(-1).any(-1)",
+    ),
+    Mutant(
+        "mask bit 31 lost",
+        "backends/reference/mha_masked.py",
+        "& 1).flatten(1)",
+        "& (places < 31)).flatten(1)",
+    ),
+    Mutant(
+        "slots of another rank",
+        "backends/reference/map_slots.py",
+        "% cp_size == cp_rank",
+        "% cp_size != cp_rank - 1",
+    ),
+    Mutant(
         "fp8 stores the value unscaled",
         "cache/format.py",
         "rows.to(torch.float32) / kv_scale",

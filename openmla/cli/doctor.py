@@ -164,7 +164,9 @@ def _ops() -> dict[str, dict[str, dict[str, str]]]:
                 E=192,
                 V=128,
                 BS=64,
+                K=2048,
                 max_query_len=1,
+                kinds=("slots",) if op == "mqa_sparse" else (),
             )
             rows[op] = {name: why_not(problem, name) or "yes" for name in all_backends()}
     return answer
