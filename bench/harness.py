@@ -107,7 +107,7 @@ def able_backends(
         try:
             used[backend] = job.check(job.inputs, backend)
         except UnsupportedError as reason:
-            print(f"  {str(reason).splitlines()[-1].strip()}")
+            print(f"  {str(reason).splitlines()[1].strip()}")
             continue
         if used[backend] > 1:
             print(f"  {backend:<12} WRONG: {used[backend]:.2f} times its error budget")

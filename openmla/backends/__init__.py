@@ -88,18 +88,18 @@ def select(problem: Problem, backend: str = "auto") -> str:
 
     Nothing falls back: a named backend that cannot run the problem raises UnsupportedError.
     """
-    candidates = BACKENDS[problem.op]
-    if backend != "auto":
-        if backend not in all_backends():
-            raise ConfigError(
-                f"{problem.op}: backend {backend!r} is not known. "
-                f"Known: auto, {', '.join(all_backends())}."
-            )
-        candidates = (backend,)
-    reasons = []
-    for name in candidates:
+    if backend != "auto" and backend not in all_backends():
+        raise ConfigError(
+            f"{problem.op}: backend {backend!r} is not known. "
+            f"Known: auto, {', '.join(all_backends())}."
+        )
+    reasons = {}
+    for name in BACKENDS[problem.op] if backend == "auto" else (backend,):
         reason = why_not(problem, name)
         if reason is None:
             return name
-        reasons.append(f"  {name:<10} {reason}")
-    raise UnsupportedError(f"{problem.op}: no backend can run this problem:\n" + "\n".join(reasons))
+        reasons[name] = reason
+    others = {name: why_not(problem, name) or "can" for name in BACKENDS[problem.op]}
+    lines = [f"  {name:<10} {reason}" for name, reason in {**reasons, **others}.items()]
+    what = "no backend can run" if backend == "auto" else f"backend {backend!r} cannot run"
+    raise UnsupportedError(f"{problem.op}: {what} this problem:\n" + "\n".join(lines))

@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla import PRESETS, ConfigError, LayerCache, MLAAttention, PagedCache
+from openmla import (
+    PRESETS,
+    ConfigError,
+    LayerCache,
+    MLAAttention,
+    PagedCache,
+    make_plan,
+    plan_buffers,
+)
 from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
 from tests.layers.families import SPARSE, Peer, make_peer
@@ -216,12 +224,37 @@ def test_rolled_back_tokens_leave_no_trace() -> None:
     assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
 
 
+def test_captured_steps_pad_with_nothing() -> None:
+    """Buffers larger than the step: real rows as ever, padded ones see and write nothing."""
+    peer = make_peer("deepseek_v32")
+    hidden = {name: sequence(60, seed) for seed, name in enumerate("ab")}
+    server = Server(peer.ours, hidden, block_size=4)
+    server.step([("a", 50), ("b", 9)])
+    assert server.cache.latent is not None and server.cache.index is not None
+    buffers = plan_buffers(
+        peer.ours.config, server.cache, max_requests=4, max_tokens=8, max_blocks=20
+    )
+    batch = server.batch([("a", 2), ("b", 1)])
+    untouched = [
+        part.data.flatten(0, 1)[~torch.isin(torch.arange(800), batch.slot_mapping)].clone()
+        for part in (server.cache.latent, server.cache.index)
+    ]
+    plan = make_plan(batch, peer.ours.config, server.cache, dtype=torch.float32, into=buffers)
+    rows = torch.cat([hidden["a"][50:52], hidden["b"][9:10], torch.full((5, 64), 7.0)])
+    positions = torch.tensor([50, 51, 9, 0, 0, 0, 0, 0])
+    out = peer.ours(rows, positions, server.cache, plan)
+    wanted = torch.cat([peer.full(hidden["a"][:52])[50:], peer.full(hidden["b"][:10])[9:]])
+    assert relative_error(out[:3], wanted) < 1e-5
+    assert not out[3:].any()
+    for part, before in zip((server.cache.latent, server.cache.index), untouched, strict=True):
+        after = part.data.flatten(0, 1)[~torch.isin(torch.arange(800), batch.slot_mapping)]
+        assert torch.equal(after.view(torch.int32), before.view(torch.int32))
+
+
 def test_missing_parts_are_told_and_nothing_is_written() -> None:
     peer, hidden = make_peer("deepseek_v32"), sequence(30)
     server = Server(peer.ours, {"r": hidden}, block_size=4)
     batch = server.batch([("r", 30)])
-    from openmla import make_plan
-
     config, cache = peer.ours.config, server.cache
     assert cache.latent is not None and cache.index is not None
     with pytest.raises(ConfigError, match="plan: cache must have index rows for deepseek_v32, got"):

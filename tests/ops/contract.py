@@ -16,7 +16,7 @@ def run_or_skip(op: Callable[..., Any], inputs: Inputs, backend: str) -> Any:
     try:
         return inputs.run(op, backend=backend)
     except UnsupportedError as reason:
-        pytest.skip(str(reason).splitlines()[-1].strip())
+        pytest.skip(str(reason).splitlines()[1].strip())
 
 
 def check_attention(op: Callable[..., Any], inputs: Inputs, backend: str) -> None:
