@@ -13,6 +13,9 @@ demo: setup
 	@$(BIN)/openmla doctor
 	@echo
 	@$(BIN)/openmla generate --model demo --compare
+	@echo
+	@echo "More of it: $(BIN)/openmla generate --model demo --attention sparse --compare"
+	@echo "            $(BIN)/openmla eval --model demo"
 
 test: lint
 	$(BIN)/python -m pytest

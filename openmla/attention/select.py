@@ -65,7 +65,7 @@ def _choose(
             num_blocks=cache.latent.num_blocks,
             backend=plan.backends["map_slots"],
         )
-    return Selection(positions, sparse.row_lens.clamp(max=K), slots)
+    return Selection(positions, sparse.row_lens.clamp(max=K), slots, sparse.row_lens)
 
 
 def _turn(

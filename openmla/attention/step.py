@@ -78,10 +78,10 @@ def _check_selection(selection: Selection | None, sparse: SparsePlan) -> None:
             "step: selection must be given, the plan has tokens that choose their keys. "
             "It is what select_step returned for this layer, or for the one it shares with."
         )
-    if selection.positions.shape[0] != sparse.num_rows:
-        raise ShapeError(
+    if selection.row_lens is not sparse.row_lens:
+        raise ConfigError(
             f"step: selection must be of this step's {sparse.num_rows} sparse tokens, "
-            f"got {selection.positions.shape[0]}."
+            f"got another plan's {selection.positions.shape[0]}."
         )
 
 

@@ -41,3 +41,4 @@ class Selection(NamedTuple):
     positions: Tensor  # [n, K] i32, -1 pads
     lens: Tensor  # [n] i32
     slots: Tensor  # [num_absorbed, K] i32
+    row_lens: Tensor  # the plan's own, which tells whose selection this is

@@ -63,8 +63,9 @@ class Run(NamedTuple):
 class Watch:
     """A streamer that prints text as it comes and keeps the time of every token."""
 
-    def __init__(self, tokenizer: Any, *, show: bool) -> None:
-        self.tokenizer, self.show = tokenizer, show
+    def __init__(self, tokenizer: Any, before: str | None) -> None:
+        """`before` is shown in front of the first token; None shows nothing at all."""
+        self.tokenizer, self.before = tokenizer, before
         self.tokens: list[int] = []
         self.times = [time.perf_counter()]
         self.decoder = tokenizer.stream() if isinstance(tokenizer, ByteTokenizer) else None
@@ -78,8 +79,9 @@ class Watch:
         self.times.append(time.perf_counter())
         new = value.flatten().tolist()
         self.tokens += new
-        if self.show:
-            print(self._text(new), end="", flush=True)
+        if self.before is not None:
+            print(self.before + self._text(new), end="", flush=True)
+            self.before = ""
 
     def _text(self, new: list[int]) -> str:
         if self.decoder is not None:
@@ -92,7 +94,7 @@ class Watch:
         return fresh
 
     def end(self) -> None:
-        if self.show:
+        if self.before is not None:
             print(flush=True)
 
 
@@ -130,8 +132,8 @@ def run_generate(arguments: Sequence[str]) -> int:
         index_format=options.index_format,
         backend=options.backend,
     )
-    print(prompt if len(prompt) < 400 else f"... {prompt[-300:]}", end="", flush=True)
-    ours = generate_once(model, ids, tokenizer, choice, show=True)
+    shown = prompt if len(prompt) < 400 else f"... {prompt[-300:]}"
+    ours = generate_once(model, ids, tokenizer, choice, before=shown)
     plan = attachment_of(model).last_plan
     lines = plan.explain().splitlines() if plan is not None else []
     explanation = "\n".join(line for line in lines if not line.startswith("rope"))  # the model's
@@ -139,7 +141,7 @@ def run_generate(arguments: Sequence[str]) -> int:
     runs = {"openmla": ours}
     if options.compare:
         note("the same again with plain transformers")
-        runs["transformers"] = generate_once(model, ids, tokenizer, choice, show=False)
+        runs["transformers"] = generate_once(model, ids, tokenizer, choice)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     print_table(runs, ids.shape[1])
     print(f"\nlast step ({dtype})\n{explanation}")
@@ -173,14 +175,14 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate_once(
-    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], *, show: bool
+    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], before: str | None = None
 ) -> Run:
     """One generation, prefill and decode timed apart, with progress while prefilling."""
     on_gpu = ids.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     progress = model.register_forward_pre_hook(PrefillProgress(ids.shape[1]), with_kwargs=True)
-    watch = Watch(tokenizer, show=show)
+    watch = Watch(tokenizer, before)
     options: dict[str, Any] = {}
     if ids.shape[1] > PREFILL_CHUNK:
         options["prefill_chunk_size"] = PREFILL_CHUNK

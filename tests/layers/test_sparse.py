@@ -12,6 +12,7 @@ from torch import Tensor
 
 from openmla import (
     PRESETS,
+    Batch,
     ConfigError,
     LayerCache,
     MLAAttention,
@@ -205,6 +206,14 @@ def test_layers_share_a_selection() -> None:
     assert relative_error(shared_out, twin_out) < 1e-6
     with pytest.raises(ConfigError, match="MLAAttention: selection must be given, this layer has"):
         shared(hidden, positions, own, plan)
+    later = make_plan(
+        Batch([60], [60], server.pool.block_table(["r"]), torch.arange(60)),
+        config,
+        server.cache,
+        dtype=torch.float32,
+    )
+    with pytest.raises(ConfigError, match="selection must be of this step's 60 sparse tokens"):
+        shared.attend(hidden, positions, own, later, selection)
 
 
 def test_rolled_back_tokens_leave_no_trace() -> None:

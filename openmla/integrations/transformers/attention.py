@@ -68,7 +68,13 @@ def openmla_attention(
         session.selection = select_step(index, cache, plan)
     selection = session.selection
     if selection is not None and selection.positions.device != query.device:
-        selection = Selection(*(part.to(query.device) for part in selection))
+        assert plan.sparse is not None  # the same step, planned for another device
+        selection = Selection(
+            selection.positions.to(query.device),
+            selection.lens.to(query.device),
+            selection.slots.to(query.device),
+            plan.sparse.row_lens,
+        )
     if module is attachment.modules[-1]:
         session.selection = None  # a kept cache does not keep it
     sink = kwargs.get("s_aux")
