@@ -1,7 +1,8 @@
 """What a step will do: host integers in, a frozen plan of tensors and names out."""
 
 from openmla.plan.batch import Batch
-from openmla.plan.plan import make_plan, plan_buffers
+from openmla.plan.captured import plan_buffers
+from openmla.plan.plan import make_plan
 from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, SparsePlan
 from openmla.plan.workspace import Workspace, default_workspace_tokens, warmup
 

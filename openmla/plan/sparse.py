@@ -8,9 +8,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from openmla.cache import PagedCache
+from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
+from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
+from openmla.plan.forms import choose_sparse_absorbed
+from openmla.plan.rows import cumulative, pick, pick_rows
 from openmla.plan.types import (
     LATENT_BYTES,
     LOGITS_BYTES,
@@ -19,6 +22,7 @@ from openmla.plan.types import (
     MaskedChunk,
     MaskGroup,
     ScoreChunk,
+    SparsePlan,
     latent_row,
     num_words,
 )
@@ -84,11 +88,11 @@ def masked_chunks(
         lens = torch.tensor(span.lens, dtype=torch.int32)
         context = ContextChunk(
             rows=slice(begin, end),
-            query_start_loc=_start_loc(query_lens[span.first : stop]),
+            query_start_loc=cumulative(query_lens[span.first : stop]),
             max_query_len=max(query_lens[span.first : stop]),
             block_table=table[span.first : stop],
             starts=starts,
-            key_start_loc=_start_loc(span.lens),
+            key_start_loc=cumulative(span.lens),
             max_key_len=max(span.lens),
             num_keys=sum(span.lens),
         )
@@ -111,5 +115,89 @@ def masked_chunks(
     return tuple(chunks)
 
 
-def _start_loc(lens: Sequence[int]) -> Tensor:
-    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+def choosing_requests(batch: Batch, config: MLAConfig) -> set[int]:
+    """Requests with more keys than their tokens may attend to: an indexer chooses."""
+    if config.indexer is None:
+        return set()
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    return {b for b, (n, S) in enumerate(lens) if n > 0 and config.indexer.topk < S}
+
+
+def sparse_routes(
+    batch: Batch,
+    config: MLAConfig,
+    latent: PagedCache,
+    dtype: torch.dtype,
+    form: str,
+    choosing: set[int],
+) -> tuple[list[int], list[int]]:
+    """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    absorbed: list[int] = []
+    masked: list[int] = []
+    for b in sorted(choosing):
+        n, S = batch.query_lens[b], batch.seq_lens[b]
+        if form == "auto" and batch.device_seq_lens is None:
+            gather = choose_sparse_absorbed(
+                config,
+                n,
+                S,
+                format=latent.format,
+                itemsize=dtype.itemsize,
+                device=latent.data.device.type,
+            )
+        else:
+            gather = form != "expanded"
+        (absorbed if gather else masked).append(b)
+    return absorbed, masked
+
+
+def plan_sparse(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    dtype: torch.dtype,
+    routes: tuple[list[int], list[int]],
+    starts: Sequence[int],
+    rows_at_once: int,
+) -> SparsePlan:
+    assert cache.index is not None
+    held = query_bytes(config, cache.index)
+    absorbed, masked = routes
+    requests = absorbed + masked
+    query_lens = [batch.query_lens[b] for b in requests]
+    lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests])
+    table = pick(batch.block_table, requests)
+    num_absorbed = sum(batch.query_lens[b] for b in absorbed)
+    cut = masked_chunks(
+        [batch.query_lens[b] for b in masked],
+        [batch.seq_lens[b] for b in masked],
+        table[len(absorbed) :],
+        first_row=num_absorbed,
+        BS=cache.index.block_size,
+        rows_at_once=rows_at_once,
+    )
+    return SparsePlan(
+        rows=pick_rows(requests, starts),
+        block_table=table,
+        query_start_loc=cumulative(query_lens),
+        row_lens=true_row_lens(batch, requests, lens),
+        num_rows=lens.shape[0],
+        num_absorbed=num_absorbed,
+        max_query_len=max(query_lens),
+        chunks=score_chunks(lens.tolist(), held),
+        query_bytes=held,
+        turns=chosen_turns(num_absorbed, config, dtype.itemsize),
+        masked=cut,
+    )
+
+
+def true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor:
+    """What tokens see when only the device knows the lengths: as much less as the bound is high."""
+    if batch.device_seq_lens is None:
+        return lens
+    device = batch.device_seq_lens.device
+    bounds = torch.tensor([batch.seq_lens[b] for b in requests], dtype=torch.int32)
+    less = bounds.to(device) - pick(batch.device_seq_lens, requests)
+    counts = torch.tensor([batch.query_lens[b] for b in requests])
+    owners = torch.arange(len(requests)).repeat_interleave(counts)
+    return (lens.to(device) - less[owners.to(device)]).clamp_min(0)

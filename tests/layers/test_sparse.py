@@ -95,7 +95,9 @@ def test_both_routes_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = {name: sequence(200, seed) for seed, name in enumerate("abc")}
     server = Server(peer.ours, hidden, num_blocks=400)
     server.step([("a", 60), ("b", 10), ("c", 40)])
-    monkeypatch.setattr("openmla.plan.plan.choose_sparse_absorbed", lambda config, n, S, **_: n < 5)
+    monkeypatch.setattr(
+        "openmla.plan.sparse.choose_sparse_absorbed", lambda config, n, S, **_: n < 5
+    )
     plan = server.step([("c", 50), ("b", 3), ("a", 2)])
     assert plan.sparse is not None and plan.sparse.num_absorbed == 2
     assert plan.sparse.masked and plan.decode is not None

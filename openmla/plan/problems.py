@@ -1,0 +1,101 @@
+"""The ops a plan calls, as backends are asked about them, and the names that answer."""
+
+from __future__ import annotations
+
+import torch
+
+from openmla.backends import BACKENDS, Problem
+from openmla.cache import LayerCache, PagedCache
+from openmla.config import IndexerConfig, MLAConfig
+from openmla.errors import ConfigError
+from openmla.hardware import capability
+from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
+
+
+def latent_of(cache: LayerCache) -> PagedCache:
+    if cache.latent is None:
+        raise ConfigError("plan: cache must have latent rows, got none.")
+    return cache.latent
+
+
+def named(op: str, backend: str) -> str:
+    """A backend named for the whole plan serves the ops it has; the others choose freely."""
+    return backend if backend in BACKENDS[op] or backend == "auto" else _known(backend)
+
+
+def _known(backend: str) -> str:
+    names = {name for row in BACKENDS.values() for name in row}
+    if backend not in names:
+        raise ConfigError(
+            f"plan: backend {backend!r} is not known. Known: auto, {', '.join(sorted(names))}."
+        )
+    return "auto"
+
+
+def find_problems(
+    config: MLAConfig,
+    cache: LayerCache,
+    dtype: torch.dtype,
+    decode: DecodePlan | None,
+    prefill: PrefillPlan | None,
+    sparse: SparsePlan | None,
+) -> tuple[Problem, ...]:
+    """The ops this plan calls, as the backends are asked about them."""
+    latent = latent_of(cache)
+    ops = ["cache_write"] if config.rope.kind == "none" else ["rope", "cache_write"]
+    if decode is not None:
+        ops.append("mqa_paged")
+    if prefill is not None:
+        ops.append("mha_ragged")
+        ops += ["cache_gather"] if prefill.route != "new" else []
+        ops += ["merge_states"] if prefill.route == "chunked" else []
+    if config.indexer is not None:
+        ops.append("index_write")
+    if sparse is not None:
+        ops += ["index_logits", "index_topk"]
+        if sparse.num_absorbed:
+            ops += ["map_slots", "mqa_sparse"]
+        if sparse.masked:
+            more = ["pack_mask", "mha_masked", "cache_gather", "merge_states"]
+            ops += [op for op in more if op not in ops]
+    device = latent.data.device
+    indexer = config.indexer
+    K = indexer.topk if indexer is not None else 0
+    return tuple(
+        _index_problem(op, indexer, cache, dtype, device)
+        if op in ("index_write", "index_logits", "index_topk") and indexer is not None
+        else Problem(
+            op=op,
+            device=device.type,
+            capability=capability(device),
+            dtype=dtype,
+            format=latent.format,
+            H=config.num_heads,
+            D=config.qk_rope_head_dim if op == "rope" else config.latent_dim,
+            C=config.kv_lora_rank,
+            E=config.qk_head_dim,
+            V=config.v_head_dim,
+            BS=latent.block_size,
+            K=K if op in ("map_slots", "mqa_sparse", "pack_mask") else 0,
+            kinds=("slots",) if op == "mqa_sparse" else (),
+            max_query_len=decode.max_query_len if op == "mqa_paged" and decode else 0,
+        )
+        for op in ops
+    )
+
+
+def _index_problem(
+    op: str, indexer: IndexerConfig, cache: LayerCache, dtype: torch.dtype, device: torch.device
+) -> Problem:
+    index = cache.index
+    return Problem(
+        op=op,
+        device=device.type,
+        capability=capability(device),
+        dtype=torch.float32 if op == "index_topk" else dtype,
+        format=index.format if index is not None else "",
+        H=indexer.num_heads if op == "index_logits" else 0,
+        D=indexer.head_dim,
+        BS=index.block_size if index is not None else 0,
+        K=indexer.topk if op == "index_topk" else 0,
+    )

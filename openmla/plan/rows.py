@@ -1,0 +1,45 @@
+"""Rows and tables of some of a batch's requests, and small host tensors plans are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from openmla.config import MLAConfig
+from openmla.plan.batch import Batch
+from openmla.plan.types import Rows
+
+
+def pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
+    """Token rows of some requests: everything, one slice if they are neighbours, or indices."""
+    if not requests:
+        return slice(0, 0)
+    if list(requests) == list(range(requests[0], requests[0] + len(requests))):
+        return slice(starts[requests[0]], starts[requests[-1] + 1])
+    return torch.cat([torch.arange(starts[b], starts[b + 1]) for b in requests])
+
+
+def pick(table: Tensor, requests: Sequence[int]) -> Tensor:
+    if list(requests) == list(range(table.shape[0])):
+        return table
+    return table[torch.tensor(requests, dtype=torch.int64, device=table.device)]
+
+
+def cumulative(lens: Sequence[int]) -> Tensor:
+    if len(lens) and min(lens) == max(lens) == 1:  # plain decode, at every step: kept cheap
+        return torch.arange(len(lens) + 1, dtype=torch.int32)
+    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+
+
+def long_context_rows(batch: Batch, config: MLAConfig) -> Tensor | None:
+    """Which tokens use longrope's long factors: those of requests past the original length."""
+    if config.rope.kind != "longrope":
+        return None
+    original = config.rope.original_positions
+    flags = [int(original < S) for S in batch.seq_lens]
+    if not any(flags):
+        return None
+    return torch.repeat_interleave(torch.tensor(flags), torch.tensor(batch.query_lens))
