@@ -55,6 +55,10 @@ class CacheFormat:
         wide = torch.promote_types(dtype, torch.float32)
         return (stored.to(wide) * kv_scale.to(wide)).to(dtype)
 
+    def query_dtype(self, dtype: torch.dtype, DI: int) -> torch.dtype:
+        """What encode_query makes of index queries of a dtype."""
+        return dtype
+
     def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
         """Queries as keys of this format meet them, and what their products are short of."""
         return q_idx, None
@@ -156,9 +160,13 @@ class PackedIndex(CacheFormat):
         groups = values.unflatten(-1, (scales.shape[-1], -1))
         return (groups * scales[..., None]).flatten(-2).to(dtype)
 
+    def query_dtype(self, dtype: torch.dtype, DI: int) -> torch.dtype:
+        """fp8 too; heads wider than a group would need several scales inside the relu."""
+        return dtype if DI > GROUP or dtype == torch.float64 else torch.float8_e4m3fn
+
     def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
-        """fp8 too, a scale per token and head; wider heads would need several inside the relu."""
-        if q_idx.shape[-1] > GROUP or q_idx.dtype == torch.float64:
+        """A scale per token and head."""
+        if self.query_dtype(q_idx.dtype, q_idx.shape[-1]) == q_idx.dtype:
             return q_idx, None
         return quantize_groups(q_idx.to(torch.float32), exact=self.exact)
 

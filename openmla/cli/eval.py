@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,17 +55,18 @@ class Result(NamedTuple):
     attention: str
     format: str
     bits: Tensor  # [windows, context - 1]
-    seconds: float
     bytes_per_token: float
 
 
 def run_eval(arguments: Sequence[str]) -> int:
-    """Measure every combination, print a table and a plot of the best and the worst."""
+    """Measure every combination, print a table and a small plot."""
     options = parse_arguments(arguments)
     folder = model_folder(options.model)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.text is None and options.model != "demo":
         raise ConfigError("eval: --text must be a file, got none. Only the demo brings its own.")
+    if options.plot and find_spec("matplotlib") is None:
+        raise UnsupportedError('eval: --plot needs matplotlib: pip install "openmla[plot]".')
     text = Path(options.text).read_text(encoding="utf-8") if options.text else demo_text()
     tokenizer = load_tokenizer(folder)
     results: list[Result] = []
@@ -128,7 +129,7 @@ def cut_windows(
 @torch.no_grad()
 def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
     """All windows side by side, in chunks, so that the context is read from the cache."""
-    past, parts, begin = DynamicCache(config=model.config), [], time.perf_counter()
+    past, parts = DynamicCache(config=model.config), []
     last = None
     context = windows.shape[1]
     for start in range(0, context, CHUNK):
@@ -146,14 +147,14 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
             line = f"\r{attention} {format}: {done} of {context} tokens"
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
     used = attachment_of(model).used_bytes() / windows.numel()
-    return Result(attention, format, torch.cat(parts, 1), time.perf_counter() - begin, used)
+    return Result(attention, format, torch.cat(parts, 1), used)
 
 
 def print_table(results: list[Result], num_bytes: int) -> None:
     first = results[0]
     base = first.bits.sum().item()
     windows, tokens = first.bits.shape
-    print(f"\n{windows} windows of {tokens + 1} tokens, all of them read through the cache")
+    print(f"\n{windows} windows of {tokens + 1} tokens, {CHUNK} at a time, context from the cache")
     against = f"against {first.attention} {first.format}"
     print(f"{'attention':<11}{'cache':<12}{'bytes/token':>12}{'bits/byte':>11}  {against}")
     for result in results:
@@ -186,20 +187,14 @@ def print_curves(results: list[Result]) -> None:
 
 def draw(results: list[Result], path: Path) -> None:
     """The same as a picture."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise UnsupportedError(
-            'eval: --plot needs matplotlib: pip install "openmla[plot]".'
-        ) from error
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for result in results:
         each = curve(result)
-        label, style = (
-            f"{result.attention} {result.format}",
-            "-" if result.attention == "dense" else "--",
-        )
-        axes.plot(list(each), list(each.values()), style, marker="o", markersize=3, label=label)
+        style = "o-" if result.attention == "dense" else "o--"
+        label = f"{result.attention} {result.format}"
+        axes.plot(list(each), list(each.values()), style, markersize=3, label=label)
     axes.set(xscale="log", xlabel="position in the context", ylabel="bits per token")
     axes.set_xticks(list(curve(results[0])), [str(edge) for edge in curve(results[0])])
     axes.legend(fontsize=8)

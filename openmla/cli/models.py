@@ -87,7 +87,7 @@ def load_model(
         note("bf16 matrix products die on this CPU: using float32 (openmla doctor tells more)")
         wanted = torch.float32
     sparse = hasattr(config, "index_topk")
-    if dense and sparse and config.model_type != "deepseek_v32":
+    if dense and not can_be_dense(folder):
         raise UnsupportedError(f"{config.model_type} has no dense attention. Leave the option out.")
     dense = dense and sparse
     kind = f"{config.model_type}, dense" if dense else config.model_type
@@ -105,7 +105,7 @@ def _without_indexer(folder: Path, config: Any, dtype: torch.dtype) -> Any:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UnsupportedError(
-            f"openmla: no .safetensors in {folder.name} to read without indexer."
+            f"{folder.name} must hold .safetensors to be read without its indexer."
         )
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
     kept = {name: tensor for name, tensor in weights.items() if ".indexer." not in name}

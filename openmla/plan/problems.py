@@ -88,14 +88,19 @@ def _index_problem(
     op: str, indexer: IndexerConfig, cache: LayerCache, dtype: torch.dtype, device: torch.device
 ) -> Problem:
     index = cache.index
+    assert index is not None  # make_plan looked
+    if op == "index_topk":
+        dtype = torch.float32
+    elif op == "index_logits":
+        dtype = index.layout.query_dtype(dtype, indexer.head_dim)
     return Problem(
         op=op,
         device=device.type,
         capability=capability(device),
-        dtype=torch.float32 if op == "index_topk" else dtype,
-        format=index.format if index is not None else "",
+        dtype=dtype,
+        format=index.format,
         H=indexer.num_heads if op == "index_logits" else 0,
         D=indexer.head_dim,
-        BS=index.block_size if index is not None else 0,
+        BS=index.block_size,
         K=indexer.topk if op == "index_topk" else 0,
     )

@@ -159,9 +159,11 @@ def test_rounded_index_keys_choose_nearly_the_same(format: str) -> None:
     peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
     exact = serve(peer, hidden, [LENGTH])
     rounded = serve(peer, hidden, [LENGTH], index_format=format)
-    assert relative_error(rounded.output("r"), exact.output("r")) < 0.5
+    assert relative_error(rounded.output("r"), exact.output("r")) < 0.3
     alike = (rounded.output("r") - exact.output("r")).norm(dim=1) < 1e-4
-    assert alike.float().mean() > 0.3  # rows whose selection did not change at all
+    # rows past K, the others have no choice; one key changed changes a row, and a choice that
+    # ignored the scores would leave none alike
+    assert alike[K:].float().mean() > 0.3
 
 
 @pytest.mark.parametrize("index_format", ["index_fp32", "index_fp8"])
@@ -174,7 +176,7 @@ def test_hadamard_changes_no_product(index_format: str) -> None:
     if index_format == "index_fp32":
         assert relative_error(turned, plain) < 1e-5
     else:  # other roundings: most rows choose the same keys
-        assert ((turned - plain).norm(dim=1) < 1e-4).float().mean() > 0.3
+        assert ((turned - plain).norm(dim=1) < 1e-4)[K:].float().mean() > 0.3
 
 
 def test_hadamard_transform_is_orthonormal() -> None:

@@ -14,7 +14,7 @@ from openmla.backends import Problem, select, why_not
 from openmla.backends.flashmla import mqa_sparse as adapter
 from openmla.backends.reference import mqa_sparse as reference
 from openmla.cache.format import FORMATS
-from openmla.errors import UnsupportedError
+from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import Segment
 from openmla.testing import poison
 
@@ -105,6 +105,18 @@ def test_conversions(with_sink: bool) -> None:
     assert (lse[[2, 4]] == -torch.inf).all() and not out[[2, 4]].any()
 
 
+def test_odd_pages_are_told() -> None:
+    """The kernel loads 16 bytes at a time; elsewhere it would read wrongly or stop."""
+    pages = torch.zeros(2, 656 + 5, dtype=torch.uint8)[:, :656].unflatten(1, (1, 656))
+    rows = torch.zeros(1, 4, dtype=torch.int32)
+    lens = torch.ones(1, dtype=torch.int32)
+    segment = Segment(pages, ONE, "fp8_ds_mla", "slots", rows=rows, row_lens=lens)
+    bounds = torch.tensor([0, 1], dtype=torch.int32)
+    call = (torch.zeros(1, 64, 576).bfloat16(), bounds, torch.zeros(1), (segment,), None)
+    with pytest.raises(ShapeError, match="pages must lie at multiples of 16 bytes for flashmla"):
+        adapter.run(*call, C=512, scale=1.0)
+
+
 def test_no_tokens() -> None:
     segment = Segment(
         torch.zeros(1, 1, 656, dtype=torch.uint8),
@@ -123,8 +135,10 @@ def test_no_tokens() -> None:
     ("changes", "reason"),
     [
         ({}, None),
-        ({"device": "cpu", "capability": None}, "needs SM90, this is cpu"),
-        ({"capability": (8, 0)}, "needs SM90, this is SM8"),
+        ({"capability": (10, 0)}, None),
+        ({"device": "cpu", "capability": None}, "needs SM90 or SM100, this is cpu"),
+        ({"capability": (8, 9)}, "needs SM90 or SM100, this is SM89"),
+        ({"capability": (12, 0)}, "needs SM90 or SM100, this is SM120"),
         ({"format": "bf16"}, "reads fp8_ds_mla, whose scales it does not round, not bf16"),
         ({"D": 160, "C": 128}, "needs rows of 512 + 64, this is 128 + 32"),
         ({"H": 16}, "needs 64 or 128 heads, this is 16"),

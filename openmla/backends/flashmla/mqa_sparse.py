@@ -1,7 +1,8 @@
-"""mqa_sparse through flash_mla_with_kvcache: 64 or 128 heads over fp8_ds_mla rows, on Hopper.
+"""mqa_sparse through flash_mla_with_kvcache: 64 or 128 heads over fp8_ds_mla rows.
 
 Its conventions, converted here: every token is a sequence of one, skipped entries are exactly -1,
 the number of entries is a multiple of 64, lse is [B, H, 1], and an empty row has lse +inf.
+Run on SM90; SM100 is taken by that package's own word, with the page strides it asks for there.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.errors import ShapeError
+from openmla.hardware import capability
 
 ENTRIES = 64  # the kernel's tile; rows are filled up to it
+PAGE_STRIDES = {9: 16, 10: 656}  # by major capability: pages lie at multiples of so many bytes
 
 
 def why_not(problem: Problem) -> str | None:
-    if problem.device != "cuda" or problem.capability is None or problem.capability[0] != 9:
-        where = problem.device if problem.capability is None else f"SM{problem.capability[0]}"
-        return f"needs SM90, this is {where}"
+    if problem.capability is None or problem.capability[0] not in PAGE_STRIDES:
+        major, minor = problem.capability or (0, 0)
+        where = problem.device if problem.capability is None else f"SM{major}{minor}"
+        return f"needs SM90 or SM100, this is {where}"
     if problem.format != "fp8_ds_mla":
         return f"reads fp8_ds_mla, whose scales it does not round, not {problem.format}"
     if (problem.D, problem.C) != (576, 512):
@@ -49,10 +53,11 @@ def run(
 
     (segment,) = segments
     T, H, _ = q_latent.shape
-    if segment.cache.stride(0) % 16 or segment.cache.data_ptr() % 16:
+    major = (capability(q_latent.device) or (9, 0))[0]
+    if segment.cache.stride(0) % PAGE_STRIDES[major] or segment.cache.data_ptr() % 16:
         raise ShapeError(
-            "mqa_sparse: pages must start at multiples of 16 bytes for flashmla, got strides "
-            f"{segment.cache.stride()}. Pad pages to that, or give backend='reference'."
+            f"mqa_sparse: pages must lie at multiples of {PAGE_STRIDES[major]} bytes for flashmla, "
+            f"got strides {segment.cache.stride()}. Pad them, or give backend='reference'."
         )
     if T == 0:
         return q_latent.new_empty((0, H, C)), q_latent.new_empty((0, H), dtype=torch.float32)
