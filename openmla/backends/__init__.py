@@ -15,6 +15,7 @@ from openmla.errors import ConfigError, UnsupportedError
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("reference",),
     "cache_write": ("reference",),
+    "compress_kv": ("reference",),
     "index_logits": ("reference",),
     "index_logits_ragged": ("reference",),
     "index_select": ("reference",),
@@ -55,6 +56,7 @@ class Problem:
     V: int = 0
     BS: int = 0
     K: int = 0
+    ratio: int = 0  # tokens per compressed entry
     max_query_len: int = 0
     kinds: tuple[str, ...] = ()  # of the segments
     sink: bool = False

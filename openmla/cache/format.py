@@ -10,7 +10,9 @@ from torch import Tensor
 from openmla.errors import ConfigError, ShapeError
 
 FP8_MAX = 448.0  # largest finite e4m3
-GROUP = 128  # values that share a scale in the packed formats
+GROUP = 128  # values that share a scale in the packed formats, V4's excepted
+V4_GROUP = 64  # values that share a scale in fp8_dsv4
+V4_ROPE = 64  # columns it keeps in bf16
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,10 @@ class CacheFormat:
     def row_bytes(self, D: int) -> int:
         """Bytes one cached token takes."""
         return self.width(D) * self.dtype.itemsize
+
+    def page_width(self, D: int, BS: int) -> int:
+        """Stored elements from one block to the next, padding included."""
+        return BS * self.width(D)
 
     def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
         """Values [..., D] into stored elements [..., W], rounded to nearest even.
@@ -125,16 +131,101 @@ class PackedLatent(CacheFormat):
 
 
 @dataclass(frozen=True)
-class PackedIndex(CacheFormat):
+class ScalesBehind(CacheFormat):
+    """Packed rows whose scales stand after the values of the whole block.
+
+    The bytes of one block are BS x values, row after row, then BS x scales. Declared as [N, BS, W],
+    but a row's bytes are not neighbours: pages must be contiguous inside, and only write() and
+    read() know where things are. encode() and decode() have a row's values and scales side by side.
+    """
+
+    def value_bytes(self, D: int) -> int:
+        """Bytes of a row that stand before the block's scales."""
+        raise NotImplementedError
+
+    def _regions(self, cache: Tensor, D: int) -> tuple[Tensor, Tensor]:
+        """Views of a block's two parts: values [N, BS, n] and scales [N, BS, W - n]."""
+        N, BS, W = cache.shape
+        page, n = cache.stride(0), self.value_bytes(D)
+        first = cache.storage_offset()
+        values = cache.as_strided((N, BS, n), (page, n, 1))
+        scales = cache.as_strided((N, BS, W - n), (page, W - n, 1), first + BS * n)
+        return values, scales
+
+    def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
+        BS, W, n = cache.shape[1], cache.shape[2], self.value_bytes(rows.shape[-1])
+        parts = self.encode(rows, kv_scale).split([n, W - n], -1)
+        for region, part in zip(self._regions(cache, rows.shape[-1]), parts, strict=True):
+            region[slots // BS, slots % BS] = part
+
+    def read(
+        self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
+    ) -> Tensor:
+        BS = cache.shape[1]
+        parts = [region[slots // BS, slots % BS] for region in self._regions(cache, D)]
+        return self.decode(torch.cat(parts, -1), kv_scale, dtype, D)
+
+
+@dataclass(frozen=True)
+class PackedV4(ScalesBehind):
+    """V4's rows, raw or compressed: 584 bytes for 512 values.
+
+    Values: D - 64 e4m3 | 64 bf16 (the rotated columns), 576 bytes. Scales: one byte per 64 e4m3
+    values, the exponent of a power of two as float32 has it (2^(byte - 127)), then zeros up to a
+    multiple of 8. A row is rounded to bf16 first; a scale is the power of two at or above
+    max(amax, 1e-4) / 448. Blocks lie at multiples of a row's 576 bytes.
+    """
+
+    def width(self, D: int) -> int:
+        n = self.value_bytes(D)
+        return n + -(-(D - V4_ROPE) // V4_GROUP // 8) * 8
+
+    def value_bytes(self, D: int) -> int:
+        if D <= V4_ROPE or D % V4_GROUP:
+            raise ConfigError(
+                f"cache: format {self.name} needs rows of a multiple of {V4_GROUP} values, "
+                f"{V4_ROPE + V4_GROUP} or more, got {D}."
+            )
+        return D - V4_ROPE + 2 * V4_ROPE
+
+    def page_width(self, D: int, BS: int) -> int:
+        n = self.value_bytes(D)
+        return -(-BS * self.width(D) // n) * n
+
+    def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
+        D = rows.shape[-1]
+        rounded = rows.to(torch.bfloat16)
+        groups = rounded[..., :-V4_ROPE].to(torch.float32).unflatten(-1, (-1, V4_GROUP))
+        values, scales = quantize_groups(groups, exact=False)
+        exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+        spare = self.width(D) - self.value_bytes(D) - exponents.shape[-1]
+        filled = torch.nn.functional.pad(exponents, (0, spare))
+        rope = rounded[..., -V4_ROPE:]
+        return torch.cat([_as_bytes(values.flatten(-2)), _as_bytes(rope), filled], dim=-1)
+
+    def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
+        wide = torch.promote_types(dtype, torch.float32)
+        P, n = D - V4_ROPE, self.value_bytes(D)
+        values = _from_bytes(stored[..., :P], torch.float8_e4m3fn).to(wide)
+        exponents = stored[..., n : n + P // V4_GROUP].to(torch.int32) << 23
+        scales = exponents.view(torch.float32).to(wide)
+        scaled = (values.unflatten(-1, (-1, V4_GROUP)) * scales[..., None]).flatten(-2)
+        rope = _from_bytes(stored[..., P:n], torch.bfloat16).to(wide)
+        return torch.cat([scaled, rope], dim=-1).to(dtype)
+
+
+@dataclass(frozen=True)
+class PackedIndex(ScalesBehind):
     """Indexer keys in fp8, scales after all values of a block: 132 bytes for a key of 128.
 
-    The bytes of one block are BS x DI e4m3 values, token after token, then BS x DI/128 float32
-    scales (one where DI < 128). Declared as [N, BS, W], but a row's bytes are not neighbours: pages
-    must be contiguous inside, and only write() and read() know where things are. A scale is
-    max(amax, 1e-4) / 448, or the next power of two unless `exact`.
+    Values: DI e4m3. Scales: DI/128 float32 (one where DI < 128), each max(amax, 1e-4) / 448, or
+    the next power of two unless `exact`.
     """
 
     exact: bool = False
+
+    def value_bytes(self, D: int) -> int:
+        return D
 
     def width(self, D: int) -> int:
         return D + 4 * self._num_scales(D)
@@ -169,30 +260,6 @@ class PackedIndex(CacheFormat):
         if self.query_dtype(q_idx.dtype, q_idx.shape[-1]) == q_idx.dtype:
             return q_idx, None
         return quantize_groups(q_idx.to(torch.float32), exact=self.exact)
-
-    def _regions(self, cache: Tensor, D: int) -> tuple[Tensor, Tensor]:
-        """Views of a block's two parts: values [N, BS, D] and scales [N, BS, W - D]."""
-        N, BS, W = cache.shape
-        page, split = cache.stride(0), BS * D
-        first = cache.storage_offset()
-        values = cache.as_strided((N, BS, D), (page, D, 1))
-        scales = cache.as_strided((N, BS, W - D), (page, W - D, 1), first + split)
-        return values, scales
-
-    def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
-        BS, D = cache.shape[1], rows.shape[-1]
-        encoded = self.encode(rows, kv_scale)
-        for region, part in zip(
-            self._regions(cache, D), encoded.split([D, cache.shape[2] - D], -1), strict=True
-        ):
-            region[slots // BS, slots % BS] = part
-
-    def read(
-        self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
-    ) -> Tensor:
-        BS = cache.shape[1]
-        parts = [region[slots // BS, slots % BS] for region in self._regions(cache, D)]
-        return self.decode(torch.cat(parts, -1), kv_scale, dtype, D)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
@@ -252,6 +319,7 @@ FORMATS: dict[str, CacheFormat] = {
         CacheFormat("fp8", torch.float8_e4m3fn, scaled=True),
         PackedLatent("fp8_ds_mla", torch.uint8),
         PackedLatent("fp8_ds_mla_exact", torch.uint8, exact=True),
+        PackedV4("fp8_dsv4", torch.uint8),
         CacheFormat("index_fp32", torch.float32, holds="index"),
         CacheFormat("index_bf16", torch.bfloat16, holds="index"),
         PackedIndex("index_fp8", torch.uint8, holds="index"),
@@ -279,7 +347,7 @@ def check_pages(where: str, cache: Tensor, format: str) -> None:
             f"{where}: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
         )
     W = cache.shape[2]
-    if isinstance(layout, PackedIndex) and cache.shape[1] > 1 and cache.stride(1) != W:
+    if isinstance(layout, ScalesBehind) and cache.shape[1] > 1 and cache.stride(1) != W:
         raise ShapeError(
             f"{where}: pages must be contiguous inside for format {format}, "
             f"got strides {cache.stride()}."

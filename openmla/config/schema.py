@@ -169,8 +169,10 @@ class IndexerConfig:
 class CompressorConfig:
     """What V4 adds: a window of raw rows, pooled rows per layer, a sink, a grouped output.
 
-    `ratios[l]` is 0 (window only), 4 (overlapping pools, indexer) or 128 (all pools). Layers
-    past the list (draft layers) are window only. `rope` serves the layers with ratio > 0.
+    `ratios[l]` is 0 or 1 (window only; kept as 0), 4 (overlapping pools, indexer) or 128 (all
+    pools). Layers past the list (draft layers) are window only. `rope` serves the layers with
+    ratio > 0, MLAConfig.rope the others: the reference model does not stretch theirs, and an
+    engine that does is matched by giving it YaRN there.
     """
 
     ratios: tuple[int, ...]
@@ -181,10 +183,17 @@ class CompressorConfig:
 
     def __post_init__(self) -> None:
         for layer, ratio in enumerate(self.ratios):
-            _require(ratio in (0, 4, 128), f"compress_ratios[{layer}]", "0, 1, 4 or 128", ratio)
+            ok = _is_int(ratio) and ratio in (0, 1, 4, 128)
+            _require(ok, f"compress_ratios[{layer}]", "0, 1, 4 or 128", ratio)
+        object.__setattr__(self, "ratios", tuple(0 if r == 1 else r for r in self.ratios))
         for name in ("window", "output_groups", "output_lora_rank"):
             value = getattr(self, name)
             _require(_is_int(value) and value > 0, name, "a positive integer", value)
+
+    def ratio(self, layer: int) -> int:
+        """Tokens per compressed entry of a layer, 0 where it has none."""
+        _require(_is_int(layer) and layer >= 0, "layer", "an integer of at least 0", layer)
+        return self.ratios[layer] if layer < len(self.ratios) else 0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from openmla.ops.cache_gather import cache_gather
 from openmla.ops.cache_write import cache_write
+from openmla.ops.compress_kv import compress_kv
 from openmla.ops.index_logits import index_logits
 from openmla.ops.index_logits_ragged import index_logits_ragged
 from openmla.ops.index_select import index_select
@@ -20,6 +21,7 @@ __all__ = [
     "Segment",
     "cache_gather",
     "cache_write",
+    "compress_kv",
     "index_logits",
     "index_logits_ragged",
     "index_select",

@@ -24,21 +24,20 @@ def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str
         )
 
 
-def check_slots(op: str, slots: Tensor, num_slots: int) -> None:
+def check_slots(op: str, slots: Tensor, num_slots: int, name: str = "slot_mapping") -> None:
     """Slots to write: inside the cache, each at most once; negative ones are skipped."""
     if slots.numel() == 0:
         return
     ordered = slots.sort().values
     if ordered[-1] >= num_slots:
-        raise ShapeError(
-            f"{op}: slot_mapping must be below N*BS={num_slots}, got {int(ordered[-1])}."
-        )
+        most = f"N*BS={num_slots}" if name == "slot_mapping" else num_slots
+        raise ShapeError(f"{op}: {name} must be below {most}, got {int(ordered[-1])}.")
     repeated = ordered.diff() == 0
     if repeated.any():
         slots_twice = ordered[1:][repeated & (ordered[1:] >= 0)]
         if slots_twice.numel():
             slot = int(slots_twice[0])
-            raise ShapeError(f"{op}: slot_mapping must name each slot once, got {slot} twice.")
+            raise ShapeError(f"{op}: {name} must name each slot once, got {slot} twice.")
 
 
 def check_block_table(

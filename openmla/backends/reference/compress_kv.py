@@ -1,0 +1,121 @@
+"""compress_kv, reference: one request after another, its windows gathered or folded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.reference import rope
+from openmla.backends.reference._rows import look_up
+from openmla.backends.reference.index_write import hadamard_matrix
+from openmla.cache.format import get_format
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+class Fold(NamedTuple):
+    """A softmax under way: what has been seen is weighted with exp(z - largest)."""
+
+    largest: Tensor  # [D]
+    total: Tensor  # [D]
+    weighted: Tensor  # [D]
+
+
+def run(
+    cache: Tensor,
+    kv_scale: Tensor,
+    state: Tensor,
+    kv: Tensor,
+    score: Tensor,
+    bias: Tensor,
+    norm_weight: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    query_start_loc: Tensor,
+    block_table: Tensor,
+    state_slots: Tensor,
+    *,
+    format: str,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    hadamard: bool,
+) -> None:
+    D, wide = norm_weight.shape[0], state.dtype
+    bounds, slots = query_start_loc.tolist(), state_slots.tolist()
+    pool = _pool_overlapping if overlap else _pool_folded
+    for b, slot in enumerate(slots):
+        begin, end = bounds[b], bounds[b + 1]
+        if slot < 0 or begin == end:
+            continue
+        places = positions[begin:end]
+        start = int(places[0])
+        z = score[begin:end].to(wide) + bias.to(wide)[places % ratio]
+        pooled = pool(state[slot], kv[begin:end].to(wide), z, start, ratio)
+        entries = torch.arange(start // ratio, (start + end - begin) // ratio, device=cache.device)
+        v = pooled * torch.rsqrt(pooled.square().mean(-1, keepdim=True) + eps)
+        v = v * norm_weight.to(wide)
+        turned = v[:, None, D - table.shape[1] :]
+        rope.run(turned, entries * ratio, table, pairing="pairs", inverse=False)
+        if hadamard:
+            v = v @ hadamard_matrix(D, wide, v.device)
+        owner = torch.full((1,), b, device=cache.device)
+        where = look_up(entries[None], block_table, owner, cache.shape[1], cache.shape[0])[0]
+        get_format(format).write(cache, where[where >= 0], v[where >= 0], kv_scale)
+
+
+def _pool_overlapping(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
+    """[E, D] of the windows this step finishes; tokens of the two before come from the state."""
+    V, n, D = state.shape[0], kv.shape[0], kv.shape[1] // 2
+    first = max(start - (2 * ratio - 1), 0)
+    kept = state[torch.arange(first, start, device=kv.device) % V]
+    rows = torch.cat([kept, torch.cat([kv, z], dim=1)])  # positions first .. start + n - 1
+    windows = torch.arange(start // ratio, (start + n) // ratio, device=kv.device)
+    places = windows[:, None] * ratio + torch.arange(-ratio, ratio, device=kv.device) - first
+    there = (places >= 0)[..., None]  # a first window has none before it
+    u, scores = rows[places.clamp_min(0)].chunk(2, dim=-1)  # [E, 2 ratio, 2 D]
+    older, newer = slice(0, ratio), slice(ratio, 2 * ratio)
+    u = torch.cat([u[:, older, :D], u[:, newer, D:]], dim=1).masked_fill(~there, 0)
+    scores = torch.cat([scores[:, older, :D], scores[:, newer, D:]], dim=1)
+    weights = scores.masked_fill(~there, -torch.inf).softmax(dim=1)
+    kept_rows = min(n, V)
+    last = torch.arange(start + n - kept_rows, start + n, device=kv.device)
+    state[last % V] = rows[len(rows) - kept_rows :]
+    return (weights * u).sum(1)
+
+
+def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
+    """[E, D] of the windows this step finishes, folded on from what the state has of the first."""
+    V, n, D = state.shape[0], *kv.shape
+    pooled, folds = [], {}
+    carry = None
+    if start % ratio:
+        carry = Fold(*state[(start - 1) % V].clone().chunk(3))
+    for window in range(start // ratio, (start + n - 1) // ratio + 1):
+        low = max(window * ratio - start, 0)
+        high = min((window + 1) * ratio - start, n)
+        for k in range(max(low, n - V), high):  # rows the state will keep
+            folds[k] = _fold(kv[low : k + 1], z[low : k + 1], carry)
+        if high + start == (window + 1) * ratio:
+            whole = _fold(kv[low:high], z[low:high], carry)
+            pooled.append(whole.weighted / whole.total)
+        carry = None
+    for k, fold in folds.items():
+        state[(start + k) % V] = torch.cat(fold)
+    return torch.stack(pooled) if pooled else kv.new_zeros((0, D))
+
+
+def _fold(kv: Tensor, z: Tensor, carry: Fold | None) -> Fold:
+    """Rows [k, D] added to what was folded before them."""
+    largest = z.amax(0) if carry is None else z.amax(0).maximum(carry.largest)
+    weights = (z - largest).exp()
+    total, weighted = weights.sum(0), (weights * kv).sum(0)
+    if carry is not None:
+        shrink = (carry.largest - largest).exp()
+        total, weighted = total + carry.total * shrink, weighted + carry.weighted * shrink
+    return Fold(largest, total, weighted)

@@ -1,0 +1,233 @@
+"""compress_kv: V4's compressor: every `ratio` tokens pooled into one entry of a paged cache.
+
+    p = positions[t], z[t] = score[t] + bias[p % ratio], both per channel, as is everything up to
+    the norm; entry i is written by the token at p = ratio * i + ratio - 1:
+    pool     the ratio tokens of window i, kv and z [D] each;
+             with `overlap` kv and score are 2 D wide, and 2 * ratio tokens are pooled: those of
+             window i by their last D channels, those of window i - 1 by their first D
+    v        = sum over the pool of softmax(z) * kv
+    v        = v / sqrt(mean(v * v) + eps) * norm_weight
+    v[D-R:]  rotated in pairs to position ratio * i, as ops/rope does
+    v        = v @ H / sqrt(D) if hadamard: H the D-point Hadamard matrix, D a power of two
+    cache[b, i] = encode(v), looked up in block_table[b]
+
+Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1, consecutive positions; rows past
+query_start_loc[B] are not looked at. Tokens of earlier steps are in `state`, where request b has
+the V rows of state_slots[b], position p in row p % V:
+    overlap      [kv | z], 4 D values: the token itself
+    otherwise    [largest z | sum | sum of kv], 3 D values: window p // ratio up to p, the sums
+                 weighted with exp(z - largest)
+Rows of this step's last V tokens are written after all reads. So a step may start over at an
+earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back with overlap, V - 1
+without; entries the lost tokens finished are written again by the true ones. A request whose
+state_slots is negative is skipped. Everything up to the encoding is float32 (float64 for float64
+inputs); kv and score may be of any floating dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem, load, select
+from openmla.cache.format import check_pages, get_format
+from openmla.errors import ShapeError
+from openmla.hardware import capability
+from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._values import check_block_table, check_slots, check_start_loc
+
+_SPEC = (
+    "cache:N BS W row, kv_scale: f32, state:NS V SW f row, kv:T CD f row, score:T CD f row,"
+    " bias:ratio CD f row, norm_weight:D f row, table:Q R f row, positions:T i64,"
+    " query_start_loc:B+1 i32, block_table:B M i32, state_slots:B i32"
+)
+
+
+def state_width(D: int, *, overlap: bool) -> int:
+    """Values of a row of compressor state."""
+    return 4 * D if overlap else 3 * D
+
+
+def least_state_rows(ratio: int, *, overlap: bool) -> int:
+    """V for a request that never goes back; each token it may go back is a row more."""
+    return 2 * ratio - 1 if overlap else 1
+
+
+def _check(
+    tensors: tuple[Tensor, ...], format: str, ratio: int, overlap: bool, hadamard: bool
+) -> dict[str, int]:
+    op = "compress_kv"
+    cache, _, state, kv, score, _, norm_weight, table, *_ = tensors
+    D = norm_weight.shape[-1] if norm_weight.dim() else 0
+    B1 = tensors[11].shape[0] + 1 if tensors[11].dim() else 0
+    known = {
+        "W": get_format(format).width(D),
+        "D": D,
+        "CD": 2 * D if overlap else D,
+        "SW": state_width(D, overlap=overlap),
+        "ratio": ratio,
+        "B+1": B1,
+    }
+    dims = bind(op, _SPEC, tensors, known)
+    check_pages(op, cache, format)
+    wide = torch.promote_types(kv.dtype, torch.float32)
+    for name, tensor, dtype in (("score", score, kv.dtype), ("state", state, wide)):
+        if tensor.dtype != dtype:
+            raise ShapeError(
+                f"{op}: {name} must be {dtype} with kv {kv.dtype}, got {tensor.dtype}."
+            )
+    if table.dtype.itemsize < 4:
+        raise ShapeError(f"{op}: table must be float32 or float64, got {table.dtype}.")
+    if dims["R"] % 2 or dims["R"] > D:
+        raise ShapeError(f"{op}: table must have an even R of at most D={D}, got {dims['R']}.")
+    if hadamard and D & (D - 1):
+        raise ShapeError(f"{op}: hadamard needs D to be a power of two, got {D}.")
+    if ratio < 1:
+        raise ShapeError(f"{op}: ratio must be positive, got {ratio}.")
+    least = least_state_rows(ratio, overlap=overlap)
+    if dims["V"] < least:
+        raise ShapeError(f"{op}: state must have V>={least} rows each, got {dims['V']}.")
+    return dims
+
+
+def _check_values(tensors: tuple[Tensor, ...], dims: dict[str, int], ratio: int) -> None:
+    op = "compress_kv"
+    positions, start_loc, block_table, state_slots = tensors[8:]
+    check_start_loc(op, "query_start_loc", start_loc, dims["T"], "kv")
+    lens = start_loc.diff().long()
+    used = (lens > 0) & (state_slots >= 0)
+    check_slots(op, state_slots[used].long(), dims["NS"], "state_slots")
+    firsts = torch.zeros_like(lens)
+    firsts[lens > 0] = positions[start_loc[:-1][lens > 0].long()]
+    owners = torch.arange(dims["B"]).repeat_interleave(lens)
+    mine = positions[: owners.shape[0]]
+    wanted = torch.arange(owners.shape[0]) - start_loc[owners].long() + firsts[owners]
+    if mine.numel() and (mine.min() < 0 or mine.max() >= dims["Q"]):
+        raise ShapeError(
+            f"{op}: positions must be within the table's 0..{dims['Q'] - 1}, "
+            f"got {int(mine.min())}..{int(mine.max())}."
+        )
+    if bool((mine != wanted).any()):
+        t = int((mine != wanted).nonzero()[0])
+        raise ShapeError(
+            f"{op}: positions of a request must be consecutive, got {int(mine[t])} at row {t}, "
+            f"expected {int(wanted[t])}."
+        )
+    starts, ends = firsts // ratio, (firsts + lens) // ratio
+    nothing = torch.zeros_like(ends)
+    check_block_table(
+        op,
+        block_table,
+        starts.where(used, nothing).int(),
+        ends.where(used, nothing).int(),
+        dims["N"],
+        dims["BS"],
+    )
+
+
+def _run(
+    *tensors: Tensor,
+    format: str,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    hadamard: bool,
+    backend: str,
+) -> None:
+    cache, kv = tensors[0], tensors[3]
+    dims = _check(tensors, format, ratio, overlap, hadamard)
+    refuse_grad("compress_kv", tensors[3:7])
+    if cache.device.type == "cpu":
+        _check_values(tensors, dims, ratio)
+    problem = Problem(
+        op="compress_kv",
+        device=cache.device.type,
+        capability=capability(cache.device),
+        dtype=kv.dtype,
+        format=format,
+        D=dims["D"],
+        BS=dims["BS"],
+        ratio=ratio,
+    )
+    load("compress_kv", select(problem, backend)).run(
+        *tensors, format=format, ratio=ratio, overlap=overlap, eps=eps, hadamard=hadamard
+    )
+
+
+def _fake(
+    *tensors: Tensor, format: str, ratio: int, overlap: bool, hadamard: bool, **_: object
+) -> None:
+    _check(tensors, format, ratio, overlap, hadamard)
+
+
+_OP = register(
+    "compress_kv(Tensor(a!) cache, Tensor kv_scale, Tensor(b!) state, Tensor kv, Tensor score,"
+    " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
+    " Tensor block_table, Tensor state_slots, *, str format, int ratio, bool overlap, float eps,"
+    " bool hadamard, str backend) -> ()",
+    _run,
+    _fake,
+)
+
+
+def compress_kv(
+    cache: Tensor,  # [N, BS, W], entries, written in place
+    kv_scale: Tensor,  # [] f32
+    state: Tensor,  # [NS, V, SW] f32, written in place
+    kv: Tensor,  # [T, D], [T, 2 D] with overlap, as projected
+    score: Tensor,  # the same
+    bias: Tensor,  # [ratio, D], [ratio, 2 D] with overlap
+    norm_weight: Tensor,  # [D]
+    table: Tensor,  # [Q, R] f32: cos in the first half of a row, sin in the second
+    positions: Tensor,  # [T] i64
+    query_start_loc: Tensor,  # [B+1] i32
+    block_table: Tensor,  # [B, M] i32, of entries
+    state_slots: Tensor,  # [B] i32; negative: skip the request
+    *,
+    format: str,
+    ratio: int,
+    overlap: bool,
+    eps: float,
+    hadamard: bool = False,
+    backend: str = "auto",
+) -> None:
+    """Pool a step's tokens; see the module's text for the contract."""
+    _OP(
+        cache,
+        kv_scale,
+        state,
+        kv,
+        score,
+        bias,
+        norm_weight,
+        table,
+        positions,
+        query_start_loc,
+        block_table,
+        state_slots,
+        format=format,
+        ratio=ratio,
+        overlap=overlap,
+        eps=eps,
+        hadamard=hadamard,
+        backend=backend,
+    )
+
+
+def cost(
+    num_tokens: int,
+    num_requests: int,
+    *,
+    D: int,
+    ratio: int,
+    overlap: bool,
+    format: str,
+    itemsize: int,
+) -> Cost:
+    """Tokens read once, an entry written per `ratio` of them, one state row read and one written
+    per request; a softmax and a weighted sum per channel."""
+    width = 2 * D if overlap else D
+    entries = num_tokens // ratio
+    state = 2 * 4 * state_width(D, overlap=overlap) * num_requests
+    written = entries * get_format(format).row_bytes(D)
+    return Cost(2 * num_tokens * width * itemsize + written + state, 5 * num_tokens * width)
