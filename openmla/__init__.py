@@ -1,7 +1,15 @@
 """Multi-head latent attention for inference: every MLA model, every machine."""
 
 from openmla import ops
-from openmla.cache import FORMATS, BlockPool, CacheFormat, LayerCache, PagedCache, allocate_cache
+from openmla.cache import (
+    FORMATS,
+    BlockPool,
+    CacheFormat,
+    CompressedPool,
+    LayerCache,
+    PagedCache,
+    allocate_cache,
+)
 from openmla.config import PRESETS, CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
 from openmla.errors import (
     CacheFullError,
@@ -10,7 +18,7 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.layers import MLAAttention
+from openmla.layers import MLAAttention, MLAAttentionV4
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, warmup
 
 __version__ = "0.1.0"
@@ -22,11 +30,13 @@ __all__ = [
     "BlockPool",
     "CacheFormat",
     "CacheFullError",
+    "CompressedPool",
     "CompressorConfig",
     "ConfigError",
     "IndexerConfig",
     "LayerCache",
     "MLAAttention",
+    "MLAAttentionV4",
     "MLAConfig",
     "OpenMLAError",
     "PagedCache",

@@ -9,7 +9,7 @@ from openmla.attention.types import IndexInputs, Selection
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, index_logits, index_topk, map_slots
-from openmla.plan import Plan, SparsePlan
+from openmla.plan import CompressedPlan, Plan, SparsePlan
 
 
 def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection | None:
@@ -51,10 +51,9 @@ def _choose(
 ) -> Selection:
     assert plan.config.indexer is not None and cache.latent is not None
     K = plan.config.indexer.topk
-    q_idx, w_idx = index.q_idx[sparse.rows], index.w_idx[sparse.rows]
-    positions = torch.empty((sparse.num_rows, K), dtype=torch.int32, device=q_idx.device)
-    for chunk in sparse.chunks:
-        positions[chunk.rows] = _turn(q_idx, w_idx, keys, plan, sparse, chunk.rows, chunk.num_keys)
+    positions = choose_positions(
+        index.q_idx[sparse.rows], index.w_idx[sparse.rows], keys, plan, sparse
+    )
     slots = positions[: sparse.num_absorbed]
     if sparse.num_absorbed:
         slots, _ = map_slots(
@@ -68,12 +67,37 @@ def _choose(
     return Selection(positions, sparse.row_lens.clamp(max=K), slots, sparse.row_lens)
 
 
+def choose_positions(
+    q_idx: Tensor,  # [n, HI, DI]
+    w_idx: Tensor,  # [n, HI]
+    keys: PagedCache,
+    plan: Plan,
+    scored: SparsePlan | CompressedPlan,
+) -> Tensor:  # [n, K] i32
+    """The best of the keys each row may see, scored as many rows at a time as the plan says."""
+    assert plan.config.indexer is not None
+    K = plan.config.indexer.topk
+    if plan.workspace is not None and plan.workspace.selection.shape[0]:
+        positions = plan.workspace.selection[: scored.num_rows]
+    else:
+        shape = (scored.num_rows, K)
+        positions = torch.empty(shape, dtype=torch.int32, device=q_idx.device)
+    for chunk in scored.chunks:
+        turn = positions[chunk.rows]
+        if chunk.num_keys <= K:  # nothing to choose
+            turn.copy_(torch.arange(K, dtype=torch.int32, device=q_idx.device).expand(turn.shape))
+            turn.masked_fill_(turn >= scored.row_lens[chunk.rows, None], -1)
+        else:
+            turn.copy_(_turn(q_idx, w_idx, keys, plan, scored, chunk.rows, chunk.num_keys))
+    return positions
+
+
 def _turn(
     q_idx: Tensor,
     w_idx: Tensor,
     keys: PagedCache,
     plan: Plan,
-    sparse: SparsePlan,
+    sparse: SparsePlan | CompressedPlan,
     rows: slice,
     num_keys: int,
 ) -> Tensor:  # [rows, K] i32

@@ -35,6 +35,15 @@ class IndexInputs(NamedTuple):
     k_idx: Tensor | None  # [T, DI]
 
 
+class Pooled(NamedTuple):
+    """What V4's compressor makes of a step's tokens, before they are pooled, and its weights."""
+
+    kv: Tensor  # [T, D], [T, 2 D] for overlapping windows
+    score: Tensor  # the same
+    bias: Tensor  # [ratio, D], [ratio, 2 D]
+    norm_weight: Tensor  # [D]
+
+
 class Selection(NamedTuple):
     """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
 

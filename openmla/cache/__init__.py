@@ -1,7 +1,19 @@
-"""Bytes at rest: formats, paged tensors, and the pool that hands out blocks."""
+"""Bytes at rest: formats, paged tensors, and the pools that hand out blocks."""
 
 from openmla.cache.blocks import BlockPool
+from openmla.cache.compressed import CompressedPool
 from openmla.cache.format import FORMATS, CacheFormat
+from openmla.cache.geometry import Geometry, cache_bytes
 from openmla.cache.paged import LayerCache, PagedCache, allocate_cache
 
-__all__ = ["FORMATS", "BlockPool", "CacheFormat", "LayerCache", "PagedCache", "allocate_cache"]
+__all__ = [
+    "FORMATS",
+    "BlockPool",
+    "CacheFormat",
+    "CompressedPool",
+    "Geometry",
+    "LayerCache",
+    "PagedCache",
+    "allocate_cache",
+    "cache_bytes",
+]

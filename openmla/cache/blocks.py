@@ -16,18 +16,31 @@ class BlockPool:
 
     A request is any hashable name. Its tokens fill its blocks in order. Every method either
     does all it says or raises and changes nothing.
+
+    With a `window`, a request keeps only blocks that its next tokens can see, each its last
+    `window` positions; take() releases the others, of all requests. A request may then be cut by
+    `rollback` tokens at most, counted from the longest it has been.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
+    def __init__(
+        self, num_blocks: int, block_size: int, *, window: int | None = None, rollback: int = 0
+    ) -> None:
+        sizes = {"num_blocks": num_blocks, "block_size": block_size}
+        for name, value in (sizes if window is None else {**sizes, "window": window}).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
+        if not isinstance(rollback, int) or rollback < 0:
+            raise ConfigError(f"cache: rollback must not be negative, got {rollback!r}.")
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
+        self.rollback = rollback
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block comes first
         self._users = [0] * num_blocks
         self._blocks: dict[Hashable, list[int]] = {}
+        self._first: dict[Hashable, int] = {}  # blocks of the request released before those
         self._lens: dict[Hashable, int] = {}
+        self._longest: dict[Hashable, int] = {}
 
     @property
     def num_free(self) -> int:
@@ -42,7 +55,7 @@ class BlockPool:
         return self._lens.get(request, 0)
 
     def blocks(self, request: Hashable) -> tuple[int, ...]:
-        """The request's physical blocks, in order."""
+        """The request's physical blocks, in order; those it has released are not among them."""
         return tuple(self._blocks.get(request, ()))
 
     def take(self, wanted: Mapping[Any, int]) -> list[tuple[int, int]]:
@@ -51,8 +64,25 @@ class BlockPool:
         Returns (source, target) block pairs whose bytes the caller must copy before writing
         (PagedCache.copy_blocks): a request that grows inside a block it shares gets its own.
         """
+        self.check(wanted)
+        for request, passed in self._passed(wanted).items():
+            self._release(self._blocks[request][:passed])
+            del self._blocks[request][:passed]
+            self._first[request] += passed
+        copies = []
+        for request, num_tokens in wanted.items():
+            copies += self._append(request, num_tokens)
+        return copies
+
+    def check(self, wanted: Mapping[Any, int]) -> None:
+        """Raise what take() would, and do nothing else."""
         total = 0
         left: dict[int, int] = {}  # users that leave a shared block within this call
+        free = len(self._free)
+        for request, passed in self._passed(wanted).items():
+            for block in self._blocks[request][:passed]:
+                left[block] = left.get(block, 0) + 1
+                free += left[block] == self._users[block]
         for request, num_tokens in wanted.items():
             if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
                 raise ShapeError(
@@ -60,28 +90,39 @@ class BlockPool:
                     f"got {num_tokens!r}."
                 )
             held = self._blocks.get(request, [])
-            needed = -(-(self.seq_len(request) + num_tokens) // self.block_size) - len(held)
+            had = self._first.get(request, 0) + len(held)
+            needed = max(-(-(self.seq_len(request) + num_tokens) // self.block_size) - had, 0)
             if self._writes_last_block(request, num_tokens):
                 last = held[-1]
                 if self._users[last] - left.get(last, 0) > 1:
                     left[last] = left.get(last, 0) + 1
                     needed += 1
             total += needed
-            if total > len(self._free):
+            if total > free:
                 raise CacheFullError(
                     f"cache: request {request!r} needs {needed} blocks, "
-                    f"{len(self._free) - (total - needed)} of {self.num_blocks} are free."
+                    f"{free - (total - needed)} of {self.num_blocks} are free."
                 )
-        copies = []
-        for request, num_tokens in wanted.items():
-            copies += self._append(request, num_tokens)
-        return copies
+
+    def _passed(self, wanted: Mapping[Any, int]) -> dict[Hashable, int]:
+        """How many of each request's first blocks no token of it will see again."""
+        if self.window is None:
+            return {}
+        passed = {}
+        for request, length in self._lens.items():
+            longest = max(self._longest[request], length + wanted.get(request, 0))
+            oldest = min(length, longest - self.rollback) - (self.window - 1)
+            blocks = oldest // self.block_size - self._first[request]
+            if blocks > 0:
+                passed[request] = min(blocks, len(self._blocks[request]))
+        return passed
 
     def _writes_last_block(self, request: Hashable, num_tokens: int) -> bool:
         return num_tokens > 0 and self.seq_len(request) % self.block_size != 0
 
     def _append(self, request: Hashable, num_tokens: int) -> list[tuple[int, int]]:
         blocks = self._blocks.setdefault(request, [])
+        first = self._first.setdefault(request, 0)
         copies = []
         if self._writes_last_block(request, num_tokens) and self._users[blocks[-1]] > 1:
             source, target = blocks[-1], self._pop()
@@ -89,9 +130,10 @@ class BlockPool:
             blocks[-1] = target
             copies.append((source, target))
         length = self.seq_len(request) + num_tokens
-        while len(blocks) * self.block_size < length:
+        while (first + len(blocks)) * self.block_size < length:
             blocks.append(self._pop())
         self._lens[request] = length
+        self._longest[request] = max(self._longest.get(request, 0), length)
         return copies
 
     def _pop(self) -> int:
@@ -113,20 +155,34 @@ class BlockPool:
         """Forget a request; blocks nobody else uses become free."""
         self._known(request)
         self._release(self._blocks.pop(request))
-        del self._lens[request]
+        for known in (self._first, self._lens, self._longest):
+            del known[request]
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
         """Keep the first num_tokens tokens of a request and release the blocks behind them."""
         self._known(request)
-        if not 0 <= num_tokens <= self._lens[request]:
-            raise ShapeError(
-                f"cache: request {request!r} can be cut to 0..{self._lens[request]} tokens, "
-                f"got {num_tokens}."
-            )
-        keep = -(-num_tokens // self.block_size)
+        self._check_length(request, num_tokens, "be cut to")
+        if num_tokens == 0:
+            self._first[request] = self._longest[request] = 0
+            keep = 0
+        else:
+            keep = max(-(-num_tokens // self.block_size) - self._first[request], 0)
         self._release(self._blocks[request][keep:])
         del self._blocks[request][keep:]
         self._lens[request] = num_tokens
+
+    def _check_length(self, request: Hashable, num_tokens: int, verb: str) -> None:
+        """A length a request can have: one it has had, and with a window not too long ago."""
+        length, least = self._lens[request], 0
+        if self.window is not None:
+            least = min(max(self._longest[request] - self.rollback, 0), length)
+        if not (least <= num_tokens <= length or num_tokens == 0):
+            reason = f" (rollback={self.rollback})" if least else ""
+            start = f"0 or {least}" if least else "0"
+            raise ShapeError(
+                f"cache: request {request!r} can {verb} {start}..{length} tokens{reason}, "
+                f"got {num_tokens}."
+            )
 
     def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
         """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
@@ -134,15 +190,15 @@ class BlockPool:
         if target in self._lens:
             raise ShapeError(f"cache: request {target!r} exists already. Free it first.")
         length = self._lens[source] if num_tokens is None else num_tokens
-        if not 0 <= length <= self._lens[source]:
-            raise ShapeError(
-                f"cache: request {source!r} can share 0..{self._lens[source]} tokens, got {length}."
-            )
-        blocks = self._blocks[source][: -(-length // self.block_size)]
+        self._check_length(source, length, "share")
+        first = self._first[source] if length else 0
+        blocks = self._blocks[source][: max(-(-length // self.block_size) - first, 0)]
         for block in blocks:
             self._users[block] += 1
         self._blocks[target] = blocks
+        self._first[target] = first
         self._lens[target] = length
+        self._longest[target] = self._longest[source] if length else 0
 
     def _release(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
@@ -155,10 +211,16 @@ class BlockPool:
             raise ShapeError(f"cache: request {request!r} is not in the pool.")
 
     def block_table(self, requests: Sequence[Hashable], *, num_columns: int = 0) -> Tensor:
-        """[B, M] i32 on the CPU; M is the longest row or num_columns. Unused columns are -1."""
+        """[B, M] i32 on the CPU; M is the longest row or num_columns. Unused columns are -1.
+
+        With a window rows are rings: the k-th block of a request is in column k % M.
+        """
         rows = [self._blocks.get(request, []) for request in requests]
         M = max(num_columns, max(map(len, rows), default=0))
         padded = [row + [-1] * (M - len(row)) for row in rows]
+        if self.window is not None and M:
+            shifts = [self._first.get(request, 0) % M for request in requests]
+            padded = [row[M - n :] + row[: M - n] for row, n in zip(padded, shifts, strict=True)]
         return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), M)
 
     def slot_mapping(
@@ -170,14 +232,15 @@ class BlockPool:
         """
         slots = []
         for request, start, stop in spans:
-            if not 0 <= start <= stop <= self.seq_len(request):
+            first = self._first.get(request, 0)
+            if not first * self.block_size <= start <= stop <= self.seq_len(request):
                 raise ShapeError(
                     f"cache: positions of request {request!r} must lie in "
-                    f"0..{self.seq_len(request)}, got {start}..{stop}."
+                    f"{first * self.block_size}..{self.seq_len(request)}, got {start}..{stop}."
                 )
             blocks = self._blocks.get(request, [])
             for position in range(start, stop):
                 block, offset = divmod(position, self.block_size)
-                slots.append(blocks[block] * self.block_size + offset)
+                slots.append(blocks[block - first] * self.block_size + offset)
         slots += [-1] * (num_rows - len(slots))
         return torch.tensor(slots, dtype=torch.int64)

@@ -278,6 +278,16 @@ def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored.contiguous().view(dtype)
 
 
+def state_width(D: int, *, overlap: bool) -> int:
+    """Values of a row of V4's compressor state, as compress_kv has it."""
+    return 4 * D if overlap else 3 * D
+
+
+def state_rows(ratio: int, *, overlap: bool) -> int:
+    """Rows of state of a request that never goes back; each token it may go back is one more."""
+    return 2 * ratio - 1 if overlap else 1
+
+
 def to_fp8(values: Tensor) -> Tensor:
     """Round to nearest even e4m3, saturating; torch's own cast makes NaN of what is too large."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

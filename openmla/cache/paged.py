@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.cache.format import GROUP, CacheFormat, PackedLatent, check_pages, get_format
+from openmla.cache.geometry import Geometry, layer_parts
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,16 @@ class PagedCache:
     def block_size(self) -> int:
         return self.data.shape[1]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, with the padding between them."""
+        return self.num_blocks * self.data.stride(0) * self.data.element_size()
+
     def grown(self, num_blocks: int) -> PagedCache:
-        """A cache of more blocks with the same rows in the first ones."""
-        data = self.data.new_empty((num_blocks, *self.data.shape[1:]))
-        raw = data.view(torch.uint8)
-        raw[: self.num_blocks] = self.data.view(torch.uint8)
-        raw[self.num_blocks :] = 0
+        """A cache of more blocks, as far apart, with the same rows in the first ones."""
+        _, BS, W = self.data.shape
+        data = _pages(num_blocks, BS, W, self.data.stride(0), self.data.dtype, self.data.device)
+        data.view(torch.uint8)[: self.num_blocks] = self.data.view(torch.uint8)
         return PagedCache(data, self.format, self.kv_scale)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -80,13 +86,66 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps between steps; absent parts are None."""
+    """What one layer keeps between steps; absent parts are None.
+
+    V4 layers have no `latent` part but a `window` of raw rows and, where `ratio` is not 0,
+    `compressed` entries, one per `ratio` tokens, and the `state` of the compressor, one block per
+    request: with an `index` also that of the indexer's, its columns behind the others. `geometry`
+    is what allocate_cache gave all layers of a V4 model.
+    """
 
     latent: PagedCache | None = None
     index: PagedCache | None = None
     window: PagedCache | None = None
     compressed: PagedCache | None = None
     state: PagedCache | None = None
+    ratio: int = 0
+    geometry: Geometry | None = None
+
+    @property
+    def parts(self) -> tuple[PagedCache, ...]:
+        """Those that are there."""
+        all_parts = (self.latent, self.index, self.window, self.compressed, self.state)
+        return tuple(part for part in all_parts if part is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def copy_blocks(
+        self,
+        pairs: Sequence[tuple[int, int]],
+        window: Sequence[tuple[int, int]] = (),
+        states: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Carry out the copies that BlockPool.take, or all those CompressedPool.take, ask for."""
+        for part, wanted in (
+            (self.latent, pairs),
+            (self.index, pairs),
+            (self.compressed, pairs),
+            (self.window, window),
+            (self.state, states),
+        ):
+            if part is not None:
+                part.copy_blocks(wanted)
+
+    def grown(self, num_blocks: int, window_blocks: int = 0, num_states: int = 0) -> LayerCache:
+        """The same rows in parts of at least so many blocks."""
+        wanted = {
+            "latent": num_blocks,
+            "index": num_blocks,
+            "compressed": num_blocks,
+            "window": window_blocks,
+            "state": num_states,
+        }
+        larger: dict[str, Any] = {}
+        for name, count in wanted.items():
+            part = getattr(self, name)
+            if part is not None and part.num_blocks < count:
+                larger[name] = part.grown(count)
+        if self.geometry is not None:
+            larger["geometry"] = self.geometry.grown(num_blocks, window_blocks, num_states)
+        return replace(self, **larger)
 
 
 def allocate_cache(
@@ -98,12 +157,22 @@ def allocate_cache(
     kv_scale: float = 1.0,
     index_format: str = "index_fp8",
     layer: int = 0,
+    max_requests: int | None = None,
+    max_tokens: int | None = None,
+    window_block_size: int = 64,
+    rollback: int = 8,
     device: torch.device | str = "cpu",
 ) -> LayerCache:
     """The cache of one layer: num_blocks * block_size rows, zeroed.
 
     A sparse model's layers also keep indexer keys, in `index_format`; a `layer` that shares the
     selection of an earlier one keeps none.
+
+    V4's compressed entries and indexer keys live as long as their request: num_blocks blocks of
+    block_size tokens hold them. Its raw rows are recycled once out of the window and its
+    compressor states belong to a request: these have room for `max_requests` requests and steps of
+    `max_tokens` tokens, of which a request may take back the last `rollback`. Other models keep
+    neither and do not look at these.
     """
     layout = get_format(format, "latent")
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
@@ -113,27 +182,58 @@ def allocate_cache(
         raise ConfigError(f"cache: kv_scale must be positive and finite, got {kv_scale!r}.")
     if kv_scale != 1 and not layout.scaled:
         raise ConfigError(f"cache: kv_scale must be 1 for format {format}, got {kv_scale!r}.")
+    get_format(index_format, "index")
     if config.compressor is not None:
-        raise UnsupportedError(
-            f"cache: {config.model_type} needs compressed caches, which this version does not have."
+        geometry = Geometry.for_model(
+            config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            window_block_size=window_block_size,
+            rollback=rollback,
+            format=format,
+            index_format=index_format,
         )
-
+        ratio = config.compressor.ratio(layer)
+        return _allocate_compressed(config, geometry, ratio, kv_scale, torch.device(device))
     if isinstance(layout, PackedLatent) and config.kv_lora_rank % GROUP:
         raise ConfigError(
             f"cache: format {format} needs kv_lora_rank to be a multiple of {GROUP}, "
             f"got {config.kv_lora_rank}."
         )
 
-    def pages(name: str, width: int, scale: float) -> PagedCache:
-        kind = get_format(name)
-        shape = (num_blocks, block_size, kind.width(width))
-        data = torch.empty(shape, dtype=kind.dtype, device=device)
-        data.view(torch.uint8).zero_()
-        return PagedCache(data, name, torch.tensor(scale, dtype=torch.float32, device=device))
+    def pages(name: str, D: int, scale: float) -> PagedCache:
+        return _new_cache(name, num_blocks, block_size, D, scale, torch.device(device))
 
     indexer = config.indexer
-    get_format(index_format, "index")
     latent = pages(format, config.latent_dim, kv_scale)
     if indexer is None or indexer.is_shared(layer):
         return LayerCache(latent=latent)
     return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, 1.0))
+
+
+def _allocate_compressed(
+    config: MLAConfig, geometry: Geometry, ratio: int, kv_scale: float, device: torch.device
+) -> LayerCache:
+    made = {}
+    for part in layer_parts(config, geometry, ratio):
+        scale = kv_scale if part.name in ("window", "compressed") else 1.0
+        made[part.name] = _new_cache(part.format, part.blocks, part.rows, part.width, scale, device)
+    return LayerCache(**made, ratio=ratio, geometry=geometry)
+
+
+def _new_cache(
+    format: str, num_blocks: int, block_size: int, D: int, scale: float, device: torch.device
+) -> PagedCache:
+    layout = get_format(format)
+    width, page = layout.width(D), layout.page_width(D, block_size)
+    data = _pages(num_blocks, block_size, width, page, layout.dtype, device)
+    return PagedCache(data, format, torch.tensor(scale, dtype=torch.float32, device=device))
+
+
+def _pages(N: int, BS: int, W: int, page: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[N, BS, W] zeros, a block every `page` elements."""
+    flat = torch.empty((N, page), dtype=dtype, device=device)
+    flat.view(torch.uint8).zero_()
+    return flat[:, : BS * W].unflatten(1, (BS, W))

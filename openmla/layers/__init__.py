@@ -1,5 +1,6 @@
 """Parameters: modules with the names checkpoints use."""
 
 from openmla.layers.mla import MLAAttention
+from openmla.layers.mla_v4 import MLAAttentionV4
 
-__all__ = ["MLAAttention"]
+__all__ = ["MLAAttention", "MLAAttentionV4"]

@@ -10,26 +10,13 @@ from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.indexer import Indexer
+from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import absorb, decode_weight, is_plain
 from openmla.ops import rope
 from openmla.plan import Plan
 
 GATED = ("axk2", "hy_v4")
-
-
-class RMSNorm(nn.Module):
-    """Normalised in float32, rounded, then weighted: the order models are trained with."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
 
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
@@ -48,7 +35,9 @@ class MLAAttention(nn.Module):
     def __init__(self, config: MLAConfig, *, layer: int = 0, hadamard: bool = False) -> None:
         super().__init__()
         if config.compressor is not None:
-            raise UnsupportedError(f"MLAAttention: {config.model_type} needs another layer.")
+            raise UnsupportedError(
+                f"MLAAttention: {config.model_type} needs another layer. Use MLAAttentionV4."
+            )
         if config.model_type in GATED:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} gates its output, this layer does not. "

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, load, select
-from openmla.cache.format import check_pages, get_format
+from openmla.cache.format import check_pages, get_format, state_rows, state_width
 from openmla.errors import ShapeError
 from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -41,16 +41,6 @@ _SPEC = (
     " bias:ratio CD f row, norm_weight:D f row, table:Q R f row, positions:T i64,"
     " query_start_loc:B+1 i32, block_table:B M i32, state_slots:B i32"
 )
-
-
-def state_width(D: int, *, overlap: bool) -> int:
-    """Values of a row of compressor state."""
-    return 4 * D if overlap else 3 * D
-
-
-def least_state_rows(ratio: int, *, overlap: bool) -> int:
-    """V for a request that never goes back; each token it may go back is a row more."""
-    return 2 * ratio - 1 if overlap else 1
 
 
 def _check(
@@ -84,7 +74,7 @@ def _check(
         raise ShapeError(f"{op}: hadamard needs D to be a power of two, got {D}.")
     if ratio < 1:
         raise ShapeError(f"{op}: ratio must be positive, got {ratio}.")
-    least = least_state_rows(ratio, overlap=overlap)
+    least = state_rows(ratio, overlap=overlap)
     if dims["V"] < least:
         raise ShapeError(f"{op}: state must have V>={least} rows each, got {dims['V']}.")
     return dims

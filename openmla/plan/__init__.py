@@ -3,11 +3,19 @@
 from openmla.plan.batch import Batch
 from openmla.plan.captured import plan_buffers
 from openmla.plan.plan import make_plan
-from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan, SparsePlan
+from openmla.plan.types import (
+    CompressedPlan,
+    ContextChunk,
+    DecodePlan,
+    Plan,
+    PrefillPlan,
+    SparsePlan,
+)
 from openmla.plan.workspace import Workspace, default_workspace_tokens, warmup
 
 __all__ = [
     "Batch",
+    "CompressedPlan",
     "ContextChunk",
     "DecodePlan",
     "Plan",

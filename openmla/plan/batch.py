@@ -22,13 +22,20 @@ class Batch:
 
     A caller whose true lengths exist on the device only gives them as `device_seq_lens` and upper
     bounds as `seq_lens`; such a batch is not checked against its lengths and decodes only.
+
+    V4 takes no slot_mapping but a `window_table`, whose rows are rings: position p of a request is
+    in block window_table[b, (p // BS) % M] of raw rows, which so need room for a step's tokens and
+    the window before them; and `state_slots`, the compressor states of the requests. block_table
+    is that of entries and indexer keys, a column per block_size tokens.
     """
 
     query_lens: Sequence[int]  # B of them
     seq_lens: Sequence[int]  # B of them
     block_table: Tensor  # [B, M] i32
-    slot_mapping: Tensor  # [T] i64, -1: do not write
+    slot_mapping: Tensor | None = None  # [T] i64, -1: do not write
     device_seq_lens: Tensor | None = None  # [B] i32
+    window_table: Tensor | None = None  # [B, M] i32
+    state_slots: Tensor | None = None  # [B] i32, -1: no tokens in this step
 
     def __post_init__(self) -> None:
         query_lens = _integers("query_lens", self.query_lens)
@@ -54,16 +61,31 @@ class Batch:
                 f"got {tuple(table.shape)} {table.dtype}."
             )
         slots = self.slot_mapping
-        if slots.shape != (T,) or slots.dtype != torch.int64:
+        if slots is not None and (slots.shape != (T,) or slots.dtype != torch.int64):
             raise ShapeError(
                 f"batch: slot_mapping must be [T] int64 with T={T}, "
                 f"got {tuple(slots.shape)} {slots.dtype}."
             )
-        true_lens = self.device_seq_lens
-        if true_lens is not None and (true_lens.shape != (B,) or true_lens.dtype != torch.int32):
+        for name in ("device_seq_lens", "state_slots"):
+            each = getattr(self, name)
+            if each is not None and (each.shape != (B,) or each.dtype != torch.int32):
+                raise ShapeError(
+                    f"batch: {name} must be [B] int32 with B={B}, "
+                    f"got {tuple(each.shape)} {each.dtype}."
+                )
+        ring = self.window_table
+        if ring is not None and (
+            ring.dim() != 2 or ring.shape[0] != B or ring.dtype != torch.int32
+        ):
             raise ShapeError(
-                f"batch: device_seq_lens must be [B] int32 with B={B}, "
-                f"got {tuple(true_lens.shape)} {true_lens.dtype}."
+                f"batch: window_table must be [B, M] int32 with B={B}, "
+                f"got {tuple(ring.shape)} {ring.dtype}."
+            )
+        if (ring is None) != (self.state_slots is None):
+            raise ShapeError("batch: window_table and state_slots must be given together.")
+        if ring is not None and slots is not None:
+            raise ShapeError(
+                "batch: slot_mapping must not be given with a window_table, which says it all."
             )
 
     @property

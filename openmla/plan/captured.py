@@ -11,6 +11,7 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
+from openmla.plan.compressed import compressed_buffers
 from openmla.plan.problems import find_problems, latent_of, named
 from openmla.plan.rows import cumulative, long_context_rows
 from openmla.plan.sparse import chosen_turns, query_bytes, row_lens, score_chunks, true_row_lens
@@ -25,7 +26,6 @@ def plan_buffers(
 
     Empty requests and tokens fill up smaller steps: they see no key and write no row.
     """
-    latent = latent_of(cache)
     for name, value in (
         ("max_requests", max_requests),
         ("max_blocks", max_blocks),
@@ -33,6 +33,15 @@ def plan_buffers(
     ):
         if value < 1:
             raise ConfigError(f"plan_buffers: {name} must be positive, got {value}.")
+    if config.compressor is not None:
+        return compressed_buffers(
+            config,
+            cache,
+            max_requests=max_requests,
+            max_tokens=max_tokens,
+            max_blocks=max_blocks,
+        )
+    latent = latent_of(cache)
     device = latent.data.device
     runs = -(-max_blocks * latent.block_size // FIXED_RUN)
     X = min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(device), 1))
@@ -64,6 +73,7 @@ def captured_plan(
 ) -> Plan:
     """Fill the buffers of a captured graph; what would not fit raises before any is touched."""
     latent = latent_of(cache)
+    assert batch.slot_mapping is not None  # make_plan looked
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
     X = buffers["split_starts"].shape[1] - 1

@@ -18,6 +18,7 @@ from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
 from openmla.plan.captured import captured_plan
 from openmla.plan.chunks import cut_contexts
+from openmla.plan.compressed import plan_compressed
 from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import find_problems, latent_of, named
 from openmla.plan.rows import cumulative, long_context_rows, pick, pick_rows
@@ -50,7 +51,20 @@ def make_plan(
     keys of absorbed rows at fixed positions of the row itself; how prefill is cut into chunks
     depends on the batch. `into` takes the buffers of plan_buffers() and fills them, so that
     addresses stay for graph replay; such a plan is absorbed only.
+
+    V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     """
+    if config.compressor is not None:
+        return plan_compressed(
+            batch,
+            config,
+            cache,
+            dtype=dtype,
+            backend=backend,
+            form=form,
+            workspace=workspace,
+            into=into,
+        )
     latent = latent_of(cache)
     _check_index(config, cache, latent)
     _check_batch(batch, latent)
@@ -89,6 +103,7 @@ def make_plan(
         routes = sparse_routes(batch, config, latent, dtype, form, choosing)
         sparse = plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once)
     problems = find_problems(config, cache, dtype, decode, prefill, sparse)
+    assert batch.slot_mapping is not None  # _check_batch looked
     tensors = (decode, prefill, sparse, batch.slot_mapping, long_context_rows(batch, config))
     decode, prefill, sparse, slot_mapping, long_context = upload(tensors, device)
     return Plan(
@@ -139,6 +154,8 @@ def _check_workspace(workspace: Workspace, dtype: torch.dtype, new_tokens: int) 
 
 def _check_batch(batch: Batch, latent: PagedCache) -> None:
     """Values are checked on the host; tensors that are on the device already are trusted."""
+    if batch.slot_mapping is None:
+        raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
     for name in ("block_table", "slot_mapping", "device_seq_lens"):
         tensor = getattr(batch, name)
         if tensor is not None and tensor.device.type not in ("cpu", latent.data.device.type):

@@ -62,7 +62,7 @@ def find_problems(
     indexer = config.indexer
     K = indexer.topk if indexer is not None else 0
     return tuple(
-        _index_problem(op, indexer, cache, dtype, device)
+        index_problem(op, indexer, cache, dtype, device)
         if op in ("index_write", "index_logits", "index_topk") and indexer is not None
         else Problem(
             op=op,
@@ -84,7 +84,7 @@ def find_problems(
     )
 
 
-def _index_problem(
+def index_problem(
     op: str, indexer: IndexerConfig, cache: LayerCache, dtype: torch.dtype, device: torch.device
 ) -> Problem:
     index = cache.index

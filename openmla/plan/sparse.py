@@ -15,9 +15,6 @@ from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
 from openmla.plan.rows import cumulative, pick, pick_rows
 from openmla.plan.types import (
-    LATENT_BYTES,
-    LOGITS_BYTES,
-    MASK_BYTES,
     ContextChunk,
     MaskedChunk,
     MaskGroup,
@@ -26,6 +23,7 @@ from openmla.plan.types import (
     latent_row,
     num_words,
 )
+from openmla.plan.workspace import LATENT_BYTES, LOGITS_BYTES, MASK_BYTES
 
 
 def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from openmla.backends import BACKENDS, Problem, why_not
+from openmla.cache import Geometry, cache_bytes
 from openmla.config import MLAConfig
-from openmla.plan.workspace import Workspace
+from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES, Workspace
 
-LOGITS_BYTES = 256 << 20  # of indexer scores held at once
-LATENT_BYTES = 256 << 20  # of absorbed queries and outputs held at once
-MASK_BYTES = 128 << 20  # of a bit mask held at once: 32768 queries and as many keys
+INDEXED_RATIO = 4  # of V4 layers whose tokens choose their entries
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 
@@ -112,13 +111,7 @@ class SparsePlan:
     @property
     def score_bytes(self) -> int:
         """Of the largest turn: its logits, and its queries if they are quantised."""
-        return max(
-            (
-                (chunk.rows.stop - chunk.rows.start) * (4 * chunk.num_keys + self.query_bytes)
-                for chunk in self.chunks
-            ),
-            default=0,
-        )
+        return _score_bytes(self.chunks, self.query_bytes)
 
     @property
     def mask_bytes(self) -> int:
@@ -131,6 +124,35 @@ class SparsePlan:
             ),
             default=0,
         )
+
+
+@dataclass(frozen=True)
+class CompressedPlan:
+    """A step of V4's layers of one compress ratio: every token attends to its window and, where
+    the ratio is not 0, to entries: all finished ones, or with `chunks` those an indexer chooses.
+    """
+
+    ratio: int
+    query_start_loc: Tensor  # [B+1] i32
+    positions: Tensor  # [T] i64, of the tokens in their sequences
+    window_table: Tensor  # [B, M] i32, rings
+    block_table: Tensor  # [B, M] i32, of entries
+    state_slots: Tensor  # [B] i32
+    row_lens: Tensor  # [T] i32, entries each token may see
+    num_rows: int
+    max_entries: int  # the most one token sees
+    chunks: tuple[ScoreChunk, ...] = ()
+    query_bytes: int = 0
+
+    @property
+    def score_bytes(self) -> int:
+        """Of the largest turn: its logits, and its queries if they are quantised."""
+        return _score_bytes(self.chunks, self.query_bytes)
+
+
+def _score_bytes(chunks: Sequence[ScoreChunk], query_bytes: int) -> int:
+    turns = [(chunk.rows.stop - chunk.rows.start, chunk.num_keys) for chunk in chunks]
+    return max((rows * (4 * keys + query_bytes) for rows, keys in turns), default=0)
 
 
 def latent_row(config: MLAConfig) -> int:
@@ -155,8 +177,10 @@ class Plan:
     backends: Mapping[str, str]
     problems: tuple[Problem, ...]
     sparse: SparsePlan | None = None
+    compressed: CompressedPlan | None = None
     workspace: Workspace | None = None
     long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
+    geometry: Geometry | None = None  # of V4's caches
 
     def explain(self) -> str:
         """What runs where, and why not something better: one line per op."""
@@ -176,6 +200,8 @@ class Plan:
             )
         if self.sparse is not None:
             lines += self._explain_sparse(self.sparse)
+        if self.compressed is not None:
+            lines += self._explain_compressed(self.compressed)
         for problem in self.problems:
             chosen = self.backends[problem.op]
             better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
@@ -227,10 +253,71 @@ class Plan:
         lines.append(f"workspace {total} at most, beside what a backend holds: {listed}")
         return lines
 
+    def _explain_compressed(self, step: CompressedPlan) -> list[str]:
+        config = self.config
+        assert config.compressor is not None
+        requests = step.query_start_loc.shape[0] - 1
+        lines = [
+            f"window    {step.num_rows} tokens of {requests} requests, each its last "
+            f"{config.compressor.window} rows"
+        ]
+        if step.ratio and step.chunks:
+            assert config.indexer is not None
+            lines += [
+                f"entries   one per {step.ratio} tokens, {config.indexer.topk} of up to "
+                f"{step.max_entries} chosen by each token",
+                f"scores    in {len(step.chunks)} turns of {_mib(step.score_bytes)} at most "
+                f"(bound {_mib(LOGITS_BYTES)}), selection "
+                f"{_mib(4 * config.indexer.topk * step.num_rows)}",
+            ]
+        elif step.ratio:
+            few = ""
+            if step.ratio == INDEXED_RATIO and config.indexer is not None:
+                few = f" (no more than {config.indexer.topk})"
+            lines.append(
+                f"entries   one per {step.ratio} tokens, all of up to {step.max_entries}{few}: "
+                "no list is made"
+            )
+        return lines + self._explain_caches()
+
+    def _explain_caches(self) -> list[str]:
+        """What all layers of a V4 model keep, by kind."""
+        if self.geometry is None:
+            return []
+        geometry = self.geometry
+        kinds = cache_bytes(self.config, geometry)
+        tokens = geometry.num_blocks * geometry.block_size
+        lines = [
+            f"cache     {tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
+            f"{geometry.index_format}; windows and states of {geometry.num_states} requests",
+            "  ratio layers  B/token        entries      padding       window        state"
+            "          total",
+        ]
+        for kind in kinds:
+            lines.append(
+                f"  {kind.ratio:>5} {kind.num_layers:>6} {kind.token_bytes:>8g} "
+                f"{kind.entries:>14} {kind.padding:>12} {kind.window:>12} {kind.state:>12} "
+                f"{kind.total:>14}"
+            )
+        each = sum(kind.num_layers * kind.token_bytes for kind in kinds)
+        sums = [sum(getattr(kind, name) for kind in kinds) for name in _PARTS]
+        lines.append(
+            f"  total {sum(kind.num_layers for kind in kinds):>6} {each:>8g} "
+            f"{sums[0]:>14} {sums[1]:>12} {sums[2]:>12} {sums[3]:>12} {sums[4]:>14}"
+        )
+        lines.append(
+            f"  entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
+            f"window and state, {_mib(sums[2] + sums[3])}, do not; {sums[4] / 2**30:.2f} GiB in all"
+        )
+        return lines
+
     def _reason(self) -> str:
         """Why requests of a sparse model are dense."""
         indexer = self.config.indexer
         return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
+
+
+_PARTS = ("entries", "padding", "window", "state", "total")
 
 
 def _mib(num_bytes: int) -> str:

@@ -12,14 +12,19 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 
 MOST_TOKENS = 65536
+LOGITS_BYTES = 256 << 20  # of indexer scores held at once
+LATENT_BYTES = 256 << 20  # of absorbed queries and outputs held at once
+MASK_BYTES = 128 << 20  # of a bit mask held at once: 32768 queries and as many keys
 
 
 class Workspace(NamedTuple):
-    """Gathered latent rows, and one chunk's expanded keys and values."""
+    """Gathered latent rows, and one chunk's expanded keys and values; of V4, which expands
+    nothing, the entries chosen for a step's tokens."""
 
     rows: Tensor  # [n, D]
     expanded: Tensor  # [m, H * (P + V)], m >= n
     keys: Tensor  # [m, H, P + R]
+    selection: Tensor  # [T, K] i32, no rows where nothing is kept of it
 
     @property
     def num_rows(self) -> int:
@@ -27,7 +32,7 @@ class Workspace(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self)
+        return sum(part.numel() * part.element_size() for part in self)
 
 
 def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size: int) -> int:
@@ -49,13 +54,18 @@ def warmup(
     """Allocate what prefill steps of up to max_tokens new tokens will need, for all layers.
 
     Pass the result to make_plan. Steps then allocate no expanded keys or values of their own.
+    V4 expands none. Its cache's layers of ratio 4 choose entries: the result holds the choice of
+    max_tokens tokens, and the room their scores will need is asked of the allocator once, so that
+    a machine too small for it says so here.
     """
-    latent = cache.latent
-    if latent is None:
-        raise ConfigError("warmup: cache must have latent rows, got none.")
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be positive, got {value}.")
+    if config.compressor is not None:
+        return _warmup_compressed(config, cache, max_tokens, dtype)
+    latent = cache.latent
+    if latent is None:
+        raise ConfigError("warmup: cache must have latent rows, got none.")
     BS = latent.block_size
     if workspace_tokens is None:
         workspace_tokens = default_workspace_tokens(
@@ -72,4 +82,22 @@ def warmup(
         rows=torch.empty(workspace_tokens, config.latent_dim, dtype=dtype, device=device),
         expanded=torch.empty(most, H * both, dtype=dtype, device=device),
         keys=torch.empty(most, H, config.qk_head_dim, dtype=dtype, device=device),
+        selection=torch.empty((0, 0), dtype=torch.int32, device=device),
     )
+
+
+def _warmup_compressed(
+    config: MLAConfig, cache: LayerCache, max_tokens: int, dtype: torch.dtype
+) -> Workspace:
+    if cache.window is None:
+        raise ConfigError("warmup: cache must have window rows, got none.")
+    device = cache.window.data.device
+    nothing = torch.empty((0, 0), dtype=dtype, device=device)
+    if cache.index is None or config.indexer is None:
+        return Workspace(nothing, nothing, nothing, nothing.int())
+    entries = cache.index.num_blocks * cache.index.block_size
+    most = min(4 * max_tokens * entries, LOGITS_BYTES)
+    torch.empty(most, dtype=torch.uint8, device=device)  # and given back to the allocator
+    shape = (max_tokens, config.indexer.topk)
+    selection = torch.empty(shape, dtype=torch.int32, device=device)
+    return Workspace(nothing, nothing, nothing, selection)

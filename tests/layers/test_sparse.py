@@ -248,6 +248,7 @@ def test_captured_steps_pad_with_nothing() -> None:
         peer.ours.config, server.cache, max_requests=4, max_tokens=8, max_blocks=20
     )
     batch = server.batch([("a", 2), ("b", 1)])
+    assert batch.slot_mapping is not None
     untouched = [
         part.data.flatten(0, 1)[~torch.isin(torch.arange(800), batch.slot_mapping)].clone()
         for part in (server.cache.latent, server.cache.index)

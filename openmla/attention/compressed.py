@@ -1,0 +1,159 @@
+"""V4's step: raw rows into the window, tokens into entries, then attention over both."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.select import choose_positions
+from openmla.attention.types import IndexInputs, Pooled
+from openmla.cache import LayerCache, PagedCache
+from openmla.errors import ConfigError, ShapeError
+from openmla.ops import Segment, cache_write, compress_kv, mqa_sparse
+from openmla.plan import CompressedPlan, Plan
+
+
+def attend_compressed(
+    q: Tensor,  # [T, H, D], rotated
+    raw: Tensor,  # [T, D], this step's rows, rotated
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    sink: Tensor,  # [H] f32
+    table: Tensor,  # [Q, R] f32, the layer's rope
+    pooled: Pooled | None = None,  # where the layer has entries
+    index: IndexInputs | None = None,  # where the plan has tokens choose among them
+    index_pooled: Pooled | None = None,
+    hadamard: bool = False,
+) -> Tensor:  # [T, H, D], still rotated: rope with inverse=True undoes that
+    """One layer's attention over the step's T tokens, in the caller's order.
+
+    Rows and entries of this step are written first: a token attends to its own row and to the
+    entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys.
+    """
+    step, window = plan.compressed, cache.window
+    if step is None or window is None:
+        what = "plan must be of a compressed layer" if window else "cache must have window rows"
+        raise ConfigError(f"step: {what}, got none.")
+    if cache.ratio != step.ratio:
+        raise ConfigError(f"step: cache must be of ratio {step.ratio}, got {cache.ratio}.")
+    D, H = plan.config.latent_dim, plan.config.num_heads
+    for name, tensor, shape in (
+        ("q", q, (plan.num_tokens, H, D)),
+        ("raw", raw, (plan.num_tokens, D)),
+    ):
+        if tensor.shape != shape:
+            raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
+    if step.ratio and pooled is None:
+        raise ConfigError(f"step: pooled must be given for ratio {step.ratio}, got none.")
+    for name, given, wanted in (
+        ("index_pooled", index_pooled, cache.index is not None),
+        ("index", index, bool(step.chunks)),
+    ):
+        if wanted and given is None:
+            raise ConfigError(f"step: {name} must be given for ratio {step.ratio}, got none.")
+    cache_write(
+        window.data,
+        raw,
+        raw[:, :0],
+        plan.slot_mapping,
+        window.kv_scale,
+        format=window.format,
+        backend=plan.backends["cache_write"],
+    )
+    entries = None
+    if pooled is not None:
+        assert cache.compressed is not None and cache.state is not None
+        width = D * (4 if cache.index is not None else 3)
+        _compress(pooled, cache.compressed, cache.state.data[..., :width], plan, step, table)
+        entries = _all_entries(cache.compressed, step)
+        if cache.index is not None:
+            assert index_pooled is not None
+            state = cache.state.data[..., width:]
+            _compress(index_pooled, cache.index, state, plan, step, table, hadamard=hadamard)
+            if index is not None and step.chunks:
+                entries = _chosen_entries(index, cache.index, cache.compressed, plan, step)
+    out, _ = mqa_sparse(
+        q,
+        step.query_start_loc,
+        step.positions,
+        Segment(
+            window.data,
+            window.kv_scale,
+            window.format,
+            "window",
+            block_table=step.window_table,
+            span=_window_of(plan),
+        ),
+        entries,
+        sink,
+        C=D,
+        scale=plan.config.scale,
+        backend=plan.backends["mqa_sparse"],
+    )
+    return out
+
+
+def _window_of(plan: Plan) -> int:
+    assert plan.config.compressor is not None
+    return plan.config.compressor.window
+
+
+def _compress(
+    pooled: Pooled,
+    entries: PagedCache,
+    state: Tensor,
+    plan: Plan,
+    step: CompressedPlan,
+    table: Tensor,
+    *,
+    hadamard: bool = False,
+) -> None:
+    compress_kv(
+        entries.data,
+        entries.kv_scale,
+        state,
+        pooled.kv,
+        pooled.score,
+        pooled.bias,
+        pooled.norm_weight,
+        table,
+        step.positions,
+        step.query_start_loc,
+        step.block_table,
+        step.state_slots,
+        format=entries.format,
+        ratio=step.ratio,
+        overlap=pooled.kv.shape[1] == 2 * pooled.norm_weight.shape[0],
+        eps=plan.config.latent_eps,
+        hadamard=hadamard,
+        backend=plan.backends["compress_kv"],
+    )
+
+
+def _all_entries(entries: PagedCache, step: CompressedPlan) -> Segment:
+    """Every finished entry: told by the token's position, no list is made."""
+    return Segment(
+        entries.data,
+        entries.kv_scale,
+        entries.format,
+        "prefix",
+        block_table=step.block_table,
+        span=step.ratio,
+    )
+
+
+def _chosen_entries(
+    index: IndexInputs, keys: PagedCache, entries: PagedCache, plan: Plan, step: CompressedPlan
+) -> Segment:
+    assert plan.config.indexer is not None
+    positions = choose_positions(index.q_idx, index.w_idx, keys, plan, step)
+    return Segment(
+        entries.data,
+        entries.kv_scale,
+        entries.format,
+        "positions",
+        block_table=step.block_table,
+        rows=positions,
+        row_lens=step.row_lens.clamp(max=plan.config.indexer.topk).to(torch.int32),
+    )

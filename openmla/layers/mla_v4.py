@@ -1,0 +1,152 @@
+"""MLAAttentionV4: DeepSeek V4's layer: a latent that is key and value, window, entries, sink."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import attend_compressed
+from openmla.cache import LayerCache
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.layers.compressor import CompressedIndexer, Compressor
+from openmla.layers.norm import RMSNorm, rms_normed
+from openmla.layers.rope import rope_table
+from openmla.ops import rope
+from openmla.plan import Plan
+
+
+class GroupedLinear(nn.Module):
+    """One projection per group of heads; the weight holds them one below the other."""
+
+    def __init__(self, width: int, out: int, groups: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(groups * out, width), requires_grad=False)
+        self.groups = groups
+        nn.init.normal_(self.weight, std=width**-0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:  # [T, groups, width] -> [T, groups * out]
+        weight = self.weight.view(self.groups, -1, hidden.shape[-1])
+        return torch.bmm(hidden.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1)
+
+
+class MLAAttentionV4(nn.Module):
+    """One attention layer; parameter names are those of transformers' deepseek_v4.
+
+    `layer` is its number in the model, which decides its compress ratio: 0, 4 or 128. Draft (MTP)
+    layers, numbered past the model's, have none. Weights are for inference: no parameter requires
+    grad. `hadamard` rotates indexer queries and keys, as the reference model does; caches must be
+    read as they were written.
+    """
+
+    def __init__(self, config: MLAConfig, *, layer: int, hadamard: bool = True) -> None:
+        super().__init__()
+        compressor, q_lora_rank = config.compressor, config.q_lora_rank
+        if compressor is None or q_lora_rank is None:
+            raise UnsupportedError(
+                f"MLAAttentionV4: {config.model_type} has no compressor. Use MLAAttention."
+            )
+        if config.attention_bias:
+            raise UnsupportedError("MLAAttentionV4: attention_bias is not supported.")
+        self.config, self.ratio = config, compressor.ratio(layer)
+        self.rope = compressor.rope if self.ratio else config.rope
+        if self.rope.kind not in ("default", "yarn"):
+            raise UnsupportedError(
+                f"MLAAttentionV4: rope type {self.rope.kind!r} is not supported."
+            )
+        hidden, H, D = config.hidden_size, config.num_heads, config.latent_dim
+        G, rank = compressor.output_groups, compressor.output_lora_rank
+        self.q_a_proj = nn.Linear(hidden, q_lora_rank, bias=False)
+        self.q_a_norm = RMSNorm(q_lora_rank, config.latent_eps)
+        self.q_b_proj = nn.Linear(q_lora_rank, H * D, bias=False)
+        self.kv_proj = nn.Linear(hidden, D, bias=False)
+        self.kv_norm = RMSNorm(D, config.latent_eps)
+        self.o_a_proj = GroupedLinear(H * D // G, rank, G)
+        self.o_b_proj = nn.Linear(G * rank, hidden, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(H))
+        self.compressor: Compressor | None = None
+        if self.ratio:
+            chooses = self.ratio == 4
+            self.compressor = Compressor(config, self.ratio, D, overlap=chooses)
+            if chooses:
+                indexer = CompressedIndexer(config, self.ratio, hadamard=hadamard)
+                self.compressor.indexer = indexer
+        self.requires_grad_(False)
+
+    def forward(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
+        positions: Tensor,  # [T] i64, of the tokens in their sequences
+        cache: LayerCache,
+        plan: Plan,
+    ) -> Tensor:  # [T, hidden_size]
+        """Project, write the caches, attend, rotate back, project; T is the plan's."""
+        self._check(hidden, positions, cache, plan)
+        config = self.config
+        T, H = plan.num_tokens, config.num_heads
+        D, R = config.latent_dim, config.qk_rope_head_dim
+        table = rope_table(self.rope, R, config.max_positions, hidden.device)
+        q_resid = self.q_a_norm(self.q_a_proj(hidden))
+        q = rms_normed(self.q_b_proj(q_resid).view(T, H, D), config.latent_eps)
+        raw = self.kv_norm(self.kv_proj(hidden))
+        for turned in (q[:, :, D - R :], raw[:, None, D - R :]):
+            rope(turned, positions, table, pairing="pairs", backend=plan.backends["rope"])
+        pooled = index = index_pooled = None
+        hadamard = False
+        if self.compressor is not None:
+            pooled = self.compressor(hidden)
+            indexer = getattr(self.compressor, "indexer", None)
+            if indexer is not None:
+                index_pooled, hadamard = indexer(hidden), indexer.hadamard
+                if plan.compressed is not None and plan.compressed.chunks:
+                    index = indexer.queries(hidden, q_resid, positions, table, plan)
+        out = attend_compressed(
+            q,
+            raw,
+            cache,
+            plan,
+            sink=self.sinks.float(),
+            table=table,
+            pooled=pooled,
+            index=index,
+            index_pooled=index_pooled,
+            hadamard=hadamard,
+        )
+        rope(
+            out[:, :, D - R :],
+            positions,
+            table,
+            pairing="pairs",
+            inverse=True,
+            backend=plan.backends["rope"],
+        )
+        return self.o_b_proj(self.o_a_proj(out.reshape(T, self.o_a_proj.groups, -1)))
+
+    def _check(self, hidden: Tensor, positions: Tensor, cache: LayerCache, plan: Plan) -> None:
+        T = plan.num_tokens
+        if hidden.shape != (T, self.config.hidden_size):
+            raise ShapeError(
+                f"MLAAttentionV4: hidden must be [T, {self.config.hidden_size}] with T={T} as "
+                f"planned, got {tuple(hidden.shape)}."
+            )
+        if positions.shape != (T,):
+            raise ShapeError(
+                f"MLAAttentionV4: positions must be [T] with T={T} as planned, "
+                f"got {tuple(positions.shape)}."
+            )
+        if plan.config is not self.config and plan.config != self.config:
+            raise ShapeError("MLAAttentionV4: plan must be made for this layer's config.")
+        step = plan.compressed
+        if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
+            raise ConfigError(
+                f"MLAAttentionV4: plan and cache must be of this layer's ratio {self.ratio}, "
+                f"got {None if step is None else step.ratio} and {cache.ratio}."
+            )
+        if positions.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        n = step.query_start_loc[-1]  # what fills up a captured step may have any
+        if not torch.equal(positions[:n], step.positions[:n]):
+            raise ShapeError(
+                "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "
+                "plan does: entries are made and seen by them."
+            )
