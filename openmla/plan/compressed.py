@@ -282,11 +282,7 @@ def fill_buffers(
         ("requests", B, max_requests),
         ("tokens", batch.num_tokens, max_tokens),
         ("block table columns", M, max_blocks),
-        (
-            "query tokens of one request",
-            max(batch.query_lens, default=0),
-            max_tokens // max_requests,
-        ),
+        ("query tokens of one request", max(batch.query_lens, default=0), longest),
     ):
         if value > most:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
