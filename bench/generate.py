@@ -69,7 +69,7 @@ def plain_cache(model: Any, past: Any, num_tokens: int) -> Any:
     C = attachment.config.kv_lora_rank
     plain = DynamicCache()
     session = past.layers[0].session
-    table = attachment.pool.block_table(session.requests)
+    table = attachment.pools[0].block_table(session.requests)
     for layer, cache in attachment.caches.items():
         latent = cache.latent
         assert latent is not None

@@ -160,8 +160,7 @@ class BlockPool:
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
         """Keep the first num_tokens tokens of a request and release the blocks behind them."""
-        self._known(request)
-        self._check_length(request, num_tokens, "be cut to")
+        self.check_truncate(request, num_tokens)
         if num_tokens == 0:
             self._first[request] = self._longest[request] = 0
             keep = 0
@@ -170,6 +169,11 @@ class BlockPool:
         self._release(self._blocks[request][keep:])
         del self._blocks[request][keep:]
         self._lens[request] = num_tokens
+
+    def check_truncate(self, request: Hashable, num_tokens: int) -> None:
+        """Raise what truncate() would, and do nothing else."""
+        self._known(request)
+        self._check_length(request, num_tokens, "be cut to")
 
     def _check_length(self, request: Hashable, num_tokens: int, verb: str) -> None:
         """A length a request can have: one it has had, and with a window not too long ago."""

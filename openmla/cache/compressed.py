@@ -78,12 +78,18 @@ class CompressedPool:
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
         """Keep the first num_tokens tokens: none, or at most `rollback` fewer than there were."""
-        for pool in (self.rows, self.entries, self.states):  # the first one refuses
+        self.check_truncate(request, num_tokens)
+        for pool in self.pools:
             pool.truncate(request, num_tokens)
+
+    def check_truncate(self, request: Hashable, num_tokens: int) -> None:
+        """Raise what truncate() would, and do nothing else."""
+        for pool in self.pools:
+            pool.check_truncate(request, num_tokens)
 
     def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
         """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
-        for pool in (self.rows, self.entries, self.states):
+        for pool in (self.rows, self.entries, self.states):  # the first one refuses
             pool.share(source, target, num_tokens)
 
     def tables(self, requests: Sequence[Hashable], *, window_columns: int = 0) -> Tables:

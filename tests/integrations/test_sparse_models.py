@@ -360,10 +360,8 @@ def test_refusals() -> None:
     assert "expand_kv" not in vars(model.model.layers[0].self_attn)
 
 
-@pytest.mark.parametrize("family", ["glm5_next", "deepseek_v4"])
-def test_others_are_refused_with_a_reason(family: str) -> None:
+def test_others_are_refused_with_a_reason() -> None:
     model: Any = torch.nn.Module()
-    model.config = transformers.CONFIG_MAPPING[family]()
-    assert model.config.model_type == family
-    with pytest.raises(UnsupportedError, match=f"attach: {family} is not supported: its "):
+    model.config = transformers.CONFIG_MAPPING["glm5_next"]()
+    with pytest.raises(UnsupportedError, match="attach: glm5_next is not supported: its "):
         attach(model)

@@ -8,7 +8,7 @@ function in the model's config. No class is patched and no parameter copied.
 
 Sparse models (with an indexer) cache expanded keys and values, and score every key in one matrix.
 There, each module's expand_kv is shadowed on the instance, so that its cache gets the latents, and
-its indexer is watched: see indexer.py.
+its indexer is watched: see indexer.py. DeepSeek V4's compressors are shadowed: see compressed.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from openmla.backends import all_backends
-from openmla.cache import BlockPool
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.huggingface import FAMILIES
@@ -32,6 +31,7 @@ from openmla.integrations.transformers.attention import (
     openmla_mask,
     openmla_sparse_mask,
 )
+from openmla.integrations.transformers.compressed import CompressorStandIn, with_positions
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
 from openmla.integrations.transformers.session import Attachment
@@ -47,6 +47,7 @@ SUPPORTED = (
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
+    "deepseek_v4",
     "glm4_moe_lite",
     "glm_moe_dsa",
     "hy_v4",
@@ -58,7 +59,6 @@ SUPPORTED = (
     "youtu",
 )
 REFUSED = {
-    "deepseek_v4": "its compressed attention is not here yet",
     "glm5_next": "its indexer scores pools of tokens, not tokens",
 }
 
@@ -119,7 +119,7 @@ def attach(
     *,
     cache_format: str | None = None,
     index_format: str = "index_fp32",
-    block_size: int = 64,
+    block_size: int | None = None,
     num_blocks: int | None = None,
     backend: str = "auto",
     workspace: int | None = None,
@@ -127,10 +127,10 @@ def attach(
     """Run a model's MLA layers here from now on; returns those attention modules.
 
     `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
-    of a sparse model's indexer keys, which transformers does not round. `num_blocks` fixes the
-    size of the block pool that all caches of this model share; without it the pool grows as
-    needed. `workspace` is the context rows that prefill expands at once. Then generate(),
-    pipeline() and bare forward passes work as before.
+    of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
+    64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
+    model share; without it the pool grows as needed. `workspace` is the context rows that prefill
+    expands at once. Then generate(), pipeline() and bare forward passes work as before.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -140,7 +140,12 @@ def attach(
         raise UnsupportedError(
             f"attach: {model_type!r} is not an MLA model known here. Known: {', '.join(SUPPORTED)}."
         )
-    modules = [module for module in model.modules() if hasattr(module, "kv_a_proj_with_mqa")]
+    mark = "o_a_proj" if model_type == "deepseek_v4" else "kv_a_proj_with_mqa"
+    modules = [module for module in model.modules() if hasattr(module, mark)]
+    if not modules:
+        raise UnsupportedError(
+            f"attach: the model must have {model_type} attention modules of transformers, got none."
+        )
     if any(hasattr(module, "openmla") for module in modules):
         raise ConfigError("attach: the model is attached already. Call detach(model) first.")
     ours = _as_the_modules_are(MLAConfig.from_hf(config), modules)
@@ -150,10 +155,13 @@ def attach(
                 f"attach: softmax scale must be {ours.scale} by the config, "
                 f"got {module.scaling} in the model."
             )
+    if block_size is None:
+        block_size = 64 if ours.compressor is None else 256
     attachment = Attachment(
         config=ours,
         modules=modules,
-        pool=BlockPool(FIRST_BLOCKS if num_blocks is None else num_blocks, block_size),
+        num_blocks=FIRST_BLOCKS if num_blocks is None else num_blocks,
+        block_size=block_size,
         format=cache_format,
         index_format=index_format,
         backend=backend,
@@ -161,8 +169,10 @@ def attach(
         may_grow=num_blocks is None,
     )
     if cache_format is not None:
-        get_format(cache_format, "latent")  # or its error
-    get_format(index_format, "index")
+        get_format(cache_format, "latent").width(ours.latent_dim)  # or its error
+    index_layout = get_format(index_format, "index")
+    if ours.indexer is not None:
+        index_layout.width(ours.indexer.head_dim)
     if backend != "auto" and backend not in all_backends():
         raise ConfigError(
             f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
@@ -180,7 +190,10 @@ def attach(
     AttentionMaskInterface.register(NAME, openmla_mask)
     AttentionInterface.register(SPARSE_NAME, openmla_attention)
     AttentionMaskInterface.register(SPARSE_NAME, openmla_sparse_mask)
-    if ours.indexer is not None:
+    if ours.compressor is not None:
+        _stand_in(attachment)
+        attachment.handles.append(model.register_forward_pre_hook(with_positions, with_kwargs=True))
+    elif ours.indexer is not None:
         _watch_indexers(attachment)
     for module in modules:
         module.openmla = attachment  # type: ignore[assignment]
@@ -201,13 +214,23 @@ def attach(
 def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:
     """transformers' classes fix which columns an indexer pairs and, some, that all layers have one;
     config fields that say otherwise are for other engines."""
-    if config.indexer is None:
+    if config.indexer is None or config.compressor is not None:
         return config
     shared = tuple(getattr(module, "indexer", None) is None for module in modules)
     pairing = FAMILIES[config.model_type].indexer_pairing
     assert pairing is not None
     fixed = replace(config.indexer, pairing=pairing, shared=shared if any(shared) else ())
     return replace(config, indexer=fixed)
+
+
+def _stand_in(attachment: Attachment) -> None:
+    """Take the place of V4's compressors."""
+    attachment.name = SPARSE_NAME
+    for module in attachment.modules:
+        compressor = module.compressor
+        if isinstance(compressor, nn.Module):
+            compressor.forward = CompressorStandIn(attachment, compressor)
+            attachment.handles.append(compressor.forward)
 
 
 def _watch_indexers(attachment: Attachment) -> None:
@@ -231,7 +254,7 @@ def detach(model: nn.Module) -> None:
         text_config._attn_implementation = implementation
     for module in attachment.modules:
         del module.openmla
-        if attachment.config.indexer is not None:
+        if attachment.config.indexer is not None and attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.session import Attachment, new_spans
 from openmla.ops import mha_ragged
 
@@ -48,12 +49,14 @@ def openmla_attention(
         session.begin(B, S, attention_mask)
     layer.steps = session.steps
     layer.columns += S
+    if attachment.config.compressor is not None:
+        out = attend_v4(module, layer, query, kwargs["s_aux"])
+        picked = session.picked
+        return _unpacked(out, None if picked is None else picked.to(out.device), B, S), None
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
-    assert cache.latent is not None and layer.latents is not None
-    for part in (cache.latent, cache.index):
-        if part is not None:
-            part.copy_blocks(session.copies)
+    assert layer.latents is not None
+    cache.copy_blocks(*session.copies)
     kv_c, k_pe = (part.flatten(0, 1) for part in layer.latents)
     layer.latents = None
     picked = session.picked

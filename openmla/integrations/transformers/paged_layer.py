@@ -12,6 +12,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
+    DynamicSlidingWindowLayer,
 )
 
 from openmla.errors import ConfigError, UnsupportedError
@@ -116,7 +117,10 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
         return
     if present.is_initialized and present.get_seq_length() > 0:
         raise ConfigError("attach: the cache must be empty or made after attach(), got a full one.")
-    if type(present) not in (DynamicLayer, DynamicIndexedLayer):
+    # V4's own layers are windows with a compressor's state beside them
+    windowed = attachment.config.compressor is not None
+    usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
+    if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
         raise UnsupportedError(
             f"attach: caches of {type(present).__name__} are not supported. Use the default cache."
         )

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from openmla.attention import Absorbed, Selection
-from openmla.cache import BlockPool, LayerCache, allocate_cache
+from openmla.cache import BlockPool, CompressedPool, Geometry, LayerCache, allocate_cache
 from openmla.config import MLAConfig
 from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
+from openmla.integrations.transformers.compressed import Compressible, check_positions
 from openmla.integrations.transformers.indexer import IndexerWatch
 from openmla.layers.weights import absorb, decode_weight, is_plain
 from openmla.plan import Batch, Plan, make_plan
@@ -23,7 +24,9 @@ from openmla.plan import Batch, Plan, make_plan
 if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
 
-STAYING = ("pool", "caches", "positions", "last_plan", "storing", "passing")
+STAYING = ("pool", "caches", "positions", "last_plan", "storing", "passing", "compressible")
+FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
+ROLLBACK = 32  # tokens a V4 sequence can be cropped by: as many as assistants propose
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -33,12 +36,14 @@ class Attachment:
 
     config: MLAConfig
     modules: list[nn.Module]
-    pool: BlockPool
+    num_blocks: int
+    block_size: int
     format: str | None  # None: the model's dtype
     index_format: str
     backend: str
     workspace_tokens: int | None
     may_grow: bool
+    pool: BlockPool | CompressedPool = field(init=False)
     caches: dict[int, LayerCache] = field(default_factory=dict)
     detached: bool = False
     positions: Tensor | None = None  # of the pass under way, as the model was given them
@@ -50,6 +55,27 @@ class Attachment:
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
     passing: Any = None  # the cache of a pass that was given none
+    compressible: Compressible | None = None  # what a V4 layer will pool
+
+    def __post_init__(self) -> None:
+        self.pool = self._new_pool()
+
+    def _new_pool(self) -> BlockPool | CompressedPool:
+        if self.config.compressor is None:
+            return BlockPool(self.num_blocks, self.block_size)
+        return CompressedPool(
+            Geometry.for_model(
+                self.config,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_requests=FIRST_REQUESTS,
+                max_tokens=FIRST_TOKENS,
+                window_block_size=64,
+                rollback=ROLLBACK,
+                format="",
+                index_format="",
+            )
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """Of a model that is copied: its caches and their requests stay with the original."""
@@ -57,19 +83,25 @@ class Attachment:
         memo[id(self)] = twin
         for name, value in vars(self).items():
             setattr(twin, name, deepcopy(value, memo) if name not in STAYING else None)
-        twin.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        twin.pool = twin._new_pool()
         twin.caches = {}
         return twin
 
-    def take(self, wanted: dict[int, int]) -> list[tuple[int, int]]:
-        """Blocks for new tokens; a pool that may grow does so instead of being full."""
-        while True:
-            try:
-                return self.pool.take(wanted)
-            except CacheFullError:
-                if not self.may_grow:
-                    raise
-                self.pool.grow(2 * self.pool.num_blocks)
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
+        return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+
+    def take(self, wanted: dict[int, int]) -> tuple[list[tuple[int, int]], ...]:
+        """Blocks for new tokens, what to copy first; pools that may grow do instead of being full.
+
+        Windows and states always may: they are bounded by the number of sequences.
+        """
+        for pool in self.pools:
+            while not _fits(pool, wanted, raising=pool is self.pools[0] and not self.may_grow):
+                pool.grow(2 * pool.num_blocks)
+        taken = self.pool.take(wanted)
+        return (taken,) if isinstance(taken, list) else taken
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
         """One layer's cache, as many blocks as the pool has by now."""
@@ -87,31 +119,30 @@ class Attachment:
                 format=format,
                 index_format=self.index_format,
                 layer=layer,
+                max_requests=FIRST_REQUESTS,
+                max_tokens=FIRST_TOKENS,
+                rollback=ROLLBACK,
                 device=device,
             )
-        assert kept.latent is not None
-        if kept.latent.format != format or kept.latent.data.device != device:
+        rows = kept.latent or kept.window
+        assert rows is not None
+        if rows.format != format or rows.data.device != device:
             raise ConfigError(
-                f"attach: the cache is {kept.latent.format} on {kept.latent.data.device}, the "
+                f"attach: the cache is {rows.format} on {rows.data.device}, the "
                 f"model wants {format} on {device} now. Call detach(model), then attach(model)."
             )
-        if kept.latent.num_blocks < self.pool.num_blocks:
-            index = kept.index
-            kept = LayerCache(
-                latent=kept.latent.grown(self.pool.num_blocks),
-                index=None if index is None else index.grown(self.pool.num_blocks),
-            )
+        kept = kept.grown(*(pool.num_blocks for pool in self.pools))
         self.caches[layer] = kept
         return kept
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""
-        blocks = self.pool.num_blocks - self.pool.num_free
+        used = [pool.num_blocks - pool.num_free for pool in self.pools]
         total = 0
         for cache in self.caches.values():
-            for part in (cache.latent, cache.index):
-                if part is not None:
-                    total += blocks * part.data[0].numel() * part.data.element_size()
+            for part in cache.parts:
+                lifetime = 1 if part is cache.window else 2 if part is cache.state else 0
+                total += used[lifetime] * part.data[0].numel() * part.data.element_size()
         return total
 
 
@@ -125,10 +156,10 @@ class Session:
         self.decoded: dict[int, Tensor] = {}  # quantised kv_b_proj by layer, as it was here first
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
-        self.copies: list[tuple[int, int]] = []
+        self.copies: tuple[list[tuple[int, int]], ...] = ([],)
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
-        self.plans: dict[torch.device, Plan] = {}
+        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
         self.selection: Selection | None = None  # of the last layer that chose
         weakref.finalize(self, _free_requests, attachment.pool, self.requests)
 
@@ -157,7 +188,9 @@ class Session:
     def truncate(self, num_columns: int) -> None:
         """Drop the last columns of every row; some of them may be padding."""
         pool = self.attachment.pool
-        for request, runs in zip(self.requests, self.columns, strict=True):
+        columns = [list(runs) for runs in self.columns]
+        lens = []
+        for request, runs in zip(self.requests, columns, strict=True):
             surplus, tokens = num_columns, 0
             while surplus > 0 and runs:
                 is_token, length = runs.pop()
@@ -166,7 +199,11 @@ class Session:
                 tokens += dropped if is_token else 0
                 if dropped < length:
                     runs.append((is_token, length - dropped))
-            pool.truncate(request, pool.seq_len(request) - tokens)
+            lens.append(pool.seq_len(request) - tokens)
+            pool.check_truncate(request, lens[-1])
+        for request, length in zip(self.requests, lens, strict=True):
+            pool.truncate(request, length)
+        self.columns = columns
 
     def clear(self) -> None:
         _free_requests(self.attachment.pool, self.requests)
@@ -199,8 +236,10 @@ class Session:
             raise ShapeError(
                 f"attach: the cache holds {len(requests)} sequences, got a batch of {B}."
             )
-        spans = new_spans(B, S, mask, [pool.seq_len(request) for request in requests])
         starts = [pool.seq_len(request) for request in requests]
+        spans = new_spans(B, S, mask, starts)
+        if isinstance(pool, CompressedPool):
+            check_positions(self.attachment.positions, spans, starts)
         new_lens = [stop - start for start, stop in spans]
         self.copies = self.attachment.take(dict(zip(requests, new_lens, strict=True)))
         if fresh:
@@ -210,12 +249,7 @@ class Session:
             new_runs = ((False, start), (True, stop - start), (False, S - stop))
             runs += [run for run in new_runs if run[1] > 0]
         ends = [start + n for start, n in zip(starts, new_lens, strict=True)]
-        self.batch = Batch(
-            query_lens=new_lens,
-            seq_lens=ends,
-            block_table=pool.block_table(requests),
-            slot_mapping=pool.slot_mapping(list(zip(requests, starts, ends, strict=True))),
-        )
+        self.batch = _describe(pool, requests, starts, ends)
         self.picked = None
         if sum(new_lens) < B * S:
             rows = [torch.arange(b * S + i, b * S + j) for b, (i, j) in enumerate(spans)]
@@ -224,14 +258,16 @@ class Session:
         self.steps += 1
 
     def plan(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> Plan:
-        """This pass's plan: made for the first layer, reused by the others on its device."""
-        if device not in self.plans:
+        """This pass's plan: made for the first layer of a kind on a device, for all of them."""
+        key = (device, cache.ratio)
+        if key not in self.plans:
             assert self.batch is not None
-            if self.attachment.config.indexer is not None and cache.index is None:
+            config = self.attachment.config
+            if config.indexer is not None and config.compressor is None and cache.index is None:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have an indexer of its own."
                 )
-            self.plans[device] = make_plan(
+            self.plans[key] = make_plan(
                 self.batch,
                 self.attachment.config,
                 cache,
@@ -239,11 +275,35 @@ class Session:
                 backend=self.attachment.backend,
                 workspace_tokens=self.attachment.workspace_tokens,
             )
-            self.attachment.last_plan = self.plans[device]
-        return self.plans[device]
+            self.attachment.last_plan = self.plans[key]
+        return self.plans[key]
 
 
-def _free_requests(pool: BlockPool, requests: Sequence[int]) -> None:
+def _fits(pool: BlockPool, wanted: dict[int, int], *, raising: bool) -> bool:
+    try:
+        pool.check(wanted)
+    except CacheFullError:
+        if raising:
+            raise
+        return False
+    return True
+
+
+def _describe(
+    pool: BlockPool | CompressedPool,
+    requests: Sequence[int],
+    starts: Sequence[int],
+    ends: Sequence[int],
+) -> Batch:
+    """The step that brings requests from their old lengths to their new ones."""
+    query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
+    if isinstance(pool, CompressedPool):
+        return Batch(query_lens, ends, **pool.tables(requests)._asdict())
+    spans = list(zip(requests, starts, ends, strict=True))
+    return Batch(query_lens, ends, pool.block_table(requests), pool.slot_mapping(spans))
+
+
+def _free_requests(pool: BlockPool | CompressedPool, requests: Sequence[int]) -> None:
     for request in requests:
         pool.free(request)
 

@@ -1,0 +1,176 @@
+"""DeepSeek V4 in transformers: its compressors' projections kept, their pooling and caches not.
+
+An attention module projects, normalises, rotates, hands its raw rows to the cache and asks its
+compressor for entries. attach() shadows the compressor's forward on the instance: what it would
+pool is kept for the attention function, and no entry comes back. The module then calls that
+function, rotates its output back and projects it, as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from openmla.attention import IndexInputs, Pooled, attend_compressed
+from openmla.errors import ShapeError
+from openmla.layers.rope import rope_table
+from openmla.ops import rope
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.paged_layer import PagedLayer
+    from openmla.integrations.transformers.session import Attachment
+
+
+class Compressible(NamedTuple):
+    """What one layer's compressor computed in the pass under way, all columns of the batch."""
+
+    pooled: Pooled
+    index_pooled: Pooled | None = None
+    index_query: Tensor | None = None  # [B * S, HI, DI], before rope
+    index_weights: Tensor | None = None  # [B * S, HI]
+
+    def picked(self, rows: Tensor) -> Compressible:
+        """The same of the tokens that are not padding."""
+
+        def pick(part: Pooled | None) -> Pooled | None:
+            return part and part._replace(kv=part.kv[rows], score=part.score[rows])
+
+        pooled = pick(self.pooled)
+        assert pooled is not None
+        query, weights = self.index_query, self.index_weights
+        return Compressible(
+            pooled,
+            pick(self.index_pooled),
+            query if query is None else query[rows],
+            weights if weights is None else weights[rows],
+        )
+
+
+@dataclass(eq=False)
+class CompressorStandIn:
+    """In the place of a compressor's forward: projects as it does and returns no entries."""
+
+    attachment: Attachment
+    compressor: nn.Module
+
+    def __call__(
+        self, hidden_states: Tensor, q_residual: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        hidden = hidden_states.flatten(0, 1)
+        pooled = _projected(self.compressor, hidden)
+        indexer = getattr(self.compressor, "indexer", None)
+        if indexer is None:
+            self.attachment.compressible = Compressible(pooled)
+        else:
+            config = self.attachment.config.indexer
+            assert config is not None
+            query = indexer.q_b_proj(q_residual.flatten(0, 1))
+            self.attachment.compressible = Compressible(
+                pooled,
+                _projected(indexer, hidden),
+                query.view(-1, config.num_heads, config.head_dim),
+                indexer.scorer.weights_proj(hidden),
+            )
+        nothing = hidden_states.new_zeros((hidden_states.shape[0], 1, 0, self._width()))
+        return nothing, None
+
+    def _width(self) -> int:
+        return self.attachment.config.latent_dim
+
+    def remove(self) -> None:
+        del self.compressor.forward
+
+
+def _projected(compressor: Any, hidden: Tensor) -> Pooled:
+    return Pooled(
+        compressor.kv_proj(hidden),
+        compressor.gate_proj(hidden),
+        compressor.position_bias,
+        compressor.kv_norm.weight,
+    )
+
+
+def attend_v4(
+    module: nn.Module,
+    layer: PagedLayer,
+    query: Tensor,  # [B, H, S, D], rotated
+    sink: Tensor,  # [H]
+) -> Tensor:  # [T, H, D] of the tokens that are not padding
+    """One layer's step: rows, entries and attention over the session's caches."""
+    session = layer.session
+    attachment = session.attachment
+    cache = attachment.cache(layer.layer, query.device, query.dtype)
+    plan = session.plan(cache, query.device, query.dtype)
+    cache.copy_blocks(*session.copies)
+    step = plan.compressed
+    assert step is not None and layer.latents is not None
+    config = plan.config
+    assert config.compressor is not None
+    B, H, S, D = query.shape
+    q = query.transpose(1, 2).reshape(B * S, H, D)
+    raw = layer.latents[0].flatten(0, 1)
+    layer.latents = None
+    inputs, attachment.compressible = attachment.compressible, None
+    picked = session.picked
+    if picked is not None:
+        picked = picked.to(query.device)
+        q, raw = q[picked], raw[picked]
+        inputs = inputs and inputs.picked(picked)
+    turning = config.compressor.rope if cache.ratio else config.rope
+    R = config.qk_rope_head_dim
+    table = rope_table(turning, R, config.max_positions, query.device)
+    index = None
+    if inputs is not None and inputs.index_query is not None and step.chunks:
+        assert inputs.index_weights is not None and config.indexer is not None
+        HI, DI = config.indexer.num_heads, config.indexer.head_dim
+        q_idx = inputs.index_query
+        turned = q_idx[:, :, DI - R :]
+        rope(turned, step.positions, table, pairing="pairs", backend=plan.backends["rope"])
+        wide = torch.promote_types(q_idx.dtype, torch.float32)
+        weights = inputs.index_weights.to(wide) * (HI**-0.5 * DI**-0.5)
+        index = IndexInputs(q_idx, weights, None)
+    return attend_compressed(
+        q,
+        raw,
+        cache,
+        plan,
+        sink=sink.float(),
+        table=table,
+        pooled=inputs and inputs.pooled,
+        index=index,
+        index_pooled=inputs and inputs.index_pooled,
+    )
+
+
+def with_positions(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Positions of a padded batch that came without: V4 counts a sequence's own tokens."""
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+    given = args[0] if given is None and args else given
+    if given is None:
+        return None
+    positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
+    return args, {**kwargs, "position_ids": positions}
+
+
+def check_positions(
+    positions: Tensor | None, spans: list[tuple[int, int]], lens: list[int]
+) -> None:
+    """Tokens stand at their places in their own sequences; looked at where that is cheap."""
+    if positions is None or (positions.device.type != "cpu" and positions.shape[-1] == 1):
+        return
+    rows = positions.expand(len(spans), positions.shape[-1]).tolist()
+    for b, ((start, stop), before) in enumerate(zip(spans, lens, strict=True)):
+        if rows[b][start:stop] != list(range(before, before + stop - start)):
+            raise ShapeError(
+                f"attach: position_ids must count each sequence's own tokens for deepseek_v4, "
+                f"row {b} goes on at {before} with {stop - start} tokens, "
+                f"got {rows[b][start:stop][:4]}..."
+            )

@@ -1,0 +1,249 @@
+"""attach() on DeepSeek V4: the same tokens as transformers, whose padded batches are wrong."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla import CacheFullError, ConfigError, ShapeError
+
+transformers = pytest.importorskip("transformers")
+
+from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
+
+VOCAB = 97
+FIELDS: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 32,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 32,
+    "compress_ratios": [0, 4, 128, 4],
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def make_v4(seed: int = 0, **changes: Any) -> Any:
+    """All three kinds of layers, unit-gain random weights, sinks that matter."""
+    config = transformers.CONFIG_MAPPING["deepseek_v4"](**{**FIELDS, **changes})
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        elif name.endswith("sinks"):
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def prompts(lens: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, and their mask."""
+    S = max(lens)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (len(lens), S), generator=generator)
+    mask = (torch.arange(S) >= S - torch.tensor(lens)[:, None]).long()
+    return ids * mask, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, n: int = 64, **kw: Any) -> Tensor:
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": n, "do_sample": False, **kw}
+    out: Tensor = model.generate(ids, attention_mask=mask, **options)
+    return out[:, ids.shape[1] :]
+
+
+@pytest.mark.parametrize("seed, S", [(0, 600), (1, 130), (2, 3), (3, 257)])
+def test_generates_what_transformers_does(seed: int, S: int) -> None:
+    model = make_v4(seed)
+    ids, _ = prompts((S,) * 4, seed)
+    expected = generate(model, ids)
+    attach(model)
+    assert torch.equal(generate(model, ids), expected)
+    detach(model)
+    assert torch.equal(generate(model, ids, n=8), expected[:, :8])
+
+
+@pytest.mark.parametrize("seed, lens", [(0, (600, 5, 129, 372)), (1, (1, 127, 128, 200))])
+def test_padded_rows_are_the_rows_alone(seed: int, lens: tuple[int, ...]) -> None:
+    """Against one unpadded row at a time: transformers' own padded batch is not the same."""
+    model = make_v4(seed)
+    ids, mask = prompts(lens, seed)
+    rows = [ids[b : b + 1, -n:] for b, n in enumerate(lens)]
+    expected = [generate(model, row)[0] for row in rows]
+    logits = [model(row).logits[0] for row in rows]
+    attach(model)
+    actual = generate(model, ids, mask)
+    for b, n in enumerate(lens):
+        assert torch.equal(actual[b], expected[b])
+    for options in ({}, {"use_cache": False}):
+        whole = model(ids, attention_mask=mask, **options).logits
+        for b, n in enumerate(lens):
+            assert relative(whole[b, -n:], logits[b]) < 1e-5
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("steps", [(127, 1, 1, 71), (128, 4, 68), (3, 1, 120, 76), (1,) * 20])
+def test_any_cut_is_one_pass(steps: tuple[int, ...]) -> None:
+    model = make_v4()
+    ids, _ = prompts((sum(steps),) * 2)
+    expected = model(ids, use_cache=False).logits
+    attach(model)
+    past, parts, start = None, [], 0
+    for n in steps:
+        out = model(ids[:, start : start + n], past_key_values=past, use_cache=True)
+        past, start = out.past_key_values, start + n
+        parts.append(out.logits)
+    assert relative(torch.cat(parts, 1), expected) < 1e-5
+
+
+def test_rows_move_repeat_copy_and_crop() -> None:
+    """What a cache is asked for by beams, candidates and assistants; states move with the rows."""
+    model = make_v4()
+    ids, _ = prompts((150,) * 3)
+    more, _ = prompts((9,) * 4, seed=7)
+    plain = deepcopy(model)
+    attach(model)
+    past = model(ids).past_key_values
+    kept = deepcopy(past)
+    past.reorder_cache(torch.tensor([2, 0, 0]))
+    past.batch_repeat_interleave(2)
+    past.batch_select_indices(torch.tensor([0, 2, 3, 5]))
+    order = [2, 0, 0, 0]
+    for part in (more[:, :4], more[:, 4:]):
+        logits = model(part, past_key_values=past).logits
+    expected = plain(torch.cat([ids[order], more], 1)).logits
+    assert relative(logits, expected[:, -5:]) < 1e-5
+    past.crop(-8)
+    again = model(more[:, 1:], past_key_values=past).logits
+    assert relative(again, expected[:, -8:]) < 1e-5
+    with pytest.raises(ShapeError, match=r"can be cut to 0 or \d+..159 tokens \(rollback=32\)"):
+        past.crop(-100)
+    assert past.get_seq_length() == 159
+    token = model(more[:1, :1].expand(3, 1), past_key_values=kept).logits
+    alone = plain(torch.cat([ids, more[:1, :1].expand(3, 1)], 1)).logits
+    assert relative(token, alone[:, -1:]) < 1e-5
+    pool = attachment_of(model).pool
+    del past, kept
+    assert pool.num_free == pool.num_blocks and not pool.requests
+
+
+def test_beams() -> None:
+    """Beam search, which transformers' own V4 cache gets wrong: the best beams score as they
+    say, each run alone."""
+    model = make_v4(5)
+    ids, _ = prompts((40, 40))
+    plain = deepcopy(model)
+    attach(model)
+    options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, **options)
+    logits = plain(out.sequences[:, :-1]).logits[:, 39:].log_softmax(-1)
+    chosen = logits.gather(2, out.sequences[:, 40:, None])[..., 0]
+    assert torch.allclose(chosen.sum(1) / 12, out.sequences_scores, atol=1e-5)
+
+
+def test_recycled_windows_and_bytes() -> None:
+    """Raw rows do not grow with the context; everything comes back."""
+    model = make_v4()
+    attach(model)
+    attachment = attachment_of(model)
+    ids, _ = prompts((700,))
+    past = model(ids).past_key_values
+    model(ids[:, :1], past_key_values=past)
+    entries, rows, states = attachment.pools
+    assert rows.num_blocks - rows.num_free <= 3
+    assert states.num_blocks - states.num_free == 1
+    assert entries.num_blocks - entries.num_free == 3
+    used = sum(
+        count * part.data[0].numel() * part.data.element_size()
+        for cache in attachment.caches.values()
+        for part, count in (
+            (cache.compressed, 3),
+            (cache.index, 3),
+            (cache.window, rows.num_blocks - rows.num_free),
+            (cache.state, 1),
+        )
+        if part is not None
+    )
+    assert attachment.used_bytes() == used
+    past.reset()
+    assert attachment.used_bytes() == 0
+    plan = attachment.last_plan
+    assert plan is not None and "entries" in plan.explain()
+
+
+@pytest.mark.parametrize("format, bound", [("bf16", 2e-2), ("fp8_dsv4", 0.15), ("fp16", 3e-3)])
+def test_cache_formats(format: str, bound: float) -> None:
+    model = make_v4(head_dim=128, qk_rope_head_dim=64, index_head_dim=64, num_hidden_layers=3)
+    ids, _ = prompts((200, 200))
+    expected = model(ids).logits
+    attach(model, cache_format=format)
+    past = model(ids[:, :190]).past_key_values
+    actual = model(ids[:, 190:], past_key_values=past).logits
+    assert 0 < relative(actual, expected[:, 190:]) < bound
+
+
+def test_bf16_model_runs_near_float32() -> None:
+    model = make_v4(1, num_hidden_layers=3)
+    ids, _ = prompts((140,))
+    expected = model(ids).logits
+    model = model.to(torch.bfloat16)
+    plain = model(ids).logits.float()
+    attach(model)
+    actual = model(ids).logits.float()
+    # top-k flips make either stray; ours must not stray more
+    assert relative(actual, expected) < 1.5 * relative(plain, expected)
+
+
+def test_bad_input() -> None:
+    model = make_v4()
+    with pytest.raises(ConfigError, match="block_size must be a multiple of 128 for deepseek_v4"):
+        attach(model, block_size=64)
+    with pytest.raises(ConfigError, match="format fp8_dsv4 needs rows of a multiple of 64"):
+        attach(model, cache_format="fp8_dsv4")
+    attach(model, num_blocks=2)
+    ids, mask = prompts((20, 12))
+    with pytest.raises(ShapeError, match="row 0 goes on at 0 with 20 tokens, got .1, 2, 3, 4."):
+        model(ids, position_ids=torch.arange(1, 21)[None].expand(2, -1))
+    with pytest.raises(CacheFullError, match="needs 1 blocks, 0 of 2 are free"):
+        model(prompts((9, 9, 9))[0])
+    assert attachment_of(model).pool.num_free == 2
+    past = model(ids, attention_mask=mask).past_key_values
+    with pytest.raises(ShapeError, match="the cache holds 2 sequences, got a batch of 1"):
+        model(ids[:1, :1], past_key_values=past)
+    full = transformers.DynamicCache(config=model.config)
+    detach(model)
+    model(ids, past_key_values=full)
+    attach(model)
+    with pytest.raises(ConfigError, match="must be empty or made after attach"):
+        model(ids[:, :1], past_key_values=full)
+    detach(model)
+    assert "forward" not in vars(model.model.layers[1].self_attn.compressor)
+    assert model(ids).logits.shape == (2, 20, VOCAB)
