@@ -18,10 +18,11 @@ the V rows of state_slots[b], position p in row p % V:
     otherwise    [largest z | sum | sum of kv], 3 D values: window p // ratio up to p, the sums
                  weighted with exp(z - largest)
 Rows of this step's last V tokens are written after all reads. So a step may start over at an
-earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back with overlap, V - 1
-without; entries the lost tokens finished are written again by the true ones. A request whose
-state_slots is negative is skipped. Everything up to the encoding is float32 (float64 for float64
-inputs); kv and score may be of any floating dtype.
+earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
+written with overlap, V - 1 without; entries the lost tokens finished are written again by the true
+ones. A request whose state_slots is negative is skipped. No two requests write the same entry.
+Everything up to the encoding is float32 (float64 for float64 inputs); kv and score are of one
+floating dtype.
 """
 
 from __future__ import annotations
@@ -90,8 +91,10 @@ def _check_values(tensors: tuple[Tensor, ...], dims: dict[str, int], ratio: int)
     firsts = torch.zeros_like(lens)
     firsts[lens > 0] = positions[start_loc[:-1][lens > 0].long()]
     owners = torch.arange(dims["B"]).repeat_interleave(lens)
-    mine = positions[: owners.shape[0]]
-    wanted = torch.arange(owners.shape[0]) - start_loc[owners].long() + firsts[owners]
+    rows = used[owners].nonzero().squeeze(1)
+    owners = owners[rows]
+    mine = positions[rows]
+    wanted = rows - start_loc[owners].long() + firsts[owners]
     if mine.numel() and (mine.min() < 0 or mine.max() >= dims["Q"]):
         raise ShapeError(
             f"{op}: positions must be within the table's 0..{dims['Q'] - 1}, "
@@ -100,7 +103,8 @@ def _check_values(tensors: tuple[Tensor, ...], dims: dict[str, int], ratio: int)
     if bool((mine != wanted).any()):
         t = int((mine != wanted).nonzero()[0])
         raise ShapeError(
-            f"{op}: positions of a request must be consecutive, got {int(mine[t])} at row {t}, "
+            f"{op}: positions of a request must be consecutive, got {int(mine[t])} at row "
+            f"{int(rows[t])}, "
             f"expected {int(wanted[t])}."
         )
     starts, ends = firsts // ratio, (firsts + lens) // ratio

@@ -1,0 +1,114 @@
+"""V4's compressor: tokens pooled into entries of a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import Job, main
+from openmla.cache.format import get_format, state_rows, state_width
+from openmla.ops import compress_kv
+from openmla.ops.compress_kv import cost
+from openmla.testing import Inputs, out_budget, start_loc
+
+R = 64
+# V4's three compressors; a block of each covers 256 tokens.
+C4A: dict[str, Any] = {"D": 512, "ratio": 4, "overlap": True, "format": "fp8_dsv4"}
+C128A: dict[str, Any] = {"D": 512, "ratio": 128, "overlap": False, "format": "fp8_dsv4"}
+INDEX: dict[str, Any] = {**C4A, "D": 128, "format": "index_fp8"}
+# Each request's tokens, and where the first one starts; the next ones start one later each, so that
+# a decode step finishes entries of one request in `ratio`.
+DECODE: dict[str, Any] = {"lens": (1,) * 128, "start": 8192}
+PREFILL: dict[str, Any] = {"lens": (8192,), "start": 0}
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny-c4a-decode-8": {**C4A, "lens": (1,) * 8, "start": 64},
+    "tiny-c128a-prefill-256": {**C128A, "lens": (256,), "start": 0},
+    "tiny-index-prefill-64": {**INDEX, "lens": (64,), "start": 0},
+    "v4-c4a-decode-128": {**C4A, **DECODE},
+    "v4-c128a-decode-128": {**C128A, **DECODE},
+    "v4-c4a-prefill-8k": {**C4A, **PREFILL},
+    "v4-c128a-prefill-8k": {**C128A, **PREFILL},
+    "v4-index-prefill-8k": {**INDEX, **PREFILL},
+}
+
+
+def finished(inputs: Inputs) -> Tensor:
+    """[n] i64 slots of the entries a step writes."""
+    ratio, BS = inputs.scalars["ratio"], inputs["cache"].shape[1]
+    bounds = inputs["query_start_loc"].tolist()
+    slots = []
+    for b, (begin, end) in enumerate(pairwise(bounds)):
+        start = int(inputs["positions"][begin])
+        i = torch.arange(start // ratio, (start + end - begin) // ratio, device=inputs["kv"].device)
+        slots.append(inputs["block_table"][b, i // BS].long() * BS + i % BS)
+    return torch.cat(slots)
+
+
+def left_behind(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
+    """Entries [n, D] and state that a backend leaves in fresh copies."""
+    fresh = inputs.clone()
+    fresh.run(compress_kv, backend=backend)
+    layout, D = get_format(fresh.scalars["format"]), fresh["norm_weight"].shape[0]
+    slots = finished(fresh)
+    entries = layout.read(fresh["cache"], slots, fresh["kv_scale"], torch.float32, D)
+    return entries, fresh["state"]
+
+
+def check(inputs: Inputs, backend: str) -> float:
+    """Against entries that were not rounded to the format; the state counts as much."""
+    actual, peer = left_behind(inputs, backend), left_behind(inputs, "reference")
+    wide = inputs.double()
+    D = wide["norm_weight"].shape[0]
+    data = torch.zeros((*wide["cache"].shape[:2], D), device=wide["cache"].device)
+    tensors, scalars = {**wide.tensors, "cache": data}, {**wide.scalars, "format": "fp32"}
+    exact = left_behind(Inputs(tensors, scalars, ()), "reference")
+    return max(out_budget(*each) for each in zip(actual, exact, peer, strict=True))
+
+
+def job(shape: dict[str, Any], device: str) -> Job:
+    D, ratio, overlap = shape["D"], shape["ratio"], shape["overlap"]
+    lens, layout = shape["lens"], get_format(shape["format"])
+    B, T = len(lens), sum(lens)
+    starts = range(shape["start"], shape["start"] + B)
+    Q = max(start + n for start, n in zip(starts, lens, strict=True))
+    BS = max(256 // ratio, 1)
+    M = -(-Q // (ratio * BS))
+    pages = torch.zeros(B * M, layout.page_width(D, BS), device=device).to(layout.dtype)
+    W, CD = layout.width(D), 2 * D if overlap else D
+    half = torch.arange(0, R, 2, device=device) / R
+    angles = torch.outer(torch.arange(float(Q), device=device), 10000.0**-half)
+    V = state_rows(ratio, overlap=overlap) + 1  # a draft: rows read are not the ones written
+    state = torch.randn(B, V, state_width(D, overlap=overlap), device=device)
+    if not overlap:
+        state[..., D : 2 * D] = state[..., D : 2 * D].abs() + 1  # a sum that has its largest in it
+    positions = [p for start, n in zip(starts, lens, strict=True) for p in range(start, start + n)]
+    tensors = {
+        "cache": pages[:, : BS * W].unflatten(1, (BS, W)),
+        "kv_scale": torch.ones((), device=device),
+        "state": state,
+        "kv": torch.randn(T, CD, device=device),
+        "score": torch.randn(T, CD, device=device),
+        "bias": torch.randn(ratio, CD, device=device),
+        "norm_weight": torch.randn(D, device=device),
+        "table": torch.cat([angles.cos(), angles.sin()], dim=1),
+        "positions": torch.tensor(positions, device=device),
+        "query_start_loc": start_loc(lens, device),
+        "block_table": torch.randperm(B * M, device=device).int().view(B, M),
+        "state_slots": torch.randperm(B, device=device).int(),
+    }
+    form = {"ratio": ratio, "overlap": overlap, "format": layout.name}
+    needed = cost(T, B, D=D, itemsize=4, **form)
+    return Job(Inputs(tensors, {**form, "eps": 1e-6}, ("state", "kv", "score")), needed, check)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    main(arguments, compress_kv, {name: partial(job, shape) for name, shape in SIZES.items()})
+
+
+if __name__ == "__main__":
+    run()
