@@ -52,6 +52,7 @@ def attend_compressed(
     ):
         if wanted and given is None:
             raise ConfigError(f"step: {name} must be given for ratio {step.ratio}, got none.")
+    _check_cache(cache, plan, pooled)
     cache_write(
         window.data,
         raw,
@@ -92,6 +93,16 @@ def attend_compressed(
         backend=plan.backends["mqa_sparse"],
     )
     return out
+
+
+def _check_cache(cache: LayerCache, plan: Plan, pooled: Pooled | None) -> None:
+    """What would otherwise come up when half of a step is written."""
+    if cache.geometry is not None and plan.geometry not in (None, cache.geometry):
+        raise ConfigError("step: cache must have the geometry the plan was made for, got another.")
+    if pooled is not None and cache.state is not None:
+        wide = torch.promote_types(pooled.kv.dtype, torch.float32)
+        if wide != cache.state.data.dtype:
+            raise ConfigError(f"step: state must be {wide} with {pooled.kv.dtype} tokens.")
 
 
 def _window_of(plan: Plan) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -13,8 +14,8 @@ import torch
 from openmla.errors import ConfigError, UnsupportedError
 
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "cache_gather": ("reference",),
-    "cache_write": ("reference",),
+    "cache_gather": ("triton", "reference"),
+    "cache_write": ("triton", "reference"),
     "compress_kv": ("reference",),
     "index_logits": ("reference",),
     "index_logits_ragged": ("reference",),
@@ -22,18 +23,22 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_topk": ("reference",),
     "index_write": ("reference",),
     "map_slots": ("reference",),
-    "merge_states": ("reference",),
+    "merge_states": ("triton", "reference"),
     "mha_masked": ("reference",),
     "mha_ragged": ("sdpa", "reference"),
-    "mqa_paged": ("sdpa", "reference"),
-    "mqa_sparse": ("flashmla", "reference"),
+    "mqa_paged": ("sdpa", "triton", "reference"),
+    "mqa_sparse": ("flashmla", "triton", "reference"),
     "pack_mask": ("reference",),
     "rope": ("reference",),
 }
 
 
-# Packages that are not installed with this one; looked for by name, before any is imported.
-REQUIRES = {"flashmla": "flash_mla"}
+# Packages that are not installed with this one, and from which version up to which; looked for by
+# name, before any is imported. Triton's range is what CI compiles.
+REQUIRES: dict[str, tuple[str, str, str]] = {
+    "flashmla": ("flash_mla", "", ""),
+    "triton": ("triton", "3.6", "3.8"),
+}
 
 
 @dataclass(frozen=True)
@@ -77,11 +82,26 @@ def why_not(problem: Problem, backend: str) -> str | None:
     """Why a backend cannot run a problem, or None if it can."""
     if backend not in BACKENDS[problem.op]:
         return f"has no {problem.op}"
-    package = REQUIRES.get(backend)
-    if package is not None and find_spec(package) is None:
-        return f"package {package} is not installed"
+    missing = _missing(*REQUIRES[backend]) if backend in REQUIRES else None
+    if missing is not None:
+        return missing
     reason: str | None = load(problem.op, backend).why_not(problem)
     return reason
+
+
+@lru_cache
+def _missing(package: str, first: str, last: str) -> str | None:
+    if find_spec(package) is None:
+        return f"package {package} is not installed"
+    if first:
+        found = version(package)
+        if not _numbers(first) <= _numbers(found) < _numbers(last):
+            return f"needs {package}>={first},<{last}, this is {found}"
+    return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 @lru_cache(maxsize=1024)

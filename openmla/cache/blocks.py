@@ -29,7 +29,7 @@ class BlockPool:
         for name, value in (sizes if window is None else {**sizes, "window": window}).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
-        if not isinstance(rollback, int) or rollback < 0:
+        if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
             raise ConfigError(f"cache: rollback must not be negative, got {rollback!r}.")
         self.num_blocks = num_blocks
         self.block_size = block_size

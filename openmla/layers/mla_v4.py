@@ -120,7 +120,8 @@ class MLAAttentionV4(nn.Module):
             inverse=True,
             backend=plan.backends["rope"],
         )
-        return self.o_b_proj(self.o_a_proj(out.reshape(T, self.o_a_proj.groups, -1)))
+        groups = self.o_a_proj.groups
+        return self.o_b_proj(self.o_a_proj(out.reshape(T, groups, H * D // groups)))
 
     def _check(self, hidden: Tensor, positions: Tensor, cache: LayerCache, plan: Plan) -> None:
         T = plan.num_tokens
@@ -144,8 +145,9 @@ class MLAAttentionV4(nn.Module):
             )
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        n = step.query_start_loc[-1]  # what fills up a captured step may have any
-        if not torch.equal(positions[:n], step.positions[:n]):
+        # what fills up a captured step, or belongs to an empty request, may have any
+        counted = torch.arange(T) < step.query_start_loc[-1]
+        if bool((counted & (step.positions >= 0) & (positions != step.positions)).any()):
             raise ShapeError(
                 "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "
                 "plan does: entries are made and seen by them."

@@ -9,7 +9,7 @@
     v        = v / sqrt(mean(v * v) + eps) * norm_weight
     v[D-R:]  rotated in pairs to position ratio * i, as ops/rope does
     v        = v @ H / sqrt(D) if hadamard: H the D-point Hadamard matrix, D a power of two
-    cache[b, i] = encode(v), looked up in block_table[b]
+    cache[b, i] = encode(v), looked up in block_table[b]; for packed formats of v rounded to bf16
 
 Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1, consecutive positions; rows past
 query_start_loc[B] are not looked at. Tokens of earlier steps are in `state`, where request b has
@@ -21,7 +21,7 @@ Rows of this step's last V tokens are written after all reads. So a step may sta
 earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
 written with overlap, V - 1 without; entries the lost tokens finished are written again by the true
 ones. A request whose state_slots is negative is skipped. No two requests write the same entry.
-Everything up to the encoding is float32 (float64 for float64 inputs); kv and score are of one
+Everything up to that is float32 (float64 for float64 inputs); kv and score are of one
 floating dtype.
 """
 

@@ -40,7 +40,8 @@ def plan_compressed(
         raise ConfigError(
             f"plan: form must be auto or absorbed for {config.model_type}, got {form!r}."
         )
-    _check_workspace(config, cache, workspace, batch.num_tokens)
+    num_tokens = batch.num_tokens if into is None else into["slot_mapping"].shape[0]
+    _check_workspace(config, cache, workspace, num_tokens)
     if dtype is None:
         dtype = torch.bfloat16 if window.layout.packed else window.data.dtype
     check_batch(batch, config, cache, window)
@@ -140,6 +141,7 @@ def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: Page
         ends = torch.tensor(finished, dtype=torch.int32)
         N, BS = cache.compressed.num_blocks, cache.compressed.block_size
         check_block_table("batch", batch.block_table, None, ends, N, BS)
+        _check_entries(batch, cache.ratio, N, BS)
     if batch.state_slots.device.type == "cpu":
         used = batch.state_slots[torch.tensor(batch.query_lens) > 0].long()
         if used.numel() and int(used.min()) < 0:
@@ -148,6 +150,17 @@ def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: Page
                 f"got {int(used.min())}."
             )
         check_slots("batch", used, cache.state.num_blocks, "state_slots")
+
+
+def _check_entries(batch: Batch, ratio: int, N: int, BS: int) -> None:
+    """No two requests finish the same entry in this step."""
+    firsts = torch.tensor([(S - n) // ratio for n, S in _lens(batch)], dtype=torch.int64)
+    counts = torch.tensor([S // ratio for _, S in _lens(batch)], dtype=torch.int64) - firsts
+    owners = torch.arange(len(batch.seq_lens)).repeat_interleave(counts)
+    starts = counts.cumsum(0) - counts
+    entries = torch.arange(owners.shape[0]) - starts[owners] + firsts[owners]
+    blocks = batch.block_table[owners, entries // BS].long() if owners.numel() else owners
+    check_slots("batch", blocks * BS + entries % BS, N * BS, "entries of block_table")
 
 
 def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
@@ -192,8 +205,10 @@ def _describe(batch: Batch, config: MLAConfig, cache: LayerCache) -> CompressedP
     everyone = range(len(batch.query_lens))
     true_lens = true_row_lens(batch, everyone, seen)
     table, states = batch.window_table, batch.state_slots
-    if true_lens.device.type != "cpu":  # slots are worked out where positions are
-        table = table.to(true_lens.device, non_blocking=True)
+    if batch.device_seq_lens is not None:  # slots are worked out where positions are
+        device = batch.device_seq_lens.device
+        table = table.to(device, non_blocking=True)
+        states = states.to(device, non_blocking=True).where(batch.device_seq_lens > 0, -1)
     ratio = cache.ratio
     entries = true_lens // max(ratio, 1) if ratio else torch.zeros_like(true_lens)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
@@ -227,7 +242,8 @@ def window_slots(step: CompressedPlan, BS: int) -> Tensor:
     )
     positions = step.positions.to(table.device)
     columns = (positions // BS) % max(table.shape[1], 1)
-    return table[owners, columns].long() * BS + positions % BS
+    slots = table[owners, columns].long() * BS + positions % BS
+    return slots.masked_fill(positions < 0, -1)  # of a request only the device knows to be empty
 
 
 def compressed_buffers(

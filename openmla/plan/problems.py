@@ -89,9 +89,10 @@ def index_problem(
 ) -> Problem:
     index = cache.index
     assert index is not None  # make_plan looked
-    if op == "index_topk":
-        dtype = torch.float32
-    elif op == "index_logits":
+    if op == "index_topk":  # of scores, wherever they come from
+        where = capability(device)
+        return Problem(op, device.type, where, dtype=torch.float32, K=indexer.topk)
+    if op == "index_logits":
         dtype = index.layout.query_dtype(dtype, indexer.head_dim)
     return Problem(
         op=op,
@@ -102,5 +103,4 @@ def index_problem(
         H=indexer.num_heads if op == "index_logits" else 0,
         D=indexer.head_dim,
         BS=index.block_size,
-        K=indexer.topk if op == "index_topk" else 0,
     )

@@ -98,7 +98,7 @@ def test_padded_rows_are_the_rows_alone(seed: int, lens: tuple[int, ...]) -> Non
     logits = [model(row).logits[0] for row in rows]
     attach(model)
     actual = generate(model, ids, mask)
-    for b, n in enumerate(lens):
+    for b in range(len(lens)):
         assert torch.equal(actual[b], expected[b])
     for options in ({}, {"use_cache": False}):
         whole = model(ids, attention_mask=mask, **options).logits
@@ -230,7 +230,7 @@ def test_bad_input() -> None:
         attach(model, cache_format="fp8_dsv4")
     attach(model, num_blocks=2)
     ids, mask = prompts((20, 12))
-    with pytest.raises(ShapeError, match="row 0 goes on at 0 with 20 tokens, got .1, 2, 3, 4."):
+    with pytest.raises(ShapeError, match=r"row 0 goes on at 0 with 20 tokens, got \[1, 2, 3, 4"):
         model(ids, position_ids=torch.arange(1, 21)[None].expand(2, -1))
     with pytest.raises(CacheFullError, match="needs 1 blocks, 0 of 2 are free"):
         model(prompts((9, 9, 9))[0])

@@ -66,7 +66,10 @@ def run(
             v = v @ hadamard_matrix(D, wide, v.device)
         owner = torch.full((1,), b, device=cache.device)
         where = look_up(entries[None], block_table, owner, cache.shape[1], cache.shape[0])[0]
-        get_format(format).write(cache, where[where >= 0], v[where >= 0], kv_scale)
+        layout = get_format(format)
+        if layout.packed:
+            v = v.to(torch.bfloat16)
+        layout.write(cache, where[where >= 0], v[where >= 0], kv_scale)
 
 
 def _pool_overlapping(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:

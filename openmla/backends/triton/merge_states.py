@@ -1,0 +1,141 @@
+"""merge_states, Triton: two partial attentions over disjoint keys into one, in place.
+
+Computes  m = max(lse, other_lse);  weights = exp(lse - m), exp(other_lse - m);  z = their sum
+          out = (weight * out + other weight * other_out) / z;  lse = m + log(z)
+          (specification: ops/merge_states.py; numbers: backends/reference/merge_states.py)
+Grid      (cdiv(T * H, BLOCK_N),): one program owns BLOCK_N rows, all their columns.
+Reads     out, other_out [T, H, V], lse, other_lse [T, H]
+Writes    out, lse
+Limits    see why_not()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    TARGETS,
+    TYPES,
+    Build,
+    cdiv,
+    interpreted,
+    next_power_of_2,
+    why_not_device,
+)
+from openmla.backends.triton.cache_write import round_to, widen
+
+
+@triton.jit
+def _wide(values, dtype: tl.constexpr):
+    """As float32 or float64."""
+    if values.dtype == dtype:
+        wide = values
+    else:
+        wide = widen(values).to(dtype)
+    return wide
+
+
+@triton.jit
+def _merge_states_kernel(
+    out, lse, other_out, other_lse,
+    out_token, out_head, lse_token, lse_head,
+    other_out_token, other_out_head, other_lse_token, other_lse_head, num_rows,
+    H: tl.constexpr, V: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = row < num_rows
+    t, h = row // H, row % H
+    lse_at = lse + t * lse_token + h * lse_head
+    other_lse_at = other_lse + t * other_lse_token + h * other_lse_head
+    mine = _wide(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
+    other = _wide(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
+    # NaN fails both comparisons: +inf and NaN are empty sides as -inf is
+    seen = (mine > float("-inf")) & (mine < float("inf"))
+    other_seen = (other > float("-inf")) & (other < float("inf"))
+    mine = tl.where(seen, mine, float("-inf"))
+    other = tl.where(other_seen, other, float("-inf"))
+    largest = tl.maximum(mine, other)
+    largest = tl.where(seen | other_seen, largest, 0.0)
+    weight = tl.exp(mine - largest)
+    other_weight = tl.exp(other - largest)
+    total = tl.where(seen | other_seen, weight + other_weight, 1.0)
+    merged = tl.where(seen | other_seen, largest + tl.log(total), float("-inf"))
+    weight = (weight / total)[:, None]
+    other_weight = (other_weight / total)[:, None]
+    # lse may be other_lse: no warp writes it before all have read it
+    tl.debug_barrier()
+    tl.store(lse_at, merged.to(lse.dtype.element_ty), mask=mask)
+    at = (out + t * out_token + h * out_head)[:, None]
+    other_at = (other_out + t * other_out_token + h * other_out_head)[:, None]
+    for start in range(0, V, BLOCK_V):
+        v = (start + tl.arange(0, BLOCK_V))[None, :]
+        columns = tl.load(at + v, mask=seen[:, None] & (v < V), other=0.0)
+        others = tl.load(other_at + v, mask=other_seen[:, None] & (v < V), other=0.0)
+        values = _wide(columns, dtype) * weight + _wide(others, dtype) * other_weight
+        tl.store(at + v, round_to(values, out.dtype.element_ty, ASM), mask=mask[:, None] & (v < V))
+
+
+def why_not(problem: Problem) -> str | None:
+    return why_not_device(problem.device)
+
+
+def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    T, H, V = out.shape
+    if T * H == 0:
+        return
+    tensors = (out, lse, other_out, other_lse)
+    constants = constants_of(H, V, any(tensor.dtype == torch.float64 for tensor in tensors))
+    _merge_states_kernel[(cdiv(T * H, constants["BLOCK_N"]),)](
+        *tensors,
+        *(stride for tensor in tensors for stride in tensor.stride()[:2]),
+        T * H,
+        **constants,
+        num_warps=4,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def constants_of(H: int, V: int, double: bool) -> dict[str, Any]:
+    """A tile of 2048 values: 16 per thread and side."""
+    block_v = next_power_of_2(min(max(V, 1), 2048))
+    return {
+        "H": H,
+        "V": V,
+        "dtype": tl.float64 if double else tl.float32,
+        "ASM": not interpreted(),
+        "BLOCK_N": min(2048 // block_v, 128),
+        "BLOCK_V": block_v,
+    }
+
+
+def builds() -> Iterator[Build]:
+    """Latent outputs and expanded ones, per target."""
+    for capability in TARGETS:
+        for H, V in ((128, 512), (128, 128)):
+            yield merge_build(capability, H, V)
+
+
+def merge_build(capability: int, H: int, V: int, dtype: torch.dtype = torch.bfloat16) -> Build:
+    constants = constants_of(H, V, dtype == torch.float64)
+    types = {
+        "out": TYPES[dtype],
+        "other_out": TYPES[dtype],
+        "lse": "fp32",
+        "other_lse": "fp32",
+    }
+    signature = {
+        name: "constexpr" if name in constants else "*" + types[name] if name in types else "i32"
+        for name in _merge_states_kernel.arg_names
+    }
+    return Build(
+        f"merge-H{H}-V{V}", _merge_states_kernel, signature, constants, 4, 1, capability
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""mqa_sparse, Triton: segments of any kind, rows cut into runs where tokens are few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import Build
+from openmla.backends.triton._launch import Rows, latent_builds, run_latent, why_not_latent
+
+
+def why_not(problem: Problem) -> str | None:
+    return why_not_latent(problem)
+
+
+def run(
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    segments: Sequence[Any],
+    sink: Tensor | None,
+    *,
+    C: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return run_latent(
+        q_latent,
+        query_start_loc,
+        positions,
+        [Rows(*segment) for segment in segments],
+        sink=sink,
+        C=C,
+        scale=scale,
+        width=sum(segment.width for segment in segments),
+    )
+
+
+def builds() -> Iterator[Build]:
+    yield from latent_builds("slots", "positions", "window positions", "window prefix")

@@ -1,0 +1,301 @@
+"""MLAAttentionV4, its plans and caches: what is refused, how, and that nothing has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla import (
+    PRESETS,
+    Batch,
+    ConfigError,
+    LayerCache,
+    MLAAttention,
+    MLAAttentionV4,
+    OpenMLAError,
+    PagedCache,
+    ShapeError,
+    UnsupportedError,
+    allocate_cache,
+    make_plan,
+    warmup,
+)
+from openmla.attention import attend_compressed
+from tests.layers.v4 import RATIOS, Server, make_layer, sequence, tiny_config
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        layer = make_layer(tiny_config(), 4)
+        assert not any(parameter.requires_grad for parameter in layer.parameters())
+        server = Server(layer, {"r": sequence(20).requires_grad_()})
+        before = server.bytes()
+        with pytest.raises(UnsupportedError, match=r"Run under torch\.inference_mode\(\)"):
+            server.step([("r", 20)])
+        assert server.unchanged(before)
+
+
+def ready(ratio: int = 4, **options: Any) -> tuple[Server, Batch]:
+    """A server about to take three more tokens of one request and one of another."""
+    layer = make_layer(tiny_config(), ratio)
+    hidden = {name: sequence(200, seed) for seed, name in enumerate("ab")}
+    server = Server(layer, hidden, **options)
+    server.step([("a", 140), ("b", 12)])
+    return server, server.batch([("a", 3), ("b", 1)])
+
+
+def changed(table: Tensor | None, place: tuple[int, ...], value: int) -> Tensor:
+    assert table is not None
+    table = table.clone()
+    table[place] = value
+    return table
+
+
+def refuses(server: Server, batch: Batch, error: type[OpenMLAError], message: str) -> None:
+    before = server.bytes()
+    with pytest.raises(error) as raised:
+        server.plan(batch)
+    assert message in str(raised.value)
+    assert server.unchanged(before)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bad_rings(ratio: int) -> None:
+    server, batch = ready(ratio)
+    assert batch.window_table is not None
+    bare = replace(batch, window_table=None, state_slots=None)
+    message = "batch: window_table and state_slots must be given for deepseek_v4, got none."
+    refuses(server, bare, ShapeError, message)
+    short = replace(batch, window_table=batch.window_table[:, :2].contiguous())
+    message = (
+        "batch: window_table must have room for the 34 rows that request 0 needs in this step "
+        "(3 new ones), got 2 blocks of 16. Give the step fewer tokens, or the table more columns."
+    )
+    refuses(server, short, ShapeError, message)
+    column, N = 142 // 16 % batch.window_table.shape[1], server.pool.rows.num_blocks
+    for wrong in (-1, N):
+        table = changed(batch.window_table, (0, column), wrong)
+        message = f"batch: window_table[0, {column}] must be a block of the cache (0..{N - 1}), got"
+        refuses(server, replace(batch, window_table=table), ShapeError, f"{message} {wrong}.")
+    # positions 140 and 12 have the same place in a block
+    table = changed(batch.window_table, (0, column), int(batch.window_table[1, 0]))
+    refuses(server, replace(batch, window_table=table), ShapeError, "must name each slot once")
+
+
+def test_bad_states() -> None:
+    for ratio in (4, 128):
+        server, batch = ready(ratio)
+        assert batch.state_slots is not None
+        first = int(batch.state_slots[0])
+        for value, message in (
+            (-1, "batch: state_slots must not be negative for requests with tokens, got -1."),
+            (first, f"batch: state_slots must name each slot once, got {first} twice."),
+            (5, "batch: state_slots must be below 5, got 5."),
+        ):
+            slots = changed(batch.state_slots, (1,), value)
+            refuses(server, replace(batch, state_slots=slots), ShapeError, message)
+        idle = replace(batch, query_lens=[3, 0], state_slots=changed(batch.state_slots, (1,), -1))
+        server.plan(idle)
+
+
+def test_bad_block_tables() -> None:
+    server, batch = ready()
+    narrow = replace(batch, block_table=batch.block_table[:, :1].contiguous())
+    message = "batch: block_table must have a column for every 32 keys, got M=1 columns for 35 keys"
+    refuses(server, narrow, ShapeError, message)
+    table = changed(batch.block_table, (0, 1), 16)
+    message = "batch: block_table[0, 1] must be a block of the cache (0..15), got 16."
+    refuses(server, replace(batch, block_table=table), ShapeError, message)
+    server, batch = ready(0)  # looks at no entry
+    server.plan(replace(batch, block_table=batch.block_table[:, :0].contiguous()))
+
+
+def test_bad_batches() -> None:
+    _, batch = ready()
+    for changes, message in (
+        ({"state_slots": None}, "window_table and state_slots must be given together"),
+        ({"window_table": None}, "window_table and state_slots must be given together"),
+        ({"slot_mapping": torch.arange(4)}, "slot_mapping must not be given with a window_table"),
+        ({"window_table": torch.zeros(3, 2, dtype=torch.int32)}, "must be [B, M] int32 with B=2"),
+        ({"window_table": torch.zeros(2, 2)}, "window_table must be [B, M] int32 with B=2"),
+        ({"state_slots": torch.zeros(2)}, "state_slots must be [B] int32 with B=2"),
+        ({"state_slots": torch.zeros(1, dtype=torch.int32)}, "state_slots must be [B] int32"),
+    ):
+        with pytest.raises(ShapeError) as error:
+            replace(batch, **changes)
+        assert str(error.value).startswith("batch: ") and message in str(error.value)
+
+
+def test_bad_plans() -> None:
+    server, batch = ready()
+    with pytest.raises(ConfigError, match="form must be auto or absorbed for deepseek_v4, got 'ex"):
+        server.plan(batch, form="expanded")
+    server.plan(batch, form="absorbed")
+    cache = server.cache
+    assert cache.index is not None
+    one = torch.tensor(1.0)
+    for changes, message in (
+        ({"window": None}, "plan: cache must have window rows for deepseek_v4, got none."),
+        ({"compressed": None}, "plan: cache must have compressed rows for ratio 4."),
+        ({"state": None}, "plan: cache must have state rows for ratio 4."),
+        ({"index": None}, "plan: cache must have index rows for ratio 4."),
+        ({"ratio": 0}, "plan: cache must not have compressed rows for ratio 0."),
+        ({"ratio": 128}, "plan: cache must not have index rows for ratio 128."),
+        ({"ratio": 8}, "plan: cache must be of a compress ratio of this model, 0, 4, 128, got 8."),
+        (
+            {"index": PagedCache(torch.zeros(16, 16, 16), "index_fp32", one)},
+            "plan: index rows must be in 16 blocks of 32 like the entries, got 16 of 16.",
+        ),
+        (
+            {"index": PagedCache(torch.zeros(16, 32, 16), "fp32", one)},
+            "format 'fp32' is not known for index rows",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            make_plan(batch, server.layer.config, replace(cache, **changes))
+        assert message in str(error.value)
+    dense = PRESETS["tiny-v3"]
+    with pytest.raises(ShapeError, match="batch: slot_mapping must be given, only V4 does without"):
+        make_plan(batch, dense, allocate_cache(dense, num_blocks=2, block_size=128))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bad_calls_write_nothing(ratio: int) -> None:
+    server, batch = ready(ratio)
+    layer, plan = server.layer, server.plan(batch)
+    hidden, positions = server.tokens([("a", 3), ("b", 1)])
+    before = server.bytes()
+    wrong = [
+        (hidden[:3], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got (3"),
+        (hidden[:, :63], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got"),
+        (hidden, positions[:3], ShapeError, "positions must be [T] with T=4 as planned, got (3,)"),
+        (hidden, positions + 1, ShapeError, "positions must count each sequence's own tokens fro"),
+        (hidden, positions.flip(0), ShapeError, "positions must count each sequence's own tokens"),
+    ]
+    for rows, places, kind, message in wrong:
+        with pytest.raises(kind) as error:
+            layer(rows, places, server.cache, plan)
+        assert f"MLAAttentionV4: {message}" in str(error.value)
+    for other in RATIOS:
+        if other == ratio:
+            continue
+        another, its_batch = ready(other)
+        message = f"plan and cache must be of this layer's ratio {ratio}, got"
+        with pytest.raises(ConfigError, match=f"{message} {other} and {ratio}"):
+            layer(hidden, positions, server.cache, another.plan(its_batch))
+        with pytest.raises(ConfigError, match=f"{message} {ratio} and {other}"):
+            layer(hidden, positions, another.cache, plan)
+    longer = make_layer(replace(layer.config, max_positions=2048), ratio)
+    with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
+        longer(hidden, positions, server.cache, plan)
+    assert server.unchanged(before)
+    out = layer(hidden, positions, server.cache, plan)
+    assert out.isfinite().all() and not server.unchanged(before)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_bad_steps_write_nothing(ratio: int) -> None:
+    """The function below the layer looks at what it is given before it writes."""
+    server, batch = ready(ratio)
+    config, plan = server.layer.config, server.plan(batch)
+    table, sink = torch.ones(200, config.qk_rope_head_dim), torch.zeros(4)
+    q, raw = torch.zeros(4, 4, 32), torch.zeros(4, 32)
+    before = server.bytes()
+
+    def refused(message: str, *, cache: LayerCache = server.cache, **changes: Any) -> None:
+        given: dict[str, Any] = {"q": q, "raw": raw, "plan": plan, **changes}
+        with pytest.raises(OpenMLAError) as error:
+            attend_compressed(
+                given["q"], given["raw"], cache, given["plan"], sink=sink, table=table
+            )
+        assert str(error.value).startswith(f"step: {message}")
+
+    refused("q must be (4, 4, 32) as planned, got (3, 4, 32)", q=q[:3])
+    refused("q must be (4, 4, 32) as planned, got (4, 3, 32)", q=q[:, :3])
+    refused("raw must be (4, 32) as planned, got (4, 31)", raw=raw[:, :31])
+    refused("plan must be of a compressed layer", plan=replace(plan, compressed=None))
+    refused("cache must have window rows", cache=LayerCache())
+    other = ready(RATIOS[RATIOS.index(ratio) - 1])[0].cache
+    refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
+    if ratio:
+        refused(f"pooled must be given for ratio {ratio}, got none")
+    assert server.unchanged(before)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_positions_past_the_model_write_nothing(ratio: int) -> None:
+    config = replace(tiny_config(), max_positions=100)
+    server = Server(make_layer(config, ratio), {"r": sequence(200)})
+    server.step([("r", 99)])
+    plan = server.plan(server.batch([("r", 2)]))
+    before = server.bytes()
+    with pytest.raises(ShapeError, match=r"positions must be within the table's 0\.\.99, got 99"):
+        server.layer(*server.tokens([("r", 2)]), server.cache, plan)
+    assert server.unchanged(before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 64}, "block_size must be a multiple of 128 for deepseek_v4, got 64"),
+        ({"block_size": 192}, "block_size must be a multiple of 128 for deepseek_v4, got 192"),
+        ({"max_requests": None}, "max_requests must be a positive integer for deepseek_v4, got N"),
+        ({"max_tokens": 0}, "max_tokens must be a positive integer for deepseek_v4, got 0"),
+        ({"window_block_size": 1.5}, "window_block_size must be a positive integer for deepseek"),
+        ({"rollback": -1}, "rollback must not be negative, got -1"),
+        ({"format": "fp8_dsv4"}, "format fp8_dsv4 needs rows of a multiple of 64 values"),
+        ({"index_format": "bf16"}, "format 'bf16' is not known for index rows"),
+        ({"layer": -1}, "layer must be an integer of at least 0, got -1"),
+    ],
+)
+def test_bad_caches(changes: dict[str, Any], message: str) -> None:
+    given = {"num_blocks": 2, "block_size": 128, "max_requests": 1, "max_tokens": 8, "layer": 1}
+    with pytest.raises(ConfigError) as error:
+        allocate_cache(tiny_config(), **{**given, **changes})
+    assert message in str(error.value)
+
+
+def test_other_models_are_refused_by_name() -> None:
+    config = tiny_config()
+    with pytest.raises(UnsupportedError, match="MLAAttention: deepseek_v4 needs another layer"):
+        MLAAttention(config)
+    for name in ("tiny-v3", "tiny-v3.2"):
+        with pytest.raises(UnsupportedError, match=r"has no compressor\. Use MLAAttention"):
+            MLAAttentionV4(PRESETS[name], layer=0)
+    assert config.compressor is not None
+    for ratio in (3, 2, -4, 64, True):
+        with pytest.raises(ConfigError, match=r"compress_ratios\[1\] must be 0, 1, 4 or 128, got"):
+            replace(config.compressor, ratios=(0, ratio, 128))
+    with pytest.raises(UnsupportedError, match="attention_bias is not supported"):
+        MLAAttentionV4(replace(config, attention_bias=True), layer=0)
+    nope = replace(config, rope=replace(config.rope, kind="none"))
+    with pytest.raises(UnsupportedError, match="rope type 'none' is not supported"):
+        MLAAttentionV4(nope, layer=0)
+    assert config.indexer is not None
+    odd = replace(config, indexer=replace(config.indexer, head_dim=24))
+    with pytest.raises(UnsupportedError, match="hadamard needs a power of two, got width 24"):
+        MLAAttentionV4(odd, layer=1)
+    MLAAttentionV4(odd, layer=1, hadamard=False)
+
+
+def test_a_cache_of_another_kind() -> None:
+    config = tiny_config()
+    layer = make_layer(config, 0)
+    server = Server(layer, {"r": sequence(10)})
+    batch = server.batch([("r", 10)])
+    latent = LayerCache(latent=server.cache.window)
+    with pytest.raises(ConfigError, match="plan: cache must have window rows for deepseek_v4"):
+        make_plan(batch, config, latent)
+    with pytest.raises(ConfigError, match="warmup: cache must have window rows, got none"):
+        warmup(config, latent, max_requests=1, max_tokens=1)
+
+
+def test_config_with_ratio_one_is_window_only() -> None:
+    config = tiny_config()
+    assert config.compressor is not None
+    same = replace(config, compressor=replace(config.compressor, ratios=(1, 4, 128)))
+    assert same == config and make_layer(same, 0).compressor is None

@@ -1,0 +1,413 @@
+"""Plans of V4's layers: values, sizes, turns, captured buffers, workspace, and what they say."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from openmla import (
+    PRESETS,
+    Batch,
+    CompressedPool,
+    ConfigError,
+    LayerCache,
+    MLAConfig,
+    Plan,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+    warmup,
+)
+from openmla.plan.workspace import LOGITS_BYTES
+
+FLASH = PRESETS["deepseek-v4-flash"]
+CONFIG = PRESETS["tiny-v4"]  # window 32, K = 32, layers of ratio 0, 4 and 128
+RATIOS = (0, 4, 128)
+K, WINDOW, BS = 32, 32, 16
+MILLION = 2**20
+
+
+def make_cache(ratio: int, config: MLAConfig = CONFIG, **changes: Any) -> LayerCache:
+    assert config.compressor is not None
+    given: dict[str, Any] = {
+        "num_blocks": 32,
+        "block_size": 128,
+        "format": "fp32",
+        "index_format": "index_fp32",
+        "layer": config.compressor.ratios.index(ratio),
+        "max_requests": 4,
+        "max_tokens": 600,
+        "window_block_size": BS,
+    }
+    return allocate_cache(config, **{**given, **changes})
+
+
+def make_batch(cache: LayerCache, query_lens: list[int], seq_lens: list[int], **more: Any) -> Batch:
+    """Requests that got their tokens in steps the windows have room for."""
+    assert cache.geometry is not None
+    pool = CompressedPool(cache.geometry)
+    for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        context = S - n
+        while context:
+            step = min(context, 512)
+            pool.take({b: step})
+            context -= step
+    columns = more.pop("window_columns", 0)
+    pool.take(dict(enumerate(query_lens)))
+    tables = pool.tables(range(len(query_lens)), window_columns=columns)
+    return Batch(
+        query_lens,
+        seq_lens,
+        tables.block_table,
+        window_table=tables.window_table,
+        state_slots=tables.state_slots,
+        **more,
+    )
+
+
+def plan_of(ratio: int, query_lens: list[int], seq_lens: list[int], **options: Any) -> Plan:
+    cache = make_cache(ratio)
+    return make_plan(make_batch(cache, query_lens, seq_lens), CONFIG, cache, **options)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_values(ratio: int) -> None:
+    cache = make_cache(ratio)
+    batch = make_batch(cache, [3, 0, 1, 5], [10, 40, 129, 5])
+    plan = make_plan(batch, CONFIG, cache)
+    step = plan.compressed
+    assert step is not None and batch.window_table is not None
+    assert (plan.decode, plan.prefill, plan.sparse) == (None, None, None)
+    assert step.ratio == ratio and step.num_rows == plan.num_tokens == 9
+    assert step.query_start_loc.tolist() == [0, 3, 3, 4, 9]
+    assert step.positions.tolist() == [7, 8, 9, 128, 0, 1, 2, 3, 4]
+    assert step.positions.dtype == plan.slot_mapping.dtype == torch.int64
+    owners, M = [0, 0, 0, 2, 3, 3, 3, 3, 3], batch.window_table.shape[1]
+    slots = [
+        int(batch.window_table[b, (p // BS) % M]) * BS + p % BS
+        for b, p in zip(owners, step.positions.tolist(), strict=True)
+    ]
+    assert plan.slot_mapping.tolist() == slots
+    seen = [(p + 1) // ratio if ratio else 0 for p in step.positions.tolist()]
+    assert step.row_lens.tolist() == seen and step.row_lens.dtype == torch.int32
+    assert step.max_entries == max(seen)
+    assert step.window_table is batch.window_table and step.block_table is batch.block_table
+    assert step.state_slots is batch.state_slots
+    assert step.chunks == () and step.score_bytes == 0
+    assert plan.geometry == cache.geometry
+
+
+def test_a_choice_only_past_k() -> None:
+    for length in (4 * K + 3, 4 * K + 4):
+        plan = plan_of(4, [2, 1], [length, 50])
+        assert plan.compressed is not None
+        choosing = length // 4 > K
+        assert bool(plan.compressed.chunks) == choosing
+        assert ("index_logits" in plan.backends) == choosing
+        kinds = [problem.kinds for problem in plan.problems if problem.op == "mqa_sparse"]
+        assert kinds == [("window", "positions" if choosing else "prefix")]
+        assert "compress_kv" in plan.backends
+    many = plan_of(128, [2], [600])
+    assert many.compressed is not None and not many.compressed.chunks
+    only = plan_of(0, [2], [600])
+    kinds = [problem.kinds for problem in only.problems if problem.op == "mqa_sparse"]
+    assert kinds == [("window",)] and "compress_kv" not in only.backends
+
+
+def test_only_real_tokens_decide_on_a_choice() -> None:
+    """A long request that waits makes nobody choose."""
+    plan = plan_of(4, [0, 2], [500, 100])
+    assert plan.compressed is not None and not plan.compressed.chunks
+    assert plan.compressed.max_entries == 25
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_steps_without_tokens_or_requests(ratio: int) -> None:
+    for lens in ([], [0, 0]):
+        plan = plan_of(ratio, list(lens), list(lens))
+        step = plan.compressed
+        assert step is not None and plan.num_tokens == 0 and step.max_entries == 0
+        assert step.query_start_loc.tolist() == [0] * (len(lens) + 1)
+        assert plan.explain()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4),
+    st.integers(1, 900),
+)
+def test_turns_cover_every_token_once_within_the_bound(
+    requests: list[tuple[int, int]], bound: int
+) -> None:
+    query_lens = [n for n, _ in requests]
+    seq_lens = [n + context for n, context in requests]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
+        plan = plan_of(4, query_lens, seq_lens)
+    step = plan.compressed
+    assert step is not None
+    lens = step.row_lens.tolist()
+    if max(lens, default=0) <= K:
+        assert step.chunks == ()
+        return
+    rows = [row for chunk in step.chunks for row in range(chunk.rows.start, chunk.rows.stop)]
+    assert rows == list(range(len(lens)))
+    for chunk in step.chunks:
+        seen = lens[chunk.rows]
+        assert chunk.num_keys == max(seen)
+        assert len(seen) * chunk.num_keys <= bound or len(seen) == 1
+
+
+def million(ratio: int, **changes: Any) -> tuple[LayerCache, Batch]:
+    """The last 8192 of a million tokens, beside two requests that decode."""
+    given = {
+        "num_blocks": 4200,
+        "block_size": 256,
+        "format": "fp8_dsv4",
+        "index_format": "index_fp8",
+        "max_tokens": 8194,
+        "window_block_size": 64,
+        "device": "meta",
+    }
+    cache = make_cache(ratio, FLASH, **{**given, **changes})
+    return cache, make_batch(cache, [8192, 1, 1], [MILLION, 70, 9000])
+
+
+def tensors_of(node: object) -> list[Tensor]:
+    if isinstance(node, Tensor):
+        return [node]
+    if isinstance(node, tuple):
+        return [tensor for part in node for tensor in tensors_of(part)]
+    if is_dataclass(node):
+        parts = [getattr(node, field.name) for field in fields(node)]
+        return [tensor for part in parts for tensor in tensors_of(part)]
+    return []
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_no_list_is_made(ratio: int) -> None:
+    """A million tokens: a plan holds a few numbers per token and the tables, nothing else."""
+    cache, batch = million(ratio)
+    plan = make_plan(batch, FLASH, cache)
+    assert batch.window_table is not None and plan.compressed is not None
+    found = tensors_of(replace(plan, config=None))  # type: ignore[arg-type]
+    assert len(found) >= 7
+    T, tables = 8194, batch.block_table.numel() + batch.window_table.numel()
+    assert all(tensor.numel() <= max(T, tables) for tensor in found)
+    assert sum(tensor.nbytes for tensor in found) <= T * (8 + 8 + 4) + 4 * tables + 100
+    assert plan.compressed.max_entries == (MILLION // ratio if ratio else 0)
+    assert batch.window_table.shape[1] <= (8192 + 128 + 8) // 64 + 2  # of a million tokens' 16384
+
+
+def test_scores_are_bounded_at_a_million() -> None:
+    cache, batch = million(4)
+    plan = make_plan(batch, FLASH, cache)
+    step = plan.compressed
+    assert step is not None and step.chunks
+    assert 0.9 * LOGITS_BYTES < step.score_bytes <= LOGITS_BYTES
+    assert step.query_bytes == 13 * 64 * 128  # quantised to fp8
+    assert len(step.chunks) >= 8192 * MILLION // LOGITS_BYTES
+    text = plan.explain()
+    assert "entries   one per 4 tokens, 512 of up to 262144 chosen by each token" in text
+    assert f"scores    in {len(step.chunks)} turns of 256.0 MiB at most (bound 256.0 MiB)" in text
+    assert "selection 16.0 MiB" in text
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_lengths_known_on_the_device_only(ratio: int) -> None:
+    cache = make_cache(ratio)
+    true_lens = torch.tensor([100, 140], dtype=torch.int32)
+    batch = make_batch(cache, [1, 3], [120, 144], device_seq_lens=true_lens)
+    plan = make_plan(batch, CONFIG, cache)
+    step = plan.compressed
+    assert step is not None and batch.window_table is not None
+    assert step.positions.tolist() == [99, 137, 138, 139]
+    assert step.row_lens.tolist() == [(p + 1) // ratio if ratio else 0 for p in (99, 137, 138, 139)]
+    M = batch.window_table.shape[1]
+    wanted = [
+        int(batch.window_table[b, p // BS % M]) * BS + p % BS
+        for b, p in ((0, 99), (1, 137), (1, 138), (1, 139))
+    ]
+    assert plan.slot_mapping.tolist() == wanted
+    assert step.max_entries == (144 // ratio if ratio else 0)  # shapes come from the bounds
+    if ratio == 4:
+        assert [chunk.num_keys for chunk in step.chunks] == [36]
+    buffers = plan_buffers(CONFIG, cache, max_requests=3, max_tokens=9, max_blocks=2)
+    columns = buffers["window_table"].shape[1]
+    batch = make_batch(cache, [1, 3], [120, 144], device_seq_lens=true_lens, window_columns=columns)
+    captured = make_plan(batch, CONFIG, cache, into=buffers).compressed
+    assert captured is not None
+    assert captured.positions.tolist() == [99, 137, 138, 139, *[0] * 5]
+
+
+def test_a_request_the_device_knows_to_be_empty_writes_nothing() -> None:
+    cache = make_cache(0)
+    true_lens = torch.tensor([100, 0], dtype=torch.int32)
+    batch = make_batch(cache, [1, 1], [120, 90], device_seq_lens=true_lens)
+    assert make_plan(batch, CONFIG, cache).slot_mapping[1] == -1
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_captured_plans_keep_their_shapes_and_pad_with_nothing(ratio: int) -> None:
+    cache = make_cache(ratio)
+    buffers = plan_buffers(CONFIG, cache, max_requests=3, max_tokens=9, max_blocks=4)
+    addresses = {name: tensor.data_ptr() for name, tensor in buffers.items()}
+    columns = buffers["window_table"].shape[1]
+    first, second = (
+        make_plan(make_batch(cache, *lens, window_columns=columns), CONFIG, cache, into=buffers)
+        for lens in (([1, 3], [400, 133]), ([2], [7]))
+    )
+    assert first.compressed is not None and second.compressed is not None
+    assert first.num_tokens == second.num_tokens == 9
+    assert first.compressed.chunks == second.compressed.chunks
+    assert first.compressed.max_entries == second.compressed.max_entries
+    assert first.backends == second.backends and first.problems == second.problems
+    assert bool(first.compressed.chunks) == (ratio == 4)
+    assert {name: tensor.data_ptr() for name, tensor in buffers.items()} == addresses
+    step = second.compressed
+    assert step.positions.tolist() == [5, 6, *[0] * 7]
+    assert step.row_lens[2:].tolist() == [0] * 7 and step.state_slots[1:].tolist() == [-1, -1]
+    assert step.query_start_loc.tolist() == [0, 2, 2, 2]
+    assert second.slot_mapping[2:].tolist() == [-1] * 7
+    assert step.positions.data_ptr() == addresses["positions"]
+
+
+@pytest.mark.parametrize("tokens_each", [1, 4])
+def test_rings_of_captured_plans_are_wide_enough(tokens_each: int) -> None:
+    """Whatever a request's length, and after drafts were taken back."""
+    cache = make_cache(0, rollback=6)
+    assert cache.geometry is not None
+    buffers = plan_buffers(CONFIG, cache, max_requests=1, max_tokens=tokens_each, max_blocks=8)
+    columns = buffers["window_table"].shape[1]
+    pool = CompressedPool(cache.geometry)
+    pool.take({"r": 61})
+    for turn in range(80):
+        pool.take({"r": tokens_each})
+        table = pool.tables(["r"], window_columns=columns).window_table
+        assert table.shape[1] == columns
+        if turn % 3 == 0:
+            pool.truncate("r", pool.seq_len("r") - tokens_each)
+    assert columns * BS < WINDOW + tokens_each + 6 + 2 * BS
+
+
+def test_workspace() -> None:
+    fours = make_cache(4)
+    space = warmup(CONFIG, fours, max_requests=2, max_tokens=10)
+    assert space.selection.shape == (10, K) and space.selection.dtype == torch.int32
+    assert space.num_bytes == 4 * 10 * K and space.num_rows == 0
+    batch = make_batch(fours, [10], [400])
+    plan = make_plan(batch, CONFIG, fours, workspace=space)
+    assert plan.workspace is space
+    for ratio in (0, 128):  # one workspace serves all layers
+        other = make_cache(ratio)
+        nothing = warmup(CONFIG, other, max_requests=2, max_tokens=10)
+        assert nothing.num_bytes == 0
+        make_plan(make_batch(other, [50], [400]), CONFIG, other, workspace=space)
+        with pytest.raises(ConfigError, match="workspace must be of a layer that chooses, got ano"):
+            make_plan(batch, CONFIG, fours, workspace=nothing)
+    with pytest.raises(ConfigError, match="at most 10 tokens in this workspace, got 11"):
+        make_plan(make_batch(fours, [11], [400]), CONFIG, fours, workspace=space)
+    for name in ("max_requests", "max_tokens"):
+        sizes: dict[str, Any] = {"max_requests": 1, "max_tokens": 1, name: 0}
+        with pytest.raises(ConfigError, match=f"warmup: {name} must be positive, got 0"):
+            warmup(CONFIG, fours, **sizes)
+    flash = warmup(FLASH, million(4)[0], max_requests=8, max_tokens=8192)
+    assert flash.num_bytes == 8192 * 512 * 4
+
+
+def test_explain_says_what_each_token_sees() -> None:
+    text = plan_of(0, [40, 2], [60, 70]).explain()
+    assert "window    42 tokens of 2 requests, each its last 32 rows" in text
+    assert "entries   one per" not in text
+    text = plan_of(4, [40, 2], [60, 70]).explain()
+    assert "entries   one per 4 tokens, all of up to 17 (no more than 32): no list is made" in text
+    text = plan_of(4, [40, 2], [60, 300]).explain()
+    assert "entries   one per 4 tokens, 32 of up to 75 chosen by each token" in text
+    assert "scores    in 1 turns of 0.0 MiB at most (bound 256.0 MiB), selection 0.0 MiB" in text
+    assert "index_topk   reference" in text
+    text = plan_of(128, [40, 2], [60, 300]).explain()
+    assert "entries   one per 128 tokens, all of up to 2: no list is made" in text
+    assert "compress_kv  reference" in text and "index_topk" not in text
+
+
+def test_explain_counts_the_bytes_of_a_million_tokens() -> None:
+    """By kind of layer and in all, what allocate_cache allocates; one of each kind is real."""
+    given = {"num_blocks": 4096, "block_size": 256, "format": "fp8_dsv4"}
+    assert FLASH.compressor is not None
+    real: set[int] = set()
+    sums: dict[int, dict[str, int]] = {}
+    batch, total = None, 0
+    for layer, ratio in enumerate(FLASH.compressor.ratios):
+        cache = allocate_cache(
+            FLASH,
+            **given,  # type: ignore[arg-type]
+            layer=layer,
+            max_requests=8,
+            max_tokens=8192,
+            device="meta" if ratio in real else "cpu",
+        )
+        if ratio not in real:
+            real.add(ratio)
+            batch = make_batch(cache, [1], [5000])
+            text = make_plan(batch, FLASH, cache).explain()
+        mine = sums.setdefault(ratio, {"layers": 0, "grows": 0, "window": 0, "state": 0})
+        mine["layers"] += 1
+        for name in ("window", "compressed", "index", "state"):
+            part = getattr(cache, name)
+            if part is not None:
+                size = part.data.untyped_storage().nbytes()
+                mine["grows" if name in ("compressed", "index") else name] += size
+                total += size
+    assert real == set(RATIOS)
+    lines = [line.split() for line in text.splitlines()]
+    start = next(i for i, words in enumerate(lines) if words[:2] == ["ratio", "layers"])
+    for words in lines[start + 1 : start + 4]:
+        ratio, layers, *_ = (int(word) for word in words[:2])
+        entries, padding, window, state, all_of_it = (int(word) for word in words[3:])
+        mine = sums[ratio]
+        assert layers == mine["layers"] and entries + padding == mine["grows"]
+        assert (window, state) == (mine["window"], mine["state"])
+        assert all_of_it == mine["grows"] + window + state
+    words = lines[start + 4]
+    assert words[:3] == ["total", "43", "3850.25"] and int(words[-1]) == total
+    assert int(words[3]) == 3850.25 * MILLION
+    assert "cache     1048576 tokens in blocks of 256, fp8_dsv4 and index_fp8" in text
+    assert "entries 3.76 GiB" in text and f"{total / 2**30:.2f} GiB in all" in text
+
+
+def test_a_cache_of_ones_own_says_nothing_of_others() -> None:
+    """Without allocate_cache's geometry there is a plan all the same."""
+    cache = make_cache(4)
+    batch = make_batch(cache, [2], [300])
+    plan = make_plan(batch, CONFIG, replace(cache, geometry=None))
+    assert "tokens in blocks of" not in plan.explain() and "GiB" not in plan.explain()
+    assert plan.problems == make_plan(batch, CONFIG, cache).problems
+
+
+def test_named_backends() -> None:
+    plan = plan_of(4, [2], [300], backend="reference")
+    assert set(plan.backends.values()) == {"reference"}
+    with pytest.raises(ConfigError, match="plan: backend 'fast' is not known"):
+        plan_of(4, [2], [300], backend="fast")
+
+
+def test_the_dtype_of_queries_is_the_caches_or_bf16() -> None:
+    for format, chosen, wanted in (
+        ("fp32", None, torch.float32),
+        ("bf16", None, torch.bfloat16),
+        ("bf16", torch.float32, torch.float32),
+    ):
+        cache = make_cache(0, format=format)
+        plan = make_plan(make_batch(cache, [1], [9]), CONFIG, cache, dtype=chosen)
+        dtypes = {problem.op: problem.dtype for problem in plan.problems}
+        assert dtypes["mqa_sparse"] == dtypes["rope"] == wanted
+    cache, batch = million(4)
+    plan = make_plan(batch, FLASH, cache)
+    dtypes = {problem.op: problem.dtype for problem in plan.problems}
+    assert dtypes["mqa_sparse"] == torch.bfloat16
+    assert dtypes["compress_kv"] == dtypes["index_topk"] == torch.float32
