@@ -8,6 +8,9 @@ import os
 # is no use elsewhere does no harm there.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import triton  # noqa: F401 - kernels run on CPU tensors then, which is known once it is loaded
+
 from collections.abc import Iterator
 
 import pytest

@@ -8,6 +8,8 @@ from torch import Tensor
 from openmla.attention.select import choose_positions
 from openmla.attention.types import IndexInputs, Pooled
 from openmla.cache import LayerCache, PagedCache
+from openmla.cache.format import state_width
+from openmla.config import INDEXED_RATIO
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import Segment, cache_write, compress_kv, mqa_sparse
 from openmla.plan import CompressedPlan, Plan
@@ -20,7 +22,7 @@ def attend_compressed(
     plan: Plan,
     *,
     sink: Tensor,  # [H] f32
-    table: Tensor,  # [Q, R] f32, the layer's rope
+    table: Tensor | None = None,  # [Q, R] f32, the layer's rope, where it has entries
     pooled: Pooled | None = None,  # where the layer has entries
     index: IndexInputs | None = None,  # where the plan has tokens choose among them
     index_pooled: Pooled | None = None,
@@ -44,14 +46,7 @@ def attend_compressed(
     ):
         if tensor.shape != shape:
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
-    if step.ratio and pooled is None:
-        raise ConfigError(f"step: pooled must be given for ratio {step.ratio}, got none.")
-    for name, given, wanted in (
-        ("index_pooled", index_pooled, cache.index is not None),
-        ("index", index, bool(step.chunks)),
-    ):
-        if wanted and given is None:
-            raise ConfigError(f"step: {name} must be given for ratio {step.ratio}, got none.")
+    _check_inputs(plan, step, sink, table, pooled, index, index_pooled)
     _check_cache(cache, plan, pooled)
     cache_write(
         window.data,
@@ -63,9 +58,9 @@ def attend_compressed(
         backend=plan.backends["cache_write"],
     )
     entries = None
-    if pooled is not None:
+    if pooled is not None and table is not None:
         assert cache.compressed is not None and cache.state is not None
-        width = D * (4 if cache.index is not None else 3)
+        width = state_width(D, overlap=cache.index is not None)
         _compress(pooled, cache.compressed, cache.state.data[..., :width], plan, step, table)
         entries = _all_entries(cache.compressed, step)
         if cache.index is not None:
@@ -93,6 +88,48 @@ def attend_compressed(
         backend=plan.backends["mqa_sparse"],
     )
     return out
+
+
+def _check_inputs(
+    plan: Plan,
+    step: CompressedPlan,
+    sink: Tensor,
+    table: Tensor | None,
+    pooled: Pooled | None,
+    index: IndexInputs | None,
+    index_pooled: Pooled | None,
+) -> None:
+    """What a layer of this ratio takes is given, in the shapes planned for, and nothing else."""
+    config, T, r = plan.config, step.num_rows, step.ratio
+    assert config.indexer is not None
+    HI, DI, chooses = config.indexer.num_heads, config.indexer.head_dim, r == INDEXED_RATIO
+    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("sink", sink, (config.num_heads,))]
+    for name, given, due, D in (
+        ("pooled", pooled, r > 0, config.latent_dim),
+        ("index_pooled", index_pooled, chooses, DI),
+    ):
+        if (given is not None) != due:
+            verb = "be given" if due else "not be given"
+            raise ConfigError(f"step: {name} must {verb} for ratio {r}.")
+        if given is not None:
+            width = 2 * D if chooses else D
+            wanted += [
+                (f"{name}.kv", given.kv, (T, width)),
+                (f"{name}.score", given.score, (T, width)),
+            ]
+            wanted += [(f"{name}.bias", given.bias, (r, width))]
+            wanted += [(f"{name}.norm_weight", given.norm_weight, (D,))]
+    if step.chunks and index is None:
+        raise ConfigError(f"step: index must be given for ratio {r}, its tokens choose.")
+    if index is not None:
+        wanted += [("q_idx", index.q_idx, (T, HI, DI)), ("w_idx", index.w_idx, (T, HI))]
+    if r and (table is None or table.shape[0] < config.max_positions):
+        raise ConfigError(
+            f"step: table must have a row for each of {config.max_positions} positions."
+        )
+    for name, tensor, shape in wanted:
+        if tensor is not None and tensor.shape != shape:
+            raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
 
 
 def _check_cache(cache: LayerCache, plan: Plan, pooled: Pooled | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -39,6 +40,10 @@ REQUIRES: dict[str, tuple[str, str, str]] = {
     "flashmla": ("flash_mla", "", ""),
     "triton": ("triton", "3.6", "3.8"),
 }
+
+
+# Asked before a backend is imported: on other devices its hundred megabytes are not loaded.
+RUNS_ON = {"triton": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,16 @@ def why_not(problem: Problem, backend: str) -> str | None:
     missing = _missing(*REQUIRES[backend]) if backend in REQUIRES else None
     if missing is not None:
         return missing
+    if RUNS_ON.get(backend, problem.device) != problem.device and not _interpreted():
+        return f"runs on {RUNS_ON[backend]}, this is {problem.device}"
     reason: str | None = load(problem.op, backend).why_not(problem)
     return reason
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter is on, which runs kernels on CPU tensors."""
+    triton = sys.modules.get("triton")
+    return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
 @lru_cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from openmla.cache.format import get_format, state_rows, state_width
-from openmla.config import MLAConfig
+from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
 
 LARGEST_RATIO = 128
@@ -111,7 +111,7 @@ def layer_parts(config: MLAConfig, geometry: Geometry, ratio: int) -> tuple[Part
     window = Part("window", geometry.format, geometry.window_blocks, geometry.window_block_size, D)
     if ratio == 0:
         return (window,)
-    overlap = ratio == 4
+    overlap = ratio == INDEXED_RATIO
     width = state_width(D, overlap=overlap)
     if overlap:
         width += state_width(DI, overlap=overlap)

@@ -143,6 +143,8 @@ class LayerCache:
             part = getattr(self, name)
             if part is not None and part.num_blocks < count:
                 larger[name] = part.grown(count)
+        if not larger:
+            return self
         if self.geometry is not None:
             larger["geometry"] = self.geometry.grown(num_blocks, window_blocks, num_states)
         return replace(self, **larger)
@@ -184,6 +186,11 @@ def allocate_cache(
         raise ConfigError(f"cache: kv_scale must be 1 for format {format}, got {kv_scale!r}.")
     get_format(index_format, "index")
     if config.compressor is not None:
+        if isinstance(layout, PackedLatent):
+            raise ConfigError(
+                f"cache: format {format} would quantise the rotated columns of "
+                f"{config.model_type}. Use fp8_dsv4."
+            )
         geometry = Geometry.for_model(
             config,
             num_blocks=num_blocks,

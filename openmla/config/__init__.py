@@ -1,6 +1,19 @@
 """What a model's attention looks like: dimensions, rope, indexer, compressor, presets."""
 
 from openmla.config.presets import PRESETS
-from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+from openmla.config.schema import (
+    INDEXED_RATIO,
+    CompressorConfig,
+    IndexerConfig,
+    MLAConfig,
+    RopeConfig,
+)
 
-__all__ = ["PRESETS", "CompressorConfig", "IndexerConfig", "MLAConfig", "RopeConfig"]
+__all__ = [
+    "INDEXED_RATIO",
+    "PRESETS",
+    "CompressorConfig",
+    "IndexerConfig",
+    "MLAConfig",
+    "RopeConfig",
+]

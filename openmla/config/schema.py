@@ -12,6 +12,7 @@ from openmla.errors import ConfigError
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
+INDEXED_RATIO = 4  # of V4's layers: windows overlap and an indexer chooses among entries
 
 
 def _require(ok: bool, field: str, expectation: str, value: object) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from openmla.attention import attend_compressed
 from openmla.cache import LayerCache
-from openmla.config import MLAConfig
+from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.compressor import CompressedIndexer, Compressor
 from openmla.layers.norm import RMSNorm, rms_normed
@@ -66,7 +66,7 @@ class MLAAttentionV4(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(H))
         self.compressor: Compressor | None = None
         if self.ratio:
-            chooses = self.ratio == 4
+            chooses = self.ratio == INDEXED_RATIO
             self.compressor = Compressor(config, self.ratio, D, overlap=chooses)
             if chooses:
                 indexer = CompressedIndexer(config, self.ratio, hadamard=hadamard)

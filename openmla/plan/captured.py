@@ -24,7 +24,8 @@ def plan_buffers(
 ) -> dict[str, Tensor]:
     """Device tensors for make_plan(into=): the largest step a captured graph will replay.
 
-    Empty requests and tokens fill up smaller steps: they see no key and write no row.
+    Empty requests and tokens fill up smaller steps: they see no key and write no row. V4 needs a
+    set for each kind of layer, from a cache of that kind.
     """
     for name, value in (
         ("max_requests", max_requests),

@@ -10,15 +10,15 @@ from torch import Tensor
 from openmla.backends import Problem, select
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format
-from openmla.config import MLAConfig
-from openmla.errors import ConfigError, ShapeError
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.hardware import capability
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
 from openmla.plan.problems import index_problem, named
 from openmla.plan.rows import cumulative
 from openmla.plan.sparse import query_bytes, row_lens, score_chunks, true_row_lens
-from openmla.plan.types import INDEXED_RATIO, CompressedPlan, Plan
+from openmla.plan.types import CompressedPlan, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace
 
@@ -32,10 +32,22 @@ def plan_compressed(
     backend: str,
     form: str,
     workspace: Workspace | None,
+    workspace_tokens: int | None,
+    batch_invariant: bool,
     into: dict[str, Tensor] | None,
 ) -> Plan:
     """make_plan for a model with a compressor."""
     window = check_caches(config, cache)
+    if batch_invariant:
+        raise UnsupportedError(
+            f"plan: batch_invariant is not supported for {config.model_type}: backends cut a "
+            "token's rows by how many tokens there are."
+        )
+    if workspace_tokens is not None:
+        raise ConfigError(
+            f"plan: workspace_tokens must not be given for {config.model_type}, which expands "
+            "nothing."
+        )
     if form not in ("auto", "absorbed"):
         raise ConfigError(
             f"plan: form must be auto or absorbed for {config.model_type}, got {form!r}."
@@ -45,15 +57,17 @@ def plan_compressed(
     if dtype is None:
         dtype = torch.bfloat16 if window.layout.packed else window.data.dtype
     check_batch(batch, config, cache, window)
-    if into is not None:
-        step, slots = fill_buffers(batch, config, cache, window, into)
-    else:
-        step = _describe(batch, config, cache)
-        slots = window_slots(step, window.block_size)
-        if slots.device.type == "cpu":
-            check_slots("batch", slots, window.num_blocks * window.block_size)
-        step, slots = upload((step, slots), window.data.device)
-    problems = find_compressed_problems(config, cache, window, dtype, step)
+    step = _describe(batch, config, cache)
+    slots = window_slots(step, window.block_size)
+    if slots.device.type == "cpu":
+        check_slots("batch", slots, window.num_blocks * window.block_size)
+    captured = None if into is None else captured_step(batch, config, cache, step, into)
+    problems = find_compressed_problems(config, cache, window, dtype, captured or step)
+    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    step, slots = upload((step, slots), window.data.device)
+    if into is not None and captured is not None:
+        slots = fill_buffers(into, step, slots)
+        step = captured
     return Plan(
         config=config,
         num_tokens=step.num_rows,
@@ -61,7 +75,7 @@ def plan_compressed(
         decode=None,
         prefill=None,
         compressed=step,
-        backends={problem.op: select(problem, named(problem.op, backend)) for problem in problems},
+        backends=backends,
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,
@@ -127,6 +141,11 @@ def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: Page
     if batch.window_table is None or batch.state_slots is None:
         raise ShapeError(
             f"batch: window_table and state_slots must be given for {config.model_type}, got none."
+        )
+    longest = max(batch.seq_lens, default=0)
+    if longest > config.max_positions:
+        raise ShapeError(
+            f"batch: seq_lens must be at most max_positions={config.max_positions}, got {longest}."
         )
     device = window.data.device
     for name in ("block_table", "window_table", "state_slots", "device_seq_lens"):
@@ -254,7 +273,8 @@ def compressed_buffers(
     max_tokens: int,
     max_blocks: int,
 ) -> dict[str, Tensor]:
-    """plan_buffers for a model with a compressor; window rings have the columns a step needs."""
+    """plan_buffers for a model with a compressor, for layers of the cache's ratio only: each kind
+    has its own. Window rings have the columns a step needs."""
     window = check_caches(config, cache)
     assert config.compressor is not None
     back = cache.geometry.rollback if cache.geometry is not None else 0
@@ -272,57 +292,48 @@ def compressed_buffers(
     }
     for name, nothing in (("positions", 0), ("slot_mapping", -1)):
         buffers[name] = torch.full((max_tokens,), nothing, dtype=torch.int64, device=device)
+    buffers["ratio"] = torch.tensor(cache.ratio)  # on the host: whose buffers these are
     return buffers
 
 
-def fill_buffers(
+def captured_step(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
-    window: PagedCache,
+    step: CompressedPlan,
     buffers: dict[str, Tensor],
-) -> tuple[CompressedPlan, Tensor]:
-    """A step of a captured graph: every token chooses, short ones all they have."""
+) -> CompressedPlan:
+    """A step over the buffers of a captured graph: every token chooses, short ones all they have.
+
+    What would not fit raises; no buffer is touched.
+    """
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
-    longest = max_tokens // max_requests
-    B, M = batch.block_table.shape
-    assert batch.window_table is not None
     rings = buffers["window_table"].shape[1]
-    if batch.window_table.shape[1] != rings:
+    if int(buffers["ratio"]) != cache.ratio:
+        raise ConfigError(
+            f"plan: buffers must be of layers of ratio {cache.ratio}, got {int(buffers['ratio'])}. "
+            "Each kind of layer needs its own plan_buffers()."
+        )
+    if step.window_table.shape[1] != rings:
         raise ConfigError(
             f"plan: window_table must have {rings} columns to replay, "
-            f"got {batch.window_table.shape[1]}. A ring's columns decide where its rows are."
+            f"got {step.window_table.shape[1]}. A ring's columns decide where its rows are."
         )
+    B, M = batch.block_table.shape
+    longest = max(batch.query_lens, default=0)
     for name, value, most in (
         ("requests", B, max_requests),
         ("tokens", batch.num_tokens, max_tokens),
         ("block table columns", M, max_blocks),
-        ("query tokens of one request", max(batch.query_lens, default=0), longest),
+        ("query tokens of one request", longest, max_tokens // max_requests),
     ):
         if value > most:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
-    step = _describe(batch, config, cache)
-    slots = window_slots(step, window.block_size)
-    if slots.device.type == "cpu":
-        check_slots("batch", slots, window.num_blocks * window.block_size)
-    step, slots = upload((step, slots), window.data.device)
-    T = step.num_rows
-    buffers["block_table"][:B, :M].copy_(step.block_table, non_blocking=True)
-    buffers["window_table"][:B].copy_(step.window_table, non_blocking=True)
-    buffers["state_slots"].fill_(-1)[:B].copy_(step.state_slots, non_blocking=True)
-    buffers["query_start_loc"].copy_(
-        torch.cat([step.query_start_loc, step.query_start_loc[-1:].expand(max_requests - B)])
-    )
-    buffers["positions"].zero_()[:T].copy_(step.positions, non_blocking=True)
-    buffers["row_lens"].zero_()[:T].copy_(step.row_lens, non_blocking=True)
-    buffers["slot_mapping"].fill_(-1)[:T].copy_(slots, non_blocking=True)
-    most = max_blocks * cache.compressed.block_size if cache.compressed is not None else 0
-    held, chunks = 0, step.chunks
-    if cache.index is not None:
-        held = query_bytes(config, cache.index)
-        chunks = score_chunks([most] * max_tokens, held)
-    filled = replace(
+    entries = max_blocks * cache.compressed.block_size if cache.compressed is not None else 0
+    held = query_bytes(config, cache.index) if cache.index is not None else 0
+    turns = score_chunks([entries] * max_tokens, held) if cache.index is not None else ()
+    return replace(
         step,
         block_table=buffers["block_table"],
         window_table=buffers["window_table"],
@@ -331,11 +342,25 @@ def fill_buffers(
         positions=buffers["positions"],
         row_lens=buffers["row_lens"],
         num_rows=max_tokens,
-        max_entries=most,
-        chunks=chunks,
+        max_entries=entries,
+        chunks=turns,
         query_bytes=held,
     )
-    return filled, buffers["slot_mapping"]
+
+
+def fill_buffers(buffers: dict[str, Tensor], step: CompressedPlan, slots: Tensor) -> Tensor:
+    """An uploaded step into the buffers, what is left over empty; returns the buffer of slots."""
+    (B, M), T = step.block_table.shape, step.num_rows
+    surplus = buffers["block_table"].shape[0] - B
+    buffers["block_table"][:B, :M].copy_(step.block_table, non_blocking=True)
+    buffers["window_table"][:B].copy_(step.window_table, non_blocking=True)
+    buffers["state_slots"].fill_(-1)[:B].copy_(step.state_slots, non_blocking=True)
+    ends = step.query_start_loc
+    buffers["query_start_loc"].copy_(torch.cat([ends, ends[-1:].expand(surplus)]))
+    buffers["positions"].zero_()[:T].copy_(step.positions, non_blocking=True)
+    buffers["row_lens"].zero_()[:T].copy_(step.row_lens, non_blocking=True)
+    buffers["slot_mapping"].fill_(-1)[:T].copy_(slots, non_blocking=True)
+    return buffers["slot_mapping"]
 
 
 def find_compressed_problems(

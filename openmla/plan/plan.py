@@ -63,6 +63,8 @@ def make_plan(
             backend=backend,
             form=form,
             workspace=workspace,
+            workspace_tokens=workspace_tokens,
+            batch_invariant=batch_invariant,
             into=into,
         )
     latent = latent_of(cache)

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from openmla.backends import BACKENDS, Problem, why_not
 from openmla.cache import Geometry, cache_bytes
-from openmla.config import MLAConfig
+from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES, Workspace
-
-INDEXED_RATIO = 4  # of V4 layers whose tokens choose their entries
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 

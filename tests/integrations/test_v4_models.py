@@ -222,12 +222,42 @@ def test_bf16_model_runs_near_float32() -> None:
     assert relative(actual, expected) < 1.5 * relative(plain, expected)
 
 
+def test_a_pass_that_failed() -> None:
+    """What a failed pass leaves is not taken for another's; its cache says what happened to it."""
+    model = make_v4()
+    ids, _ = prompts((20, 20))
+    expected = model(ids).logits
+    attach(model)
+    past = model(ids[:, :12]).past_key_values
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(_fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(ids[:, 12:], past_key_values=past)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(ids, use_cache=False)
+    handle.remove()
+    assert relative(model(ids).logits, expected) < 1e-5
+    with pytest.raises(ConfigError, match="the last pass over this cache failed half-way"):
+        model(ids[:, 12:], past_key_values=past)
+    past.reset()
+    assert relative(model(ids, past_key_values=past).logits, expected) < 1e-5
+    with pytest.raises(ShapeError, match=r"the cache has rows 0\.\.1, got 5"):
+        past.reorder_cache(torch.tensor([0, 5]))
+    del past
+    assert not attachment_of(model).pool.requests
+
+
+def _fail(*args: Any) -> None:
+    raise RuntimeError("planted")
+
+
 def test_bad_input() -> None:
     model = make_v4()
     with pytest.raises(ConfigError, match="block_size must be a multiple of 128 for deepseek_v4"):
         attach(model, block_size=64)
     with pytest.raises(ConfigError, match="format fp8_dsv4 needs rows of a multiple of 64"):
         attach(model, cache_format="fp8_dsv4")
+    with pytest.raises(ConfigError, match=r"workspace .*deepseek_v4"):
+        attach(model, workspace=512)
     attach(model, num_blocks=2)
     ids, mask = prompts((20, 12))
     with pytest.raises(ShapeError, match=r"row 0 goes on at 0 with 20 tokens, got \[1, 2, 3, 4"):

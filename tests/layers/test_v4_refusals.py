@@ -22,9 +22,10 @@ from openmla import (
     UnsupportedError,
     allocate_cache,
     make_plan,
+    plan_buffers,
     warmup,
 )
-from openmla.attention import attend_compressed
+from openmla.attention import IndexInputs, Pooled, attend_compressed
 from tests.layers.v4 import RATIOS, Server, make_layer, sequence, tiny_config
 
 
@@ -202,16 +203,16 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     """The function below the layer looks at what it is given before it writes."""
     server, batch = ready(ratio)
     config, plan = server.layer.config, server.plan(batch)
-    table, sink = torch.ones(200, config.qk_rope_head_dim), torch.zeros(4)
+    table = torch.ones(config.max_positions, config.qk_rope_head_dim)
+    usual: dict[str, Any] = {"sink": torch.zeros(4), "table": table}
     q, raw = torch.zeros(4, 4, 32), torch.zeros(4, 32)
     before = server.bytes()
 
     def refused(message: str, *, cache: LayerCache = server.cache, **changes: Any) -> None:
-        given: dict[str, Any] = {"q": q, "raw": raw, "plan": plan, **changes}
+        given: dict[str, Any] = {"q": q, "raw": raw, "plan": plan, **usual, **changes}
+        ordered = [given.pop("q"), given.pop("raw"), cache, given.pop("plan")]
         with pytest.raises(OpenMLAError) as error:
-            attend_compressed(
-                given["q"], given["raw"], cache, given["plan"], sink=sink, table=table
-            )
+            attend_compressed(*ordered, **given)
         assert str(error.value).startswith(f"step: {message}")
 
     refused("q must be (4, 4, 32) as planned, got (3, 4, 32)", q=q[:3])
@@ -221,8 +222,26 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     refused("cache must have window rows", cache=LayerCache())
     other = ready(RATIOS[RATIOS.index(ratio) - 1])[0].cache
     refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
-    if ratio:
-        refused(f"pooled must be given for ratio {ratio}, got none")
+    width = 64 if ratio == 4 else 32
+    rows = torch.zeros(4, width)
+    pooled = Pooled(rows, rows, torch.zeros(max(ratio, 1), width), torch.ones(32))
+    if not ratio:
+        refused("pooled must not be given for ratio 0", pooled=pooled)
+        refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
+        assert server.unchanged(before)
+        return
+    refused(f"pooled must be given for ratio {ratio}.")
+    usual["pooled"] = pooled
+    if ratio == 4:
+        refused("index_pooled must be given for ratio 4.")
+        keys = torch.zeros(4, 2 * 16)
+        usual["index_pooled"] = Pooled(keys, keys, torch.zeros(4, 32), torch.ones(16))
+        usual["index"] = IndexInputs(torch.zeros(4, 16, 16), torch.zeros(4, 16), None)
+        refused("q_idx must be", index=IndexInputs(torch.zeros(4, 16, 8), torch.zeros(4, 16), None))
+    refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
+    refused("pooled.kv must be", pooled=pooled._replace(kv=rows[:3]))
+    refused("pooled.bias must be", pooled=pooled._replace(bias=pooled.bias[1:]))
+    refused("table must have a row for", table=table[:50])
     assert server.unchanged(before)
 
 
@@ -231,11 +250,31 @@ def test_positions_past_the_model_write_nothing(ratio: int) -> None:
     config = replace(tiny_config(), max_positions=100)
     server = Server(make_layer(config, ratio), {"r": sequence(200)})
     server.step([("r", 99)])
-    plan = server.plan(server.batch([("r", 2)]))
     before = server.bytes()
-    with pytest.raises(ShapeError, match=r"positions must be within the table's 0\.\.99, got 99"):
-        server.layer(*server.tokens([("r", 2)]), server.cache, plan)
+    with pytest.raises(ShapeError, match="seq_lens must be at most max_positions=100, got 101"):
+        server.plan(server.batch([("r", 2)]))
     assert server.unchanged(before)
+
+
+def test_what_a_plan_cannot_do() -> None:
+    server, batch = ready(4)
+    for options, message in (
+        ({"batch_invariant": True}, "batch_invariant is not supported for deepseek_v4"),
+        ({"workspace_tokens": 64}, "workspace_tokens must not be given for deepseek_v4"),
+    ):
+        with pytest.raises(OpenMLAError, match=message):
+            make_plan(batch, server.layer.config, server.cache, **options)
+    sizes: dict[str, Any] = {"max_requests": 4, "max_tokens": 16, "max_blocks": 8}
+    others = plan_buffers(ready(128)[0].layer.config, ready(128)[0].cache, **sizes)
+    kept = {name: buffer.clone() for name, buffer in others.items()}
+    with pytest.raises(ConfigError, match="buffers must be of layers of ratio 4, got 128"):
+        make_plan(batch, server.layer.config, server.cache, into=others)
+    assert all(torch.equal(others[name], buffer) for name, buffer in kept.items())
+    with pytest.raises(ConfigError, match="would quantise the rotated columns"):
+        allocate_cache(
+            server.layer.config, num_blocks=1, block_size=128, format="fp8_ds_mla",
+            max_requests=1, max_tokens=1,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton import knobs
+
+from openmla.backends import BACKENDS
 
 # Most shared memory one program may take, by compute capability.
 SHARED_MEMORY = {
@@ -88,13 +94,10 @@ class Report(NamedTuple):
 
 def compile_build(build: Build, arch: int | None = None) -> Report:
     """Compile for a target without a GPU; registers and spills are what ptxas says."""
-    import re
-    import subprocess
-    import tempfile
-
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
     arch = arch or build.capability
     attrs = {}
@@ -106,7 +109,8 @@ def compile_build(build: Build, arch: int | None = None) -> Report:
         if kind != "constexpr" and kind != "fp32" and aligned:
             attrs[(index[name],)] = [["tt.divisibility", 16]]
     constants = {(index[name],): value for name, value in build.constants.items()}
-    source = ASTSource(build.kernel, dict(build.signature), constants, attrs)
+    kind = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
+    source = kind(build.kernel, dict(build.signature), constants, attrs)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
@@ -125,3 +129,10 @@ def compile_build(build: Build, arch: int | None = None) -> Report:
     registers = int((re.search(r"Used (\d+) registers", said) or [0, 0])[1])
     spills = int((re.search(r"(\d+) bytes spill stores", said) or [0, 0])[1])
     return Report(registers, spills, compiled.metadata.shared, compiled.asm["cubin"])
+
+
+def all_builds() -> Iterator[Build]:
+    """What every kernel of this folder is compiled for, targets and rows."""
+    for op, backends in BACKENDS.items():
+        if "triton" in backends:
+            yield from import_module(f"openmla.backends.triton.{op}").builds()

@@ -101,7 +101,9 @@ def name_rows(
     With ONE_BLOCK the rows from `start` on lie in one block, which is looked up once: a thread that
     loads parts of many rows would otherwise look each of them up.
     """
-    there = (j >= lo) & (j < hi)
+    there = j < hi
+    if ONE_BLOCK:
+        there &= j >= lo
     if KIND == SLOTS:
         slot = tl.load(rows + j, mask=there, other=-1)
         there &= (slot >= 0) & (slot < N * BS)

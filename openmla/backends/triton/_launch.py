@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import (
+    TARGETS,
     TYPES,
     Build,
     capability_of,
@@ -24,6 +26,8 @@ from openmla.backends.triton._build import (
 from openmla.cache.format import GROUP, V4_ROPE
 from openmla.hardware import multiprocessors
 
+LOG2E = 1.4426950408889634
+SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 KINDS = {"slots": 0, "positions": 1, "window": 2, "prefix": 3, "paged": 4}
 PLAIN, FP8, PACKED, V4 = range(4)
 LAYOUTS = {
@@ -51,6 +55,7 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
+    columns: int = 512  # of the first tile of a row; what is left is a second one
 
 
 class Shape(NamedTuple):
@@ -102,20 +107,31 @@ def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int)
     return Shape(H, C, main, D - main, torch.float32, "tf32" if narrow else "ieee")
 
 
-def config_of(shape: Shape, capability: int, packed: bool) -> Config:
-    """The tile for a shape on a target. Evidence: docs/backends.md."""
-    width = shape.MAIN + shape.ROPE
-    small = nearest_target(capability) in (86, 89, 120)
+def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]) -> Config:
+    """The tile for a shape and segments, (kind, format) each, on a target: the largest that does
+    not spill. Rows that are decoded pass through registers and want smaller ones.
+
+    Evidence: H200, bench/results/triton_latent_h200.json. Two tiles of 256 columns halve the rows a
+    warp gathers: 1966 against 2168 us for 4096 queries of 16 heads; with 64 heads the matrix units
+    then wait for one another (13547 against 10064 us).
+    """
+    small, wide = nearest_target(capability) in SMALL, capability >= 90
     if shape.products == torch.float32:
-        block_n = 16 if small or width > 320 else 32
-        return Config(16, block_n, 4, 1)
-    if small:
-        return Config(16, 32, 4, 2)
-    if shape.H <= 16 or capability < 90:
-        return Config(16, 64, 4, 1 if packed else 2)
-    if shape.H <= 32:
-        return Config(32, 64, 4, 1 if packed else 2)
-    return Config(64, 64, 8, 1 if packed else 2)
+        return Config(16, 16, 4, 1)
+    layouts = {LAYOUTS[format] for _, format in segments}
+    few, two = shape.H <= 16 or small, len(segments) > 1
+    if layouts != {PLAIN}:
+        if few:
+            return Config(16, 32, 4, 1 if small and not two else 2)
+        if wide and layouts == {PACKED}:  # a power-of-two format with one segment fits 64 heads
+            return Config(64, 64, 8, 2)
+        return Config(32, 32, 8, 2 if wide else 1)
+    named = any(kind == "positions" for kind, _ in segments)
+    if few:
+        return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256)
+    if not wide:
+        return Config(32, 64, 8, 2)
+    return Config(64, 32 if two or named else 64, 8, 2)
 
 
 class Rows(NamedTuple):
@@ -154,7 +170,7 @@ def run_latent(
         return out.to(q.dtype), lse
     shape = shape_of(q.dtype, [part.format for part in segments], H, D, C)
     capability = capability_of(q.device)
-    config = config_of(shape, capability, any(LAYOUTS[p.format] >= FP8 for p in segments))
+    config = config_of(shape, capability, [(part.kind, part.format) for part in segments])
     tiles = cdiv(H, config.block_h)
     X = num_runs(tiles * T, cdiv(width, config.block_n), q.device)
     if split_starts is not None:
@@ -171,13 +187,13 @@ def run_latent(
         aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)), causal=causal,
         sink=sink is not None and X == 1, split=X > 1, B=B,
     )  # fmt: skip
-    nothing = query_start_loc
+    nothing = query_start_loc = query_start_loc.contiguous()
     kernels._latent_kernel[(tiles, T, X)](
         q,
         query_start_loc,
-        nothing if positions is None else positions,
-        nothing if seq_lens is None else seq_lens,
-        nothing if split_starts is None else split_starts,
+        nothing if positions is None else positions.contiguous(),
+        nothing if seq_lens is None else seq_lens.contiguous(),
+        nothing if split_starts is None else split_starts.contiguous(),
         lse if sink is None else sink,
         *_tensors(first, nothing),
         *_tensors(second, nothing),
@@ -196,23 +212,110 @@ def run_latent(
         enable_fp_fusion=True,
     )
     if X > 1:
-        block_c = min(next_power_of_2(C), 512 if T * H >= 256 else 128)
-        kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
-            target,
-            target_lse,
-            lse if sink is None else sink,
-            out,
-            lse,
-            X,
-            H=H,
-            C=C,
-            SINK=sink is not None,
-            BLOCK_X=min(next_power_of_2(X), 16),
-            BLOCK_C=block_c,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+        merge_runs(target, target_lse, sink, out, lse)
     return out.to(q.dtype), lse
+
+
+def merge_runs(
+    part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here."""
+    T, X, H, C = part.shape
+    block_c = min(next_power_of_2(C), 512 if T * H >= 256 else 128)
+    kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
+        part,
+        part_lse,
+        lse if sink is None else sink,
+        out,
+        lse,
+        X,
+        H=H,
+        C=C,
+        SINK=sink is not None,
+        BLOCK_X=min(next_power_of_2(X), 16),
+        BLOCK_C=block_c,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def fits_few_heads(q: Tensor, part: Rows, C: int) -> bool:
+    """Whether the kernel of few heads takes a segment: rows it knows, where 16 heads at a time pay:
+    up to 32 heads, or so few tokens that head tiles fill the machine."""
+    T, H, D = q.shape
+    if interpreted() or part.kind != "slots" or part.format != "fp8_ds_mla":
+        return False
+    if (D, C, q.dtype) != (576, 512, torch.bfloat16) or flattened(part) is part:
+        return False
+    lies = part.cache.data_ptr() % 16 == 0 and part.cache.stride(1) % 16 == 0
+    fits = part.cache.numel() < 2**33  # rows, not bytes, are counted in 32 bits
+    return lies and fits and (H <= 32 or cdiv(H, 16) * T <= multiprocessors(q.device) // 4)
+
+
+def run_few_heads(
+    q: Tensor, query_start_loc: Tensor, part: Rows, sink: Tensor | None, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    T, H, _ = q.shape
+    assert part.rows is not None and part.row_lens is not None
+    K = part.rows.shape[1]
+    out = q.new_empty((T, H, 512))
+    lse = q.new_empty((T, H), dtype=torch.float32)
+    if T == 0:
+        return out, lse
+    tiles, BLOCK_N = cdiv(H, 16), 64
+    X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device)
+    target, target_lse = out, lse
+    if X > 1:
+        target = q.new_empty((T, X, H, 512), dtype=torch.float32)
+        target_lse = q.new_empty((T, X, H), dtype=torch.float32)
+    N, BS, _ = part.cache.shape
+    row = part.cache.stride(1)
+    flat = part.cache.as_strided((N * BS, row), (row, 1))
+    few_heads._few_heads_kernel[(tiles, T, X)](
+        q,
+        flat.view(torch.int32),
+        flat.view(torch.float32),
+        part.rows,
+        part.row_lens,
+        query_start_loc,
+        lse if sink is None else sink,
+        target,
+        target_lse,
+        query_start_loc.shape[0] - 1,
+        N * BS,
+        scale * LOG2E,
+        q.stride(0),
+        q.stride(1),
+        part.rows.stride(0),
+        row // 4,
+        K,
+        X,
+        H=H,
+        SPLIT=X > 1,
+        SINK=sink is not None and X == 1,
+        BLOCK_N=BLOCK_N,
+        num_warps=4,
+    )
+    if X > 1:
+        merge_runs(target, target_lse, sink, out, lse)
+    return out, lse
+
+
+def few_heads_builds() -> Iterator[Build]:
+    kernel = few_heads._few_heads_kernel
+    types = {
+        **dict.fromkeys(("floats", "sink", "out", "lse"), "*fp32"),
+        **dict.fromkeys(("words", "slots", "row_lens", "query_start_loc"), "*i32"),
+        "q": "*bf16",
+        "qk_scale": "fp32",
+    }
+    for capability in TARGETS:
+        constants = {"H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
+        signature = {
+            name: "constexpr" if name in constants else types.get(name, "i32")
+            for name in kernel.arg_names
+        }
+        yield Build("few-heads-fp8_ds_mla-H16", kernel, signature, constants, 4, 1, capability)
 
 
 def flattened(part: Rows) -> Rows:
@@ -284,9 +387,8 @@ def constants_of(
         "REQUESTS": next_power_of_2(max(B, 1)),
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
-        # tiles of 256 columns: a warp loads half as many different rows as with 512
-        "BLOCK_A": min(max(next_power_of_2(shape.MAIN), 16), 256),
-        "BLOCK_B": max(next_power_of_2(max(shape.MAIN - 256, 1)), 16),
+        "BLOCK_A": min(max(next_power_of_2(shape.MAIN), 16), config.columns),
+        "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), 16),
         "BLOCK_R": max(next_power_of_2(shape.ROPE), 16),
         "PRECISION": shape.PRECISION,
         "UPCAST": interpreted(),
@@ -297,13 +399,20 @@ def constants_of(
 
 def _tensors(part: Rows, nothing: Tensor) -> tuple[Tensor, ...]:
     cache = part.cache.view(torch.uint8) if part.format == "fp8" else part.cache
-    absent = (part.rows, part.row_lens, part.block_table)
-    return (cache, part.kv_scale, *(nothing if each is None else each for each in absent))
+    names = (part.rows, part.row_lens, part.block_table)
+    return (cache, part.kv_scale, *(nothing if each is None else in_order(each) for each in names))
+
+
+def in_order(names: Tensor) -> Tensor:
+    """Kernels step through the last dimension; what comes otherwise is a small table."""
+    return names if names.stride(-1) == 1 or names.shape[-1] < 2 else names.contiguous()
 
 
 def _sizes(part: Rows) -> tuple[int, ...]:
     N, _, W = part.cache.shape
-    table, rows = part.block_table, part.rows
+    table, rows = (
+        None if each is None else in_order(each) for each in (part.block_table, part.rows)
+    )
     return (
         part.cache.stride(0),
         part.cache.stride(1),
@@ -317,10 +426,8 @@ def _sizes(part: Rows) -> tuple[int, ...]:
     )
 
 
-def latent_builds(*kinds: str) -> Any:
+def latent_builds(*kinds: str) -> Iterator[Build]:
     """One build per kind of segments, format, number of heads and target."""
-    from openmla.backends.triton._build import TARGETS
-
     for capability in TARGETS:
         for kind in kinds:
             parts = kind.split()
@@ -337,7 +444,8 @@ def latent_build(
     BS: int = 64,
 ) -> Build:  # fmt: skip
     shape = shape_of(dtype, [format], H, D, C)
-    config = config or config_of(shape, capability, LAYOUTS[format] >= FP8)
+    config = config or config_of(shape, capability, [(kind, format) for kind in kinds])
+    BS = 1 if kinds == ["slots"] else BS  # as flattened() makes it
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True,
         wide=False, causal=kinds[0] == "paged", sink=len(kinds) > 1 and not split, split=split,

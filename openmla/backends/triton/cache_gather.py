@@ -32,7 +32,7 @@ from openmla.backends.triton._latent import FP8, PLAIN, V4, decode_e4m3
 from openmla.backends.triton.cache_write import places, round_to, widen
 from openmla.cache.format import get_format
 
-MOST_REQUESTS = 64  # looked at together
+BLOCK_B = 32  # requests looked at together, however many there are: nothing is compiled for B
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _decode(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
     return round_to(product, dtype, ASM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "M", "N"])
 def _cache_gather_kernel(
     out, cache, kv_scale, block_table, starts, row_start_loc,
     out_stride, page, row_stride, table_stride, column_stride, starts_stride, loc_stride, B, M, N,
@@ -114,8 +114,9 @@ def _cache_gather_kernel(
         )
         there = mask_n & (block >= 0) & (block < N)
         values_at, scales_at, rope_at = places(
-            block.to(tl.int64), position % BS, page, row_stride, BS, KIND, MAIN, ROPE, SCALES
-        )
+            block.to(tl.int64), (position % BS).to(tl.int64), page, row_stride,
+            BS, KIND, MAIN, ROPE, SCALES,
+        )  # fmt: skip
         out_at = i.to(tl.int64) * out_stride
         g = tl.arange(0, BLOCK_G)
         c = tl.arange(0, BLOCK_C)
@@ -176,7 +177,7 @@ def run(
     (n, D), (N, BS, _), (B, M) = out.shape, cache.shape, block_table.shape
     if n == 0 or D == 0 or B == 0:
         return
-    constants, num_warps = constants_of(format, D, BS, B, cache)
+    constants, num_warps = constants_of(format, D, BS, cache)
     _cache_gather_kernel[(cdiv(n, constants["BLOCK_N"]),)](
         out,
         cache.view(torch.uint8) if format == "fp8" else cache,
@@ -202,7 +203,7 @@ def run(
 
 
 def constants_of(
-    format: str, D: int, BS: int, B: int, cache: Tensor | None = None
+    format: str, D: int, BS: int, cache: Tensor | None = None
 ) -> tuple[dict[str, Any], int]:
     """What the kernel is compiled for, and its warps: about 32 values of MAIN per thread."""
     cut = next_power_of_2(D + 1) // 2  # the largest power of two in a row, and what is left
@@ -211,7 +212,7 @@ def constants_of(
     constants = cache_write.constants_of(layout, 0, BS, aligned=aligned)
     del constants["C"], constants["EXACT"]
     width = constants["BLOCK_G"] * constants["BLOCK_C"]
-    constants["BLOCK_B"] = min(next_power_of_2(B), MOST_REQUESTS)
+    constants["BLOCK_B"] = BLOCK_B
     constants["BLOCK_N"] = min(max(4096 // width, 1), 32)
     return constants, 8 if width > 4096 else 4
 
@@ -233,7 +234,7 @@ def builds() -> Iterator[Build]:
 def gather_build(
     capability: int, format: str, D: int, dtype: torch.dtype = torch.bfloat16
 ) -> Build:
-    constants, num_warps = constants_of(format, D, 64, 64)
+    constants, num_warps = constants_of(format, D, 64)
     types = {
         "out": TYPES[dtype],
         "cache": TYPES.get(get_format(format).dtype, "u8"),

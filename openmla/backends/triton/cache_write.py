@@ -43,7 +43,12 @@ from openmla.cache.format import (
 )
 
 INDEX = tl.constexpr(4)
-KINDS = {CacheFormat: PLAIN, PackedLatent: PACKED, PackedV4: V4, PackedIndex: INDEX}
+KINDS = {
+    CacheFormat: PLAIN.value,
+    PackedLatent: PACKED.value,
+    PackedV4: V4.value,
+    PackedIndex: INDEX.value,
+}
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -61,7 +66,7 @@ class Layout(NamedTuple):
 def layout_of(format: str, D: int, cut: int) -> Layout:
     """Formats without groups are cut wherever it suits the caller."""
     layout = get_format(format)
-    kind = FP8.value if layout.scaled else KINDS[type(layout)].value
+    kind = FP8.value if layout.scaled else KINDS[type(layout)]
     if isinstance(layout, PackedLatent):
         main = D // GROUP * GROUP
         return Layout(kind, main, D - main, GROUP, 4 * main // GROUP, layout.exact)
@@ -180,7 +185,7 @@ def _store_bits(at, bits, mask, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
         tl.store(at + (n + i), each.to(tl.uint8), mask=mask[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _cache_write_kernel(
     cache, kv_c, k_pe, slot_mapping, kv_scale,
     page, row_stride, kv_c_stride, k_pe_stride, slot_stride, N,
@@ -282,17 +287,17 @@ def run(
 
 def is_aligned(cache: Tensor, layout: Layout) -> bool:
     """Whether scales and 16-bit columns inside bytes lie where such numbers may."""
-    at = [cache.data_ptr(), cache.stride(0)]
-    if layout.KIND == PACKED.value:
+    kind, at = layout.KIND, [cache.data_ptr(), cache.stride(0)]
+    if kind == PACKED.value:
         at.append(cache.stride(1))
-    elif layout.KIND == INDEX.value:
+    elif kind == INDEX.value:
         at.append(cache.shape[1] * layout.MAIN)
     return all(place % 4 == 0 for place in at)
 
 
 def constants_of(layout: Layout, C: int, BS: int, *, aligned: bool) -> dict[str, Any]:
-    groups = max(layout.MAIN // layout.GROUP, 1)
-    if layout.KIND == V4.value:
+    kind, groups = layout.KIND, max(layout.MAIN // layout.GROUP, 1)
+    if kind == V4.value:
         groups = max(groups, layout.SCALES)  # bytes past the last scale are written too
     return {
         "BS": BS,

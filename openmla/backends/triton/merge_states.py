@@ -42,7 +42,7 @@ def _wide(values, dtype: tl.constexpr):
     return wide
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _merge_states_kernel(
     out, lse, other_out, other_lse,
     out_token, out_head, lse_token, lse_head,

@@ -36,7 +36,7 @@ def run(
         None,
         [Rows(cache, kv_scale, format, "paged", block_table=block_table)],
         seq_lens=seq_lens,
-        split_starts=split_starts.contiguous(),
+        split_starts=split_starts,
         causal=causal,
         C=C,
         scale=scale,

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._launch import Rows, latent_builds, run_latent, why_not_latent
+from openmla.backends.triton._launch import (
+    Rows,
+    few_heads_builds,
+    fits_few_heads,
+    latent_builds,
+    run_few_heads,
+    run_latent,
+    why_not_latent,
+)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -26,11 +34,14 @@ def run(
     C: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
+    rows = [Rows(*segment) for segment in segments]
+    if len(rows) == 1 and fits_few_heads(q_latent, rows[0], C):
+        return run_few_heads(q_latent, query_start_loc, rows[0], sink, scale=scale)
     return run_latent(
         q_latent,
         query_start_loc,
         positions,
-        [Rows(*segment) for segment in segments],
+        rows,
         sink=sink,
         C=C,
         scale=scale,
@@ -40,3 +51,4 @@ def run(
 
 def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
+    yield from few_heads_builds()

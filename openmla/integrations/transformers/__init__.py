@@ -68,7 +68,7 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
-    attachment.storing = None
+    attachment.storing = attachment.compressible = None
     attachment.positions = kwargs.get("position_ids")
     implementation = module.config._attn_implementation
     if implementation != attachment.name:
@@ -131,6 +131,9 @@ def attach(
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
     model share; without it the pool grows as needed. `workspace` is the context rows that prefill
     expands at once. Then generate(), pipeline() and bare forward passes work as before.
+
+    V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
+    passes of a few thousand tokens.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -176,6 +179,10 @@ def attach(
     if backend != "auto" and backend not in all_backends():
         raise ConfigError(
             f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
+        )
+    if workspace is not None and ours.compressor is not None:
+        raise ConfigError(
+            f"attach: workspace must not be given for {model_type}: it expands nothing."
         )
     if workspace is not None and workspace < block_size:
         raise ConfigError(
@@ -229,8 +236,7 @@ def _stand_in(attachment: Attachment) -> None:
     for module in attachment.modules:
         compressor = module.compressor
         if isinstance(compressor, nn.Module):
-            compressor.forward = CompressorStandIn(attachment, compressor)
-            attachment.handles.append(compressor.forward)
+            attachment.handles.append(CompressorStandIn(attachment, compressor))
 
 
 def _watch_indexers(attachment: Attachment) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.session import Attachment, new_spans
 from openmla.ops import mha_ragged
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.paged_layer import PagedLayer
 
 
 def openmla_attention(
@@ -49,10 +52,22 @@ def openmla_attention(
         session.begin(B, S, attention_mask)
     layer.steps = session.steps
     layer.columns += S
+    out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
+    if module is attachment.modules[-1]:
+        session.unfinished = False
+    picked = session.picked
+    return _unpacked(out, None if picked is None else picked.to(out.device), B, S), None
+
+
+def _attend(
+    attachment: Attachment, module: nn.Module, layer: PagedLayer, query: Tensor, sink: Tensor | None
+) -> Tensor:  # [T, H, V] of the tokens that are not padding
+    session = layer.session
+    B, H, S, E = query.shape
+    q = query.transpose(1, 2).reshape(B * S, H, E)
     if attachment.config.compressor is not None:
-        out = attend_v4(module, layer, query, kwargs["s_aux"])
-        picked = session.picked
-        return _unpacked(out, None if picked is None else picked.to(out.device), B, S), None
+        assert sink is not None  # every V4 module has one
+        return attend_v4(layer, query, sink)
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
     assert layer.latents is not None
@@ -80,8 +95,7 @@ def openmla_attention(
         )
     if module is attachment.modules[-1]:
         session.selection = None  # a kept cache does not keep it
-    sink = kwargs.get("s_aux")
-    out = attend_step(
+    return attend_step(
         Projected(q[..., :P], q[..., P:], kv_c, k_pe),
         absorbed,
         cache,
@@ -89,7 +103,6 @@ def openmla_attention(
         selection=selection,
         sink=None if sink is None else sink.float(),
     )
-    return _unpacked(out, picked, B, S), None
 
 
 def _padding_of(mask: Tensor | None) -> Tensor | None:

@@ -55,6 +55,11 @@ class CompressorStandIn:
 
     attachment: Attachment
     compressor: nn.Module
+    before: Any = None  # a forward the instance had already
+
+    def __post_init__(self) -> None:
+        self.before = vars(self.compressor).get("forward")
+        self.compressor.forward = self
 
     def __call__(
         self, hidden_states: Tensor, q_residual: Tensor, *args: Any, **kwargs: Any
@@ -81,7 +86,10 @@ class CompressorStandIn:
         return self.attachment.config.latent_dim
 
     def remove(self) -> None:
-        del self.compressor.forward
+        if self.before is None:
+            del self.compressor.forward
+        else:
+            self.compressor.forward = self.before
 
 
 def _projected(compressor: Any, hidden: Tensor) -> Pooled:
@@ -94,7 +102,6 @@ def _projected(compressor: Any, hidden: Tensor) -> Pooled:
 
 
 def attend_v4(
-    module: nn.Module,
     layer: PagedLayer,
     query: Tensor,  # [B, H, S, D], rotated
     sink: Tensor,  # [H]
@@ -119,11 +126,11 @@ def attend_v4(
         picked = picked.to(query.device)
         q, raw = q[picked], raw[picked]
         inputs = inputs and inputs.picked(picked)
-    turning = config.compressor.rope if cache.ratio else config.rope
-    R = config.qk_rope_head_dim
-    table = rope_table(turning, R, config.max_positions, query.device)
-    index = None
+    R, table, index = config.qk_rope_head_dim, None, None
+    if cache.ratio:  # the module itself rotates queries and raw rows
+        table = rope_table(config.compressor.rope, R, config.max_positions, query.device)
     if inputs is not None and inputs.index_query is not None and step.chunks:
+        assert table is not None
         assert inputs.index_weights is not None and config.indexer is not None
         HI, DI = config.indexer.num_heads, config.indexer.head_dim
         q_idx = inputs.index_query

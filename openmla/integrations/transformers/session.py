@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 STAYING = ("pool", "caches", "positions", "last_plan", "storing", "passing", "compressible")
 FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
-ROLLBACK = 32  # tokens a V4 sequence can be cropped by: as many as assistants propose
+ROLLBACK = 32  # tokens a V4 sequence can be cropped by
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -161,6 +161,7 @@ class Session:
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
         self.selection: Selection | None = None  # of the last layer that chose
+        self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, _free_requests, attachment.pool, self.requests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
@@ -173,6 +174,11 @@ class Session:
         return twin
 
     def _shared(self, rows: Sequence[int]) -> list[int]:
+        for row in rows:
+            if not 0 <= row < len(self.requests):
+                raise ShapeError(
+                    f"attach: the cache has rows 0..{len(self.requests) - 1}, got {row}."
+                )
         fresh = [next(self.attachment.names) for _ in rows]
         for row, name in zip(rows, fresh, strict=True):
             self.attachment.pool.share(self.requests[row], name)
@@ -209,6 +215,7 @@ class Session:
         _free_requests(self.attachment.pool, self.requests)
         self.requests.clear()
         self.columns.clear()
+        self.unfinished = False
 
     def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> Absorbed:
         """The module's kv_b_proj: views of its weight, or a quantised one decoded.
@@ -229,6 +236,11 @@ class Session:
 
     def begin(self, B: int, S: int, mask: Tensor | None) -> None:
         """A new forward pass: find padding, take blocks, describe the batch."""
+        if self.unfinished:
+            raise ConfigError(
+                "attach: the last pass over this cache failed half-way, so layers disagree on what "
+                "it holds. Make a new one."
+            )
         pool = self.attachment.pool
         fresh = not self.requests
         requests = [next(self.attachment.names) for _ in range(B)] if fresh else self.requests
@@ -256,6 +268,7 @@ class Session:
             self.picked = torch.cat(rows)
         self.plans = {}
         self.steps += 1
+        self.unfinished = True
 
     def plan(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> Plan:
         """This pass's plan: made for the first layer of a kind on a device, for all of them."""
