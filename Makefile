@@ -7,7 +7,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint mutants table setup clean
+.PHONY: demo test lint mutants table setup clean test-gpu bench-gpu
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -24,6 +24,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# On a machine with a GPU, with its own python3, torch and Triton; nothing is installed.
+test-gpu:
+	$(PYTHON) -m pytest -p no:cacheprovider tests/ops tests/layers tests/plan -k cuda
+
+bench-gpu:
+	$(PYTHON) -m bench.latent --json latent.json
 
 # Puts deliberate bugs into a copy of the package and shows which test catches each.
 mutants: setup

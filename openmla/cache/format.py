@@ -299,9 +299,12 @@ def _over_fp8_max(values: Tensor) -> Tensor:
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """The next power of two, or the value itself if it is one; float32, positive and normal."""
+    """The next power of two, or the value itself if it is one; float32, positive and normal.
+
+    NaN stays NaN: a group that holds one is NaN as a whole, for every reader.
+    """
     bits = values.view(torch.int32)
-    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32)
+    return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32).where(~values.isnan(), values)
 
 
 def quantize_groups(groups: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     doctor = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.add_argument(
+        "--compile", metavar="TARGET", help="compile every kernel: all, or one such as sm_90"
+    )
     bench = commands.add_parser(
         "bench", help="time the backends of an op, or a step", add_help=False
     )
@@ -45,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from openmla.cli.generate import run_generate
 
             return run_generate(rest)
+        if options.compile:
+            from openmla.cli.compile import run_compile
+
+            return run_compile(options.compile)
         from openmla.cli.doctor import run_doctor
 
         return run_doctor(as_json=options.json)

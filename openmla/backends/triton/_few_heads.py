@@ -8,8 +8,7 @@ Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] an
 The 16-byte loads of 8 rows by 4 lanes are already the second operand of q @ rows.T when that has
 16 values per lane, so keys go from memory through the decoder into the matrix units without
 shared memory; the same registers are stored once, as bf16, to be read transposed as values. Scores
-pass through a small tile so that a head's softmax stays within one warp. Twice as fast as the
-portable tile at 128 tokens of 16 heads.
+pass through a small tile so that a head's softmax stays within one warp.
 """
 
 import triton.language as tl
@@ -19,36 +18,34 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# Shifted e4m3 bits are 2**120 too small as bf16. Tiles are kept 2**16 smaller than the rows, so
+# that a scale times what is missing fits bf16 up to 2**23; rope queries, logits and outputs make up.
+SHIFTED = gl.constexpr(2.0**104)
+SMALLER = gl.constexpr(2.0**-16)
+LARGER = gl.constexpr(2.0**16)
 
 
 @gluon.jit
 def decode_words(words, scales):
-    """Four e4m3 bytes a word, times a power of two given as two equal bf16: four bf16, exactly."""
+    """Four e4m3 bytes a word as bf16: bits shifted into place, times a scale given as two equal
+    bf16 that hold the power of two the shift is short of. A NaN byte counts as 480: writers mark
+    NaN in the scale."""
     return gl.inline_asm_elementwise(
         """{
-        .reg .b32 t, u, v, n, z, up, none;
+        .reg .b32 t, u, v, z, none;
         mov.b32 z, 0;
-        mov.b32 up, 0x7b807b80;
         mov.b32 none, 0x80008000;
-        and.b32 n, $4, 0x7f7f7f7f;
-        add.u32 n, n, 0x01010101;
         prmt.b32 t, $4, z, 0x1404;
         shr.u32 u, t, 4;
         and.b32 v, t, 0x80008000;
         lop3.b32 u, u, 0x07f007f0, v, 0xea;
-        fma.rn.bf16x2 u, u, up, none;
         fma.rn.bf16x2 u, u, $5, none;
-        prmt.b32 t, n, z, 0x9988;
-        or.b32 u, u, t;
         mov.b32 {$0, $1}, u;
         prmt.b32 t, $4, z, 0x3424;
         shr.u32 u, t, 4;
         and.b32 v, t, 0x80008000;
         lop3.b32 u, u, 0x07f007f0, v, 0xea;
-        fma.rn.bf16x2 u, u, up, none;
         fma.rn.bf16x2 u, u, $5, none;
-        prmt.b32 t, n, z, 0xbbaa;
-        or.b32 u, u, t;
         mov.b32 {$2, $3}, u;
         }""",
         "=h,=h,=h,=h,r,r",
@@ -74,10 +71,10 @@ def split_words(words):
 
 @gluon.jit
 def decode_tile(words, scale, there, BLOCK_N: gl.constexpr):
-    """[BLOCK_N, 128] bf16 of [BLOCK_N, 32] words; rows that are not there are zeros."""
-    half = scale.to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    """[BLOCK_N, 128] bf16 of [BLOCK_N, 32] words, times 2**-16; a row that is not there has scale 0
+    and so is zeros, whatever its bytes."""
+    half = (scale * SHIFTED).to(gl.bfloat16).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
     both = gl.where(there, half | (half << 16), 0)
-    words = gl.where(there[:, None], words, 0)
     both, words = gl.broadcast(both[:, None], words)
     a, b, c, d = decode_words(words, both)
     return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, 128])
@@ -183,7 +180,8 @@ def _few_heads_kernel(
     heads = first_head + gl.arange(0, 16, gl.SliceLayout(1, QUERY_ROPE))
     q_at = q + (t64 * q_token + heads * q_head)[:, None] + 512
     q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY_ROPE))[None, :]
-    q_rope.store(gl.load(q_at, mask=(heads < H)[:, None], other=0.0))
+    rope_query = gl.load(q_at, mask=(heads < H)[:, None], other=0.0)
+    q_rope.store((rope_query.to(gl.float32) * SMALLER).to(gl.bfloat16))
     o0 = gl.zeros([16, 128], gl.float32, MMA)
     o1 = gl.zeros([16, 128], gl.float32, MMA)
     o2 = gl.zeros([16, 128], gl.float32, MMA)
@@ -222,7 +220,8 @@ def _few_heads_kernel(
         there = next_there
         counts = (scored >= 0) & (scored < num_slots)
         score_tile.store(scores)
-        logits = gl.where(counts[None, :], score_tile.load(SOFTMAX) * qk_scale, float("-inf"))
+        logits = score_tile.load(SOFTMAX) * (qk_scale * LARGER)
+        logits = gl.where(counts[None, :], logits, float("-inf"))
         new_largest = gl.maximum(largest, gl.max(logits, 1))
         shrink = gl.exp2(largest - new_largest)
         largest = new_largest
@@ -244,7 +243,7 @@ def _few_heads_kernel(
     total = gl.sum(sums, 1)
     seen = total > 0
     natural = gl.where(seen, (largest + gl.log2(total)) * LN2, float("-inf"))
-    share = gl.where(seen, 1.0 / total, 0.0)
+    share = gl.where(seen, LARGER / total, 0.0)
     heads = first_head + gl.arange(0, 16, HEADS)
     if SINK:
         logit = gl.load(sink + heads, mask=heads < H, other=0.0)

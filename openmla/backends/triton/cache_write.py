@@ -132,9 +132,9 @@ def group_scales(groups, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == PACKED:
         smallest: tl.constexpr = 1.1754943508222875e-38 if EXACT else 1e-4
         scales = tl.where(scales < smallest, smallest, scales)
-    if not EXACT:  # the next power of two
+    if not EXACT:  # the next power of two; NaN stays
         bits = (scales.to(tl.uint32, bitcast=True) + 0x007FFFFF) & 0x7F800000
-        scales = bits.to(tl.float32, bitcast=True)
+        scales = tl.where(scales != scales, scales, bits.to(tl.float32, bitcast=True))
     return scales
 
 
