@@ -109,7 +109,9 @@ def paged(B: int, S: int, H: int, calls: int) -> Shape:
     q = (torch.randn(B, H, D, device="cuda") / 3).bfloat16()
     lens = torch.full((B,), S, dtype=torch.int32)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    length = run_length([S] * B, multiprocessors=sms, block_size=BS, batch_invariant=False)
+    length = run_length(
+        [S] * B, multiprocessors=sms, block_size=BS, batch_invariant=False, num_heads=H
+    )
     starts, seq_lens = split_bounds(lens, length).cuda(), lens.cuda()
     start_loc = torch.arange(B + 1, device="cuda", dtype=torch.int32)
 

@@ -95,6 +95,7 @@ def captured_plan(
         multiprocessors=multiprocessors(latent.data.device),
         block_size=latent.block_size,
         batch_invariant=batch_invariant,
+        num_heads=config.num_heads,
     )
     filled = {
         "seq_lens": seq_lens,

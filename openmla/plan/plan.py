@@ -98,7 +98,7 @@ def make_plan(
         _check_workspace(workspace, dtype, new_tokens)
     decode = prefill = sparse = None
     if decoding or not (prefilling or choosing):
-        decode = _plan_decode(batch, decoding, starts, latent, batch_invariant)
+        decode = _plan_decode(batch, config, decoding, starts, latent, batch_invariant)
     if prefilling:
         prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     if choosing:
@@ -197,6 +197,7 @@ def _forms(
 
 def _plan_decode(
     batch: Batch,
+    config: MLAConfig,
     requests: Sequence[int],
     starts: Sequence[int],
     latent: PagedCache,
@@ -210,6 +211,7 @@ def _plan_decode(
         multiprocessors=multiprocessors(latent.data.device),
         block_size=latent.block_size,
         batch_invariant=batch_invariant,
+        num_heads=config.num_heads,
     )
     true_lens = batch.device_seq_lens
     return DecodePlan(

@@ -51,8 +51,16 @@ def test_a_row_is_cut_alike_in_any_batch_when_invariant() -> None:
 
 
 def test_work_fills_the_machine() -> None:
-    """One long request is cut for every multiprocessor; many requests are hardly cut."""
-    alone = run_length([131072], multiprocessors=132, block_size=64, batch_invariant=False)
-    crowd = run_length([131072] * 128, multiprocessors=132, block_size=64, batch_invariant=False)
-    assert 131072 / 132 <= alone <= 131072 / 132 + 64
-    assert crowd > 100_000
+    """One long request is cut for every multiprocessor; many requests are hardly cut. Programs of
+    16 heads run two at a time, programs of 64 one, and a request's runs are of equal length."""
+
+    def length(B: int, S: int, H: int) -> int:
+        return run_length(
+            [S] * B, multiprocessors=132, block_size=64, batch_invariant=False, num_heads=H
+        )
+
+    assert 131072 / 264 <= length(1, 131072, 16) <= 131072 / 264 + 64
+    assert 131072 / 66 <= length(1, 131072, 128) <= 131072 / 66 + 64
+    assert length(128, 131072, 16) == 131072 // 2
+    assert length(64, 16384, 16) == 4096
+    assert length(64, 4096, 128) == 4096

@@ -2,7 +2,8 @@
 
 Computes  what _latent.py does, for segments of slots and 16 heads a program
 Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its slots
-Reads     q [T, H, 576], rows of 656 bytes as 32-bit words, slots [T, K]
+Reads     q [T, H, 576], rows of 656 bytes as 32-bit words, ROW from one to the next, slots [T, K];
+          ROW is a constant, or 16-byte loads could not be told to be aligned
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
 The 16-byte loads of 8 rows by 4 lanes are already the second operand of q @ rows.T when that has
@@ -19,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Shifted e4m3 bits are 2**120 too small as bf16. Tiles are kept 2**16 smaller than the rows, so
-# that a scale times what is missing fits bf16 up to 2**23; rope queries, logits and outputs make up.
+# that a scale times what is missing fits bf16 up to 2**23; rope queries, logits, outputs make up.
 SHIFTED = gl.constexpr(2.0**104)
 SMALLER = gl.constexpr(2.0**-16)
 LARGER = gl.constexpr(2.0**16)
@@ -115,8 +116,9 @@ def load_scales(floats, row, columns):
 @gluon.jit
 def _few_heads_kernel(
     q, words, floats, slots, row_lens, query_start_loc, sink, out, lse,
-    B, num_slots, qk_scale, q_token, q_head, slots_stride, row_words, K, X,
-    H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr, BLOCK_N: gl.constexpr,
+    B, num_slots, qk_scale, q_token, q_head, slots_stride, K, X,
+    ROW: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr,
+    BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
@@ -159,7 +161,7 @@ def _few_heads_kernel(
     mine = slots + t64 * slots_stride
     slot = gl.load(mine + lo + offs_row, mask=lo + offs_row < hi, other=-1)
     there = (slot >= 0) & (slot < num_slots)
-    row = gl.where(there, slot, 0).to(gl.int64) * row_words
+    row = gl.where(there, slot, 0).to(gl.int64) * ROW
     at = words + row[:, None] + offs_word
     x0 = gl.load(at)
     x1 = gl.load(at + 32)
@@ -193,7 +195,7 @@ def _few_heads_kernel(
         start = lo + i * BLOCK_N
         scored = gl.load(mine + start + offs_scored, mask=start + offs_scored < hi, other=-1)
         next_there = (slot >= 0) & (slot < num_slots)
-        next_row = gl.where(next_there, slot, 0).to(gl.int64) * row_words
+        next_row = gl.where(next_there, slot, 0).to(gl.int64) * ROW
         at = words + next_row[:, None] + offs_word
         scores = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         scores = score_group(scores, x0, s0, there, q0, v0, MMA, BLOCK_N)

@@ -172,7 +172,7 @@ def run_latent(
     capability = capability_of(q.device)
     config = config_of(shape, capability, [(part.kind, part.format) for part in segments])
     tiles = cdiv(H, config.block_h)
-    X = num_runs(tiles * T, cdiv(width, config.block_n), q.device)
+    X = num_runs(tiles * T, cdiv(width, config.block_n), q.device, config.block_h)
     if split_starts is not None:
         X = split_starts.shape[1] - 1
     target, target_lse = out, lse
@@ -263,7 +263,7 @@ def run_few_heads(
     if T == 0:
         return out, lse
     tiles, BLOCK_N = cdiv(H, 16), 64
-    X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device)
+    X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device, 16)
     target, target_lse = out, lse
     if X > 1:
         target = q.new_empty((T, X, H, 512), dtype=torch.float32)
@@ -287,9 +287,9 @@ def run_few_heads(
         q.stride(0),
         q.stride(1),
         part.rows.stride(0),
-        row // 4,
         K,
         X,
+        ROW=row // 4,
         H=H,
         SPLIT=X > 1,
         SINK=sink is not None and X == 1,
@@ -310,7 +310,7 @@ def few_heads_builds() -> Iterator[Build]:
         "qk_scale": "fp32",
     }
     for capability in TARGETS:
-        constants = {"H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
+        constants = {"ROW": 164, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
         signature = {
             name: "constexpr" if name in constants else types.get(name, "i32")
             for name in kernel.arg_names
@@ -332,9 +332,11 @@ def flattened(part: Rows) -> Rows:
     )
 
 
-def num_runs(programs: int, blocks: int, device: torch.device) -> int:
-    """Runs a token's rows are cut into: enough to fill the machine twice, no more than blocks."""
-    wanted = 2 * max(multiprocessors(device), 1) // max(programs, 1)
+def num_runs(programs: int, blocks: int, device: torch.device, block_h: int) -> int:
+    """Runs a token's rows are cut into: enough to fill the machine once, no more than blocks. Two
+    programs of 16 heads are on a multiprocessor at a time, one of more."""
+    at_once = (2 if block_h <= 16 else 1) * max(multiprocessors(device), 1)
+    wanted = at_once // max(programs, 1)
     return max(min(wanted, blocks), 1)
 
 
