@@ -111,9 +111,8 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     """The tile for a shape and segments, (kind, format) each, on a target: the largest that does
     not spill. Rows that are decoded pass through registers and want smaller ones.
 
-    Evidence: H200, bench/results/triton_latent_h200.json. Two tiles of 256 columns halve the rows a
-    warp gathers: 1966 against 2168 us for 4096 queries of 16 heads; with 64 heads the matrix units
-    then wait for one another (13547 against 10064 us).
+    Evidence: H200, bench/results/triton_latent_h200.json; other rows were swept and lost. Two tiles
+    of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64.
     """
     small, wide = nearest_target(capability) in SMALL, capability >= 90
     if shape.products == torch.float32:
