@@ -102,7 +102,6 @@ def _interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-@lru_cache
 def _missing(package: str, first: str, last: str) -> str | None:
     if find_spec(package) is None:
         return f"package {package} is not installed"

@@ -163,6 +163,7 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(error.value).splitlines() == [
         "mqa_sparse: backend 'flashmla' cannot run this problem:",
         "  flashmla   package flash_mla is not installed",
+        "  triton     package triton is not installed",
         "  reference  can",
     ]
     select.cache_clear()

@@ -17,6 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+# its name until Triton 3.6, and since
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 # Shifted e4m3 bits are 2**120 too small as bf16. Tiles are kept 2**16 smaller than the rows, so
@@ -190,7 +192,7 @@ def _few_heads_kernel(
     o3 = gl.zeros([16, 128], gl.float32, MMA)
     sums = gl.zeros([16, BLOCK_N], gl.float32, SOFTMAX)  # not reduced until the end
     largest = gl.full([16], -1e30, gl.float32, HEADS)
-    gl.thread_barrier()
+    thread_barrier()
     for i in tl.range(0, blocks, disable_licm=True):
         start = lo + i * BLOCK_N
         scored = gl.load(mine + start + offs_scored, mask=start + offs_scored < hi, other=-1)

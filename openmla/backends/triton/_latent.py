@@ -70,11 +70,17 @@ def decode_e4m3(stored, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def request_of(t, query_start_loc, B, REQUESTS: tl.constexpr):
-    """Which request owns a token, B for one past them all."""
-    bounds = tl.arange(0, REQUESTS)
-    ends = tl.load(query_start_loc + 1 + bounds, mask=bounds < B, other=2147483647)
-    return tl.sum((ends <= t).to(tl.int32), 0)
+def request_of(t, query_start_loc, B):
+    """Which request owns a token, B for one past them all; so many ends looked at in one go, that a
+    larger batch is not another kernel."""
+    bounds = tl.arange(0, 128)
+    owner = 0
+    for first in range(0, B, 128):
+        ends = tl.load(
+            query_start_loc + 1 + first + bounds, mask=first + bounds < B, other=2147483647
+        )
+        owner += tl.sum((ends <= t).to(tl.int32), 0)
+    return owner
 
 
 @triton.jit
@@ -309,7 +315,7 @@ def _latent_kernel(
     KIND_1: tl.constexpr, FORMAT_1: tl.constexpr, BS_1: tl.constexpr, ONE_BLOCK_1: tl.constexpr,
     KIND_2: tl.constexpr, FORMAT_2: tl.constexpr, BS_2: tl.constexpr, ONE_BLOCK_2: tl.constexpr,
     SECOND: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
-    ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr, REQUESTS: tl.constexpr,
+    ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr,
@@ -321,7 +327,10 @@ def _latent_kernel(
     if not UPCAST:  # inside a compiled graph it may arrive as fp64; interpreted, as a Python number
         qk_scale = qk_scale.to(tl.float32)
     qk_scale = qk_scale * LOG2E
-    b = request_of(t, query_start_loc, B, REQUESTS)
+    if KIND_1 == SLOTS and (not SECOND or KIND_2 == SLOTS):  # whose they are does not matter
+        b = tl.where(t < tl.load(query_start_loc + B), 0, B)
+    else:
+        b = request_of(t, query_start_loc, B)
     t64 = t.to(tl.int64)
     n_2 = 0
     if KIND_1 == PAGED:

@@ -121,7 +121,7 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     few, two = shape.H <= 16 or small, len(segments) > 1
     if layouts != {PLAIN}:
         if few:
-            return Config(16, 32, 4, 1 if small and not two else 2)
+            return Config(16, 32, 4, 2)
         if wide and layouts == {PACKED}:  # a power-of-two format with one segment fits 64 heads
             return Config(64, 64, 8, 2)
         return Config(32, 32, 8, 2 if wide else 1)
@@ -184,7 +184,7 @@ def run_latent(
     constants = constants_of(
         shape, config, [(part.kind, part.format, part.cache.shape[1]) for part in segments],
         aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)), causal=causal,
-        sink=sink is not None and X == 1, split=X > 1, B=B,
+        sink=sink is not None and X == 1, split=X > 1,
     )  # fmt: skip
     nothing = query_start_loc = query_start_loc.contiguous()
     kernels._latent_kernel[(tiles, T, X)](
@@ -362,7 +362,6 @@ def constants_of(
     causal: bool,
     sink: bool,
     split: bool,
-    B: int,
 ) -> dict[str, Any]:
     (kind_1, format_1, BS_1), (kind_2, format_2, BS_2) = segments[0], segments[-1]
     return {
@@ -385,7 +384,6 @@ def constants_of(
         "ALIGNED": aligned,
         "ASM": not interpreted(),
         "OFFSET": tl.int64 if wide else tl.int32,
-        "REQUESTS": next_power_of_2(max(B, 1)),
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
         "BLOCK_A": min(max(next_power_of_2(shape.MAIN), 16), config.columns),
@@ -450,7 +448,6 @@ def latent_build(
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True,
         wide=False, causal=kinds[0] == "paged", sink=len(kinds) > 1 and not split, split=split,
-        B=64,
     )  # fmt: skip
     stored = {PLAIN: TYPES[dtype]}.get(LAYOUTS[format], "u8")
     result = "fp32" if split else TYPES[dtype]
