@@ -20,7 +20,7 @@ from openmla.backends import BACKENDS, Problem, why_not
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
-TARGETS = (80, 90, 120)
+TARGETS = (80, 90, 100, 120)
 SPILLS = 64  # bytes
 SLOW = "short-prefill"  # two minutes in the interpreter, and nothing others do not show
 

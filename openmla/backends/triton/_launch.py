@@ -114,7 +114,7 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     Evidence: H200, bench/results/triton_latent_h200.json; other rows were swept and lost. Two tiles
     of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64.
     """
-    small, wide = nearest_target(capability) in SMALL, capability >= 90
+    small, wide, hopper = nearest_target(capability) in SMALL, capability >= 90, capability < 100
     if shape.products == torch.float32:
         return Config(16, 16, 4, 1)
     layouts = {LAYOUTS[format] for _, format in segments}
@@ -122,15 +122,15 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     if layouts != {PLAIN}:
         if few:
             return Config(16, 32, 4, 2)
-        if wide and layouts == {PACKED}:  # a power-of-two format with one segment fits 64 heads
-            return Config(64, 64, 8, 2)
+        if layouts == {PACKED} and wide:  # on SM100 products of 64 heads spill here
+            return Config(64, 64, 8, 2) if hopper else Config(16, 32, 4, 2)
         return Config(32, 32, 8, 2 if wide else 1)
     named = any(kind == "positions" for kind, _ in segments)
     if few:
         return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256)
     if not wide:
         return Config(32, 64, 8, 2)
-    return Config(64, 32 if two or named else 64, 8, 2)
+    return Config(64, 64 if hopper and not (two or named) else 32, 8, 2)
 
 
 class Rows(NamedTuple):
