@@ -44,13 +44,6 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def why_not_device(device: str) -> str | None:
-    """Kernels need a CUDA device, or the interpreter."""
-    if device == "cuda" or (device == "cpu" and interpreted()):
-        return None
-    return f"runs on cuda, this is {device}"
-
-
 def capability_of(device: torch.device) -> int:
     """Compute capability as two digits, 90 for what the interpreter pretends to be."""
     if device.type != "cuda":
@@ -89,17 +82,16 @@ class Report(NamedTuple):
     registers: int
     spills: int  # bytes stored
     shared: int
-    cubin: bytes
 
 
-def compile_build(build: Build, arch: int | None = None) -> Report:
+def compile_build(build: Build) -> Report:
     """Compile for a target without a GPU; registers and spills are what ptxas says."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    arch = arch or build.capability
+    arch = build.capability
     attrs = {}
     index = {name: i for i, name in enumerate(build.kernel.arg_names)}
     for name, kind in build.signature.items():
@@ -125,10 +117,10 @@ def compile_build(build: Build, arch: int | None = None) -> Report:
             "-o",
             "/dev/null",
         ]
-        said = subprocess.run(command, capture_output=True, text=True).stderr
-    registers = int((re.search(r"Used (\d+) registers", said) or [0, 0])[1])
-    spills = int((re.search(r"(\d+) bytes spill stores", said) or [0, 0])[1])
-    return Report(registers, spills, compiled.metadata.shared, compiled.asm["cubin"])
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+    registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
+    return Report(registers, spills, compiled.metadata.shared)
 
 
 def all_builds() -> Iterator[Build]:

@@ -21,7 +21,6 @@ from openmla.backends.triton._build import (
     interpreted,
     nearest_target,
     next_power_of_2,
-    why_not_device,
 )
 from openmla.cache.format import GROUP, V4_ROPE
 from openmla.hardware import multiprocessors
@@ -70,9 +69,6 @@ class Shape(NamedTuple):
 
 
 def why_not_latent(problem: Problem) -> str | None:
-    reason = why_not_device(problem.device)
-    if reason is not None:
-        return reason
     if problem.dtype not in PRODUCTS:
         return f"takes 16- and 32-bit queries, this is {problem.dtype}"
     for format in problem.format.split():

@@ -26,7 +26,6 @@ from openmla.backends.triton._build import (
     Build,
     cdiv,
     next_power_of_2,
-    why_not_device,
 )
 from openmla.backends.triton._latent import FP8, PLAIN, V4, decode_e4m3
 from openmla.backends.triton.cache_write import places, round_to, widen
@@ -156,9 +155,6 @@ def _cache_gather_kernel(
 
 
 def why_not(problem: Problem) -> str | None:
-    reason = why_not_device(problem.device)
-    if reason is not None:
-        return reason
     if type(get_format(problem.format)) not in cache_write.KINDS:
         return f"cache format {problem.format} is not implemented"
     return None

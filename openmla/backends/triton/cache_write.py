@@ -28,7 +28,6 @@ from openmla.backends.triton._build import (
     Build,
     interpreted,
     next_power_of_2,
-    why_not_device,
 )
 from openmla.backends.triton._latent import FP8, PACKED, PLAIN, V4
 from openmla.cache.format import (
@@ -241,9 +240,6 @@ def _cache_write_kernel(
 
 
 def why_not(problem: Problem) -> str | None:
-    reason = why_not_device(problem.device)
-    if reason is not None:
-        return reason
     if problem.dtype not in INPUTS:
         return f"takes 16- and 32-bit rows, this is {problem.dtype}"
     if type(get_format(problem.format)) not in KINDS:

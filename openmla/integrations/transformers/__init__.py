@@ -211,7 +211,10 @@ def attach(
     )
     if ours.indexer is not None:
         attachment.handles.append(
-            model.register_forward_hook(_AfterPass(attachment), always_call=True)
+            # on the inner model, which may be called by itself
+            getattr(model, "base_model", model).register_forward_hook(
+                _AfterPass(attachment), always_call=True
+            )
         )
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
     text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
