@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -225,7 +226,10 @@ with torch.inference_mode():
 print(plan.explain())
 print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
 """
-OWN = 128 << 20  # what the reference backend holds for its own turns
+OWN = 32 << 20  # what the reference backend holds for its own turns
+# glibc keeps freed blocks below a threshold that it moves by itself, so that the peak of one and the
+# same step differed by 100 MiB from run to run; given the threshold, it hands every tensor back.
+EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 @pytest.mark.parametrize(
@@ -250,6 +254,7 @@ def test_peak_memory_is_as_stated(arguments: str, stated: list[str]) -> None:
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
+        env={**os.environ, **EXACT_MALLOC},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
