@@ -20,7 +20,7 @@ from openmla.backends import BACKENDS, Problem, why_not
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
-TARGETS = (80, 90, 100, 120)
+TARGETS = (80, 90, 100, 120, 942)
 SPILLS = 64  # bytes
 SLOW = "short-prefill"  # two minutes in the interpreter, and nothing others do not show
 
@@ -59,6 +59,6 @@ def test_default_rows_compile() -> None:
     assert len(builds) > 50
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for name, target, registers, spills, shared in pool.map(compiled, builds):
-            assert 0 < registers <= 255, (name, target)
+            assert 0 < registers <= (512 if target == 942 else 255), (name, target)
             assert shared <= SHARED_MEMORY[target], (name, target, shared)
             assert spills <= SPILLS, (name, target, spills)

@@ -227,8 +227,8 @@ print(plan.explain())
 print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
 """
 OWN = 32 << 20  # what the reference backend holds for its own turns
-# glibc keeps freed blocks below a threshold that it moves by itself, so that the peak of one and the
-# same step differed by 100 MiB from run to run; given the threshold, it hands every tensor back.
+# glibc keeps freed blocks below a threshold that it moves by itself, so that the peak of one step
+# differed by 100 MiB from run to run; given the threshold, it hands every tensor back.
 EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 

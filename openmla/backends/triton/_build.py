@@ -15,7 +15,7 @@ from triton import knobs
 
 from openmla.backends import BACKENDS
 
-# Most shared memory one program may take, by compute capability.
+# Most shared memory one program may take, by compute capability; AMD's targets by their number.
 SHARED_MEMORY = {
     80: 163 << 10,
     86: 99 << 10,
@@ -23,8 +23,10 @@ SHARED_MEMORY = {
     90: 227 << 10,
     100: 227 << 10,
     120: 99 << 10,
+    942: 64 << 10,
 }
 TARGETS = tuple(SHARED_MEMORY)
+GFX942 = 942  # AMD's CDNA3, of the same family of numbers so that one table holds all
 
 
 class Build(NamedTuple):
@@ -44,10 +46,21 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
+def assembly() -> bool:
+    """Whether kernels may hold lines of NVIDIA's assembly."""
+    return not interpreted() and torch.version.hip is None
+
+
+def target_name(capability: int) -> str:
+    return "gfx942" if capability == GFX942 else f"sm_{capability}"
+
+
 def capability_of(device: torch.device) -> int:
     """Compute capability as two digits, 90 for what the interpreter pretends to be."""
     if device.type != "cuda":
         return 90
+    if torch.version.hip is not None:
+        return GFX942
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
@@ -85,13 +98,13 @@ class Report(NamedTuple):
 
 
 def compile_build(build: Build) -> Report:
-    """Compile for a target without a GPU; registers and spills are what ptxas says."""
+    """Compile for a target without a GPU; registers and spills are what its assembler says."""
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-    arch = build.capability
+    amd = build.capability == GFX942
+    target = GPUTarget("hip", "gfx942", 64) if amd else GPUTarget("cuda", build.capability, 32)
     attrs = {}
     index = {name: i for i, name in enumerate(build.kernel.arg_names)}
     for name, kind in build.signature.items():
@@ -101,12 +114,27 @@ def compile_build(build: Build) -> Report:
         if kind != "constexpr" and kind != "fp32" and aligned:
             attrs[(index[name],)] = [["tt.divisibility", 16]]
     constants = {(index[name],): value for name, value in build.constants.items()}
+    if amd and "ASM" in index:
+        constants[(index["ASM"],)] = False
     kind = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
     source = kind(build.kernel, dict(build.signature), constants, attrs)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(source, target=target, options=options)
+    patterns = (r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)")
+    said = compiled.asm["amdgcn"] if amd else ""
+    if not amd:
+        patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
+        said = _ptxas(compiled.asm["ptx"], build.capability)
+    registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
+    return Report(registers, 4 * spills if amd else spills, compiled.metadata.shared)
+
+
+def _ptxas(text: str, arch: int) -> str:
+    """What the assembler says of a kernel's text."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(compiled.asm["ptx"])
+        ptx.write(text)
         ptx.flush()
         suffix = "a" if arch in (90, 100, 120) else ""
         command = [
@@ -117,10 +145,7 @@ def compile_build(build: Build) -> Report:
             "-o",
             "/dev/null",
         ]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-    registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
-    return Report(registers, spills, compiled.metadata.shared)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def all_builds() -> Iterator[Build]:

@@ -1,132 +1,33 @@
-"""Launching latent attention: what a problem is compiled for, how many runs, where partials go."""
+"""Launching latent attention: how many runs, where partials go."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from openmla.backends import Problem
 from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import (
-    TARGETS,
-    TYPES,
-    Build,
+    assembly,
     capability_of,
     cdiv,
     interpreted,
-    nearest_target,
     next_power_of_2,
 )
-from openmla.cache.format import GROUP, V4_ROPE
+from openmla.backends.triton._tiles import (
+    LAYOUTS,
+    PACKED,
+    V4,
+    config_of,
+    constants_of,
+    shape_of,
+)
 from openmla.hardware import multiprocessors
 
 LOG2E = 1.4426950408889634
-SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
-KINDS = {"slots": 0, "positions": 1, "window": 2, "prefix": 3, "paged": 4}
-PLAIN, FP8, PACKED, V4 = range(4)
-LAYOUTS = {
-    "fp32": PLAIN,
-    "bf16": PLAIN,
-    "fp16": PLAIN,
-    "fp8": FP8,
-    "fp8_ds_mla": PACKED,
-    "fp8_ds_mla_exact": PACKED,
-    "fp8_dsv4": V4,
-}
-# What a format's values fit in exactly, beside float32.
-EXACT_IN = {
-    "bf16": (torch.bfloat16,),
-    "fp16": (torch.float16,),
-    "fp8": (torch.bfloat16, torch.float16),
-    "fp8_ds_mla": (torch.bfloat16, torch.float16),
-    "fp8_dsv4": (torch.bfloat16,),
-}
-PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-class Config(NamedTuple):
-    block_h: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    columns: int = 512  # of the first tile of a row; what is left is a second one
-
-
-class Shape(NamedTuple):
-    """What a kernel is compiled for, beside segments."""
-
-    H: int
-    C: int
-    MAIN: int
-    ROPE: int
-    products: torch.dtype
-    PRECISION: str
-
-
-def why_not_latent(problem: Problem) -> str | None:
-    if problem.dtype not in PRODUCTS:
-        return f"takes 16- and 32-bit queries, this is {problem.dtype}"
-    for format in problem.format.split():
-        if format not in LAYOUTS:
-            return f"cache format {format} is not implemented"
-        if LAYOUTS[format] == PACKED and problem.C not in (packed_main(problem.D), problem.D):
-            return (
-                f"reads values of {packed_main(problem.D)} columns from {format}, not {problem.C}"
-            )
-    if problem.D > 1024:
-        return f"holds rows of up to 1024 values, this is {problem.D}"
-    return None
-
-
-def packed_main(D: int) -> int:
-    return D // GROUP * GROUP
-
-
-def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int) -> Shape:
-    """Where rows are cut in two, and in which precision products are taken: 16-bit numbers where
-    query and rows both fit in one kind of them, else float32, as tf32 if 16 bits were all."""
-    layouts = {LAYOUTS[format] for format in formats}
-    if V4 in layouts:
-        main = D - V4_ROPE
-    elif PACKED in layouts:
-        main = packed_main(D)
-    else:
-        main = C
-    if all(dtype in EXACT_IN.get(format, ()) for format in formats):
-        return Shape(H, C, main, D - main, dtype, "tf32")
-    narrow = dtype.itemsize == 2 and all(format in EXACT_IN for format in formats)
-    return Shape(H, C, main, D - main, torch.float32, "tf32" if narrow else "ieee")
-
-
-def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]) -> Config:
-    """The tile for a shape and segments, (kind, format) each, on a target: the largest that does
-    not spill. Rows that are decoded pass through registers and want smaller ones.
-
-    Evidence: H200, bench/results/triton_latent_h200.json; other rows were swept and lost. Two tiles
-    of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64.
-    """
-    small, wide, hopper = nearest_target(capability) in SMALL, capability >= 90, capability < 100
-    if shape.products == torch.float32:
-        return Config(16, 16, 4, 1)
-    layouts = {LAYOUTS[format] for _, format in segments}
-    few, two = shape.H <= 16 or small, len(segments) > 1
-    if layouts != {PLAIN}:
-        if few:
-            return Config(16, 32, 4, 2)
-        if layouts == {PACKED} and wide:  # on SM100 products of 64 heads spill here
-            return Config(64, 64, 8, 2) if hopper else Config(16, 32, 4, 2)
-        return Config(32, 32, 8, 2 if wide else 1)
-    named = any(kind == "positions" for kind, _ in segments)
-    if few:
-        return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256)
-    if not wide:
-        return Config(32, 64, 8, 2)
-    return Config(64, 64 if hopper and not (two or named) else 32, 8, 2)
 
 
 class Rows(NamedTuple):
@@ -238,7 +139,7 @@ def fits_few_heads(q: Tensor, part: Rows, C: int) -> bool:
     """Whether the kernel of few heads takes a segment: rows it knows, where 16 heads at a time pay:
     up to 32 heads, or so few tokens that head tiles fill the machine."""
     T, H, D = q.shape
-    if interpreted() or part.kind != "slots" or part.format != "fp8_ds_mla":
+    if not assembly() or part.kind != "slots" or part.format != "fp8_ds_mla":
         return False
     if (D, C, q.dtype) != (576, 512, torch.bfloat16) or flattened(part) is part:
         return False
@@ -296,23 +197,6 @@ def run_few_heads(
     return out, lse
 
 
-def few_heads_builds() -> Iterator[Build]:
-    kernel = few_heads._few_heads_kernel
-    types = {
-        **dict.fromkeys(("floats", "sink", "out", "lse"), "*fp32"),
-        **dict.fromkeys(("words", "slots", "row_lens", "query_start_loc"), "*i32"),
-        "q": "*bf16",
-        "qk_scale": "fp32",
-    }
-    for capability in TARGETS:
-        constants = {"ROW": 164, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "i32")
-            for name in kernel.arg_names
-        }
-        yield Build("few-heads-fp8_ds_mla-H16", kernel, signature, constants, 4, 1, capability)
-
-
 def flattened(part: Rows) -> Rows:
     """Slots of a cache without padding between pages: blocks of one row, nothing to divide."""
     N, BS, W = part.cache.shape
@@ -348,50 +232,6 @@ def is_wide(part: Rows) -> bool:
     return part.cache.shape[0] * part.cache.stride(0) >= 2**31
 
 
-def constants_of(
-    shape: Shape,
-    config: Config,
-    segments: Sequence[tuple[str, str, int]],
-    *,
-    aligned: bool,
-    wide: bool,
-    causal: bool,
-    sink: bool,
-    split: bool,
-) -> dict[str, Any]:
-    (kind_1, format_1, BS_1), (kind_2, format_2, BS_2) = segments[0], segments[-1]
-    return {
-        "H": shape.H,
-        "C": shape.C,
-        "MAIN": shape.MAIN,
-        "ROPE": shape.ROPE,
-        "KIND_1": KINDS[kind_1],
-        "FORMAT_1": LAYOUTS[format_1],
-        "BS_1": BS_1,
-        "ONE_BLOCK_1": kind_1 in ("paged", "prefix") and BS_1 % config.block_n == 0,
-        "KIND_2": KINDS[kind_2],
-        "FORMAT_2": LAYOUTS[format_2],
-        "BS_2": BS_2,
-        "ONE_BLOCK_2": kind_2 in ("paged", "prefix") and BS_2 % config.block_n == 0,
-        "SECOND": len(segments) == 2,
-        "CAUSAL": causal,
-        "SINK": sink,
-        "SPLIT": split,
-        "ALIGNED": aligned,
-        "ASM": not interpreted(),
-        "OFFSET": tl.int64 if wide else tl.int32,
-        "BLOCK_H": config.block_h,
-        "BLOCK_N": config.block_n,
-        "BLOCK_A": min(max(next_power_of_2(shape.MAIN), 16), config.columns),
-        "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), 16),
-        "BLOCK_R": max(next_power_of_2(shape.ROPE), 16),
-        "PRECISION": shape.PRECISION,
-        "UPCAST": interpreted(),
-        "STAGES": config.num_stages,
-        "dtype": PRODUCTS[shape.products],
-    }
-
-
 def _tensors(part: Rows, nothing: Tensor) -> tuple[Tensor, ...]:
     cache = part.cache.view(torch.uint8) if part.format == "fp8" else part.cache
     names = (part.rows, part.row_lens, part.block_table)
@@ -419,54 +259,3 @@ def _sizes(part: Rows) -> tuple[int, ...]:
         0 if rows is None else rows.stride(0),
         0 if table is None else table.stride(0),
     )
-
-
-def latent_builds(*kinds: str) -> Iterator[Build]:
-    """One build per kind of segments, format, number of heads and target."""
-    for capability in TARGETS:
-        for kind in kinds:
-            parts = kind.split()
-            formats = ("bf16", "fp8_dsv4") if len(parts) > 1 else ("bf16", "fp8", "fp8_ds_mla")
-            for format in formats:
-                D, C = (512, 512) if len(parts) > 1 else (576, 512)
-                for H in (16, 128):
-                    yield latent_build(capability, parts, format, H, D, C)
-
-
-def latent_build(
-    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int,
-    config: Config | None = None, dtype: torch.dtype = torch.bfloat16, split: bool = True,
-    BS: int = 64,
-) -> Build:  # fmt: skip
-    shape = shape_of(dtype, [format], H, D, C)
-    config = config or config_of(shape, capability, [(kind, format) for kind in kinds])
-    BS = 1 if kinds == ["slots"] else BS  # as flattened() makes it
-    constants = constants_of(
-        shape, config, [(kind, format, BS) for kind in kinds], aligned=True,
-        wide=False, causal=kinds[0] == "paged", sink=len(kinds) > 1 and not split, split=split,
-    )  # fmt: skip
-    stored = {PLAIN: TYPES[dtype]}.get(LAYOUTS[format], "u8")
-    result = "fp32" if split else TYPES[dtype]
-    types = {
-        "q": TYPES[dtype],
-        "positions": "i64",
-        "cache_1": stored,
-        "cache_2": stored,
-        "out": result,
-        **dict.fromkeys(("sink", "lse", "kv_scale_1", "kv_scale_2"), "fp32"),
-        **dict.fromkeys(
-            ("query_start_loc", "seq_lens", "split_starts", "rows_1", "row_lens_1", "table_1",
-             "rows_2", "row_lens_2", "table_2"), "i32"),
-    }  # fmt: skip
-    signature = {}
-    for name in kernels._latent_kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in types:
-            signature[name] = "*" + types[name]
-        else:
-            signature[name] = "fp32" if name == "qk_scale" else "i32"
-    return Build(
-        f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel, signature,
-        constants, config.num_warps, config.num_stages, capability,
-    )  # fmt: skip

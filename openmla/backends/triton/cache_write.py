@@ -26,7 +26,7 @@ from openmla.backends.triton._build import (
     TARGETS,
     TYPES,
     Build,
-    interpreted,
+    assembly,
     next_power_of_2,
 )
 from openmla.backends.triton._latent import FP8, PACKED, PLAIN, V4
@@ -300,7 +300,7 @@ def constants_of(layout: Layout, C: int, BS: int, *, aligned: bool) -> dict[str,
         "C": C,
         **layout._asdict(),
         "ALIGNED": aligned,
-        "ASM": not interpreted(),
+        "ASM": assembly(),
         "BLOCK_G": next_power_of_2(groups),
         "BLOCK_C": next_power_of_2(layout.GROUP),
         "BLOCK_R": next_power_of_2(max(layout.ROPE, 1)),

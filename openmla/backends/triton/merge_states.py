@@ -24,8 +24,8 @@ from openmla.backends.triton._build import (
     TARGETS,
     TYPES,
     Build,
+    assembly,
     cdiv,
-    interpreted,
     next_power_of_2,
 )
 from openmla.backends.triton.cache_write import round_to, widen
@@ -110,7 +110,7 @@ def constants_of(H: int, V: int, double: bool) -> dict[str, Any]:
         "H": H,
         "V": V,
         "dtype": tl.float64 if double else tl.float32,
-        "ASM": not interpreted(),
+        "ASM": assembly(),
         "BLOCK_N": min(2048 // block_v, 128),
         "BLOCK_V": block_v,
     }

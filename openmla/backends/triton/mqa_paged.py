@@ -8,7 +8,9 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._launch import Rows, latent_builds, run_latent, why_not_latent
+from openmla.backends.triton._latent_builds import latent_builds
+from openmla.backends.triton._launch import Rows, run_latent
+from openmla.backends.triton._tiles import why_not_latent
 
 
 def why_not(problem: Problem) -> str | None:

@@ -9,15 +9,9 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._launch import (
-    Rows,
-    few_heads_builds,
-    fits_few_heads,
-    latent_builds,
-    run_few_heads,
-    run_latent,
-    why_not_latent,
-)
+from openmla.backends.triton._latent_builds import few_heads_builds, latent_builds
+from openmla.backends.triton._launch import Rows, fits_few_heads, run_few_heads, run_latent
+from openmla.backends.triton._tiles import why_not_latent
 
 
 def why_not(problem: Problem) -> str | None:
