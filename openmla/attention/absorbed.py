@@ -55,12 +55,14 @@ def attend_chosen(
                 latent.data,
                 latent.kv_scale,
                 latent.format,
-                "slots",
-                rows=selection.slots[turn],
+                "slots" if plan.mapped else "positions",
+                block_table=None if plan.mapped else sparse.block_table,
+                rows=selection.rows[turn],
                 row_lens=selection.lens[turn],
             ),
             C=plan.config.kv_lora_rank,
             scale=plan.config.scale,
+            run_length=plan.run_length,
             backend=plan.backends["mqa_sparse"],
         )
         out[turn] = _out_of_latent(out_latent, absorbed)

@@ -54,17 +54,17 @@ def _choose(
     positions = choose_positions(
         index.q_idx[sparse.rows], index.w_idx[sparse.rows], keys, plan, sparse
     )
-    slots = positions[: sparse.num_absorbed]
-    if sparse.num_absorbed:
-        slots, _ = map_slots(
-            slots,
+    rows = positions[: sparse.num_absorbed]
+    if plan.mapped:
+        rows, _ = map_slots(
+            rows,
             sparse.block_table,
             sparse.query_start_loc.clamp(max=sparse.num_absorbed),
             BS=cache.latent.block_size,
             num_blocks=cache.latent.num_blocks,
             backend=plan.backends["map_slots"],
         )
-    return Selection(positions, sparse.row_lens.clamp(max=K), slots, sparse.row_lens)
+    return Selection(positions, sparse.row_lens.clamp(max=K), rows, sparse.row_lens)
 
 
 def choose_positions(

@@ -49,5 +49,5 @@ class Selection(NamedTuple):
 
     positions: Tensor  # [n, K] i32, -1 pads
     lens: Tensor  # [n] i32
-    slots: Tensor  # [num_absorbed, K] i32
+    rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is

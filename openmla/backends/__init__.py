@@ -70,6 +70,7 @@ class Problem:
     max_query_len: int = 0
     kinds: tuple[str, ...] = ()  # of the segments
     sink: bool = False
+    run_length: int = 0  # rows after which a backend must cut, 0 where it may as it likes
 
 
 def all_backends() -> tuple[str, ...]:
@@ -81,6 +82,12 @@ def all_backends() -> tuple[str, ...]:
 def load(op: str, backend: str) -> ModuleType:
     """The implementation file of an op; it is imported when first asked for."""
     return import_module(f"openmla.backends.{backend}.{op}")
+
+
+def launches(op: str, backend: str) -> int | None:
+    """Most kernels one call of an op launches; None where torch decides."""
+    found: int | None = getattr(load(op, backend), "LAUNCHES", None)
+    return found
 
 
 def why_not(problem: Problem, backend: str) -> str | None:

@@ -17,6 +17,8 @@ the table names no block of the cache. Repeated entries count as often as they s
 whoever chose the rows'. Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1 of
 q_latent; a token past query_start_loc[B], or with no row, gets out 0 and lse -inf.
 lse is natural-log, includes scale, never the sink, and is float32 (float64 for float64 queries).
+A backend may cut a token's rows into runs that it works on side by side. With run_length > 0 it
+cuts them after every so many, whatever comes in the same batch: a token's bits are its own then.
 """
 
 from __future__ import annotations
@@ -127,6 +129,7 @@ def _run(
     spans: list[int],
     C: int,
     scale: float,
+    run_length: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
@@ -134,6 +137,8 @@ def _run(
     refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
     if q_latent.device.type == "cpu":
         check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, dims["T"], "q_latent")
+    if run_length < 0:
+        raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
     problem = Problem(
         op="mqa_sparse",
         device=q_latent.device.type,
@@ -147,9 +152,10 @@ def _run(
         K=parts[0].width,
         kinds=tuple(part.kind for part in parts),
         sink=sink is not None,
+        run_length=run_length,
     )
     result: tuple[Tensor, Tensor] = load("mqa_sparse", select(problem, backend)).run(
-        q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale
+        q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
     )
     return result
 
@@ -179,7 +185,7 @@ _OP = register(
     " Tensor cache, Tensor kv_scale, Tensor? block_table, Tensor? rows, Tensor? row_lens,"
     " Tensor? cache_2, Tensor? kv_scale_2, Tensor? block_table_2, Tensor? rows_2,"
     " Tensor? row_lens_2, Tensor? sink, *, str[] formats, str[] kinds, SymInt[] spans, int C,"
-    " float scale, str backend) -> (Tensor, Tensor)",
+    " float scale, int run_length, str backend) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -195,6 +201,7 @@ def mqa_sparse(
     *,
     C: int,
     scale: float,
+    run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend to listed rows; see the module's text for the contract."""
@@ -215,6 +222,7 @@ def mqa_sparse(
         spans=[segment.span for segment in given],
         C=C,
         scale=scale,
+        run_length=run_length,
         backend=backend,
     )
     return out, lse

@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import select
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
 from openmla.plan.compressed import compressed_buffers
-from openmla.plan.problems import find_problems, latent_of, named
+from openmla.plan.problems import choose_backends, find_problems, latent_of
 from openmla.plan.rows import cumulative, long_context_rows
 from openmla.plan.sparse import chosen_turns, query_bytes, row_lens, score_chunks, true_row_lens
-from openmla.plan.splits import FIXED_RUN, run_length, split_bounds
+from openmla.plan.splits import FIXED_RUN, fixed_run, run_length, split_bounds
 from openmla.plan.types import DecodePlan, Plan, SparsePlan
 
 
@@ -145,7 +144,9 @@ def captured_plan(
             query_bytes=held,
             turns=chosen_turns(max_tokens, config, dtype.itemsize),
         )
-    problems = find_problems(config, cache, dtype, decode, None, sparse)
+    fixed = fixed_run(batch_invariant)
+    problems = find_problems(config, cache, dtype, decode, None, sparse, fixed)
+    problems, backends = choose_backends(problems, backend)
     return Plan(
         config=config,
         num_tokens=max_tokens,
@@ -153,8 +154,9 @@ def captured_plan(
         decode=decode,
         prefill=None,
         sparse=sparse,
-        backends={problem.op: select(problem, named(problem.op, backend)) for problem in problems},
+        backends=backends,
         problems=problems,
+        run_length=fixed,
         long_context=buffers.get("long_context"),
     )
 

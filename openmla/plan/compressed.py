@@ -40,8 +40,8 @@ def plan_compressed(
     window = check_caches(config, cache)
     if batch_invariant:
         raise UnsupportedError(
-            f"plan: batch_invariant is not supported for {config.model_type}: backends cut a "
-            "token's rows by how many tokens there are."
+            f"plan: batch_invariant is not supported for {config.model_type}: whether a token's "
+            "entries are listed or counted depends on the others in its batch."
         )
     if workspace_tokens is not None:
         raise ConfigError(

@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from openmla.backends import select
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
@@ -20,10 +19,10 @@ from openmla.plan.captured import captured_plan
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import find_problems, latent_of, named
+from openmla.plan.problems import choose_backends, find_problems, latent_of
 from openmla.plan.rows import cumulative, long_context_rows, pick, pick_rows
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
-from openmla.plan.splits import run_length, split_bounds
+from openmla.plan.splits import fixed_run, run_length, split_bounds
 from openmla.plan.types import ContextChunk, DecodePlan, Plan, PrefillPlan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
@@ -48,9 +47,9 @@ def make_plan(
     or "expanded" forces one form on all requests; "auto" takes the cheaper per request.
     `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
     default_workspace_tokens) bounds the context rows gathered at once. `batch_invariant` cuts the
-    keys of absorbed rows at fixed positions of the row itself; how prefill is cut into chunks
-    depends on the batch. `into` takes the buffers of plan_buffers() and fills them, so that
-    addresses stay for graph replay; such a plan is absorbed only.
+    keys of absorbed rows, chosen ones too, at fixed positions of the row itself; how prefill is cut
+    into chunks depends on the batch. `into` takes the buffers of plan_buffers() and fills them, so
+    that addresses stay for graph replay; such a plan is absorbed only.
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     """
@@ -104,7 +103,9 @@ def make_plan(
     if choosing:
         routes = sparse_routes(batch, config, latent, dtype, form, choosing)
         sparse = plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once)
-    problems = find_problems(config, cache, dtype, decode, prefill, sparse)
+    fixed = fixed_run(batch_invariant)
+    problems = find_problems(config, cache, dtype, decode, prefill, sparse, fixed)
+    problems, backends = choose_backends(problems, backend)
     assert batch.slot_mapping is not None  # _check_batch looked
     tensors = (decode, prefill, sparse, batch.slot_mapping, long_context_rows(batch, config))
     decode, prefill, sparse, slot_mapping, long_context = upload(tensors, device)
@@ -115,8 +116,9 @@ def make_plan(
         decode=decode,
         prefill=prefill,
         sparse=sparse,
-        backends={problem.op: select(problem, named(problem.op, backend)) for problem in problems},
+        backends=backends,
         problems=problems,
+        run_length=fixed,
         workspace=workspace,
         long_context=long_context,
     )

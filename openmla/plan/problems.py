@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
-from openmla.backends import BACKENDS, Problem
+from openmla.backends import BACKENDS, Problem, select, why_not
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import IndexerConfig, MLAConfig
 from openmla.errors import ConfigError
@@ -32,6 +35,23 @@ def _known(backend: str) -> str:
     return "auto"
 
 
+def choose_backends(
+    problems: Sequence[Problem], backend: str
+) -> tuple[tuple[Problem, ...], dict[str, str]]:
+    """Who runs each op. Where the one that attends to listed rows takes positions as well as slots,
+    it is given positions, and nothing maps them."""
+    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    if "map_slots" not in backends:
+        return tuple(problems), backends
+    attending = next(problem for problem in problems if problem.op == "mqa_sparse")
+    listed = replace(attending, kinds=("positions",))
+    if why_not(listed, backends["mqa_sparse"]) is not None:
+        return tuple(problems), backends
+    del backends["map_slots"]
+    kept = (problem for problem in problems if problem.op != "map_slots")
+    return tuple(listed if problem is attending else problem for problem in kept), backends
+
+
 def find_problems(
     config: MLAConfig,
     cache: LayerCache,
@@ -39,6 +59,7 @@ def find_problems(
     decode: DecodePlan | None,
     prefill: PrefillPlan | None,
     sparse: SparsePlan | None,
+    run_length: int,
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
     latent = latent_of(cache)
@@ -78,6 +99,7 @@ def find_problems(
             BS=latent.block_size,
             K=K if op in ("map_slots", "mqa_sparse", "pack_mask") else 0,
             kinds=("slots",) if op == "mqa_sparse" else (),
+            run_length=run_length if op == "mqa_sparse" else 0,
             max_query_len=decode.max_query_len if op == "mqa_paged" and decode else 0,
         )
         for op in ops

@@ -11,6 +11,11 @@ FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighb
 SHORTEST_RUN = 256  # below this a run's start-up costs more than it saves
 
 
+def fixed_run(batch_invariant: bool) -> int:
+    """mqa_sparse's run_length: nobody cuts its rows beforehand."""
+    return FIXED_RUN if batch_invariant else 0
+
+
 def run_length(
     seq_lens: Sequence[int],
     *,

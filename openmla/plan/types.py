@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from openmla.backends import BACKENDS, Problem, why_not
+from openmla.backends import BACKENDS, Problem, launches, why_not
 from openmla.cache import Geometry, cache_bytes
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES, Workspace
@@ -179,6 +179,12 @@ class Plan:
     workspace: Workspace | None = None
     long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
     geometry: Geometry | None = None  # of V4's caches
+    run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes
+
+    @property
+    def mapped(self) -> bool:
+        """Whether chosen positions are made slots before they are attended to."""
+        return "map_slots" in self.backends
 
     def explain(self) -> str:
         """What runs where, and why not something better: one line per op."""
@@ -205,7 +211,46 @@ class Plan:
             better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
             lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
             lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._explain_launches()])
+
+    def _explain_launches(self) -> list[str]:
+        """How many kernels a layer launches for its attention, as far as they are ours."""
+        counts = {
+            problem.op: launches(problem.op, self.backends[problem.op]) for problem in self.problems
+        }
+        known = {op: n * self._calls(op) for op, n in counts.items() if n is not None}
+        if not known:
+            return []
+        others = [op for op, count in counts.items() if count is None]
+        beside = f"; beside them what torch launches for {', '.join(others)}" if others else ""
+        listed = ", ".join(f"{op} {count}" for op, count in known.items())
+        return [f"launches  up to {sum(known.values())} a layer and step: {listed}{beside}"]
+
+    def _calls(self, op: str) -> int:
+        """How often a layer calls an op in this step."""
+        chunks = len(self.prefill.chunks) if self.prefill is not None else 0
+        whole = self.prefill is not None and self.prefill.whole is not None
+        groups, contexts, scored, turns = 0, 0, 0, 1
+        if self.sparse is not None:
+            groups = sum(len(chunk.groups) for chunk in self.sparse.masked)
+            contexts, turns = len(self.sparse.masked), len(self.sparse.turns)
+            scored = len(self.sparse.chunks)
+        if self.compressed is not None:
+            scored = len(self.compressed.chunks)
+        indexed = self.config.indexer is not None
+        return {
+            "rope": 2 + indexed + (self.compressed is not None),
+            "cache_write": 1 + indexed,
+            "compress_kv": 1 + indexed,
+            "cache_gather": chunks + whole + contexts,
+            "mha_ragged": 1 + chunks,
+            "merge_states": chunks + groups,
+            "index_logits": scored,
+            "index_topk": scored,
+            "mqa_sparse": turns,
+            "pack_mask": groups,
+            "mha_masked": groups,
+        }.get(op, 1)
 
     def sparse_bytes(self) -> dict[str, int]:
         """What the sparse rows of one layer hold beside inputs and outputs, at most, by name."""
@@ -215,10 +260,11 @@ class Plan:
         rows = max((chunk.context.num_keys for chunk in sparse.masked), default=0)
         dtype = next(problem.dtype for problem in self.problems if problem.op == "cache_write")
         heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
+        listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)
         turn = max((turn.stop - turn.start for turn in sparse.turns), default=0)
         return {
             "scores": sparse.score_bytes,
-            "selection": 4 * config.indexer.topk * (sparse.num_rows + sparse.num_absorbed),
+            "selection": 4 * config.indexer.topk * listed,
             "latent queries": turn * latent_row(config) * dtype.itemsize,
             "mask": sparse.mask_bytes,
             "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,

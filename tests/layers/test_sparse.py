@@ -20,6 +20,7 @@ from openmla import (
     make_plan,
     plan_buffers,
 )
+from openmla.backends import Problem
 from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
 from tests.layers.families import SPARSE, Peer, make_peer
@@ -152,6 +153,21 @@ def test_the_masked_route_equals_the_gathered_one() -> None:
             for form in ("absorbed", "expanded")
         ]
         assert relative_error(*outs) < 1e-5
+
+
+def test_a_backend_that_takes_slots_only_is_given_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashMLA's; others look positions up themselves, and nothing maps them."""
+    peer, hidden = make_peer("deepseek_v32"), sequence(LENGTH)
+    plain = serve(peer, hidden, [40, 50], form="absorbed")
+    assert "map_slots" not in plain.plans[1].explain()
+
+    def refuse_positions(problem: Problem, _: str) -> str | None:
+        return "takes slots" if problem.kinds == ("positions",) else None
+
+    monkeypatch.setattr("openmla.plan.problems.why_not", refuse_positions)
+    mapped = serve(peer, hidden, [40, 50], form="absorbed")
+    assert "map_slots" in mapped.plans[1].explain()
+    assert torch.equal(plain.output("r"), mapped.output("r"))
 
 
 @pytest.mark.parametrize("format", ["index_bf16", "index_fp8", "index_fp8_exact"])

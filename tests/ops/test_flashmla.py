@@ -97,8 +97,8 @@ def test_conversions(with_sink: bool) -> None:
     sink = torch.linspace(-3, 3, H) if with_sink else None
     positions = torch.zeros(T, dtype=torch.int64)
     call = (q, bounds, positions, (segment,), sink)
-    out, lse = adapter.run(*call, C=512, scale=0.05)
-    wanted_out, wanted_lse = reference.run(*call, C=512, scale=0.05)
+    out, lse = adapter.run(*call, C=512, scale=0.05, run_length=0)
+    wanted_out, wanted_lse = reference.run(*call, C=512, scale=0.05, run_length=0)
     assert out.shape == (T, H, 512) and lse.shape == (T, H)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out, wanted_out, rtol=2e-2, atol=2e-2)
@@ -114,7 +114,7 @@ def test_odd_pages_are_told() -> None:
     bounds = torch.tensor([0, 1], dtype=torch.int32)
     call = (torch.zeros(1, 64, 576).bfloat16(), bounds, torch.zeros(1), (segment,), None)
     with pytest.raises(ShapeError, match="pages must lie at multiples of 16 bytes for flashmla"):
-        adapter.run(*call, C=512, scale=1.0)
+        adapter.run(*call, C=512, scale=1.0, run_length=0)
 
 
 def test_no_tokens() -> None:
@@ -127,7 +127,7 @@ def test_no_tokens() -> None:
         row_lens=torch.zeros(0, dtype=torch.int32),
     )
     call = (torch.zeros(0, 64, 576).bfloat16(), torch.zeros(1, dtype=torch.int32), torch.zeros(0))
-    out, lse = adapter.run(*call, (segment,), None, C=512, scale=1.0)
+    out, lse = adapter.run(*call, (segment,), None, C=512, scale=1.0, run_length=0)
     assert out.shape == (0, 64, 512) and lse.shape == (0, 64)
 
 

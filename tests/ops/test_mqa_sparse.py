@@ -36,6 +36,10 @@ SINKS = (-torch.inf, 0.0, 40.0, torch.inf, -3.0)
 SHORT: Any = {"query_lens": (1, 2), "seq_lens": (33, 70)}
 WIDE: Any = {**SHORT, "C": 512, "R": 64}
 
+PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
+LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
+LISTED["contiguous"] = True
+
 BASE = SparseCase("slots", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
 CASES = [
     BASE,
@@ -113,6 +117,9 @@ CASES = [
         contiguous=True,
     ),
     SparseCase("packed-exact-v3", **WIDE, first=replace(POSITIONS, format="fp8_ds_mla_exact")),
+    SparseCase("packed-v3-slots-dense", **LISTED, first=replace(PACKED, kind="slots"), H=17),
+    SparseCase("packed-v3-positions-dense", **LISTED, first=PACKED, H=16, sink=SINKS, padding=2),
+    SparseCase("packed-v3-positions-block-1", **LISTED, first=replace(PACKED, BS=1), H=3),
     SparseCase(
         "packed-window-bf16-positions",
         **SHORT,
@@ -417,6 +424,30 @@ def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize(
+    "first", [PACKED, replace(POSITIONS, BS=16, K=300)], ids=["packed", "bf16"]
+)
+def test_a_token_has_its_own_bits(
+    first: SegmentCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With run_length the same token, alone and among others, gives the same bits."""
+    if backend == "triton" and device == "cpu":  # as if there were a machine to fill
+        monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
+    lens: Any = {"query_lens": (1,) * 40, "seq_lens": (290,) * 40, "H": 3, "contiguous": True}
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    inputs = SparseCase("many", first=first, **lens, **width).make(device)
+    options = {**inputs.scalars, "run_length": 128}
+    whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
+    alone = dict(inputs.tensors)
+    alone["query_start_loc"] = alone["query_start_loc"][:2]
+    for name in ("q_latent", "positions", "rows", "row_lens", "block_table"):
+        alone[name] = alone[name][:1]
+    few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
+    for many, one in zip(whole, few, strict=True):
+        assert torch.equal(many[:1], one)
+
+
 def flat_arguments(inputs: SparseInputs) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """What the registered op takes, for opcheck."""
     names = [
@@ -425,7 +456,7 @@ def flat_arguments(inputs: SparseInputs) -> tuple[tuple[Tensor | None, ...], dic
         for name in ("cache", "kv_scale", "block_table", "rows", "row_lens")
     ]
     names = ["q_latent", "query_start_loc", "positions", *names, "sink"]
-    scalars = {**inputs.scalars, "backend": "reference"}
+    scalars = {**inputs.scalars, "run_length": 0, "backend": "reference"}
     parts = scalars.pop("segments")
     for number, name in enumerate(("formats", "kinds", "spans")):
         scalars[name] = [part[number] for part in parts]

@@ -125,6 +125,24 @@ def test_plans_are_frozen() -> None:
         plan.num_tokens = 2  # type: ignore[misc]
 
 
+def test_explain_counts_launches() -> None:
+    """Of kernels that are ours; what torch launches is only named."""
+    pytest.importorskip("triton")
+    batch = make_batch([1, 30], [9, 33])
+    plan = make_plan(batch, CONFIG, CACHE, form="expanded", workspace_tokens=8)
+    assert plan.prefill is not None and len(plan.prefill.chunks) == 2
+    assert "launches" not in plan.explain()
+    ours = {
+        op: "triton" if op in ("cache_write", "merge_states") else name
+        for op, name in plan.backends.items()
+    }
+    line = replace(plan, backends=ours).explain().splitlines()[-1]
+    assert line == (
+        "launches  up to 3 a layer and step: cache_write 1, merge_states 2; beside them what "
+        "torch launches for rope, mha_ragged, cache_gather"
+    )
+
+
 def test_explain_names_backends_and_reasons() -> None:
     plan = make_plan(make_batch([1, 30], [9, 33]), CONFIG, CACHE, backend="reference")
     text = plan.explain()

@@ -36,6 +36,8 @@ def why_not(problem: Problem) -> str | None:
         return f"takes bf16 queries, this is {problem.dtype}"
     if problem.kinds != ("slots",):
         return f"takes one segment of slots, this is {' and '.join(problem.kinds)}"
+    if problem.run_length:
+        return "cuts rows by how many tokens there are"
     return None
 
 
@@ -48,6 +50,7 @@ def run(
     *,
     C: int,
     scale: float,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
     from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 

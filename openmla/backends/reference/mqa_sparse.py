@@ -28,6 +28,7 @@ def run(
     *,
     C: int,
     scale: float,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
     wide = torch.promote_types(q_latent.dtype, torch.float32)

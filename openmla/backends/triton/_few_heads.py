@@ -1,9 +1,10 @@
 """Latent attention of few heads over fp8_ds_mla rows of 512 + 64, for decode; Gluon, SM80 and up.
 
-Computes  what _latent.py does, for segments of slots and 16 heads a program
-Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its slots
-Reads     q [T, H, 576], rows of 656 bytes as 32-bit words, ROW from one to the next, slots [T, K];
-          ROW is a constant, or 16-byte loads could not be told to be aligned
+Computes  what _latent.py does, for a segment of slots or positions and 16 heads a program
+Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its rows
+Reads     q [T, H, 576], rows of 656 bytes as 32-bit words, ROW from one to the next, their names
+          [T, K]: slots, or with BS > 0 positions that table [B, M] says the block of. ROW is a
+          constant, or 16-byte loads could not be told to be aligned
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
 The 16-byte loads of 8 rows by 4 lanes are already the second operand of q @ rows.T when that has
@@ -116,11 +117,45 @@ def load_scales(floats, row, columns):
 
 
 @gluon.jit
+def look_up(name, table, M, BS: gl.constexpr):
+    """Block and offset of named rows, not yet looked at so that nothing waits for them: slots are
+    blocks of one row; an offset of -1 marks positions that are none."""
+    if BS == 0:
+        return name, gl.zeros_like(name)
+    known = (name >= 0) & (name < M * BS)
+    block = gl.load(table + gl.where(known, name // BS, 0), mask=known, other=-1)
+    return block, gl.where(known, name % BS, -1)
+
+
+@gluon.jit
+def find_row(block, offset, num_blocks, BS: gl.constexpr):
+    """Number of a row and whether it is there."""
+    there = (block >= 0) & (block < num_blocks)
+    if BS > 0:
+        there = there & (offset >= 0)
+        block = block * BS + offset
+    return gl.where(there, block, 0).to(gl.int64), there
+
+
+@gluon.jit
+def first_owner(t, query_start_loc, B):
+    """The request a token belongs to; B for one past them all."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    bounds = gl.arange(0, 128, LAYOUT)
+    owner = 0
+    for first in range(0, B, 128):
+        at = query_start_loc + 1 + first + bounds
+        ends = gl.load(at, mask=first + bounds < B, other=2147483647)
+        owner += gl.sum((ends <= t).to(gl.int32), 0)
+    return owner
+
+
+@gluon.jit
 def _few_heads_kernel(
-    q, words, floats, slots, row_lens, query_start_loc, sink, out, lse,
-    B, num_slots, qk_scale, q_token, q_head, slots_stride, K, X,
-    ROW: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    q, words, floats, names, row_lens, query_start_loc, table, sink, out, lse,
+    B, num_blocks, qk_scale, q_token, q_head, names_stride, table_stride, K, M, X, run_length,
+    ROW: gl.constexpr, BS: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
+    SINK: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
@@ -149,21 +184,30 @@ def _few_heads_kernel(
     score_tile = gl.allocate_shared_memory(
         gl.float32, [16, BLOCK_N], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     )
-    per_head = gl.allocate_shared_memory(gl.float32, [16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    per_head = gl.allocate_shared_memory(gl.float32, [16], LINE)
     offs_row = gl.arange(0, BLOCK_N, ROWS)
     offs_word = gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :]
     offs_scale = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :] + 128
     offs_scored = gl.arange(0, BLOCK_N, SCORED)
-    # this program's run of the token's slots
+    if BS > 0:
+        there_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
+        owner = first_owner(t, query_start_loc, B)
+        table += gl.minimum(owner, B - 1).to(gl.int64) * table_stride
+    # this program's run of the token's rows
     n = gl.where(t < gl.load(query_start_loc + B), gl.minimum(gl.load(row_lens + t), K), 0)
     run = ((n + BLOCK_N - 1) // BLOCK_N + X - 1) // X * BLOCK_N
+    run = gl.where(run_length > 0, run_length, run)
     lo = x * run
     hi = gl.minimum(lo + run, n)
     blocks = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 0)
-    mine = slots + t64 * slots_stride
-    slot = gl.load(mine + lo + offs_row, mask=lo + offs_row < hi, other=-1)
-    there = (slot >= 0) & (slot < num_slots)
-    row = gl.where(there, slot, 0).to(gl.int64) * ROW
+    mine = names + t64 * names_stride
+    # names are read three blocks ahead of their use, the table two, rows one
+    name = gl.load(mine + lo + offs_row, mask=lo + offs_row < hi, other=-1)
+    next_name = gl.load(mine + lo + BLOCK_N + offs_row, mask=lo + BLOCK_N + offs_row < hi, other=-1)
+    block, offset = look_up(name, table, M, BS)
+    row, there = find_row(block, offset, num_blocks, BS)
+    row = row * ROW
     at = words + row[:, None] + offs_word
     x0 = gl.load(at)
     x1 = gl.load(at + 32)
@@ -171,7 +215,10 @@ def _few_heads_kernel(
     x3 = gl.load(at + 96)
     xr = gl.load(at + 132)
     s0, s1, s2, s3 = load_scales(floats, row, offs_scale)
-    slot = gl.load(mine + lo + BLOCK_N + offs_row, mask=lo + BLOCK_N + offs_row < hi, other=-1)
+    block, offset = look_up(next_name, table, M, BS)
+    name = gl.load(
+        mine + lo + 2 * BLOCK_N + offs_row, mask=lo + 2 * BLOCK_N + offs_row < hi, other=-1
+    )
     # queries; heads past the last are zeros
     heads = first_head + gl.arange(0, 16, gl.SliceLayout(1, QUERY))
     q_at = q + (t64 * q_token + heads * q_head)[:, None]
@@ -195,9 +242,12 @@ def _few_heads_kernel(
     thread_barrier()
     for i in tl.range(0, blocks, disable_licm=True):
         start = lo + i * BLOCK_N
-        scored = gl.load(mine + start + offs_scored, mask=start + offs_scored < hi, other=-1)
-        next_there = (slot >= 0) & (slot < num_slots)
-        next_row = gl.where(next_there, slot, 0).to(gl.int64) * ROW
+        if BS > 0:
+            there_line.store(there.to(gl.int32))
+        else:
+            scored = gl.load(mine + start + offs_scored, mask=start + offs_scored < hi, other=-1)
+        next_row, next_there = find_row(block, offset, num_blocks, BS)
+        next_row = next_row * ROW
         at = words + next_row[:, None] + offs_word
         scores = gl.zeros([16, BLOCK_N], gl.float32, MMA)
         scores = score_group(scores, x0, s0, there, q0, v0, MMA, BLOCK_N)
@@ -216,13 +266,17 @@ def _few_heads_kernel(
         scores = mma_v2(q_rope.load(gl.DotOperandLayout(0, MMA, 8)), rope, scores)
         xr = gl.load(at + 132)
         s0, s1, s2, s3 = load_scales(floats, next_row, offs_scale)
-        slot = gl.load(
-            mine + start + 2 * BLOCK_N + offs_row,
-            mask=start + 2 * BLOCK_N + offs_row < hi,
+        block, offset = look_up(name, table, M, BS)
+        name = gl.load(
+            mine + start + 3 * BLOCK_N + offs_row,
+            mask=start + 3 * BLOCK_N + offs_row < hi,
             other=-1,
         )
         there = next_there
-        counts = (scored >= 0) & (scored < num_slots)
+        if BS > 0:
+            counts = there_line.load(SCORED) != 0
+        else:
+            counts = (scored >= 0) & (scored < num_blocks)
         score_tile.store(scores)
         logits = score_tile.load(SOFTMAX) * (qk_scale * LARGER)
         logits = gl.where(counts[None, :], logits, float("-inf"))

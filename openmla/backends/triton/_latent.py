@@ -308,7 +308,7 @@ def _latent_kernel(
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,
     cache_2, kv_scale_2, rows_2, row_lens_2, table_2,
     out, lse,
-    B, qk_scale, q_token, q_head, X,
+    B, qk_scale, q_token, q_head, X, run_length,
     page_1, row_1, W_1, N_1, M_1, K_1, span_1, rows_stride_1, table_stride_1,
     page_2, row_2, W_2, N_2, M_2, K_2, span_2, rows_stride_2, table_stride_2,
     H: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
@@ -355,6 +355,7 @@ def _latent_kernel(
                 hi = tl.minimum(hi, tl.load(split_starts + owner * (X + 1) + x + 1))
         else:
             run = tl.cdiv(tl.cdiv(hi, BLOCK_N), X) * BLOCK_N
+            run = tl.where(run_length > 0, run_length, run)
             lo = x * run
             hi = tl.minimum(hi, lo + run)
 

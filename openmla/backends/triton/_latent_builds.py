@@ -67,16 +67,18 @@ def few_heads_builds() -> Iterator[Build]:
     kernel = few_heads._few_heads_kernel
     types = {
         **dict.fromkeys(("floats", "sink", "out", "lse"), "*fp32"),
-        **dict.fromkeys(("words", "slots", "row_lens", "query_start_loc"), "*i32"),
+        **dict.fromkeys(("words", "names", "row_lens", "query_start_loc", "table"), "*i32"),
         "q": "*bf16",
         "qk_scale": "fp32",
     }
     for capability in TARGETS:
-        if capability == GFX942:
+        if capability == GFX942:  # its matrix instructions are others
             continue
-        constants = {"ROW": 164, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
-        signature = {
-            name: "constexpr" if name in constants else types.get(name, "i32")
-            for name in kernel.arg_names
-        }
-        yield Build("few-heads-fp8_ds_mla-H16", kernel, signature, constants, 4, 1, capability)
+        for kind, BS in (("slots", 0), ("positions", 64)):
+            constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
+            signature = {
+                name: "constexpr" if name in constants else types.get(name, "i32")
+                for name in kernel.arg_names
+            }
+            name = f"few-heads-{kind}-fp8_ds_mla-H16"
+            yield Build(name, kernel, signature, constants, 4, 1, capability)

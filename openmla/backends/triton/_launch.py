@@ -56,8 +56,10 @@ def run_latent(
     C: int,
     scale: float,
     width: int = 0,
+    run_length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Launch over all tokens; `width` bounds the rows of a token where no split_starts cut them."""
+    """Launch over all tokens. Rows are cut where split_starts say, else after run_length, else in
+    as many runs as suit; `width` bounds them then."""
     T, H, D = q.shape
     # the interpreter cuts short where it should round: torch does it then
     out = q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype)
@@ -68,7 +70,10 @@ def run_latent(
     capability = capability_of(q.device)
     config = config_of(shape, capability, [(part.kind, part.format) for part in segments])
     tiles = cdiv(H, config.block_h)
+    run_length = cdiv(run_length, config.block_n) * config.block_n
     X = num_runs(tiles * T, cdiv(width, config.block_n), q.device, config.block_h)
+    if run_length:
+        X = max(cdiv(width, run_length), 1)
     if split_starts is not None:
         X = split_starts.shape[1] - 1
     target, target_lse = out, lse
@@ -100,6 +105,7 @@ def run_latent(
         q.stride(0),
         q.stride(1),
         X,
+        run_length,
         *_sizes(first),
         *_sizes(second),
         **constants,
@@ -108,14 +114,16 @@ def run_latent(
         enable_fp_fusion=True,
     )
     if X > 1:
-        merge_runs(target, target_lse, sink, out, lse)
+        fixed = bool(run_length) or split_starts is not None
+        merge_runs(target, target_lse, sink, out, lse, fixed=fixed)
     return out.to(q.dtype), lse
 
 
 def merge_runs(
-    part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor
+    part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, *, fixed: bool
 ) -> None:
-    """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here."""
+    """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here. Where
+    runs are `fixed`, so is the order of the sum: empty ones at the end do not change it."""
     T, X, H, C = part.shape
     block_c = min(next_power_of_2(C), 512 if T * H >= 256 else 128)
     kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
@@ -128,28 +136,35 @@ def merge_runs(
         H=H,
         C=C,
         SINK=sink is not None,
-        BLOCK_X=min(next_power_of_2(X), 16),
+        BLOCK_X=16 if fixed else min(next_power_of_2(X), 16),
         BLOCK_C=block_c,
         num_warps=4,
         enable_fp_fusion=True,
     )
 
 
-def fits_few_heads(q: Tensor, part: Rows, C: int) -> bool:
+def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
     """Whether the kernel of few heads takes a segment: rows it knows, where 16 heads at a time pay:
-    up to 32 heads, or so few tokens that head tiles fill the machine."""
+    up to 32 heads, or so few tokens that head tiles fill the machine (if their number may tell)."""
     T, H, D = q.shape
-    if not assembly() or part.kind != "slots" or part.format != "fp8_ds_mla":
+    if not assembly() or part.kind not in ("slots", "positions") or part.format != "fp8_ds_mla":
         return False
-    if (D, C, q.dtype) != (576, 512, torch.bfloat16) or flattened(part) is part:
+    if (D, C, q.dtype) != (576, 512, torch.bfloat16) or not is_dense(part.cache):
         return False
     lies = part.cache.data_ptr() % 16 == 0 and part.cache.stride(1) % 16 == 0
     fits = part.cache.numel() < 2**33  # rows, not bytes, are counted in 32 bits
-    return lies and fits and (H <= 32 or cdiv(H, 16) * T <= multiprocessors(q.device) // 4)
+    alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
+    return lies and fits and (H <= 32 or alone)
 
 
 def run_few_heads(
-    q: Tensor, query_start_loc: Tensor, part: Rows, sink: Tensor | None, *, scale: float
+    q: Tensor,
+    query_start_loc: Tensor,
+    part: Rows,
+    sink: Tensor | None,
+    *,
+    scale: float,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
     T, H, _ = q.shape
     assert part.rows is not None and part.row_lens is not None
@@ -159,7 +174,10 @@ def run_few_heads(
     if T == 0:
         return out, lse
     tiles, BLOCK_N = cdiv(H, 16), 64
+    run_length = cdiv(run_length, BLOCK_N) * BLOCK_N
     X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device, 16)
+    if run_length:
+        X = max(cdiv(K, run_length), 1)
     target, target_lse = out, lse
     if X > 1:
         target = q.new_empty((T, X, H, 512), dtype=torch.float32)
@@ -167,25 +185,35 @@ def run_few_heads(
     N, BS, _ = part.cache.shape
     row = part.cache.stride(1)
     flat = part.cache.as_strided((N * BS, row), (row, 1))
+    query_start_loc = query_start_loc.contiguous()
+    names, table = in_order(part.rows), part.block_table
+    if part.kind == "slots":
+        N, BS, table = N * BS, 0, None
+    table = query_start_loc[None] if table is None else in_order(table)
     few_heads._few_heads_kernel[(tiles, T, X)](
         q,
         flat.view(torch.int32),
         flat.view(torch.float32),
-        part.rows,
-        part.row_lens,
+        names,
+        in_order(part.row_lens),
         query_start_loc,
+        table,
         lse if sink is None else sink,
         target,
         target_lse,
         query_start_loc.shape[0] - 1,
-        N * BS,
+        N,
         scale * LOG2E,
         q.stride(0),
         q.stride(1),
-        part.rows.stride(0),
+        names.stride(0),
+        table.stride(0),
         K,
+        table.shape[1],
         X,
+        run_length,
         ROW=row // 4,
+        BS=BS,
         H=H,
         SPLIT=X > 1,
         SINK=sink is not None and X == 1,
@@ -193,22 +221,23 @@ def run_few_heads(
         num_warps=4,
     )
     if X > 1:
-        merge_runs(target, target_lse, sink, out, lse)
+        merge_runs(target, target_lse, sink, out, lse, fixed=bool(run_length))
     return out, lse
 
 
 def flattened(part: Rows) -> Rows:
     """Slots of a cache without padding between pages: blocks of one row, nothing to divide."""
     N, BS, W = part.cache.shape
-    if (
-        part.kind != "slots"
-        or LAYOUTS[part.format] == V4
-        or part.cache.stride(0) != BS * part.cache.stride(1)
-    ):
+    if part.kind != "slots" or LAYOUTS[part.format] == V4 or not is_dense(part.cache):
         return part
     return part._replace(
         cache=part.cache.as_strided((N * BS, 1, W), (part.cache.stride(1),) * 2 + (1,))
     )
+
+
+def is_dense(cache: Tensor) -> bool:
+    """Whether pages follow one another without padding, so that slots count rows."""
+    return cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
 def num_runs(programs: int, blocks: int, device: torch.device, block_h: int) -> int:

@@ -33,6 +33,8 @@ from openmla.cache.format import get_format
 
 BLOCK_B = 32  # requests looked at together, however many there are: nothing is compiled for B
 
+LAUNCHES = 1
+
 
 @triton.jit
 def _load_scales(

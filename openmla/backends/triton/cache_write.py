@@ -50,6 +50,8 @@ KINDS = {
 }
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
+LAUNCHES = 1
+
 
 class Layout(NamedTuple):
     """The parts of a stored row; what a kernel is compiled for, beside BS."""

@@ -30,6 +30,8 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton.cache_write import round_to, widen
 
+LAUNCHES = 1
+
 
 @triton.jit
 def _wide(values, dtype: tl.constexpr):

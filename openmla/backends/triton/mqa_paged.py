@@ -12,6 +12,8 @@ from openmla.backends.triton._latent_builds import latent_builds
 from openmla.backends.triton._launch import Rows, run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
+LAUNCHES = 2  # the second merges runs
+
 
 def why_not(problem: Problem) -> str | None:
     return why_not_latent(problem)

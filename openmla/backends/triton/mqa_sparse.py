@@ -13,6 +13,8 @@ from openmla.backends.triton._latent_builds import few_heads_builds, latent_buil
 from openmla.backends.triton._launch import Rows, fits_few_heads, run_few_heads, run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
+LAUNCHES = 2  # the second merges runs
+
 
 def why_not(problem: Problem) -> str | None:
     return why_not_latent(problem)
@@ -27,10 +29,13 @@ def run(
     *,
     C: int,
     scale: float,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
     rows = [Rows(*segment) for segment in segments]
-    if len(rows) == 1 and fits_few_heads(q_latent, rows[0], C):
-        return run_few_heads(q_latent, query_start_loc, rows[0], sink, scale=scale)
+    if len(rows) == 1 and fits_few_heads(q_latent, rows[0], C, run_length):
+        return run_few_heads(
+            q_latent, query_start_loc, rows[0], sink, scale=scale, run_length=run_length
+        )
     return run_latent(
         q_latent,
         query_start_loc,
@@ -39,6 +44,7 @@ def run(
         sink=sink,
         C=C,
         scale=scale,
+        run_length=run_length,
         width=sum(segment.width for segment in segments),
     )
 

@@ -90,7 +90,7 @@ def _attend(
         selection = Selection(
             selection.positions.to(query.device),
             selection.lens.to(query.device),
-            selection.slots.to(query.device),
+            selection.rows.to(query.device),
             plan.sparse.row_lens,
         )
     if module is attachment.modules[-1]:
