@@ -3,13 +3,14 @@
 from openmla.attention.compressed import attend_compressed
 from openmla.attention.select import select_step
 from openmla.attention.step import attend_step
-from openmla.attention.types import Absorbed, IndexInputs, Pooled, Projected, Selection
+from openmla.attention.types import Absorbed, IndexInputs, Pooled, Projected, Raw, Selection
 
 __all__ = [
     "Absorbed",
     "IndexInputs",
     "Pooled",
     "Projected",
+    "Raw",
     "Selection",
     "attend_compressed",
     "attend_step",

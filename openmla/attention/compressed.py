@@ -6,22 +6,24 @@ import torch
 from torch import Tensor
 
 from openmla.attention.select import choose_positions
-from openmla.attention.types import IndexInputs, Pooled
+from openmla.attention.types import IndexInputs, Pooled, Raw
+from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
 from openmla.config import INDEXED_RATIO
 from openmla.errors import ConfigError, ShapeError
-from openmla.ops import Segment, cache_write, compress_kv, mqa_sparse
+from openmla.ops import Segment, compress_kv, mqa_sparse
 from openmla.plan import CompressedPlan, Plan
 
 
 def attend_compressed(
     q: Tensor,  # [T, H, D], rotated
-    raw: Tensor,  # [T, D], this step's rows, rotated
+    rows: Tensor,  # [T, D], this step's rows, rotated
     cache: LayerCache,
     plan: Plan,
     *,
     sink: Tensor,  # [H] f32
+    raw: Raw | None = None,  # what q and rows are before they are normalised and rotated
     table: Tensor | None = None,  # [Q, R] f32, the layer's rope, where it has entries
     pooled: Pooled | None = None,  # where the layer has entries
     index: IndexInputs | None = None,  # where the plan has tokens choose among them
@@ -42,21 +44,13 @@ def attend_compressed(
     D, H = plan.config.latent_dim, plan.config.num_heads
     for name, tensor, shape in (
         ("q", q, (plan.num_tokens, H, D)),
-        ("raw", raw, (plan.num_tokens, D)),
+        ("rows", rows, (plan.num_tokens, D)),
     ):
         if tensor.shape != shape:
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
     _check_inputs(plan, step, sink, table, pooled, index, index_pooled)
     _check_cache(cache, plan, pooled)
-    cache_write(
-        window.data,
-        raw,
-        raw[:, :0],
-        plan.slot_mapping,
-        window.kv_scale,
-        format=window.format,
-        backend=plan.backends["cache_write"],
-    )
+    write_rows(rows, rows[:, :0], raw, window, plan)
     entries = None
     if pooled is not None and table is not None:
         assert cache.compressed is not None and cache.state is not None

@@ -8,10 +8,10 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
-from openmla.attention.types import Absorbed, Projected, Selection
+from openmla.attention.types import Absorbed, Projected, Raw, Selection
+from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
-from openmla.ops import cache_write
 from openmla.plan import Plan, SparsePlan
 
 
@@ -23,10 +23,12 @@ def attend_step(
     *,
     selection: Selection | None = None,
     sink: Tensor | None = None,  # [H] f32
+    raw: Raw | None = None,
 ) -> Tensor:  # [T, H, V]
     """One layer's attention over the step's T tokens, in the caller's order.
 
-    All new rows are written first, so that absorbed queries find their own row in the cache.
+    All new rows are written first, so that absorbed queries find their own row in the cache. With
+    `raw`, of which `projected` is a view, they are normalised and rotated on their way.
     `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
     A `sink` is a logit per head that takes its share of the softmax and gives nothing.
     """
@@ -42,15 +44,7 @@ def attend_step(
         )
     if plan.sparse is not None:
         _check_selection(selection, plan.sparse)
-    cache_write(
-        latent.data,
-        projected.kv_c,
-        projected.k_pe,
-        plan.slot_mapping,
-        latent.kv_scale,
-        format=latent.format,
-        backend=plan.backends["cache_write"],
-    )
+    write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
     parts = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)

@@ -8,12 +8,29 @@ from torch import Tensor
 
 
 class Projected(NamedTuple):
-    """A step's tokens after projections, norms and rope."""
+    """A step's tokens after projections, norms and rope; views of Raw before the last two."""
 
     q_nope: Tensor  # [T, H, P]
     q_pe: Tensor  # [T, H, R], rotated
     kv_c: Tensor  # [T, C], normalised
     k_pe: Tensor  # [T, R], rotated
+
+
+class Raw(NamedTuple):
+    """Projections as they come: latent rows still to be normalised, they and queries to be rotated.
+
+    latent_write does it in place, so what is a view of them is finished with them.
+    """
+
+    q: Tensor  # [T, H, E]
+    kv: Tensor  # [T, D]
+    norm_weight: Tensor  # of the columns to be normalised
+    positions: Tensor  # [T] i64, rows of the table
+    table: Tensor | None  # [Q, R] f32; None where nothing turns
+    pairing: str
+    eps: float
+    factor: float = 1.0
+    norm_queries: bool = False
 
 
 class Absorbed(NamedTuple):

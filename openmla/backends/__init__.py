@@ -14,6 +14,7 @@ import torch
 
 from openmla.errors import ConfigError, UnsupportedError
 
+# What stands behind the reference has not run on a GPU yet: it is used only if asked for by name.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("triton", "reference"),
     "cache_write": ("triton", "reference"),
@@ -23,6 +24,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_select": ("reference",),
     "index_topk": ("reference",),
     "index_write": ("reference",),
+    "latent_write": ("reference", "triton"),
     "map_slots": ("reference",),
     "merge_states": ("triton", "reference"),
     "mha_masked": ("reference",),

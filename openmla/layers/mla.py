@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Absorbed, Projected, Selection, attend_step, select_step
+from openmla.attention import Absorbed, Projected, Raw, Selection, attend_step, select_step
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
@@ -13,7 +13,6 @@ from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import absorb, decode_weight, is_plain
-from openmla.ops import rope
 from openmla.plan import Plan
 
 GATED = ("axk2", "hy_v4")
@@ -89,8 +88,8 @@ class MLAAttention(nn.Module):
 
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan
-    ) -> tuple[Projected, Tensor | None]:
-        """Projections, norms and rope: what attention takes, and the low-rank query if any."""
+    ) -> tuple[Projected, Raw, Tensor | None]:
+        """What attention takes, what is still to be done to it, and the low-rank query if any."""
         config = self.config
         T, P, R = hidden.shape[0], config.qk_nope_head_dim, config.qk_rope_head_dim
         q_resid = None
@@ -101,23 +100,23 @@ class MLAAttention(nn.Module):
             q = self.q_b_proj(q_resid)
         q = q.view(T, config.num_heads, config.qk_head_dim)
         latent = self.kv_a_proj_with_mqa(hidden)
-        kv_c = self.kv_a_layernorm(latent[:, : config.kv_lora_rank])
-        k_pe = latent[:, config.kv_lora_rank :]
         if config.q_factor != 1:
             q = q * config.q_factor
-        if config.latent_factor != 1:
-            kv_c = kv_c * config.latent_factor
-        if config.rope.kind != "none":
-            table = rope_table(config.rope, R, config.max_positions, hidden.device)
-            turned = positions
-            if plan.long_context is not None:  # the table's second half
-                turned = positions + plan.long_context * config.max_positions
-            for x in (q[:, :, P:], k_pe[:, None, :]):
-                rope(x, turned, table, pairing=config.rope.pairing, backend=plan.backends["rope"])
         if config.llama4_beta:
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
-        return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe), q_resid
+        table = None
+        if config.rope.kind != "none":
+            table = rope_table(config.rope, R, config.max_positions, hidden.device)
+        if plan.long_context is not None:  # the table's second half
+            positions = positions + plan.long_context * config.max_positions
+        norm = self.kv_a_layernorm
+        raw = Raw(
+            q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
+            factor=config.latent_factor,
+        )  # fmt: skip
+        C = config.kv_lora_rank
+        return Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:]), raw, q_resid
 
     def forward(
         self,
@@ -160,10 +159,10 @@ class MLAAttention(nn.Module):
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
-        projected, q_resid = self.project(hidden, positions, plan)
+        projected, raw, q_resid = self.project(hidden, positions, plan)
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
             index = self.indexer(hidden, q_resid, positions, cache.index, plan)
             selection = select_step(index, cache, plan)
-        out = attend_step(projected, self.absorbed, cache, plan, selection=selection)
+        out = attend_step(projected, self.absorbed, cache, plan, selection=selection, raw=raw)
         return self.o_proj(out.flatten(1)), selection

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import attend_compressed
+from openmla.attention import Raw, attend_compressed
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.compressor import CompressedIndexer, Compressor
-from openmla.layers.norm import RMSNorm, rms_normed
+from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import rope_table
 from openmla.ops import rope
 from openmla.plan import Plan
@@ -87,10 +87,11 @@ class MLAAttentionV4(nn.Module):
         D, R = config.latent_dim, config.qk_rope_head_dim
         table = rope_table(self.rope, R, config.max_positions, hidden.device)
         q_resid = self.q_a_norm(self.q_a_proj(hidden))
-        q = rms_normed(self.q_b_proj(q_resid).view(T, H, D), config.latent_eps)
-        raw = self.kv_norm(self.kv_proj(hidden))
-        for turned in (q[:, :, D - R :], raw[:, None, D - R :]):
-            rope(turned, positions, table, pairing="pairs", backend=plan.backends["rope"])
+        q, rows = self.q_b_proj(q_resid).view(T, H, D), self.kv_proj(hidden)
+        raw = Raw(
+            q, rows, self.kv_norm.weight, positions, table, "pairs", config.latent_eps,
+            norm_queries=True,
+        )  # fmt: skip
         pooled = index = index_pooled = None
         hadamard = False
         if self.compressor is not None:
@@ -102,9 +103,10 @@ class MLAAttentionV4(nn.Module):
                     index = indexer.queries(hidden, q_resid, positions, table, plan)
         out = attend_compressed(
             q,
-            raw,
+            rows,
             cache,
             plan,
+            raw=raw,
             sink=self.sinks.float(),
             table=table,
             pooled=pooled,

@@ -8,6 +8,7 @@ from openmla.ops.index_logits_ragged import index_logits_ragged
 from openmla.ops.index_select import index_select
 from openmla.ops.index_topk import index_topk
 from openmla.ops.index_write import index_write
+from openmla.ops.latent_write import latent_write
 from openmla.ops.map_slots import map_slots
 from openmla.ops.merge_states import merge_states
 from openmla.ops.mha_masked import mha_masked
@@ -27,6 +28,7 @@ __all__ = [
     "index_select",
     "index_topk",
     "index_write",
+    "latent_write",
     "map_slots",
     "merge_states",
     "mha_masked",

@@ -384,7 +384,11 @@ def find_compressed_problems(
         BS=window.block_size,
     )
     R, H = config.qk_rope_head_dim, config.num_heads
-    problems = [replace(common, op="rope", format="", H=H, D=R, C=0, BS=0), common]
+    problems = [
+        replace(common, op="latent_write", H=H, E=config.latent_dim),
+        common,
+        replace(common, op="rope", format="", H=H, D=R, C=0, BS=0),
+    ]
     kinds, formats = ["window"], [window.format]
     if cache.compressed is not None:
         entries = cache.compressed

@@ -63,7 +63,8 @@ def find_problems(
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
     latent = latent_of(cache)
-    ops = ["cache_write"] if config.rope.kind == "none" else ["rope", "cache_write"]
+    ops = ["latent_write", "cache_write"]
+    ops += ["rope"] if config.indexer is not None else []
     if decode is not None:
         ops.append("mqa_paged")
     if prefill is not None:

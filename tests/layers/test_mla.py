@@ -349,6 +349,6 @@ def test_bad_calls_write_nothing() -> None:
     other = MLAAttention(replace(peer.ours.config, num_layers=2))
     with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
         other(torch.zeros(8, 64), positions, server.cache, plan)
-    with pytest.raises(ShapeError, match="rope: positions must be within the table's"):
+    with pytest.raises(ShapeError, match="latent_write: positions must be within the table's"):
         peer.ours(torch.zeros(8, 64), positions + 10**6, server.cache, plan)
     assert torch.equal(before.view(torch.int32), server.cache.latent.data.view(torch.int32))

@@ -292,7 +292,7 @@ def test_plans_ask_backends_what_ops_ask(
         asked.append(problem)
         return select(problem, backend)
 
-    ops = {"cache_write", "mqa_sparse", *(["compress_kv"] if ratio else [])}
+    ops = {"latent_write", "mqa_sparse", *(["compress_kv"] if ratio else [])}
     ops |= {"index_logits"} if ratio == 4 else set()
     for op in ops:
         monkeypatch.setattr(sys.modules[f"openmla.ops.{op}"], "select", recorded)

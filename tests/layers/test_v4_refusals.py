@@ -205,26 +205,26 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     config, plan = server.layer.config, server.plan(batch)
     table = torch.ones(config.max_positions, config.qk_rope_head_dim)
     usual: dict[str, Any] = {"sink": torch.zeros(4), "table": table}
-    q, raw = torch.zeros(4, 4, 32), torch.zeros(4, 32)
+    q, rows = torch.zeros(4, 4, 32), torch.zeros(4, 32)
     before = server.bytes()
 
     def refused(message: str, *, cache: LayerCache = server.cache, **changes: Any) -> None:
-        given: dict[str, Any] = {"q": q, "raw": raw, "plan": plan, **usual, **changes}
-        ordered = [given.pop("q"), given.pop("raw"), cache, given.pop("plan")]
+        given: dict[str, Any] = {"q": q, "rows": rows, "plan": plan, **usual, **changes}
+        ordered = [given.pop("q"), given.pop("rows"), cache, given.pop("plan")]
         with pytest.raises(OpenMLAError) as error:
             attend_compressed(*ordered, **given)
         assert str(error.value).startswith(f"step: {message}")
 
     refused("q must be (4, 4, 32) as planned, got (3, 4, 32)", q=q[:3])
     refused("q must be (4, 4, 32) as planned, got (4, 3, 32)", q=q[:, :3])
-    refused("raw must be (4, 32) as planned, got (4, 31)", raw=raw[:, :31])
+    refused("rows must be (4, 32) as planned, got (4, 31)", rows=rows[:, :31])
     refused("plan must be of a compressed layer", plan=replace(plan, compressed=None))
     refused("cache must have window rows", cache=LayerCache())
     other = ready(RATIOS[RATIOS.index(ratio) - 1])[0].cache
     refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
     width = 64 if ratio == 4 else 32
-    rows = torch.zeros(4, width)
-    pooled = Pooled(rows, rows, torch.zeros(max(ratio, 1), width), torch.ones(32))
+    pools = torch.zeros(4, width)
+    pooled = Pooled(pools, pools, torch.zeros(max(ratio, 1), width), torch.ones(32))
     if not ratio:
         refused("pooled must not be given for ratio 0", pooled=pooled)
         refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
@@ -239,7 +239,7 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
         usual["index"] = IndexInputs(torch.zeros(4, 16, 16), torch.zeros(4, 16), None)
         refused("q_idx must be", index=IndexInputs(torch.zeros(4, 16, 8), torch.zeros(4, 16), None))
     refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
-    refused("pooled.kv must be", pooled=pooled._replace(kv=rows[:3]))
+    refused("pooled.kv must be", pooled=pooled._replace(kv=pools[:3]))
     refused("pooled.bias must be", pooled=pooled._replace(bias=pooled.bias[1:]))
     refused("table must have a row for", table=table[:50])
     assert server.unchanged(before)

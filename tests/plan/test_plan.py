@@ -139,7 +139,7 @@ def test_explain_counts_launches() -> None:
     line = replace(plan, backends=ours).explain().splitlines()[-1]
     assert line == (
         "launches  up to 3 a layer and step: cache_write 1, merge_states 2; beside them what "
-        "torch launches for rope, mha_ragged, cache_gather"
+        "torch launches for latent_write, mha_ragged, cache_gather"
     )
 
 
@@ -148,7 +148,7 @@ def test_explain_names_backends_and_reasons() -> None:
     text = plan.explain()
     assert "absorbed  1 requests" in text and "expanded  1 requests" in text
     assert "mqa_paged    reference" in text and "mha_ragged   reference" in text
-    assert "rope" in text and "cache_write" in text
+    assert "latent_write" in text and "cache_write" in text
     chosen = make_plan(make_batch([30], [33]), CONFIG, CACHE).explain()
     assert "mha_ragged   sdpa" in chosen
 

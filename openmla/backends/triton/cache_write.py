@@ -186,6 +186,56 @@ def _store_bits(at, bits, mask, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
         tl.store(at + (n + i), each.to(tl.uint8), mask=mask[:, None])
 
 
+@triton.jit
+def store_row(
+    cache, kv_c, k_pe, slot, kv_scale, page, row_stride,
+    BS: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """One row, encoded, into its slot."""
+    values_at, scales_at, rope_at = places(
+        slot // BS, slot % BS, page, row_stride, BS, KIND, MAIN, ROPE, SCALES
+    )
+    g = tl.arange(0, BLOCK_G)
+    c = tl.arange(0, BLOCK_C)
+    d = (g * GROUP)[:, None] + c[None, :]  # [BLOCK_G, BLOCK_C]
+    mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
+    r = tl.arange(0, BLOCK_R)
+    mask_r = r < ROPE
+    values = _load_columns(kv_c, k_pe, d, mask, C, 0, MAIN)
+    rope = _load_columns(kv_c, k_pe, MAIN + r, mask_r, C, MAIN, MAIN + ROPE)
+    if KIND == PLAIN:
+        stored = round_to(values, cache.dtype.element_ty, ASM)
+        rope = round_to(rope, cache.dtype.element_ty, ASM)
+    elif KIND == FP8:
+        scale = tl.load(kv_scale)
+        stored = encode_e4m3(tl.div_rn(widen(values), scale))
+        rope = encode_e4m3(tl.div_rn(widen(rope), scale))
+    else:
+        if KIND == V4:
+            values = round_to(values, tl.bfloat16, ASM)
+        groups = widen(values)
+        scales = group_scales(groups, KIND, EXACT)
+        if EXACT:
+            stored = encode_e4m3(tl.div_rn(groups, scales[:, None]))
+        else:  # times one over a power of two is the quotient itself, rounded alike
+            stored = encode_e4m3(groups * tl.div_rn(1.0, scales)[:, None])
+        bits = scales.to(tl.uint32, bitcast=True)
+        if KIND == V4:
+            exponents = tl.where(g < MAIN // GROUP, bits >> 23, 0).to(tl.uint8)
+            tl.store(cache + scales_at + g, exponents, mask=g < SCALES)
+        else:
+            _store_bits(cache + scales_at, bits, g < MAIN // GROUP, 4, ALIGNED)
+    tl.store(cache + values_at + d, stored, mask=mask)
+    if ROPE > 0:
+        if KIND == PLAIN or KIND == FP8:
+            tl.store(cache + rope_at + r, rope, mask=mask_r)
+        else:
+            halves = round_to(rope, tl.bfloat16, ASM).to(tl.uint16, bitcast=True)
+            _store_bits(cache + rope_at, halves, mask_r, 2, ALIGNED)
+
+
 @triton.jit(do_not_specialize=["N"])
 def _cache_write_kernel(
     cache, kv_c, k_pe, slot_mapping, kv_scale,
@@ -197,48 +247,10 @@ def _cache_write_kernel(
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + i * slot_stride)
     if (slot >= 0) & (slot // BS < N):
-        kv_c += i * kv_c_stride
-        k_pe += i * k_pe_stride
-        values_at, scales_at, rope_at = places(
-            slot // BS, slot % BS, page, row_stride, BS, KIND, MAIN, ROPE, SCALES
-        )
-        g = tl.arange(0, BLOCK_G)
-        c = tl.arange(0, BLOCK_C)
-        d = (g * GROUP)[:, None] + c[None, :]  # [BLOCK_G, BLOCK_C]
-        mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
-        r = tl.arange(0, BLOCK_R)
-        mask_r = r < ROPE
-        values = _load_columns(kv_c, k_pe, d, mask, C, 0, MAIN)
-        rope = _load_columns(kv_c, k_pe, MAIN + r, mask_r, C, MAIN, MAIN + ROPE)
-        if KIND == PLAIN:
-            stored = round_to(values, cache.dtype.element_ty, ASM)
-            rope = round_to(rope, cache.dtype.element_ty, ASM)
-        elif KIND == FP8:
-            scale = tl.load(kv_scale)
-            stored = encode_e4m3(tl.div_rn(widen(values), scale))
-            rope = encode_e4m3(tl.div_rn(widen(rope), scale))
-        else:
-            if KIND == V4:
-                values = round_to(values, tl.bfloat16, ASM)
-            groups = widen(values)
-            scales = group_scales(groups, KIND, EXACT)
-            if EXACT:
-                stored = encode_e4m3(tl.div_rn(groups, scales[:, None]))
-            else:  # times one over a power of two is the quotient itself, rounded alike
-                stored = encode_e4m3(groups * tl.div_rn(1.0, scales)[:, None])
-            bits = scales.to(tl.uint32, bitcast=True)
-            if KIND == V4:
-                exponents = tl.where(g < MAIN // GROUP, bits >> 23, 0).to(tl.uint8)
-                tl.store(cache + scales_at + g, exponents, mask=g < SCALES)
-            else:
-                _store_bits(cache + scales_at, bits, g < MAIN // GROUP, 4, ALIGNED)
-        tl.store(cache + values_at + d, stored, mask=mask)
-        if ROPE > 0:
-            if KIND == PLAIN or KIND == FP8:
-                tl.store(cache + rope_at + r, rope, mask=mask_r)
-            else:
-                halves = round_to(rope, tl.bfloat16, ASM).to(tl.uint16, bitcast=True)
-                _store_bits(cache + rope_at, halves, mask_r, 2, ALIGNED)
+        store_row(
+            cache, kv_c + i * kv_c_stride, k_pe + i * k_pe_stride, slot, kv_scale, page, row_stride,
+            BS, C, KIND, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+        )  # fmt: skip
 
 
 def why_not(problem: Problem) -> str | None:
