@@ -1,9 +1,12 @@
 """Latent attention on a GPU beside FlashMLA, where that package is installed.
 
     python3 -m bench.latent --json latent.json
+    python3 -m bench.latent --sweep --only h128
 
 One process: each shape's contenders are checked against float64, captured in CUDA graphs of several
 calls, and replayed in rotation; medians. FlashMLA takes 64 or 128 heads: fewer are padded for it.
+--sweep runs other tiles of the portable kernel in the same rotation: what wins is written into
+backends/triton/_tiles.py by hand.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,7 +36,6 @@ Contender = Callable[[], tuple[Tensor, Tensor]]  # out [T, H, C], lse [T, H]
 
 
 class Shape(NamedTuple):
-    name: str
     contenders: dict[str, Contender]
     exact: tuple[Tensor, Tensor]  # of the first tokens, float64
     calls: int  # in one graph
@@ -40,21 +43,25 @@ class Shape(NamedTuple):
     row_bytes: int
 
 
-def cached(num_rows: int, format: str) -> Tensor:
+def cached(num_rows: int, format: str, width: int = D) -> Tensor:
     """Random rows in a cache of blocks."""
     layout = get_format(format)
-    data = torch.empty(num_rows // BS, BS, layout.width(D), dtype=layout.dtype, device="cuda")
+    data = torch.empty(num_rows // BS, BS, layout.width(width), dtype=layout.dtype, device="cuda")
     one = torch.ones((), device="cuda")
     for start in range(0, num_rows, 65536):
         slots = torch.arange(start, min(start + 65536, num_rows), device="cuda")
-        layout.write(data, slots, torch.randn(len(slots), D, device="cuda") / 3, one)
+        layout.write(data, slots, torch.randn(len(slots), width, device="cuda") / 3, one)
     return data
 
 
-def attended(q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+def attended(
+    q: Tensor, rows: Tensor, scale: float = SCALE, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Float64 attention of q [n, H, D] over rows [n, S, D]."""
-    scores = q.double() @ rows.mT * SCALE
-    return scores.softmax(-1) @ rows[..., :C], scores.logsumexp(-1)
+    scores = q.double() @ rows.mT * scale
+    lse = scores.logsumexp(-1)
+    share = 1.0 if sink is None else torch.sigmoid(lse - sink.double())[..., None]
+    return scores.softmax(-1) @ rows[..., :C] * share, lse
 
 
 def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
@@ -74,10 +81,8 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
     contenders: dict[str, Contender] = {"triton": ours}
     if find_spec("flash_mla") is not None:
         contenders["flashmla"] = _flash_sparse(q, cache, slots, format)
-    kind = "prefill" if T > 1024 else "decode"
-    name = f"sparse-{kind}-{format}-h{H}-{'t' if T > 1024 else 'b'}{T}"
     exact = attended(q[:2], rows)
-    return Shape(name, contenders, exact, calls, T * K, get_format(format).row_bytes(D))
+    return Shape(contenders, exact, calls, T * K, get_format(format).row_bytes(D))
 
 
 def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> Contender:
@@ -122,18 +127,137 @@ def paged(B: int, S: int, H: int, calls: int) -> Shape:
         )  # fmt: skip
 
     exact = attended(q[:1], cache[table[0].long()].view(1, -1, D).double())
-    return Shape(f"paged-decode-bf16-h{H}-b{B}-s{S}", {"triton": ours}, exact, calls, B * S, 2 * D)
+    return Shape({"triton": ours}, exact, calls, B * S, 2 * D)
 
 
-def shapes() -> Iterator[Callable[[], Shape]]:
+def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
+    """V4: each token over its last 128 rows and its chosen entries, with a sink. Decode is a
+    request a token; prefill, one request whose tokens follow one another."""
+    window, format, M, entries, scale = 128, "fp8_dsv4", 4, 32768, C**-0.5
+    one, prefill = torch.ones((), device="cuda"), T > 1024
+    B = 1 if prefill else T
+    columns = (T + window) // BS if prefill else M
+    rows = cached(B * columns * BS, format, C)
+    pool = cached(max(B, 4) * entries, format, C)
+    q = (torch.randn(T, H, C, device="cuda") / 3).bfloat16()
+    sink = torch.randn(H, device="cuda")
+    ring = torch.randperm(B * columns, device="cuda").int().view(B, columns)
+    table = torch.randperm(len(pool), device="cuda")[: B * entries // BS].int().view(B, -1)
+    positions = (
+        torch.arange(window, window + T, device="cuda")
+        if prefill
+        else (torch.full((T,), 100_000, device="cuda"))
+    )
+    named = torch.randint(0, entries, (T, chosen), device="cuda", dtype=torch.int32)
+    lens = torch.full((T,), chosen, device="cuda", dtype=torch.int32)
+    start_loc = torch.tensor([0, T] if prefill else range(T + 1), device="cuda").int()
+    first = Segment(rows, one, format, "window", block_table=ring, span=window)
+    second = Segment(pool, one, format, "positions", table, named, lens)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        return mqa_sparse(
+            q, start_loc, positions, first, second, sink, C=C, scale=scale, backend="triton"
+        )
+
+    owner = torch.zeros(T, device="cuda").long() if prefill else torch.arange(T, device="cuda")
+    last = positions[:, None] - torch.arange(window, device="cuda")
+    near = (ring[owner[:, None], last // BS % columns] * BS + last % BS).int()
+    far = table[owner[:, None], named.long() // BS] * BS + named % BS
+    layout = get_format(format)
+    both = [
+        layout.read(cache, slots[:2].flatten().long(), one, torch.float64, C).view(2, -1, C)
+        for cache, slots in ((rows, near), (pool, far))
+    ]
+    exact = attended(q[:2], torch.cat(both, 1), scale, sink)
+    contenders: dict[str, Contender] = {"triton": ours}
+    if find_spec("flash_mla") is not None:
+        contenders["flashmla"] = _flash_compressed(q, rows, near, pool, far, sink)
+    return Shape(contenders, exact, calls, T * (window + chosen), layout.row_bytes(C))
+
+
+def _flash_compressed(
+    q: Tensor, rows: Tensor, near: Tensor, pool: Tensor, far: Tensor, sink: Tensor
+) -> Contender:
+    """Prefill is its bf16 kernel alone, over rows gathered beforehand: its own gather is not in
+    the time."""
+    flash = import_module("flash_mla")
+    T, H, _ = q.shape
+    padded = q if H >= 64 else torch.zeros(T, 64, C, device="cuda", dtype=q.dtype)
+    padded[:, :H] = q
+    sinks = torch.full((padded.shape[1],), -torch.inf, device="cuda")
+    sinks[:H] = sink
+    metadata, _ = flash.get_mla_metadata()
+    layout, one = get_format("fp8_dsv4"), torch.ones((), device="cuda")
+
+    def decode() -> tuple[Tensor, Tensor]:
+        out, lse = flash.flash_mla_with_kvcache(
+            padded.unsqueeze(1), rows.unsqueeze(2), None, None, C, metadata,
+            softmax_scale=C**-0.5, is_fp8_kvcache=True, indices=near.unsqueeze(1), attn_sink=sinks,
+            extra_k_cache=pool.unsqueeze(2), extra_indices_in_kvcache=far.unsqueeze(1),
+        )  # fmt: skip
+        return out[:, 0, :H], lse[:, :H, 0]
+
+    if T <= 1024:
+        return decode
+    caches = [
+        layout.read(cache, torch.arange(cache.shape[0] * BS, device="cuda"), one, q.dtype, C)
+        for cache in (rows, pool)
+    ]
+    flat = torch.cat(caches).unsqueeze(1)
+    listed = torch.cat([near, far + len(caches[0])], 1).unsqueeze(1)
+
+    def prefill() -> tuple[Tensor, Tensor]:
+        out, _, lse = flash.flash_mla_sparse_fwd(padded, flat, listed, C**-0.5, attn_sink=sinks)
+        return out[:, :H], lse[:, :H]
+
+    return prefill
+
+
+def tiles(title: str, ours: Contender) -> dict[str, Contender]:
+    """The same call with other tiles. Deeper pipelines are what counts: with two stages a tile is
+    asked for after the softmax of the one before and waited for at once."""
+    launch = import_module("openmla.backends.triton._launch")
+    Config = import_module("openmla.backends.triton._tiles").Config
+    wide = [
+        (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 5), (64, 32, 8, 7),
+        (32, 32, 8, 2), (32, 32, 8, 5), (32, 32, 4, 5),
+    ]  # fmt: skip
+    few = [
+        (16, 64, 4, 2, 256), (16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 5), (16, 32, 4, 5, 256),
+        (16, 64, 4, 5, 256), (16, 32, 4, 7), (16, 64, 8, 5, 256), (16, 64, 8, 3, 256),
+    ]  # fmt: skip
+    few_heads = "-h16-" in title or "-h8-" in title
+
+    def tried(config: Any) -> tuple[Tensor, Tensor]:
+        with patch.object(launch, "config_of", lambda *_: config), _generic():
+            return ours()
+
+    rows = few if few_heads else wide
+    return {"x".join(map(str, row)): partial(tried, Config(*row)) for row in rows}
+
+
+def _generic() -> Any:
+    """Not the kernel of few heads."""
+    module = import_module("openmla.backends.triton.mqa_sparse")
+    return patch.object(module, "fits_few_heads", lambda *_: False)
+
+
+def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
+    """Names and what makes them: only what is asked for is made."""
     for H in (16, 128):
         for B in (1, 4, 16, 64, 128):
-            yield partial(sparse, B, H, "fp8_ds_mla", 524288, 20)
+            make = partial(sparse, B, H, "fp8_ds_mla", 524288, 20)
+            yield f"sparse-decode-fp8_ds_mla-h{H}-b{B}", make
     for H in (16, 128):
         for format in ("bf16", "fp8_ds_mla"):
-            yield partial(sparse, 4096, H, format, 32768, 2)
+            make = partial(sparse, 4096, H, format, 32768, 2)
+            yield f"sparse-prefill-{format}-h{H}-t4096", make
     for B, S, H in ((64, 16384, 16), (1, 32768, 16), (64, 4096, 128)):
-        yield partial(paged, B, S, H, 10)
+        yield f"paged-decode-bf16-h{H}-b{B}-s{S}", partial(paged, B, S, H, 10)
+    for H, chosen in ((8, 512), (16, 512), (64, 512), (128, 1024)):
+        for B in (1, 16, 64, 128):
+            yield f"v4-decode-h{H}-b{B}-k{chosen}", partial(compressed, B, H, chosen, 20)
+    yield "v4-prefill-h64-t4096-k512", partial(compressed, 4096, 64, 512, 2)
 
 
 def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -142,6 +266,18 @@ def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, f
     n = len(exact[0])
     wrong = (out[:n].double() - exact[0]).norm() / exact[0].norm()
     return float(wrong), float((lse[:n].double() - exact[1]).abs().max())
+
+
+def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
+    """Errors of all that the machine has room for."""
+    too_large = import_module("triton.runtime.errors").OutOfResources
+    found = {}
+    for name, contender in shape.contenders.items():
+        try:
+            found[name] = errors(contender, shape.exact)
+        except too_large as reason:
+            print(f"{title:<36} {name:<13} does not fit: {reason}")
+    return found
 
 
 def timed(contenders: dict[str, Contender], calls: int) -> dict[str, float]:
@@ -169,31 +305,38 @@ def timed(contenders: dict[str, Contender], calls: int) -> dict[str, float]:
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.latent")
     parser.add_argument("--json", help="write the rows here too")
+    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--sweep", action="store_true", help="other tiles as well")
     options = parser.parse_args(arguments)
     torch.manual_seed(0)
     machine = describe_machine("cuda")
     print(machine)
-    print(f"{'shape':<36} {'contender':<9} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
+    print(f"{'shape':<36} {'contender':<13} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
     rows: list[dict[str, Any]] = []
-    for make in shapes():
+    for title, make in shapes():
+        if options.only not in title:
+            continue
         shape = make()
-        checked = {name: errors(run, shape.exact) for name, run in shape.contenders.items()}
-        right = {name: run for name, run in shape.contenders.items() if checked[name][0] < 4e-3}
+        if options.sweep:
+            shape.contenders.update(tiles(title, shape.contenders["triton"]))
+        checked = checked_ones(title, shape)
+        right = {name: run for name, run in shape.contenders.items() if name in checked}
+        right = {name: run for name, run in right.items() if checked[name][0] < 4e-3}
         times = timed(right, shape.calls)
-        for name in shape.contenders:
+        for name in checked:
             if name not in times:
-                print(f"{shape.name:<36} {name:<9} WRONG, error {checked[name][0]:.4f}")
+                print(f"{title:<36} {name:<13} WRONG, error {checked[name][0]:.4f}")
                 continue
             ratio = times["flashmla"] / times[name] if "flashmla" in times else None
             rate = shape.rows * shape.row_bytes / times[name] / 1e6
             shown = "" if ratio is None else f"{ratio:.2f}"
             print(
-                f"{shape.name:<36} {name:<9} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} "
+                f"{title:<36} {name:<13} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} "
                 f"{checked[name][0]:>8.5f}",
                 flush=True,
             )
             rows.append(
-                {"shape": shape.name, "contender": name, "us": times[name], "ratio": ratio,
+                {"shape": title, "contender": name, "us": times[name], "ratio": ratio,
                  "error": checked[name][0], "lse_error": checked[name][1]}
             )  # fmt: skip
     if options.json:
