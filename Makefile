@@ -25,9 +25,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a machine with a GPU, with its own python3, torch and Triton; nothing is installed.
+# On a machine with a GPU, with its own python3, torch and Triton; nothing is installed. Both go on
+# where they were cut.
 test-gpu:
-	$(PYTHON) -m pytest -p no:cacheprovider tests/ops tests/layers tests/plan -k cuda
+	$(PYTHON) tools/gpu_tests.py
 
 bench-gpu:
 	$(PYTHON) -m bench.latent --json latent.json

@@ -1,0 +1,73 @@
+"""Runs the tests that use a GPU, several files at a time, and goes on where it was cut.
+
+    python3 tools/gpu_tests.py            what has not passed at this commit yet
+    python3 tools/gpu_tests.py --again    everything
+
+A file that passed leaves its summary in .gpu-tests/<commit>/; nothing is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
+NO_TESTS = 5  # pytest's exit status where nothing was selected
+
+
+def commit() -> str:
+    """What the tree is, so that a summary of another one does not count."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip() or "no-commit"
+
+
+def run(path: Path) -> tuple[Path, bool, str, float]:
+    """One file in a process of its own: its output, whether it passed, seconds."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k", "cuda"]
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2", **os.environ}
+    start = time.monotonic()
+    done = subprocess.run(
+        [*command, str(path)], cwd=ROOT, capture_output=True, text=True, env=environment
+    )
+    return path, done.returncode in (0, NO_TESTS), done.stdout, time.monotonic() - start
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="gpu_tests")
+    parser.add_argument("files", nargs="*", help="test files; all that may use a GPU by default")
+    parser.add_argument("--again", action="store_true", help="also what passed already")
+    parser.add_argument("--processes", type=int, default=8)
+    options = parser.parse_args()
+    kept = ROOT / ".gpu-tests" / commit()
+    kept.mkdir(parents=True, exist_ok=True)
+    files = [ROOT / name for name in options.files] or sorted(
+        path for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")
+    )
+    left = [path for path in files if options.again or not (kept / path.name).exists()]
+    if len(left) < len(files):
+        print(f"{len(files) - len(left)} of {len(files)} files passed before")
+    failed = 0
+    with ThreadPoolExecutor(options.processes) as pool:
+        for job in as_completed([pool.submit(run, path) for path in left]):
+            path, passed, output, seconds = job.result()
+            lines = output.splitlines() or [""]
+            print(f"{path.relative_to(ROOT)}  {lines[-1].strip('= ')}  ({seconds:.0f} s)")
+            if passed:
+                (kept / path.name).write_text(lines[-1] + "\n")
+            else:
+                failed += 1
+                print(output[-3000:])
+            sys.stdout.flush()
+    print(f"{len(left) - failed} files passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
