@@ -31,6 +31,7 @@ from openmla.integrations.transformers.attention import (
     openmla_mask,
     openmla_sparse_mask,
 )
+from openmla.integrations.transformers.captured import CapturedDecode
 from openmla.integrations.transformers.compressed import CompressorStandIn, with_positions
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
@@ -123,6 +124,7 @@ def attach(
     num_blocks: int | None = None,
     backend: str = "auto",
     workspace: int | None = None,
+    capture: bool = False,
 ) -> list[nn.Module]:
     """Run a model's MLA layers here from now on; returns those attention modules.
 
@@ -131,6 +133,10 @@ def attach(
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
     model share; without it the pool grows as needed. `workspace` is the context rows that prefill
     expands at once. Then generate(), pipeline() and bare forward passes work as before.
+
+    With `capture` a decode step (one new token per row) is recorded as a CUDA graph when it first
+    comes and replayed from then on; it is recorded anew for another number of rows and whenever
+    the longest context has doubled. On a CPU the step runs over the same fixed tensors instead.
 
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
@@ -188,6 +194,10 @@ def attach(
         raise ConfigError(
             f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
         )
+    if capture and ours.compressor is not None:
+        raise UnsupportedError(f"attach: capture is not supported for {model_type} yet.")
+    if capture and not hasattr(model, "lm_head"):
+        raise ConfigError("attach: capture needs a model with a language head.")
     text_config = modules[0].config
     if str(text_config._attn_implementation) in (NAME, SPARSE_NAME):  # type: ignore[union-attr]
         raise ConfigError(
@@ -216,6 +226,8 @@ def attach(
                 _AfterPass(attachment), always_call=True
             )
         )
+    if capture:
+        attachment.handles.append(CapturedDecode(model, attachment))
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
     text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
     return modules

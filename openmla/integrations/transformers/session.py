@@ -160,6 +160,7 @@ class Session:
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
+        self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, _free_requests, attachment.pool, self.requests)
@@ -168,7 +169,7 @@ class Session:
         """A copy shares every block until one of the two writes."""
         twin = Session(self.attachment)
         memo[id(self)] = twin
-        twin.steps, twin.leader = self.steps, self.leader
+        twin.steps, twin.leader, twin.dtype = self.steps, self.leader, self.dtype
         twin.requests += self._shared(range(len(self.requests)))
         twin.columns = [list(runs) for runs in self.columns]
         return twin
@@ -270,9 +271,16 @@ class Session:
         self.steps += 1
         self.unfinished = True
 
-    def plan(self, cache: LayerCache, device: torch.device, dtype: torch.dtype) -> Plan:
+    def plan(
+        self,
+        cache: LayerCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        into: dict[str, Tensor] | None = None,
+    ) -> Plan:
         """This pass's plan: made for the first layer of a kind on a device, for all of them."""
         key = (device, cache.ratio)
+        self.dtype = dtype
         if key not in self.plans:
             assert self.batch is not None
             config = self.attachment.config
@@ -286,7 +294,8 @@ class Session:
                 cache,
                 dtype=dtype,
                 backend=self.attachment.backend,
-                workspace_tokens=self.attachment.workspace_tokens,
+                workspace_tokens=None if into else self.attachment.workspace_tokens,
+                into=into,
             )
             self.attachment.last_plan = self.plans[key]
         return self.plans[key]

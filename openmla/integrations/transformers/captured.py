@@ -1,0 +1,258 @@
+"""A model's decode step recorded as one CUDA graph, and replayed for every token after it.
+
+Decoding one token, a model launches thousands of small kernels, and the host that launches them is
+what one waits for. A step of one new token per row always has the same shapes: only the numbers in
+its inputs and in the plan's buffers differ. So the model's own forward is recorded once over fixed
+tensors; from then on a step takes blocks, fills the buffers and replays. Prompts and everything
+else go through the model's forward as before. Python runs only while recording: weights that are
+replaced between generations are noticed, a number inside a module that changes is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from copy import copy, deepcopy
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from openmla.cache import LayerCache
+from openmla.errors import UnsupportedError
+from openmla.integrations.transformers.paged_layer import PagedLayer
+from openmla.plan import plan_buffers
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.session import Attachment, Session
+
+UNDERSTOOD = (
+    "attention_mask",
+    "cache_position",
+    "input_ids",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
+WARM_UPS = 2  # passes before recording: kernels are compiled, libraries set themselves up
+
+
+class Recorded(NamedTuple):
+    """One graph, what it reads and what it leaves."""
+
+    ids: Tensor  # [B, 1]
+    positions: Tensor  # [B, 1]
+    buffers: dict[str, Tensor]  # of the plan
+    places: tuple[int, ...]  # of the caches; if they move, the graph is of no use
+    weights: tuple[int, ...]  # where they are; looked at once per generation
+    decoded_by: weakref.ref[Session] | None  # whose decoded weights it reads, if any
+    graph: Any  # None on a CPU, where the step runs instead
+    logits: Tensor  # [B, 1, vocabulary]
+    result: type  # what the model's forward returns, which would hold on to the cache
+
+
+class CapturedDecode:
+    """Stands in for a model's forward; steps of one token per row are replayed."""
+
+    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
+        self.model, self.attachment = model, attachment
+        self.forward = model.forward
+        self.recorded: Recorded | None = None
+        self.recordings = 0
+        self.served: Callable[[], Session | None] = lambda: None  # the session of the last step
+        update_wrapper(self, self.forward)  # generate() looks at the signature
+        model.forward = self
+
+    def remove(self) -> None:
+        """Undo it: the model's own forward is there again."""
+        del self.model.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CapturedDecode:
+        """Of a model that is copied: it records its own."""
+        twin = copy(self)
+        memo[id(self)] = twin
+        twin.model = deepcopy(self.model, memo)
+        twin.attachment = deepcopy(self.attachment, memo)
+        twin.forward = deepcopy(self.forward, memo)
+        twin.recorded, twin.served = None, lambda: None
+        return twin
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layers = [] if args else _decoding(self.attachment, kwargs)
+        if not layers:
+            return self.forward(*args, **kwargs)
+        past, session = kwargs["past_key_values"], layers[0].session
+        ids, columns = kwargs["input_ids"], [layer.columns for layer in layers]
+        positions = kwargs["position_ids"].expand(ids.shape)
+        caches = self._begin(session, layers, ids)
+        recorded = self.recorded
+        if self.served() is not session and recorded is not None:  # another generation
+            recorded = recorded if recorded.weights == _weights(self.model) else None
+        self.served = weakref.ref(session)
+        if recorded is None or not _serves(recorded, session, ids, caches):
+            self.recorded = None  # its memory, before more is taken
+            recorded = self.recorded = self._record(past, session, layers, caches, ids, positions)
+        else:
+            recorded.ids.copy_(ids)
+            recorded.positions.copy_(positions)
+            self._plan(session, caches[0], recorded.buffers, ids.device)
+            if recorded.graph is not None:
+                recorded.graph.replay()
+            else:
+                out = self._pass(recorded.ids, recorded.positions, past, session, layers)
+                recorded.logits.copy_(out.logits)
+        for layer, seen in zip(layers, columns, strict=True):
+            layer.steps, layer.columns = session.steps, seen + 1
+        session.unfinished = False
+        return recorded.result(logits=recorded.logits.clone(), past_key_values=past)
+
+    def _begin(self, session: Session, layers: list[PagedLayer], ids: Tensor) -> list[LayerCache]:
+        """Blocks for the new tokens; copies of shared ones are made here, not in the graph."""
+        session.begin(ids.shape[0], 1, None)
+        dtype = session.dtype
+        assert dtype is not None  # a prompt came before
+        caches = [self.attachment.cache(layer.layer, ids.device, dtype) for layer in layers]
+        for cache in caches:
+            cache.copy_blocks(*session.copies)
+        session.copies = tuple([] for _ in session.copies)
+        return caches
+
+    def _plan(
+        self, session: Session, cache: LayerCache, buffers: dict[str, Tensor], device: torch.device
+    ) -> None:
+        assert session.dtype is not None
+        session.plans = {}
+        session.plan(cache, device, session.dtype, into=buffers)
+
+    def _pass(
+        self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
+    ) -> Any:
+        """The model's forward over fixed tensors; what it counts is counted by the caller."""
+        for layer in layers:
+            layer.steps = session.steps - 1
+        return self.forward(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+
+    def _record(
+        self,
+        past: Any,
+        session: Session,
+        layers: list[PagedLayer],
+        caches: list[LayerCache],
+        ids: Tensor,
+        positions: Tensor,
+    ) -> Recorded:
+        B, needed = ids.shape[0], _most_blocks(session)
+        # twice as many as now at most: what the graph is sized for, and how seldom it is recorded
+        blocks = 1 << (needed - 1).bit_length()
+        buffers = plan_buffers(
+            self.attachment.config, caches[0], max_requests=B, max_tokens=B, max_blocks=blocks
+        )
+        ids, positions = ids.clone(), positions.clone()
+        self._plan(session, caches[0], buffers, ids.device)
+        columns = [layer.columns for layer in layers]
+        graph, self.recordings = None, self.recordings + 1
+
+        def step() -> Any:
+            out = self._pass(ids, positions, past, session, layers)
+            for layer, seen in zip(layers, columns, strict=True):
+                layer.columns = seen
+            return out
+
+        if ids.device.type == "cuda":
+            graph, out = _capture(step)
+        else:
+            out = step()
+        owner = weakref.ref(session) if session.decoded else None
+        return Recorded(
+            ids, positions, buffers, _places(caches), _weights(self.model), owner, graph,
+            out.logits, type(out),
+        )  # fmt: skip
+
+
+def _capture(step: Any) -> tuple[Any, Any]:
+    """Record what a step launches, then launch it once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            out = step()
+    except RuntimeError as reason:
+        raise UnsupportedError(
+            f"attach: this model's decode step cannot be recorded: {reason} Leave capture=True out."
+        ) from reason
+    graph.replay()
+    return graph, out
+
+
+def _decoding(attachment: Attachment, kwargs: dict[str, Any]) -> list[PagedLayer]:
+    """The cache's layers if this is a step of one token per row as generate() takes it, or none."""
+    ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
+    past = kwargs.get("past_key_values")
+    others = [name for name, value in kwargs.items() if name not in UNDERSTOOD and value]
+    if others or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
+        return []
+    if ids is None or ids.shape[1] != 1 or positions is None or past is None:
+        return []
+    layers = [layer for layer in past.layers if isinstance(layer, PagedLayer)]
+    if len(layers) != len(attachment.modules):
+        return []
+    if len(past.layers) > len(layers):
+        raise UnsupportedError(
+            "attach: capture is not supported where other layers than MLA's keep a state."
+        )
+    session = layers[0].session
+    if session.attachment is not attachment or attachment.detached:
+        return []
+    if session.unfinished or len(session.requests) != ids.shape[0]:
+        return []
+    if any(layer.steps != session.steps for layer in layers):
+        return []
+    devices = {key[0] for key in session.plans}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            f"attach: capture is not supported for layers on several devices, these are on "
+            f"{', '.join(sorted(map(str, devices)))}."
+        )
+    return layers if devices else []  # a copied cache has no pass of its own yet
+
+
+def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[LayerCache]) -> bool:
+    """Whether a graph fits this step: rows, context, caches and weights as they were."""
+    return (
+        recorded.ids.shape == ids.shape
+        and recorded.ids.device == ids.device
+        and _most_blocks(session) <= recorded.buffers["block_table"].shape[1]
+        and recorded.places == _places(caches)
+        and (not session.decoded or _decoded_by(recorded) is session)
+    )
+
+
+def _weights(model: nn.Module) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for parameter in model.parameters())
+
+
+def _decoded_by(recorded: Recorded) -> Session | None:
+    return None if recorded.decoded_by is None else recorded.decoded_by()
+
+
+def _most_blocks(session: Session) -> int:
+    assert session.batch is not None
+    return max(session.batch.block_table.shape[1], 1)
+
+
+def _places(caches: list[LayerCache]) -> tuple[int, ...]:
+    return tuple(part.data.data_ptr() for cache in caches for part in cache.parts)

@@ -1,0 +1,177 @@
+"""attach(capture=True): a recorded decode step gives the model's own tokens, whatever comes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.errors import ConfigError, UnsupportedError
+
+pytest.importorskip("transformers")
+
+from openmla.integrations.transformers import (
+    attach,
+    attachment_of,
+    detach,
+)
+from openmla.integrations.transformers.captured import CapturedDecode
+from tests.integrations import test_sparse_models
+from tests.integrations.models import make_model, padded_prompts
+from tests.integrations.test_transformers import generate, worst_logits
+
+FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
+
+
+def model_of(family: str, seed: int = 0) -> Any:
+    if family in test_sparse_models.FAMILIES:
+        return test_sparse_models.make_model(family, seed)
+    return make_model(family, seed)
+
+
+def on(device: str, model: Any, *tensors: Tensor) -> Any:
+    return (model.to(device), *(tensor.to(device) for tensor in tensors))
+
+
+def captured(model: Any) -> CapturedDecode:
+    (found,) = (
+        handle for handle in attachment_of(model).handles if isinstance(handle, CapturedDecode)
+    )
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens(family: str, device: str) -> None:
+    """A left-padded batch, greedy: same tokens; pools and tables grow on the way."""
+    model, ids, mask = on(device, model_of(family), *padded_prompts())
+    alone = generate(model, ids, mask)
+    attach(model, block_size=4, capture=True)
+    ours = generate(model, ids, mask)
+    assert torch.equal(ours.sequences, alone.sequences) and worst_logits(ours, alone) < 1e-4
+    few = captured(model).recordings
+    assert 1 <= few <= 6  # blocks double from 6 to 21 columns, the pool a few times
+    again = generate(model, ids, mask)
+    assert torch.equal(again.sequences, alone.sequences)
+    detach(model)
+    assert not isinstance(model.forward, CapturedDecode)
+    assert torch.equal(generate(model, ids, mask).sequences, alone.sequences)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_beams_samples_and_other_batches(family: str, device: str) -> None:
+    """Rows change places and share blocks; another number of rows is another recording."""
+    model, ids, mask = on(device, model_of(family, seed=1), *padded_prompts(seed=1))
+    options: list[dict[str, Any]] = [
+        {"num_beams": 3, "max_new_tokens": 24},
+        {"do_sample": True, "max_new_tokens": 24, "top_k": 0},
+        {"max_new_tokens": 24, "num_return_sequences": 2, "do_sample": True},
+    ]
+
+    def run(chosen: dict[str, Any], rows: slice) -> Tensor:
+        torch.manual_seed(5)
+        out: Tensor = generate(model, ids[rows], mask[rows], **chosen).sequences
+        return out
+
+    alone = [run(chosen, rows) for chosen in options for rows in (slice(0, 5), slice(1, 2))]
+    attach(model, block_size=4, num_blocks=600, capture=True)
+    ours = [run(chosen, rows) for chosen in options for rows in (slice(0, 5), slice(1, 2))]
+    assert all(torch.equal(a, b) for a, b in zip(alone, ours, strict=True))
+
+
+def test_a_step_by_hand_goes_on_from_the_same_cache(device: str) -> None:
+    """Replayed steps, then several tokens at once, then replayed ones again."""
+    model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 42).view(1, 40))
+    whole = model(ids).logits
+    attach(model, block_size=4, capture=True)
+    past, at, logits = None, 0, []
+    for n in (9, 1, 1, 1, 6, 1, 1, 1, 1, 18):
+        positions = torch.arange(at, at + n, device=device)[None]
+        out = model(
+            input_ids=ids[:, at : at + n],
+            position_ids=positions,
+            past_key_values=past,
+            use_cache=True,
+        )
+        past, at = out.past_key_values, at + n
+        logits.append(out.logits)
+    assert captured(model).recordings == 2  # for up to 4 and up to 8 blocks
+    torch.testing.assert_close(torch.cat(logits, 1), whole, rtol=1e-4, atol=1e-4)
+    assert past is not None and past.get_seq_length() == 40
+
+
+def test_results_do_not_change_with_the_next_step(device: str) -> None:
+    model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 12).view(2, 5))
+    attach(model, capture=True)
+    out = model(input_ids=ids, use_cache=True)
+    steps = []
+    for at in range(5, 8):
+        positions = torch.full((2, 1), at, device=device)
+        out = model(
+            input_ids=ids[:, :1] + at,
+            position_ids=positions,
+            past_key_values=out.past_key_values,
+        )
+        steps.append((out.logits, out.logits.clone()))
+    assert all(torch.equal(kept, then) for kept, then in steps)
+    assert not torch.equal(steps[0][0], steps[1][0])
+
+
+def test_replaced_weights_are_noticed(device: str) -> None:
+    model, ids, mask = on(device, make_model("deepseek_v3"), *padded_prompts())
+    other = make_model("deepseek_v3", seed=3).to(device)
+    wanted = generate(other, ids, mask, max_new_tokens=12).sequences
+    attach(model, capture=True)
+    before = generate(model, ids, mask, max_new_tokens=12).sequences
+    assert not torch.equal(before, wanted)
+    for name, parameter in other.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, parameter)
+    recordings = captured(model).recordings
+    assert torch.equal(generate(model, ids, mask, max_new_tokens=12).sequences, wanted)
+    assert captured(model).recordings == recordings + 1
+
+
+def test_copies_record_for_themselves(device: str) -> None:
+    """A copied model, and a copied cache that goes its own way."""
+    model, ids, mask = on(device, make_model("deepseek_v3"), *padded_prompts())
+    alone = generate(model, ids, mask, max_new_tokens=20).sequences
+    attach(model, block_size=4, capture=True)
+    generate(model, ids, mask, max_new_tokens=6)
+    twin = copy.deepcopy(model)
+    assert captured(twin).model is twin and captured(twin).recorded is None
+    assert torch.equal(generate(twin, ids, mask, max_new_tokens=20).sequences, alone)
+    start = generate(model, ids, mask, max_new_tokens=6)
+    kept = copy.deepcopy(start.past_key_values)
+    for past in (start.past_key_values, kept):
+        more = torch.cat([mask, mask.new_ones(5, 6)], 1)
+        out = generate(model, start.sequences, more, max_new_tokens=14, past_key_values=past)
+        assert torch.equal(out.sequences, alone)
+
+
+def test_a_full_pool_is_told_and_nothing_is_lost(device: str) -> None:
+    from openmla.errors import CacheFullError
+
+    model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
+    attach(model, block_size=4, num_blocks=4, capture=True)
+    with pytest.raises(CacheFullError):
+        generate(model, ids, max_new_tokens=40)
+    assert generate(model, ids, max_new_tokens=4).sequences.shape == (1, 14)
+
+
+def test_what_cannot_be_recorded_is_told() -> None:
+    from tests.integrations.test_v4_models import make_v4
+
+    model = make_v4()
+    with pytest.raises(UnsupportedError, match="capture is not supported for deepseek_v4 yet"):
+        attach(model, capture=True)
+    bare = make_model("deepseek_v3").model
+    with pytest.raises(ConfigError, match="capture needs a model with a language head"):
+        attach(bare, capture=True)
+    assert not hasattr(bare.layers[0].self_attn, "openmla")
+    mixed = make_model("kimi_linear")
+    attach(mixed, capture=True)
+    with pytest.raises(UnsupportedError, match="other layers than MLA's keep a state"):
+        generate(mixed, torch.arange(2, 12).view(1, 10), max_new_tokens=4)
