@@ -18,7 +18,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("triton", "reference"),
     "cache_write": ("triton", "reference"),
     "compress_kv": ("reference",),
-    "index_logits": ("reference",),
+    "index_logits": ("reference", "triton"),
     "index_logits_ragged": ("reference",),
     "index_select": ("reference",),
     "index_topk": ("reference",),

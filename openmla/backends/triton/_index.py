@@ -1,0 +1,211 @@
+"""Indexer scores of a tile of keys for a few tokens; index_logits and index_logits_ragged.
+
+Keys are the rows of a product and (token, head) its columns, so that most of a sum over heads stays
+inside one thread. A key decides about its own column of the logits and no other: rows of memory
+nobody may see, NaN or not, are overwritten with -inf, and only addresses need a mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    TYPES,
+    cdiv,
+    interpreted,
+    nearest_target,
+    next_power_of_2,
+)
+from openmla.backends.triton._latent import decode_e4m3, dot
+from openmla.hardware import multiprocessors
+
+FP8 = torch.float8_e4m3fn
+# Targets that multiply fp8 as it is; elsewhere it is decoded to bf16, which holds it exactly. The
+# products of SM89 and SM90 are added up with 13 bits after the point of the largest.
+FP8_PRODUCTS = (89, 90, 100, 120)
+HEADS = 128  # of one product, at most
+FILL = 2048  # logits of a tile that are set to -inf together
+
+
+@triton.jit
+def load_queries(
+    q, t, T, q_token, q_head, CHUNK: tl.constexpr, FIRST: tl.constexpr, USED: tl.constexpr,
+    HI: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    ASM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Some columns of some heads of the tokens from t on, [BLOCK_Q * BLOCK_H, BLOCK_D], zeros
+    around."""
+    row = tl.arange(0, BLOCK_Q * BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    token = t + row // BLOCK_H
+    head = CHUNK * BLOCK_H + row % BLOCK_H
+    at = q + token.to(tl.int64) * q_token + head * q_head + FIRST
+    mask = ((token < T) & (head < HI))[:, None] & (d < USED)[None, :]
+    tile = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
+    if tile.dtype == tl.uint8:
+        tile = decode_e4m3(tile, dtype, ASM)
+    return tile.to(dtype)
+
+
+@triton.jit
+def load_weights(
+    w, t, T, w_token, CHUNK: tl.constexpr, HI: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The weights of these heads, [BLOCK_Q * BLOCK_H]."""
+    row = tl.arange(0, BLOCK_Q * BLOCK_H)
+    token = t + row // BLOCK_H
+    head = CHUNK * BLOCK_H + row % BLOCK_H
+    at = w + token.to(tl.int64) * w_token + head
+    return tl.load(at, mask=(token < T) & (head < HI), other=0.0)
+
+
+@triton.jit
+def load_keys(
+    at, there, FIRST: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_D: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Some columns of the keys at `at`, [BLOCK_N, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    if MASKED:
+        mask = there[:, None] & (d < USED)[None, :]
+        tile = tl.load(at[:, None] + (FIRST + d)[None, :], mask=mask, other=0.0)
+    elif USED < BLOCK_D:
+        tile = tl.load(at[:, None] + (FIRST + d)[None, :], mask=(d < USED)[None, :], other=0.0)
+    else:
+        tile = tl.load(at[:, None] + (FIRST + d)[None, :])
+    if tile.dtype == tl.uint8:
+        tile = decode_e4m3(tile, dtype, ASM)
+    return tile.to(dtype)
+
+
+@triton.jit
+def add_heads(products, weights, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Sums over heads of weight * relu(product), [BLOCK_N, BLOCK_Q]; NaN stays NaN."""
+    liked = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weights[None, :]
+    return tl.sum(tl.reshape(liked, [products.shape[0], BLOCK_Q, BLOCK_H]), 2)
+
+
+@triton.jit
+def multiply(keys, queries, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """[BLOCK_N, BLOCK_Q * BLOCK_H] dot products, in float32."""
+    zero = tl.zeros([keys.shape[0], queries.shape[0]], tl.float32)
+    return dot(keys, tl.trans(queries), zero, PRECISION, UPCAST)
+
+
+@triton.jit
+def fill_columns(
+    out, t, T, begin, end, width, BLOCK_Q: tl.constexpr, FILL: tl.constexpr
+):  # fmt: skip
+    """-inf into columns begin[i] .. end-1 of the rows t [BLOCK_Q] of out."""
+    WIDE: tl.constexpr = FILL // BLOCK_Q
+    row = out + t.to(tl.int64) * width
+    nothing = tl.full([BLOCK_Q, WIDE], float("-inf"), tl.float32)
+    for start in range(tl.min(begin, 0), end, WIDE):
+        j = start + tl.arange(0, WIDE)
+        mask = (t < T)[:, None] & (j[None, :] >= begin[:, None]) & (j < end)[None, :]
+        tl.store(row[:, None] + j[None, :], nothing, mask=mask)
+
+
+class Config(NamedTuple):
+    block_n: int
+    columns: int  # tokens times heads of one product, at most
+    num_warps: int
+    num_stages: int
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for, beside where its keys lie."""
+
+    HI: int
+    DI: int
+    GROUP: int  # columns of a key that share a scale, or all of them
+    products: torch.dtype
+    PRECISION: str
+
+
+def why_not_index(problem: Problem) -> str | None:
+    if problem.dtype == torch.float64:
+        return "takes queries of up to 32 bits, this is torch.float64"
+    if not 0 < problem.D <= 512 or problem.H == 0:
+        return f"takes heads of 1 to 512 values, this is {problem.H} of {problem.D}"
+    return None
+
+
+def shape_of(
+    q: torch.dtype, keys: torch.dtype, HI: int, DI: int, GROUP: int, capability: int
+) -> Shape:
+    """Products in the narrowest type that holds both sides exactly; tf32 holds all 16-bit ones."""
+    pair = {q, keys}
+    precision = "tf32"
+    if pair == {FP8}:
+        native = nearest_target(capability) in FP8_PRODUCTS and not interpreted()
+        products = FP8 if native else torch.bfloat16
+    elif pair <= {FP8, torch.bfloat16}:
+        products = torch.bfloat16
+    elif pair <= {FP8, torch.float16}:
+        products = torch.float16
+    else:
+        products = torch.float32
+        precision = "ieee" if torch.float32 in pair else "tf32"
+    return Shape(HI, DI, GROUP, products, precision)
+
+
+def config_of(shape: Shape, tokens: int, capability: int) -> Config:
+    """The tile for about so many tokens of a request. Not measured yet."""
+    small = shape.DI > 256 or nearest_target(capability) in (86, 89, 120)
+    if shape.products == torch.float32:
+        return Config(32, 32, 4, 1) if shape.PRECISION == "ieee" else Config(64, 64, 4, 2)
+    if tokens == 1:
+        return Config(64, 64, 4, 2 if small else 4)
+    return Config(64, 128, 4, 2) if small else Config(64, 256, 4, 3)
+
+
+def tile_of(shape: Shape, tokens: int, capability: int) -> tuple[Config, dict[str, Any]]:
+    """The tile and what follows from it; `tokens` is how many a request has, or a guess."""
+    config = config_of(shape, tokens, capability)
+    heads = min(next_power_of_2(max(shape.HI, 16)), HEADS, max(config.columns, 16))
+    ours = min(next_power_of_2(tokens), max(config.columns // heads, 1))
+    native = shape.products == FP8
+    return config, {
+        "HI": shape.HI,
+        "DI": shape.DI,
+        "GROUP": shape.GROUP,
+        "BLOCK_Q": ours,
+        "BLOCK_H": heads,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": max(next_power_of_2(shape.GROUP), 32),
+        "FILL": FILL,
+        "PRECISION": shape.PRECISION,
+        "ASM": not interpreted(),
+        "UPCAST": interpreted(),
+        "STAGES": config.num_stages,
+        "dtype": tl.float8e4nv if native else getattr(tl, str(shape.products)[6:]),
+    }
+
+
+def as_stored(values: Tensor, shape: Shape) -> Tensor:
+    """fp8 as the kernel takes it: bytes where they are decoded."""
+    if values.dtype in (FP8, torch.uint8):
+        return values.view(FP8 if shape.products == FP8 else torch.uint8)
+    return values
+
+
+def stored_type(dtype: torch.dtype, shape: Shape) -> str:
+    """Triton's name of as_stored()'s type."""
+    fp8 = "fp8e4nv" if shape.products == FP8 else "u8"
+    return fp8 if dtype in (FP8, torch.uint8) else TYPES[dtype]
+
+
+def run_length(num_keys: int, tiles: int, block_n: int, device: torch.device) -> int:
+    """Keys of one program: short enough that the machine is filled several times, so that rows of
+    many lengths share it well, and long enough to pay for the queries' loads."""
+    wanted = cdiv(16 * max(multiprocessors(device), 1), tiles)
+    blocks = cdiv(num_keys, block_n)
+    return max(cdiv(blocks, wanted), min(blocks, 4)) * block_n
