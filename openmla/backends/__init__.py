@@ -19,7 +19,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_write": ("triton", "reference"),
     "compress_kv": ("reference",),
     "index_logits": ("reference", "triton"),
-    "index_logits_ragged": ("reference",),
+    "index_logits_ragged": ("reference", "triton"),
     "index_select": ("reference",),
     "index_topk": ("reference",),
     "index_write": ("reference",),

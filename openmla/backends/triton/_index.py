@@ -2,7 +2,7 @@
 
 Keys are the rows of a product and (token, head) its columns, so that most of a sum over heads stays
 inside one thread. A key decides about its own column of the logits and no other: rows of memory
-nobody may see, NaN or not, are overwritten with -inf, and only addresses need a mask.
+nobody may see, NaN or not, are overwritten with -inf, so that any address of a key will do there.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ FP8 = torch.float8_e4m3fn
 # products of SM89 and SM90 are added up with 13 bits after the point of the largest.
 FP8_PRODUCTS = (89, 90, 100, 120)
 HEADS = 128  # of one product, at most
+KEYS = 64  # of one product
 FILL = 2048  # logits of a tile that are set to -inf together
 
 
@@ -68,15 +69,12 @@ def load_weights(
 
 @triton.jit
 def load_keys(
-    at, there, FIRST: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_D: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
+    at, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK_D: tl.constexpr, ASM: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the keys at `at`, [BLOCK_N, BLOCK_D]."""
     d = tl.arange(0, BLOCK_D)
-    if MASKED:
-        mask = there[:, None] & (d < USED)[None, :]
-        tile = tl.load(at[:, None] + (FIRST + d)[None, :], mask=mask, other=0.0)
-    elif USED < BLOCK_D:
+    if USED < BLOCK_D:
         tile = tl.load(at[:, None] + (FIRST + d)[None, :], mask=(d < USED)[None, :], other=0.0)
     else:
         tile = tl.load(at[:, None] + (FIRST + d)[None, :])
@@ -117,7 +115,7 @@ class Config(NamedTuple):
     block_n: int
     columns: int  # tokens times heads of one product, at most
     num_warps: int
-    num_stages: int
+    depth: int  # tiles of keys on their way
 
 
 class Shape(NamedTuple):
@@ -125,7 +123,8 @@ class Shape(NamedTuple):
 
     HI: int
     DI: int
-    GROUP: int  # columns of a key that share a scale, or all of them
+    GROUP: int  # columns of one product
+    SCALES: int  # of a key
     products: torch.dtype
     PRECISION: str
 
@@ -139,7 +138,7 @@ def why_not_index(problem: Problem) -> str | None:
 
 
 def shape_of(
-    q: torch.dtype, keys: torch.dtype, HI: int, DI: int, GROUP: int, capability: int
+    q: torch.dtype, keys: torch.dtype, HI: int, DI: int, SCALES: int, capability: int
 ) -> Shape:
     """Products in the narrowest type that holds both sides exactly; tf32 holds all 16-bit ones."""
     pair = {q, keys}
@@ -154,23 +153,38 @@ def shape_of(
     else:
         products = torch.float32
         precision = "ieee" if torch.float32 in pair else "tf32"
-    return Shape(HI, DI, GROUP, products, precision)
+    # float32 without tensor cores holds whole rows in registers: short ones
+    most = 16 if precision == "ieee" else 512
+    group = DI // SCALES
+    while group > most and group % 2 == 0:
+        group //= 2
+    return Shape(HI, DI, group, SCALES, products, precision)
 
 
-def config_of(shape: Shape, tokens: int, capability: int) -> Config:
-    """The tile for about so many tokens of a request. Not measured yet."""
-    small = shape.DI > 256 or nearest_target(capability) in (86, 89, 120)
+def config_of(shape: Shape, tokens: int, gathered: bool, capability: int) -> Config:
+    """The tile for so many tokens of a request; keys looked up one by one take registers.
+
+    Not measured yet: 256 columns let one tile of keys serve four tokens of 64 heads, two programs
+    on a multiprocessor take turns with the tensor cores.
+    """
     if shape.products == torch.float32:
-        return Config(32, 32, 4, 1) if shape.PRECISION == "ieee" else Config(64, 64, 4, 2)
+        return Config(16, 64, 4, 0) if shape.PRECISION == "ieee" else Config(KEYS, 64, 4, 1)
+    large = nearest_target(capability) in (90, 100) and shape.GROUP <= 128
     if tokens == 1:
-        return Config(64, 64, 4, 2 if small else 4)
-    return Config(64, 128, 4, 2) if small else Config(64, 256, 4, 3)
+        return Config(KEYS, 64, 4, 2 if gathered or not large else 3)
+    decoded = shape.products != FP8
+    return Config(KEYS, 256 if large else 128, 4, 1 if gathered or decoded else 2)
 
 
-def tile_of(shape: Shape, tokens: int, capability: int) -> tuple[Config, dict[str, Any]]:
-    """The tile and what follows from it; `tokens` is how many a request has, or a guess."""
-    config = config_of(shape, tokens, capability)
-    heads = min(next_power_of_2(max(shape.HI, 16)), HEADS, max(config.columns, 16))
+def tile_of(
+    shape: Shape, tokens: int, *, chain: int, gathered: bool, capability: int
+) -> tuple[Config, dict[str, Any]]:
+    """The tile and what follows from it. A key is the last of `chain` loads that wait for one
+    another, each of which takes its stages."""
+    config = config_of(shape, tokens, gathered, capability)
+    heads = min(next_power_of_2(max(shape.HI, 16)), HEADS)
+    if shape.products == torch.float32:
+        heads = min(heads, config.columns)
     ours = min(next_power_of_2(tokens), max(config.columns // heads, 1))
     native = shape.products == FP8
     return config, {
@@ -180,12 +194,14 @@ def tile_of(shape: Shape, tokens: int, capability: int) -> tuple[Config, dict[st
         "BLOCK_Q": ours,
         "BLOCK_H": heads,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": max(next_power_of_2(shape.GROUP), 32),
+        "BLOCK_D": max(next_power_of_2(shape.GROUP), 32 if native else 16),
         "FILL": FILL,
         "PRECISION": shape.PRECISION,
+        # weights of all columns beside decoded keys, or tensor memory's, would not fit
+        "HOLD": ours * heads < 256 or (native and nearest_target(capability) == 90),
         "ASM": not interpreted(),
         "UPCAST": interpreted(),
-        "STAGES": config.num_stages,
+        "STAGES": 1 + chain * config.depth,
         "dtype": tl.float8e4nv if native else getattr(tl, str(shape.products)[6:]),
     }
 
@@ -203,9 +219,10 @@ def stored_type(dtype: torch.dtype, shape: Shape) -> str:
     return fp8 if dtype in (FP8, torch.uint8) else TYPES[dtype]
 
 
-def run_length(num_keys: int, tiles: int, block_n: int, device: torch.device) -> int:
-    """Keys of one program: short enough that the machine is filled several times, so that rows of
-    many lengths share it well, and long enough to pay for the queries' loads."""
-    wanted = cdiv(16 * max(multiprocessors(device), 1), tiles)
-    blocks = cdiv(num_keys, block_n)
-    return max(cdiv(blocks, wanted), min(blocks, 4)) * block_n
+def run_length(num_keys: int, tiles: int, config: Config, device: torch.device) -> int:
+    """Keys of one program: so few that the machine is filled several times, as rows have many
+    lengths, and enough to pay for loading queries."""
+    programs = 8 if config.columns == 256 else 16
+    wanted = cdiv(programs * max(multiprocessors(device), 1), tiles)
+    blocks = cdiv(num_keys, config.block_n)
+    return max(cdiv(blocks, wanted), min(blocks, 4)) * config.block_n

@@ -24,6 +24,8 @@ from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv
 from openmla.backends.triton._index import (
     FP8,
+    KEYS,
+    Config,
     Shape,
     add_heads,
     as_stored,
@@ -44,31 +46,28 @@ from openmla.cache.format import GROUP, get_format
 
 
 @triton.jit
-def _load_scales(scales, n, there, MASKED: tl.constexpr, ALIGNED: tl.constexpr):
+def _load_scales(scales, n, ALIGNED: tl.constexpr):
     """The n-th float32 behind a pointer to bytes."""
     if ALIGNED:
-        at = scales.to(tl.pointer_type(tl.float32)) + n
-        if MASKED:
-            found = tl.load(at, mask=there, other=0.0)
-        else:
-            found = tl.load(at)
+        found = tl.load(scales.to(tl.pointer_type(tl.float32)) + n)
     else:
         at = scales.to(tl.pointer_type(tl.uint8)) + 4 * n
         bits = tl.zeros(n.shape, tl.uint32)
         for i in tl.static_range(4):
-            bits |= tl.load(at + i, mask=there, other=0).to(tl.uint32) << (8 * i)
+            bits |= tl.load(at + i).to(tl.uint32) << (8 * i)
         found = bits.to(tl.float32, bitcast=True)
     return found
 
 
-@triton.jit(do_not_specialize=["T", "B", "N"])
+@triton.jit(do_not_specialize=["T", "B", "N", "num_keys", "table_stride"])
 def _index_logits_kernel(
     out, q, w, cache, table, query_start_loc, row_lens,
     T, B, N, num_keys, run, q_token, q_head, w_token, page, row_stride, table_stride,
     HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+    SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FILL: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
+    HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
     GROUPS: tl.constexpr = DI // GROUP
@@ -93,12 +92,11 @@ def _index_logits_kernel(
             blocks = table + tl.cast(b, tl.int64) * table_stride
             for start in tl.range(lo, stop, BLOCK_N, num_stages=STAGES):
                 j = start + offs_n
-                there = j < stop
-                if ONE_BLOCK:  # looked up once; all of a page may be read
+                if ONE_BLOCK:  # looked up once
                     block = tl.load(blocks + start // BS)
                     offset = start % BS + offs_n
                 else:
-                    block = tl.load(blocks + j // BS, mask=there, other=0)
+                    block = tl.load(blocks + j // BS, mask=j < stop, other=0)
                     offset = j % BS
                 block = tl.where((block >= 0) & (block < N), block, 0)
                 values = cache + block.to(tl.int64) * page
@@ -117,26 +115,22 @@ def _index_logits_kernel(
                                 q, first, T, q_token, q_head, c, g * GROUP, GROUP, HI, BLOCK_Q,
                                 BLOCK_H, BLOCK_D, ASM, dtype,
                             )  # fmt: skip
-                        keys = load_keys(
-                            keys_at, there, g * GROUP, GROUP, not ONE_BLOCK, BLOCK_D, ASM, dtype
-                        )
+                        keys = load_keys(keys_at, g * GROUP, GROUP, BLOCK_D, ASM, dtype)
                         part = multiply(keys, queries, PRECISION, UPCAST)
-                        if GROUPS > 1:
-                            scale = _load_scales(
-                                scales, offset * GROUPS + g, there, not ONE_BLOCK, ALIGNED
-                            )
-                            part = part * scale[:, None]
+                        if SCALES > 1:
+                            n = offset * SCALES + g * SCALES // GROUPS
+                            part = part * _load_scales(scales, n, ALIGNED)[:, None]
                         if g == 0:
                             products = part
                         else:
                             products += part
-                    if c == 0:
+                    if c == 0 and HOLD:
                         weights = w_first
                     else:
                         weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
                     total += add_heads(products, weights, BLOCK_Q, BLOCK_H)
-                if KIND != PLAIN and GROUPS == 1:  # not negative, so it commutes with relu
-                    total *= _load_scales(scales, offset, there, not ONE_BLOCK, ALIGNED)[:, None]
+                if KIND != PLAIN and SCALES == 1:  # not negative, so it commutes with relu
+                    total *= _load_scales(scales, offset, ALIGNED)[:, None]
                 logits = tl.where(j[:, None] < lens[None, :], total, float("-inf"))
                 mask = (j < hi)[:, None] & mine[None, :]
                 tl.store(row[None, :] + j[:, None], logits, mask=mask)
@@ -174,7 +168,7 @@ def run(
         aligned=cache_write.is_aligned(cache, layout),
     )  # fmt: skip
     tiles = cdiv(T, constants["BLOCK_Q"])
-    length = run_length(num_keys, tiles, config.block_n, q_idx.device)
+    length = run_length(num_keys, tiles, config, q_idx.device)
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     _index_logits_kernel[(tiles, cdiv(num_keys, length))](
         out,
@@ -197,7 +191,7 @@ def run(
         table.stride(0),
         **constants,
         num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_stages=constants["STAGES"],
         enable_fp_fusion=True,
     )
     return out
@@ -206,14 +200,17 @@ def run(
 def paged_shape(dtype: torch.dtype, format: str, HI: int, DI: int, capability: int) -> Shape:
     layout = get_format(format)
     if layout.packed:
-        return shape_of(dtype, FP8, HI, DI, min(DI, GROUP), capability)
-    return shape_of(dtype, layout.dtype, HI, DI, DI, capability)
+        return shape_of(dtype, FP8, HI, DI, max(DI // GROUP, 1), capability)
+    return shape_of(dtype, layout.dtype, HI, DI, 1, capability)
 
 
 def constants_of(
     shape: Shape, format: str, BS: int, tokens: int, capability: int, *, aligned: bool
-) -> tuple[Any, dict[str, Any]]:
-    config, constants = tile_of(shape, tokens, capability)
+) -> tuple[Config, dict[str, Any]]:
+    config, constants = tile_of(
+        shape, tokens, chain=2, gathered=BS % KEYS != 0, capability=capability
+    )
+    constants["SCALES"] = shape.SCALES
     constants["BS"] = BS
     constants["KIND"] = INDEX.value if get_format(format).packed else PLAIN.value
     constants["ALIGNED"] = aligned
@@ -260,5 +257,5 @@ def paged_build(
     }
     return Build(
         f"logits-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}-n{tokens}", _index_logits_kernel,
-        signature, constants, config.num_warps, config.num_stages, capability,
+        signature, constants, config.num_warps, constants["STAGES"], capability,
     )  # fmt: skip
