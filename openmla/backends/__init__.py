@@ -22,7 +22,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_logits_ragged": ("reference", "triton"),
     "index_select": ("reference",),
     "index_topk": ("reference",),
-    "index_write": ("reference",),
+    "index_write": ("reference", "triton"),
     "map_slots": ("reference",),
     "merge_states": ("triton", "reference"),
     "mha_masked": ("reference",),

@@ -64,10 +64,10 @@ def _index_logits_kernel(
     out, q, w, cache, table, query_start_loc, row_lens,
     T, B, N, num_keys, run, q_token, q_head, w_token, page, row_stride, table_stride,
     HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-    SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FILL: tl.constexpr, PRECISION: tl.constexpr,
-    HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    dtype: tl.constexpr,
+    SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FILL: tl.constexpr,
+    PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
     GROUPS: tl.constexpr = DI // GROUP
