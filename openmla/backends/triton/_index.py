@@ -26,10 +26,12 @@ from openmla.backends.triton._latent import decode_e4m3, dot
 from openmla.hardware import multiprocessors
 
 FP8 = torch.float8_e4m3fn
-# Targets that multiply fp8 as it is; elsewhere it is decoded to bf16, which holds it exactly. The
-# products of SM89 and SM90 are added up with 13 bits after the point of the largest.
+# Targets whose fp8 queries and keys are multiplied as they are; elsewhere they become 16-bit
+# numbers, which hold them exactly. SM89 and SM90 add such products up with some 13 bits only.
 FP8_PRODUCTS = (89, 90, 100, 120)
+FP8_CONVERTED = (89, 90, 100, 120)  # targets that know the type, and turn two into fp16 at a time
 HEADS = 128  # of one product, at most
+TOKENS = 8  # of one product, at most
 KEYS = 64  # of one product
 FILL = 2048  # logits of a tile that are set to -inf together
 
@@ -127,13 +129,16 @@ class Shape(NamedTuple):
     SCALES: int  # of a key
     products: torch.dtype
     PRECISION: str
+    native: bool  # whether fp8 is a type to the kernel, not bytes
 
 
 def why_not_index(problem: Problem) -> str | None:
     if problem.dtype == torch.float64:
         return "takes queries of up to 32 bits, this is torch.float64"
-    if not 0 < problem.D <= 512 or problem.H == 0:
-        return f"takes heads of 1 to 512 values, this is {problem.H} of {problem.D}"
+    if problem.H == 0 or problem.D == 0:
+        return f"needs heads, this is {problem.H} of {problem.D} values"
+    if problem.D > 256:
+        return f"takes heads of up to 256 values, this is {problem.D}"
     return None
 
 
@@ -142,23 +147,25 @@ def shape_of(
 ) -> Shape:
     """Products in the narrowest type that holds both sides exactly; tf32 holds all 16-bit ones."""
     pair = {q, keys}
+    target = 0 if interpreted() else nearest_target(capability)
+    native = target in FP8_CONVERTED
     precision = "tf32"
-    if pair == {FP8}:
-        native = nearest_target(capability) in FP8_PRODUCTS and not interpreted()
-        products = FP8 if native else torch.bfloat16
+    if pair == {FP8} and target in FP8_PRODUCTS:
+        products = FP8
+    elif pair <= {FP8, torch.float16} and (native or pair != {FP8}):
+        products = torch.float16
     elif pair <= {FP8, torch.bfloat16}:
         products = torch.bfloat16
-    elif pair <= {FP8, torch.float16}:
-        products = torch.float16
     else:
         products = torch.float32
         precision = "ieee" if torch.float32 in pair else "tf32"
+    native = native and products in (FP8, torch.float16)
     # float32 without tensor cores holds whole rows in registers: short ones
     most = 16 if precision == "ieee" else 512
     group = DI // SCALES
     while group > most and group % 2 == 0:
         group //= 2
-    return Shape(HI, DI, group, SCALES, products, precision)
+    return Shape(HI, DI, group, SCALES, products, precision, native)
 
 
 def config_of(shape: Shape, tokens: int, gathered: bool, capability: int) -> Config:
@@ -169,6 +176,8 @@ def config_of(shape: Shape, tokens: int, gathered: bool, capability: int) -> Con
     """
     if shape.products == torch.float32:
         return Config(16, 64, 4, 0) if shape.PRECISION == "ieee" else Config(KEYS, 64, 4, 1)
+    if shape.SCALES > 1:
+        return Config(KEYS, 64, 4, 1)
     large = nearest_target(capability) in (90, 100) and shape.GROUP <= 128
     if tokens == 1:
         return Config(KEYS, 64, 4, 2 if gathered or not large else 3)
@@ -185,8 +194,10 @@ def tile_of(
     heads = min(next_power_of_2(max(shape.HI, 16)), HEADS)
     if shape.products == torch.float32:
         heads = min(heads, config.columns)
-    ours = min(next_power_of_2(tokens), max(config.columns // heads, 1))
-    native = shape.products == FP8
+    ours = min(next_power_of_2(tokens), max(config.columns // heads, 1), TOKENS)
+    if shape.HI > heads:  # queries are loaded again and again
+        ours = 1
+    fp8 = shape.products == FP8
     return config, {
         "HI": shape.HI,
         "DI": shape.DI,
@@ -194,28 +205,28 @@ def tile_of(
         "BLOCK_Q": ours,
         "BLOCK_H": heads,
         "BLOCK_N": config.block_n,
-        "BLOCK_D": max(next_power_of_2(shape.GROUP), 32 if native else 16),
+        "BLOCK_D": max(next_power_of_2(shape.GROUP), 32 if fp8 else 16),
         "FILL": FILL,
         "PRECISION": shape.PRECISION,
         # weights of all columns beside decoded keys, or tensor memory's, would not fit
-        "HOLD": ours * heads < 256 or (native and nearest_target(capability) == 90),
+        "HOLD": ours * heads < 256 or (fp8 and nearest_target(capability) == 90),
         "ASM": not interpreted(),
         "UPCAST": interpreted(),
         "STAGES": 1 + chain * config.depth,
-        "dtype": tl.float8e4nv if native else getattr(tl, str(shape.products)[6:]),
+        "dtype": tl.float8e4nv if fp8 else getattr(tl, str(shape.products)[6:]),
     }
 
 
 def as_stored(values: Tensor, shape: Shape) -> Tensor:
     """fp8 as the kernel takes it: bytes where they are decoded."""
     if values.dtype in (FP8, torch.uint8):
-        return values.view(FP8 if shape.products == FP8 else torch.uint8)
+        return values.view(FP8 if shape.native else torch.uint8)
     return values
 
 
 def stored_type(dtype: torch.dtype, shape: Shape) -> str:
     """Triton's name of as_stored()'s type."""
-    fp8 = "fp8e4nv" if shape.products == FP8 else "u8"
+    fp8 = "fp8e4nv" if shape.native else "u8"
     return fp8 if dtype in (FP8, torch.uint8) else TYPES[dtype]
 
 

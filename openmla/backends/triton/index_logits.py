@@ -105,7 +105,6 @@ def _index_logits_kernel(
                     keys_at = values + offset.to(tl.int64) * row_stride
                 else:
                     keys_at = values + offset * DI
-                total = tl.zeros([BLOCK_N, BLOCK_Q], tl.float32)
                 for c in tl.static_range(CHUNKS):
                     for g in tl.static_range(GROUPS):
                         if c == 0 and g == 0:
@@ -128,7 +127,11 @@ def _index_logits_kernel(
                         weights = w_first
                     else:
                         weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
-                    total += add_heads(products, weights, BLOCK_Q, BLOCK_H)
+                    liked = add_heads(products, weights, BLOCK_Q, BLOCK_H)
+                    if c == 0:
+                        total = liked
+                    else:
+                        total += liked
                 if KIND != PLAIN and SCALES == 1:  # not negative, so it commutes with relu
                     total *= _load_scales(scales, offset, ALIGNED)[:, None]
                 logits = tl.where(j[:, None] < lens[None, :], total, float("-inf"))

@@ -74,7 +74,6 @@ def _index_logits_ragged_kernel(
             j = start + offs_n
             place = tl.minimum(j, S - 1)
             keys_at = k + place.to(tl.int64) * row_stride
-            total = tl.zeros([BLOCK_N, BLOCK_Q], tl.float32)
             for c in tl.static_range(CHUNKS):
                 for g in tl.static_range(DI // GROUP):
                     if c == 0 and g == 0:
@@ -93,7 +92,11 @@ def _index_logits_ragged_kernel(
                     weights = w_first
                 else:
                     weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
-                total += add_heads(products, weights, BLOCK_Q, BLOCK_H)
+                liked = add_heads(products, weights, BLOCK_Q, BLOCK_H)
+                if c == 0:
+                    total = liked
+                else:
+                    total += liked
             total *= tl.load(k_scale + place)[:, None]
             inside = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
             mask = (j < hi)[:, None] & (t < T)[None, :]
