@@ -195,7 +195,7 @@ def tile_of(
     if shape.products == torch.float32:
         heads = min(heads, config.columns)
     ours = min(next_power_of_2(tokens), max(config.columns // heads, 1), TOKENS)
-    if shape.HI > heads:  # queries are loaded again and again
+    if heads < shape.HI:  # queries are loaded again and again
         ours = 1
     fp8 = shape.products == FP8
     return config, {
