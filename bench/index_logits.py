@@ -67,6 +67,7 @@ SHAPES = {
     "v32-decode-b64-s64k": Shape(64, 1, 65536, 64),
     "v32-decode-b64-s64k-bf16": Shape(64, 1, 65536, 64, 2048, "index_bf16", torch.bfloat16),
     "v32-verify2-b32-s64k": Shape(32, 2, 65536, 64),
+    "v32-prefill-2k-s64k": Shape(1, 2048, 65536, 64),
     "glm5-decode-b64-s64k": Shape(64, 1, 65536, 32),
 }
 

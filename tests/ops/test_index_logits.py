@@ -128,6 +128,13 @@ CASES = [
     IndexCase("block-128", (1, 1), (130, 127), BS=128),
     IndexCase("no-spare-column", (1, 2), (33, 70), surplus=0),
     IndexCase("width-256", (1, 2), (33, 20), DI=256, HI=2),
+    IndexCase("width-256-fp32", (1, 2), (33, 20), DI=256, HI=2, dtype=torch.float32),
+    IndexCase("width-384", (3,), (20,), DI=384, HI=2, dtype=FP8),
+    IndexCase("width-24", (1, 2), (33, 20), DI=24, dtype=FP8),
+    IndexCase("width-96", (1, 2), (33, 20), DI=96, format="index_bf16"),
+    IndexCase("130-heads", (2, 1), (33, 20), DI=16, HI=130, dtype=FP8),
+    IndexCase("fp16-on-bf16", (1, 2), (33, 20), dtype=torch.float16, format="index_bf16"),
+    IndexCase("many-empty", (2, *(0,) * 140, 3, 1), (9, *(0,) * 140, 20, 5), padding=1),
     IndexCase("v32-widths", (1, 2), (130, 65), HI=64, DI=128, BS=64, dtype=FP8),
     IndexCase("glm5-widths", (3,), (130,), HI=32, DI=128, BS=64, dtype=FP8),
     IndexCase("long", (3, 1), (1100, 513), HI=2, BS=64),
@@ -261,6 +268,36 @@ def test_keys_no_head_likes_score_zero(backend: str, device: str) -> None:
     tensors = {**inputs.tensors, "cache": cache, "block_table": table}
     logits = run_or_skip(index_logits, Inputs(tensors, inputs.scalars, ()), backend)
     assert (logits[0, :39] == 0).all() and (logits[1, :40] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("format", INDEX_FORMATS)
+def test_nan_stays_in_its_column(format: str, backend: str, device: str) -> None:
+    """A key that holds NaN scores NaN for those who see it, and changes no other score."""
+    case = IndexCase("nan", (3, 1), (40, 9), format=format, whole=True)
+    inputs = case.make(device)
+    expected = run_or_skip(index_logits, inputs, backend).clone()
+    slots = inputs["block_table"][0, :1].long() * case.BS + 5
+    nan = torch.full((1, case.DI), torch.nan, device=device)
+    get_format(format).write(inputs["cache"], slots, nan, torch.ones((), device=device))
+    actual = inputs.run(index_logits, backend=backend)
+    assert actual[:3, 5].isnan().all()
+    actual[:3, 5] = expected[:3, 5]
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("DI", [32, 256])
+def test_odd_pages(DI: int, backend: str, device: str) -> None:
+    """Pages of bytes may begin anywhere; scales inside them then lie oddly."""
+    inputs = IndexCase("odd", (3, 1), (40, 9), DI=DI, whole=True).make(device)
+    expected = run_or_skip(index_logits, inputs, backend)
+    N, BS, W = inputs["cache"].shape
+    flat = poison((N, BS * W + 3), torch.uint8, device)
+    odd = flat[:, 1 : BS * W + 1].unflatten(1, (BS, W))
+    odd.copy_(inputs["cache"])
+    moved = Inputs({**inputs.tensors, "cache": odd}, inputs.scalars, ())
+    assert torch.equal(moved.run(index_logits, backend=backend), expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS["index_logits"])

@@ -94,6 +94,10 @@ CASES = [
     PackedCase("3-heads", causal((5, 40), (3, 21)), 61, HI=3, dtype=FP8),
     PackedCase("17-heads", causal((5, 40), (3, 21)), 61, HI=17),
     PackedCase("64-heads", causal((5, 40), (3, 21)), 61, HI=64, dtype=FP8),
+    PackedCase("130-heads", causal((2, 20), (1, 9)), 29, HI=130, DI=16, dtype=FP8),
+    PackedCase("width-24", causal((5, 40), (3, 21)), 61, DI=24, dtype=FP8),
+    PackedCase("width-256", causal((2, 20)), 20, DI=256, HI=2, dtype=FP8),
+    PackedCase("middle-of-many", ((600, 640), (610, 700), (0, 0), (690, 695)), 1500, HI=2),
     PackedCase("one-past-a-tile", causal((65, 65), (1, 64)), 129, HI=2),
     PackedCase("v32-widths", causal((9, 130), (17, 70)), 200, HI=64, DI=128, dtype=FP8),
     PackedCase("glm5-widths", causal((20, 257)), 257, HI=32, DI=128, dtype=FP8),
@@ -139,6 +143,29 @@ def test_whole_numbers_are_exact(dtype: torch.dtype, backend: str, device: str) 
     actual = run_or_skip(index_logits_ragged, inputs, backend)
     exact = inputs.double().run(index_logits_ragged, backend="reference")
     assert torch.equal(actual.double(), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("keys", [torch.float16, torch.float32, torch.float64, FP8], ids=str)
+def test_other_keys(keys: torch.dtype, backend: str, device: str) -> None:
+    """Keys need not be of the queries' type."""
+    case = PackedCase("mixed", causal((7, 40), (3, 21)), 61, HI=3, whole=True)
+    inputs = broken(case.make(device), k_idx=lambda t: t.to(keys))
+    actual = run_or_skip(index_logits_ragged, inputs, backend)
+    exact = inputs.double().run(index_logits_ragged, backend="reference")
+    assert torch.equal(actual.double(), exact)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+def test_nan_stays_in_its_column(backend: str, device: str) -> None:
+    """A key that holds NaN scores NaN for those who see it, and changes no other score."""
+    inputs = PackedCase("nan", causal((7, 40), (3, 21)), 61, HI=3, whole=True).make(device)
+    expected = run_or_skip(index_logits_ragged, inputs, backend).clone()
+    inputs["k_idx"][5, 3] = torch.nan
+    actual = inputs.run(index_logits_ragged, backend=backend)
+    assert actual[:7, 5].isnan().all()
+    actual[:7, 5] = expected[:7, 5]
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])

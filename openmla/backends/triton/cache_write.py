@@ -174,7 +174,7 @@ def _load_columns(
 
 
 @triton.jit
-def _store_bits(at, bits, mask, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
+def store_bits(at, bits, mask, BYTES: tl.constexpr, ALIGNED: tl.constexpr):
     """Numbers of several bytes into a cache of bytes, one by one where they lie oddly."""
     if ALIGNED:
         n = tl.arange(0, bits.shape[0])
@@ -226,14 +226,14 @@ def store_row(
             exponents = tl.where(g < MAIN // GROUP, bits >> 23, 0).to(tl.uint8)
             tl.store(cache + scales_at + g, exponents, mask=g < SCALES)
         else:
-            _store_bits(cache + scales_at, bits, g < MAIN // GROUP, 4, ALIGNED)
+            store_bits(cache + scales_at, bits, g < MAIN // GROUP, 4, ALIGNED)
     tl.store(cache + values_at + d, stored, mask=mask)
     if ROPE > 0:
         if KIND == PLAIN or KIND == FP8:
             tl.store(cache + rope_at + r, rope, mask=mask_r)
         else:
             halves = round_to(rope, tl.bfloat16, ASM).to(tl.uint16, bitcast=True)
-            _store_bits(cache + rope_at, halves, mask_r, 2, ALIGNED)
+            store_bits(cache + rope_at, halves, mask_r, 2, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["N"])

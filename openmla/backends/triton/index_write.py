@@ -1,0 +1,226 @@
+"""index_write, Triton: indexer keys normalised, rotated, quantised and put into their slots.
+
+Computes  k = LayerNorm(k_raw[i]), R columns rotated by positions[i], times the Hadamard matrix if
+          asked for, all in float32; cache[slot // BS, slot % BS] = encode(k), byte for byte what
+          cache/format.py makes of it (specification: ops/index_write.py)
+Grid      (T',): one program owns one key.
+Reads     k_raw [T, DI], norm_weight [DI], norm_bias [DI], positions [T'], table [Q, R],
+          slot_mapping [T']
+Writes    cache [N, BS, W]
+Limits    see why_not()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton import cache_write
+from openmla.backends.triton._build import TARGETS, TYPES, Build
+from openmla.backends.triton._latent import PLAIN
+from openmla.backends.triton.cache_write import (
+    INPUTS,
+    encode_e4m3,
+    group_scales,
+    places,
+    round_to,
+    store_bits,
+    widen,
+)
+from openmla.cache.format import get_format
+
+LAUNCHES = 1
+
+
+@triton.jit
+def _normalise(k_raw, weight, bias, d, mask, mean, spread):
+    """Columns d of the normalised key, zeros where there are none."""
+    centred = widen(tl.load(k_raw + d, mask=mask, other=0.0)) - mean
+    scaled = tl.div_rn(centred, spread) * widen(tl.load(weight + d, mask=mask, other=0.0))
+    return tl.where(mask, scaled + widen(tl.load(bias + d, mask=mask, other=0.0)), 0.0)
+
+
+@triton.jit
+def _hadamard(k, LOG2: tl.constexpr):
+    """k [2**LOG2] times the orthonormal Hadamard matrix. A step adds and subtracts neighbours and
+    moves the last bit of an index to the front: after LOG2 of them bits are where they were."""
+    N: tl.constexpr = 2**LOG2
+    for _ in tl.static_range(LOG2):
+        a, b = tl.split(tl.reshape(k, [N // 2, 2]))
+        k = tl.reshape(tl.trans(tl.join(a + b, a - b)), [N])
+    return k * (N**-0.5)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _index_write_kernel(
+    cache, k_raw, norm_weight, norm_bias, positions, table, slot_mapping,
+    eps, page, row_stride, k_raw_stride, position_stride, table_stride, slot_stride, N,
+    BS: tl.constexpr, KIND: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
+    ROPE_START: tl.constexpr, PAIRS: tl.constexpr, HADAMARD: tl.constexpr, LOG2: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    if ASM:  # inside a compiled graph it may arrive as fp64; interpreted, as a Python number
+        eps = eps.to(tl.float32)
+    i = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + i * slot_stride)
+    if (slot >= 0) & (slot // BS < N):
+        k_raw += i * k_raw_stride
+        g = tl.arange(0, BLOCK_G)
+        c = tl.arange(0, BLOCK_C)
+        d = (g * GROUP)[:, None] + c[None, :]  # [BLOCK_G, BLOCK_C]
+        mask = (g < DI // GROUP)[:, None] & (c < GROUP)[None, :]
+        raw = widen(tl.load(k_raw + d, mask=mask, other=0.0))
+        mean = tl.div_rn(tl.sum(tl.sum(raw, 1), 0), DI * 1.0)
+        centred = tl.where(mask, raw - mean, 0.0)
+        variance = tl.div_rn(tl.sum(tl.sum(centred * centred, 1), 0), DI * 1.0)
+        spread = tl.sqrt_rn(variance + eps)
+        k = _normalise(k_raw, norm_weight, norm_bias, d, mask, mean, spread)
+        if R > 0:
+            HALF: tl.constexpr = R // 2
+            r = d - ROPE_START
+            turned = mask & (r >= 0) & (r < R)
+            if PAIRS:
+                second = r % 2 == 1
+                angle = r // 2
+                partner = tl.where(second, d - 1, d + 1)
+            else:
+                second = r >= HALF
+                angle = tl.where(second, r - HALF, r)
+                partner = tl.where(second, d - HALF, d + HALF)
+            other = _normalise(k_raw, norm_weight, norm_bias, partner, turned, mean, spread)
+            row = table + tl.load(positions + i * position_stride) * table_stride
+            cos = tl.load(row + angle, mask=turned, other=0.0)
+            sin = tl.load(row + HALF + angle, mask=turned, other=0.0)
+            # in the table's precision where that is more
+            along = k.to(cos.dtype) * cos
+            across = other.to(cos.dtype) * sin
+            k = tl.where(turned, tl.where(second, along + across, along - across), k)
+            k = k.to(tl.float32)
+        if HADAMARD:
+            k = _hadamard(tl.reshape(k, [BLOCK_G * BLOCK_C]), LOG2)
+            k = tl.reshape(k, [BLOCK_G, BLOCK_C])
+        values_at, scales_at, _ = places(
+            slot // BS, slot % BS, page, row_stride, BS, KIND, DI, 0, SCALES
+        )
+        if KIND == PLAIN:
+            stored = round_to(k, cache.dtype.element_ty, ASM)
+        else:
+            scales = group_scales(k, KIND, EXACT)
+            if EXACT:
+                stored = encode_e4m3(tl.div_rn(k, scales[:, None]))
+            else:  # times one over a power of two is the quotient itself, rounded alike
+                stored = encode_e4m3(k * tl.div_rn(1.0, scales)[:, None])
+            bits = scales.to(tl.uint32, bitcast=True)
+            store_bits(cache + scales_at, bits, g < DI // GROUP, 4, ALIGNED)
+        tl.store(cache + values_at + d, stored, mask=mask)
+
+
+def why_not(problem: Problem) -> str | None:
+    if problem.dtype not in INPUTS:
+        return f"takes 16- and 32-bit keys, this is {problem.dtype}"
+    return None
+
+
+def run(
+    cache: Tensor,
+    k_raw: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    format: str,
+    eps: float,
+    pairing: str,
+    rope_start: int,
+    hadamard: bool,
+) -> None:
+    N, BS, _ = cache.shape
+    DI, R = k_raw.shape[1], table.shape[1]
+    if slot_mapping.shape[0] == 0 or DI == 0:
+        return
+    aligned = cache_write.is_aligned(cache, cache_write.layout_of(format, DI, cut=DI))
+    constants = constants_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
+    _index_write_kernel[(slot_mapping.shape[0],)](
+        cache,
+        k_raw,
+        norm_weight,
+        norm_bias,
+        positions,
+        table,
+        slot_mapping,
+        eps,
+        cache.stride(0),
+        cache.stride(1),
+        k_raw.stride(0),
+        positions.stride(0),
+        table.stride(0),
+        slot_mapping.stride(0),
+        N,
+        **constants,
+        num_warps=cache_write.num_warps_of(constants),
+        num_stages=1,
+        enable_fp_fusion=False,  # a key's bytes do not depend on what else was compiled
+    )
+
+
+def constants_of(
+    format: str,
+    DI: int,
+    R: int,
+    BS: int,
+    rope_start: int,
+    pairing: str,
+    hadamard: bool,
+    *,
+    aligned: bool,
+) -> dict[str, Any]:
+    layout = cache_write.layout_of(format, DI, cut=DI)
+    constants = cache_write.constants_of(layout, 0, BS, aligned=aligned)
+    for name in ("C", "MAIN", "ROPE", "BLOCK_R"):
+        del constants[name]
+    return constants | {
+        "DI": DI,
+        "R": R,
+        "ROPE_START": rope_start,
+        "PAIRS": pairing == "pairs",
+        "HADAMARD": hadamard,
+        "LOG2": DI.bit_length() - 1,
+    }
+
+
+def builds() -> Iterator[Build]:
+    """Every way of storing keys of 128, as the models rotate them."""
+    for capability in TARGETS:
+        for format in ("index_fp8", "index_fp8_exact", "index_bf16"):
+            for pairing in ("halves", "pairs"):
+                yield write_build(capability, format, 128, 64, pairing, hadamard=False)
+        yield write_build(capability, "index_fp8", 128, 64, "halves", hadamard=True)
+
+
+def write_build(
+    capability: int, format: str, DI: int, R: int, pairing: str, *, hadamard: bool
+) -> Build:
+    constants = constants_of(format, DI, R, 64, 0, pairing, hadamard, aligned=True)
+    types = {
+        "cache": "*" + TYPES[get_format(format).dtype],
+        "k_raw": "*bf16",
+        **dict.fromkeys(("norm_weight", "norm_bias", "table"), "*fp32"),
+        **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
+        "eps": "fp32",
+    }
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in _index_write_kernel.arg_names
+    }
+    return Build(
+        f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", _index_write_kernel, signature,
+        constants, cache_write.num_warps_of(constants), 1, capability,
+    )  # fmt: skip
