@@ -21,7 +21,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_logits": ("reference",),
     "index_logits_ragged": ("reference",),
     "index_select": ("reference",),
-    "index_topk": ("reference",),
+    "index_topk": ("reference", "triton"),
     "index_write": ("reference",),
     "map_slots": ("reference",),
     "merge_states": ("triton", "reference"),
