@@ -2,11 +2,11 @@
 
 Computes  the K highest of logits[t, row_starts[t]:][:row_lens[t]], of equals the leftmost, NaN as
           -inf (specification: ops/index_topk.py; numbers: backends/reference/index_topk.py)
-Grid      (min(T, 4 * multiprocessors),): one program owns a row at a time, the last ones first: they
-          are the longest of a prompt.
+Grid      (min(T, 4 * multiprocessors),): one program owns a row at a time, the last first: they
+          are the longest ones of a prompt.
 Reads     logits [T, S], row_starts [T], row_lens [T]
 Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
-          candidates [programs, 2, BLOCK], positions and scores, scratch
+          candidates [programs, BLOCK], positions and scores, scratch
 Limits    see why_not()
 
 A sample of a row gives a score that about `target` others reach, more than K and fewer than BLOCK.
@@ -35,7 +35,7 @@ INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 8192  # scores of a tile, and the most candidates; counts of a tile must fit 16 bits
 SAMPLE = 4096
 NUM_WARPS = 16
-POINTERS = ("row_starts", "row_lens", "topk_positions", "topk_lens", "candidates")
+POINTERS = ("row_starts", "row_lens", "topk_positions", "topk_lens")
 
 LANES = tl.constexpr(128)  # columns of a tile: one warp's, so that only rows cross warps
 RUN = tl.constexpr(8)  # neighbours sampled together, one sector of memory
@@ -97,82 +97,101 @@ def cut_key(keys, lo, wanted, slack):
 
 
 @triton.jit
-def prefix_sums(counts):
-    """The sum of what stands before each element of a tile, row by row, and of all."""
-    i = tl.arange(0, counts.shape[0])
-    sums = tl.sum(counts, 1)
+def prefix_sums(flags):
+    """How many flags of a tile are set up to each one and with it, row by row, and in all."""
+    i = tl.arange(0, flags.shape[0])
+    sums = tl.sum(flags, 1)
     earlier = tl.sum(tl.where(i[None, :] < i[:, None], sums[None, :], 0), 1)
-    return earlier[:, None] + tl.cumsum(counts, 1) - counts, tl.sum(sums, 0)
+    return earlier[:, None] + tl.cumsum(flags, 1), tl.sum(sums, 0)
 
 
 @triton.jit
-def store_chosen(out, at, positions, scores, chosen, KEEP: tl.constexpr, ASM: tl.constexpr):
-    """Scattered stores in the layout of the scan: tl.store would move the tile to another first."""
-    if not ASM:
-        tl.store(out + at, positions, mask=chosen)
-        if KEEP > 0:
-            tl.store(out + (at + KEEP), scores.to(tl.int32, bitcast=True), mask=chosen)
-    elif KEEP > 0:
-        tl.static_assert(KEEP == 8192)
+def scatter(out, at, positions, ASM: tl.constexpr):
+    """Store positions that are not negative. In the layout of the scan: tl.store would carry the
+    tile to another one first, and masks of many elements do not fit into predicates."""
+    if ASM:
         tl.inline_asm_elementwise(
             """{
             .reg .pred chosen;
-            setp.ne.s32 chosen, $4, 0;
+            setp.ge.s32 chosen, $2, 0;
             @chosen st.global.b32 [$1], $2;
-            @chosen st.global.b32 [$1+32768], $3;
             mov.b32 $0, 0;
             }""",
-            "=r,l,r,f,r",
-            [(out + at).to(tl.int64), positions, scores, chosen.to(tl.int32)],
+            "=r,l,r", [(out + at).to(tl.int64), positions],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
+        tl.store(out + at, positions, mask=positions >= 0)
+
+
+@triton.jit
+def scatter_pairs(out, at, positions, scores, ASM: tl.constexpr):
+    """The same with scores, in the upper half of 64 bits."""
+    if ASM:
         tl.inline_asm_elementwise(
             """{
             .reg .pred chosen;
-            setp.ne.s32 chosen, $3, 0;
-            @chosen st.global.b32 [$1], $2;
+            setp.ge.s32 chosen, $2, 0;
+            @chosen st.global.v2.b32 [$1], {$2, $3};
             mov.b32 $0, 0;
             }""",
-            "=r,l,r,r",
-            [(out + at).to(tl.int64), positions, chosen.to(tl.int32)],
+            "=r,l,r,r", [(out + at).to(tl.int64), positions, scores.to(tl.int32, bitcast=True)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    else:
+        pairs = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | positions
+        tl.store(out + at, pairs, mask=positions >= 0)
 
 
 @triton.jit
-def emit(
-    out, size, positions, scores, cut, room, above, equal, KEEP: tl.constexpr, ASM: tl.constexpr
+def keep_row(
+    kept, size, row, skew, n, cut, ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Put down the positions of scores above `cut` and of the first `room` equals, in order, behind
-    the `above` and `equal` ones of earlier tiles; returns how many there are now."""
-    counts = tl.where(scores > cut, 1, tl.where(scores == cut, 65536, 0))
-    before, total = prefix_sums(counts)
-    earlier_equal = equal + (before >> 16)
-    at = above + (before & 65535) + tl.minimum(earlier_equal, room)
-    chosen = (scores > cut) | ((scores == cut) & (earlier_equal < room))
-    store_chosen(out, at, positions, scores, chosen & (at < size), KEEP, ASM)
-    return above + (total & 65535), equal + (total >> 16)
-
-
-@triton.jit
-def emit_row(
-    out, size, row, skew, n, cut, room, KEEP: tl.constexpr, ASM: tl.constexpr,
-    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The same over a whole row, which begins `skew` elements behind an aligned address."""
+    """Positions and scores of those that reach a cut above -inf, in order, and their number; of
+    more than `size` not all are kept. The row begins `skew` elements behind an aligned address."""
     offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
-    above = 0
-    equal = 0
+    seen = 0
     coming = tl.load(row + offs, mask=offs < end, other=0.0)
     for first in range(0, end, BLOCK):
-        positions = first + offs - skew
-        scores = as_scores(coming, (positions >= 0) & (positions < n))
+        scores = widen(coming)
         later = first + BLOCK + offs  # on its way while this tile is counted
         coming = tl.load(row + later, mask=later < end, other=0.0)
-        above, equal = emit(out, size, positions, scores, cut, room, above, equal, KEEP, ASM)
-    return above, equal
+        positions = first - skew + offs
+        chosen = (scores >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
+        positions = tl.where(chosen, positions, -1)
+        ranks, total = prefix_sums((positions >> 31) + 1)
+        at = seen + ranks - 1
+        seen += total
+        if seen <= size:
+            scatter_pairs(kept, at, positions, scores, ASM)
+    return seen
+
+
+@triton.jit
+def emit(out, positions, scores, cut, room, above, equal, ASM: tl.constexpr):
+    """Put down the positions of scores above a cut and of the first `room` equals, in order, behind
+    the `above` and `equal` ones of earlier tiles; returns how many there are now."""
+    higher = scores > cut
+    ranks, total = prefix_sums(higher.to(tl.int32))
+    equal_ranks, equal_total = prefix_sums((scores == cut).to(tl.int32))
+    equal_ranks += equal
+    at = above + ranks + tl.minimum(equal_ranks, room) - 1
+    chosen = higher | ((scores == cut) & (equal_ranks <= room))
+    positions = tl.where(chosen, positions, -1)
+    scatter(out, at, positions, ASM)
+    return above + total, equal + equal_total
+
+
+@triton.jit
+def emit_row(out, row, n, cut, room, ASM: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    above = 0
+    equal = 0
+    for first in range(0, n, BLOCK):
+        positions = first + offs
+        scores = load_scores(row, positions, positions < n)
+        above, equal = emit(out, positions, scores, cut, room, above, equal, ASM)
 
 
 @triton.jit
@@ -191,38 +210,43 @@ def choose(
     """The K highest of a row of more than K."""
     row = logits + start
     tile = start // ALIGN * ALIGN
-    skew = (start - tile).to(tl.int32)
     size = tl.where(2 * K <= BLOCK, BLOCK, 0)  # of what may be kept
-    pivot = tl.cast(LOWEST, tl.int32)
-    lo = pivot - 1  # more than `size` reach it, and K are above
-    hi = tl.cast(HIGHEST + 1, tl.int32)  # fewer than K reach it
+    lo = tl.cast(LOWEST, tl.int32)  # K or more scores reach it
+    hi = tl.cast(HIGHEST + 1, tl.int32)  # fewer do: `above`
     above = 0
-    count = n  # a row of one tile is its own candidates
+    count = n  # a row of one tile is kept as it is
+    equals = False
     guesses = 0
     rank = tl.maximum(SAMPLE * target.to(tl.int64) // n, 1)
     searching = n > size
     while searching:
-        if (guesses < GUESSES) & (n > BLOCK):
-            j = tl.arange(0, SAMPLE)
-            j = (j // RUN) * (n // (SAMPLE // RUN)) + j % RUN
-            keys = ordered_key(load_scores(row, j, j < n))
-            wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
-            pivot = cut_key(keys, LOWEST, wanted, wanted // 8)
-            pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
-        else:
-            pivot = middle(lo, hi)
-        guesses += 1
-        above, equal = emit_row(
-            kept, size, logits + tile, skew, n, score_of(pivot), n, BLOCK, ASM, ALIGN, BLOCK
-        )
-        count = above + equal
-        searching = (count < K) | ((above >= K) & (count > size))
+        pivot = lo + 1
+        if not equals:
+            if (guesses < GUESSES) & (n > BLOCK):
+                j = tl.arange(0, SAMPLE)
+                j = (j // RUN) * (n // (SAMPLE // RUN)) + j % RUN
+                keys = ordered_key(load_scores(row, j, j < n))
+                wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
+                pivot = cut_key(keys, LOWEST, wanted, wanted // 8)
+                pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
+            else:
+                pivot = middle(lo, hi)
+            guesses += 1
+            rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
+        count = keep_row(
+            kept, size, logits + tile, (start - tile).to(tl.int32), n, score_of(pivot),
+            ASM, ALIGN, BLOCK,
+        )  # fmt: skip
+        # too many to keep, perhaps because they are equal: are there K above them?
+        equals = (count >= K) & (count > size) & (pivot > lo + 1)
         if count < K:
             hi = pivot
+            above = count
         else:
             lo = pivot
-        rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
-    if count <= size:
+        searching = (hi > lo + 1) & ((count < K) | (count > size)) & (count != K)
+    cut = score_of(lo)
+    if (count >= K) & (count <= size):
         offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
         mask = offs < count
         if n <= size:
@@ -230,14 +254,15 @@ def choose(
             scores = load_scores(row, offs, mask)
         else:
             tl.debug_barrier()  # what other threads kept is read
-            positions = tl.load(kept + offs, mask=mask, other=0)
-            scores = tl.load(kept + BLOCK + offs, mask=mask, other=NAN_BITS)
-            scores = scores.to(tl.float32, bitcast=True)
-        cut = score_of(cut_key(ordered_key(scores), pivot, K, 0))
+            pairs = tl.load(kept + offs, mask=mask, other=NAN_BITS << 32)
+            positions = pairs.to(tl.int32)
+            scores = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        cut = score_of(cut_key(ordered_key(scores), lo, K, 0))
         room = K - tl.sum((scores > cut).to(tl.int32))
-        emit(out, K, positions, scores, cut, room, 0, 0, 0, ASM)
+        emit(out, positions, scores, cut, room, 0, 0, ASM)
     else:
-        emit_row(out, K, logits + tile, skew, n, score_of(pivot), K - above, 0, ASM, ALIGN, BLOCK)
+        room = tl.where(count == K, K, K - above)
+        emit_row(out, row, n, cut, room, ASM, BLOCK)
 
 
 @triton.jit(do_not_specialize=["T", "K", "target"])
@@ -245,7 +270,7 @@ def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    kept = candidates + tl.program_id(0).to(tl.int64) * (2 * BLOCK)
+    kept = candidates + tl.program_id(0).to(tl.int64) * BLOCK
     for i in range(tl.program_id(0), T, tl.num_programs(0)):
         t = T - 1 - i
         n = tl.load(row_lens + t)
@@ -275,7 +300,8 @@ def run(
         return positions, lens
     fits = 2 * K <= BLOCK
     programs = min(T, 4 * multiprocessors(logits.device))
-    candidates = row_lens.new_empty((programs if fits and S > BLOCK else 0, 2, BLOCK))
+    width = BLOCK if fits and S > BLOCK else 0
+    candidates = logits.new_empty((programs, width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
         logits,
         row_starts.contiguous(),
@@ -317,7 +343,7 @@ def topk_build(capability: int, dtype: torch.dtype = torch.float32) -> Build:
         name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
         for name in _index_topk_kernel.arg_names
     }
-    signature["logits"] = "*" + TYPES[dtype]
+    signature |= {"logits": "*" + TYPES[dtype], "candidates": "*i64"}
     return Build(
         f"topk-{TYPES[dtype]}", _index_topk_kernel, signature, constants, NUM_WARPS, 1, capability
     )
