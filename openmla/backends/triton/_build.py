@@ -37,6 +37,7 @@ class Build(NamedTuple):
     num_warps: int
     num_stages: int
     capability: int  # the target it is meant for
+    maxnreg: int | None = None
 
 
 def interpreted() -> bool:
@@ -103,7 +104,11 @@ def compile_build(build: Build) -> Report:
     constants = {(index[name],): value for name, value in build.constants.items()}
     kind = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
     source = kind(build.kernel, dict(build.signature), constants, attrs)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options = {
+        "num_warps": build.num_warps,
+        "num_stages": build.num_stages,
+        "maxnreg": build.maxnreg,
+    }
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(compiled.asm["ptx"])

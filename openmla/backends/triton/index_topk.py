@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,23 +27,54 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, TYPES, Build, interpreted
+from openmla.backends.triton._build import (
+    TARGETS,
+    TYPES,
+    Build,
+    capability_of,
+    interpreted,
+    nearest_target,
+)
 from openmla.backends.triton.cache_write import widen
 from openmla.hardware import multiprocessors
 
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK = 8192  # scores of a tile, and the most candidates; counts of a tile must fit 16 bits
-SAMPLE = 4096
-NUM_WARPS = 16
+BLOCK = 8192  # the most candidates
+SAMPLE = 2048
 POINTERS = ("row_starts", "row_lens", "topk_positions", "topk_lens")
 
+
+class Config(NamedTuple):
+    tile: int  # scores looked at together
+    num_warps: int
+    maxnreg: int | None
+
+
+FEW = Config(8192, 16, None)  # not yet measured, as all numbers here
+MANY = Config(4096, 16, 64)
+
+
+def config_of(T: int, multiprocessors: int, capability: int) -> Config:
+    """With few rows the widest tile, which SM80 has no registers for; with many, two programs per
+    multiprocessor, so that one reads while the other searches."""
+    return FEW if multiprocessors >= T and nearest_target(capability) > 80 else MANY
+
+
 LANES = tl.constexpr(128)  # columns of a tile: one warp's, so that only rows cross warps
-RUN = tl.constexpr(8)  # neighbours sampled together, one sector of memory
+RUN = tl.constexpr(4)  # neighbours sampled together
 LOWEST = tl.constexpr(-2139095041)  # ordered_key(-inf)
 HIGHEST = tl.constexpr(2139095040)  # ordered_key(+inf)
 NOTHING = tl.constexpr(-2147483648)  # below every key
 NAN_BITS = tl.constexpr(0x7FC00000)
 GUESSES = tl.constexpr(4)  # scores taken from the sample; then the range is halved
+
+
+@triton.jit
+def tile_offsets(n, BLOCK: tl.constexpr):
+    """Row by row. n is not negative, which the compiler does not know: it would hold the offsets of
+    every tile in registers from row to row."""
+    rows = tl.arange(0, BLOCK // LANES) + tl.minimum(n, 0)
+    return rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
@@ -80,11 +111,13 @@ def middle(lo, hi):
 
 @triton.jit
 def cut_key(keys, lo, wanted, slack):
-    """A key that `wanted` keys reach, or up to `slack` more; with more equals, the key itself.
-    At least `wanted` keys reach lo."""
+    """A key that `wanted` keys reach or up to `slack` more; where there is none, the wanted-th key
+    itself. And how many are above: those that reach it are taken before its equals are. At least
+    `wanted` keys reach lo."""
     lo = tl.cast(lo, tl.int32)
     hi = tl.max(keys) + 1
     reached = 2147483647
+    above = 0
     while (hi > lo + 1) & (reached > wanted + slack):
         key = middle(lo, hi)
         count = tl.sum((keys >= key).to(tl.int32))
@@ -93,7 +126,8 @@ def cut_key(keys, lo, wanted, slack):
             reached = count
         else:
             hi = key
-    return lo
+            above = count
+    return lo, tl.where(reached > wanted, above, 0)
 
 
 @triton.jit
@@ -149,14 +183,14 @@ def keep_row(
 ):  # fmt: skip
     """Positions and scores of those that reach a cut above -inf, in order, and their number; of
     more than `size` not all are kept. The row begins `skew` elements behind an aligned address."""
-    offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    offs = tile_offsets(n, BLOCK)
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
     seen = 0
     coming = tl.load(row + offs, mask=offs < end, other=0.0)
     for first in range(0, end, BLOCK):
         scores = widen(coming)
-        later = first + BLOCK + offs  # on its way while this tile is counted
-        coming = tl.load(row + later, mask=later < end, other=0.0)
+        later = first + BLOCK  # on its way while this tile is counted
+        coming = tl.load(row + later + offs, mask=offs < end - later, other=0.0)
         positions = first - skew + offs
         chosen = (scores >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
         positions = tl.where(chosen, positions, -1)
@@ -169,29 +203,32 @@ def keep_row(
 
 
 @triton.jit
-def emit(out, positions, scores, cut, room, above, equal, ASM: tl.constexpr):
-    """Put down the positions of scores above a cut and of the first `room` equals, in order, behind
-    the `above` and `equal` ones of earlier tiles; returns how many there are now."""
-    higher = scores > cut
-    ranks, total = prefix_sums(higher.to(tl.int32))
-    equal_ranks, equal_total = prefix_sums((scores == cut).to(tl.int32))
-    equal_ranks += equal
-    at = above + ranks + tl.minimum(equal_ranks, room) - 1
-    chosen = higher | ((scores == cut) & (equal_ranks <= room))
-    positions = tl.where(chosen, positions, -1)
-    scatter(out, at, positions, ASM)
-    return above + total, equal + equal_total
+def load_pairs(kept, offs, mask):
+    pairs = tl.load(kept + offs, mask=mask, other=NAN_BITS << 32)
+    return pairs.to(tl.int32), (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def emit_row(out, row, n, cut, room, ASM: tl.constexpr, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
+def emit(out, row, kept, n, from_kept, cut, room, ASM: tl.constexpr, BLOCK: tl.constexpr):
+    """Put down the positions of scores above a cut and of the first `room` equals, in order, from
+    what was kept or from the row itself."""
+    offs = tile_offsets(n, BLOCK)
     above = 0
     equal = 0
     for first in range(0, n, BLOCK):
         positions = first + offs
-        scores = load_scores(row, positions, positions < n)
-        above, equal = emit(out, positions, scores, cut, room, above, equal, ASM)
+        if from_kept:
+            positions, scores = load_pairs(kept, positions, positions < n)
+        else:
+            scores = load_scores(row, positions, positions < n)
+        # two counts in one, each of at most BLOCK
+        ranks, total = prefix_sums(tl.where(scores > cut, 1, tl.where(scores == cut, 65536, 0)))
+        equal_ranks = equal + (ranks >> 16)
+        at = above + (ranks & 65535) + tl.minimum(equal_ranks, room) - 1
+        chosen = (scores > cut) | ((scores == cut) & (equal_ranks <= room))
+        scatter(out, at, tl.where(chosen, positions, -1), ASM)
+        above += total & 65535
+        equal += total >> 16
 
 
 @triton.jit
@@ -206,6 +243,7 @@ def first_positions(out, n, K, BLOCK: tl.constexpr):
 def choose(
     out, logits, start, n, kept, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """The K highest of a row of more than K."""
     row = logits + start
@@ -224,19 +262,22 @@ def choose(
         if not equals:
             if (guesses < GUESSES) & (n > BLOCK):
                 j = tl.arange(0, SAMPLE)
-                j = (j // RUN) * (n // (SAMPLE // RUN)) + j % RUN
+                stride = n // (SAMPLE // RUN)
+                first = tl.minimum(guesses * RUN, stride - RUN)  # each guess looks elsewhere
+                j = first + (j // RUN) * stride + j % RUN
                 keys = ordered_key(load_scores(row, j, j < n))
                 wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
-                pivot = cut_key(keys, LOWEST, wanted, wanted // 8)
+                pivot, _ = cut_key(keys, LOWEST, wanted, wanted // 8)
                 pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
             else:
                 pivot = middle(lo, hi)
             guesses += 1
-            rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
         count = keep_row(
             kept, size, logits + tile, (start - tile).to(tl.int32), n, score_of(pivot),
-            ASM, ALIGN, BLOCK,
+            ASM, ALIGN, TILE,
         )  # fmt: skip
+        if not equals:
+            rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
         # too many to keep, perhaps because they are equal: are there K above them?
         equals = (count >= K) & (count > size) & (pivot > lo + 1)
         if count < K:
@@ -245,32 +286,26 @@ def choose(
         else:
             lo = pivot
         searching = (hi > lo + 1) & ((count < K) | (count > size)) & (count != K)
-    cut = score_of(lo)
+    tl.debug_barrier()  # what other threads kept is read
+    from_kept = (n > size) & (count >= K) & (count <= size)
+    above = tl.where(count == K, 0, above)
     if (count >= K) & (count <= size):
-        offs = tl.arange(0, BLOCK // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-        mask = offs < count
-        if n <= size:
-            positions = offs
-            scores = load_scores(row, offs, mask)
+        offs = tile_offsets(n, BLOCK)
+        if from_kept:
+            _, scores = load_pairs(kept, offs, offs < count)
         else:
-            tl.debug_barrier()  # what other threads kept is read
-            pairs = tl.load(kept + offs, mask=mask, other=NAN_BITS << 32)
-            positions = pairs.to(tl.int32)
-            scores = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        cut = score_of(cut_key(ordered_key(scores), lo, K, 0))
-        room = K - tl.sum((scores > cut).to(tl.int32))
-        emit(out, positions, scores, cut, room, 0, 0, ASM)
-    else:
-        room = tl.where(count == K, K, K - above)
-        emit_row(out, row, n, cut, room, ASM, BLOCK)
+            scores = load_scores(row, offs, offs < count)
+        lo, above = cut_key(ordered_key(scores), lo, K, 0)
+    n = tl.where(from_kept, count, n)
+    emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK // 2)
 
 
 @triton.jit(do_not_specialize=["T", "K", "target"])
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    kept = candidates + tl.program_id(0).to(tl.int64) * BLOCK
     for i in range(tl.program_id(0), T, tl.num_programs(0)):
         t = T - 1 - i
         n = tl.load(row_lens + t)
@@ -278,10 +313,12 @@ def _index_topk_kernel(
         t = t.to(tl.int64)
         out = topk_positions + t * K
         if n <= K:
-            first_positions(out, n, K, BLOCK)
+            first_positions(out, n, K, 512)
         else:
             start = t * row_stride + tl.load(row_starts + t)
-            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE)
+            # program_id, but computed anew: its tile of addresses is not held from row to row
+            kept = candidates + (i % tl.num_programs(0)).to(tl.int64) * BLOCK
+            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, TILE)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -298,8 +335,10 @@ def run(
     lens = torch.empty_like(row_lens)
     if T == 0:
         return positions, lens
+    units = multiprocessors(logits.device)
+    config = config_of(T, units, capability_of(logits.device))
     fits = 2 * K <= BLOCK
-    programs = min(T, 4 * multiprocessors(logits.device))
+    programs = min(T, 4 * units)
     width = BLOCK if fits and S > BLOCK else 0
     candidates = logits.new_empty((programs, width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
@@ -313,37 +352,41 @@ def run(
         T,
         K,
         isqrt(K * BLOCK) if fits else K,
-        **constants_of(aligned=logits.data_ptr() % 16 == 0),
-        num_warps=NUM_WARPS,
+        **constants_of(config, aligned=logits.data_ptr() % 16 == 0),
+        num_warps=config.num_warps,
         num_stages=1,
+        maxnreg=config.maxnreg,
         enable_fp_fusion=True,
     )
     return positions, lens
 
 
-def constants_of(*, aligned: bool) -> dict[str, Any]:
+def constants_of(config: Config, *, aligned: bool) -> dict[str, Any]:
     """Tiles of an aligned tensor begin at multiples of four, wherever a row does."""
     return {
         "ASM": not interpreted(),
         "ALIGN": 4 if aligned else 1,
         "BLOCK": BLOCK,
         "SAMPLE": SAMPLE,
+        "TILE": config.tile,
     }
 
 
 def builds() -> Iterator[Build]:
-    """One per target: nothing is compiled for K or S."""
+    """Few rows and many, per target: nothing is compiled for K or S."""
     for capability in TARGETS:
-        yield topk_build(capability)
+        for config in dict.fromkeys(config_of(T, 100, capability) for T in (1, 1000)):
+            yield topk_build(capability, config)
 
 
-def topk_build(capability: int, dtype: torch.dtype = torch.float32) -> Build:
-    constants = constants_of(aligned=True)
+def topk_build(capability: int, config: Config, dtype: torch.dtype = torch.float32) -> Build:
+    constants = constants_of(config, aligned=True)
     signature = {
         name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
         for name in _index_topk_kernel.arg_names
     }
     signature |= {"logits": "*" + TYPES[dtype], "candidates": "*i64"}
     return Build(
-        f"topk-{TYPES[dtype]}", _index_topk_kernel, signature, constants, NUM_WARPS, 1, capability
-    )
+        f"topk-{TYPES[dtype]}-{config.tile}", _index_topk_kernel, signature, constants,
+        config.num_warps, 1, capability, config.maxnreg,
+    )  # fmt: skip
