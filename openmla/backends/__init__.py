@@ -23,13 +23,13 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_select": ("reference",),
     "index_topk": ("reference", "triton"),
     "index_write": ("reference",),
-    "map_slots": ("reference",),
+    "map_slots": ("reference", "triton"),
     "merge_states": ("triton", "reference"),
     "mha_masked": ("reference",),
     "mha_ragged": ("sdpa", "reference"),
     "mqa_paged": ("sdpa", "triton", "reference"),
     "mqa_sparse": ("flashmla", "triton", "reference"),
-    "pack_mask": ("reference",),
+    "pack_mask": ("reference", "triton"),
     "rope": ("reference",),
 }
 
