@@ -263,7 +263,7 @@ def choose(
             if (guesses < GUESSES) & (n > BLOCK):
                 j = tl.arange(0, SAMPLE)
                 stride = n // (SAMPLE // RUN)
-                first = tl.minimum(guesses * RUN, stride - RUN)  # each guess looks elsewhere
+                first = guesses * (stride // GUESSES)  # each guess looks elsewhere
                 j = first + (j // RUN) * stride + j % RUN
                 keys = ordered_key(load_scores(row, j, j < n))
                 wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
