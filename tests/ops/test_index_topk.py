@@ -137,6 +137,67 @@ def test_long_rows(backend: str, device: str) -> None:
     check(make(rows, K=2048, device=device), rows, backend)
 
 
+def cluster(n: int, high: int, first: int) -> list[float]:
+    """Noise with a run of high scores: neighbours say little about the rest of a row."""
+    row = noise(n)[0]
+    row[first : first + high] = [9 + score for score in row[first : first + high]]
+    return row
+
+
+def spikes(n: int, every: int) -> list[float]:
+    """High scores at regular places, which a regular sample takes for the whole row, or misses."""
+    return [score + 50 * (j % every < 8) for j, score in enumerate(noise(n)[0])]
+
+
+LONG: dict[str, Rows] = {
+    "noise": noise(20000, 8193, 30011),
+    "all-equal": [[0.0] * 20001, [-INF] * 9000],
+    "mostly-zero": [[max(score - 2, 0.0) for score in row] for row in noise(20000, 40000)],
+    "mostly-negative-zero": [[score if score > 2 else -0.0 for score in noise(20000)[0]]],
+    "mostly-nan": [[score if score > 2 else NAN for score in noise(20000)[0]]],
+    "few-above-infinity-below": [[score if score > 2.5 else -INF for score in noise(20000)[0]]],
+    "cluster": [cluster(20000, 300, 777), cluster(20000, 9000, 10000), cluster(30000, 1000, 29000)],
+    "spikes": [spikes(20480, 40), spikes(20480, 41), [-score for score in spikes(20480, 40)]],
+    "far-apart": [[10.0**score for score in noise(20000)[0]], [2.0**-j for j in range(9000)]],
+    "rising": [[float(j) for j in range(12000)], [-float(j) for j in range(12001)]],
+    "one-bit-apart": [
+        (torch.arange(12000, dtype=torch.int32) * 7 % 12000 + 0x3F800000)
+        .view(torch.float32)
+        .tolist()
+    ],
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize(
+    ("name", "K"),
+    [(name, K) for name in LONG for K in (1, 600, 2048)]
+    + [(name, 5000) for name in ("all-equal", "mostly-nan", "far-apart", "one-bit-apart")],
+)
+def test_rows_longer_than_a_tile(name: str, K: int, backend: str, device: str) -> None:
+    """Ties, gaps and order that mislead a sample of the row, starting wherever."""
+    rows = LONG[name]
+    starts = [3 * t + 1 for t in range(len(rows))]
+    check(make(rows, K=K, starts=starts, device=device), rows, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_long_rows_of_few_bits(dtype: torch.dtype, backend: str, device: str) -> None:
+    rows = [torch.tensor(row).to(dtype).tolist() for row in noise(20000, 9001)]
+    check(make(rows, K=512, starts=[5, 0], dtype=dtype, device=device), rows, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+def test_a_tensor_that_lies_oddly(backend: str, device: str) -> None:
+    """Four bytes behind any wider alignment."""
+    rows = noise(9000, 50)
+    inputs = make(rows, K=40, width=9001, device=device)
+    odd = torch.empty(2 * 9007 + 1, device=device)[1:].view(2, 9007)[:, :9001]
+    odd.copy_(inputs["logits"])
+    check(Inputs({**inputs.tensors, "logits": odd}, inputs.scalars, ()), rows, backend)
+
+
 @pytest.mark.parametrize("backend", BACKENDS["index_topk"])
 def test_a_row_that_ends_with_the_buffer(backend: str, device: str) -> None:
     rows = noise(20, 13)

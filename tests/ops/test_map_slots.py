@@ -127,6 +127,7 @@ def test_contract(cp_size: int, interleave: int, compact: bool, backend: str, de
         ((1, 1, 1, 1), 17, 0),
         ((4, 2), 129, 5),
         ((2,), 0, 1),
+        ((1, 1), 2500, 1),  # more than a tile
     ],
     ids=str,
 )
@@ -178,6 +179,21 @@ def test_slots_up_to_int32(backend: str, device: str) -> None:
     slots, lens = run_or_skip(map_slots, far, backend)
     first = (num_blocks - 1) * page
     assert slots.tolist() == [[first + 63, -1, first, -1]] and lens.tolist() == [2]
+
+
+@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"BS": 5},
+        {"BS": 2**40, "num_blocks": 0},
+        {"interleave": 2**31},
+        {"cp_size": 2**33, "cp_rank": 3},
+    ],
+    ids=str,
+)
+def test_odd_and_huge_sizes(change: dict[str, int], backend: str, device: str) -> None:
+    check(broken(make(device=device), **change), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS["map_slots"])

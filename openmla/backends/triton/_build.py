@@ -39,6 +39,7 @@ class Build(NamedTuple):
     num_warps: int
     num_stages: int
     capability: int  # the target it is meant for
+    maxnreg: int | None = None
 
 
 def interpreted() -> bool:
@@ -119,6 +120,8 @@ def compile_build(build: Build) -> Report:
     kind = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
     source = kind(build.kernel, dict(build.signature), constants, attrs)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    if build.maxnreg is not None and not amd:
+        options["maxnreg"] = build.maxnreg
     compiled = triton.compile(source, target=target, options=options)
     patterns = (r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)")
     said = compiled.asm["amdgcn"] if amd else ""

@@ -1,0 +1,151 @@
+"""map_slots, Triton: positions within requests into physical slots of a paged cache.
+
+Computes  slot = block_table[b, l // BS] * BS + l % BS, l being p's place among the positions this
+          rank owns; -1 where there is none (specification: ops/map_slots.py)
+Grid      (T,): one program owns one row.
+Reads     positions [T, K], block_table [B, M], query_start_loc [B+1]
+Writes    slots [T, K], slot_lens [T]
+Limits    see why_not()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import TARGETS, Build, next_power_of_2
+from openmla.backends.triton._latent import request_of
+
+POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
+
+LAUNCHES = 1
+
+
+@triton.jit(do_not_specialize=["B", "M", "K", "num_blocks", "cp_rank"])
+def _map_slots_kernel(
+    positions, block_table, query_start_loc, slots, slot_lens,
+    row_stride, table_stride, column_stride, out_stride, B, M, K, num_blocks, cp_rank,
+    BS: tl.constexpr, CP_SIZE: tl.constexpr, INTERLEAVE: tl.constexpr, COMPACT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    b = request_of(t, query_start_loc, B)
+    row = positions + t.to(tl.int64) * row_stride
+    table = block_table + tl.minimum(b, B - 1).to(tl.int64) * table_stride
+    out = slots + t.to(tl.int64) * out_stride
+    found = 0
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        p = tl.load(row + k, mask=k < K, other=-1)
+        turn = p.to(tl.uint32) // INTERLEAVE
+        local = turn // CP_SIZE * INTERLEAVE + p.to(tl.uint32) % INTERLEAVE
+        column = (local // BS).to(tl.int32)
+        mine = (p >= 0) & ((turn % CP_SIZE).to(tl.int32) == cp_rank) & (column < M) & (b < B)
+        block = tl.load(table + column.to(tl.int64) * column_stride, mask=mine, other=-1)
+        mine &= (block >= 0) & (block < num_blocks)
+        slot = tl.where(mine, block * BS + (local % BS).to(tl.int32), -1)
+        if COMPACT:
+            at = found + tl.cumsum(mine.to(tl.int32), 0) - 1
+            tl.store(out + at, slot, mask=mine)
+        else:
+            tl.store(out + k, slot, mask=k < K)
+        found += tl.sum(mine.to(tl.int32), 0)
+    if COMPACT:
+        for first in range(0, K, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            tl.store(out + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= found) & (k < K))
+    tl.store(slot_lens + t, found)
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    positions: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    *,
+    BS: int,
+    num_blocks: int,
+    cp_size: int,
+    cp_rank: int,
+    interleave: int,
+    compact: bool,
+) -> tuple[Tensor, Tensor]:
+    T, K = positions.shape
+    B, M = block_table.shape
+    slots = torch.empty_like(positions)
+    lens = positions.new_empty((T,))
+    if T > 0:
+        constants = constants_of(K, BS, cp_size, interleave, compact)
+        _map_slots_kernel[(T,)](
+            positions,
+            block_table,
+            query_start_loc.contiguous(),
+            slots,
+            lens,
+            positions.stride(0),
+            block_table.stride(0),
+            block_table.stride(1),
+            slots.stride(0),
+            B,
+            M,
+            K,
+            num_blocks,
+            cp_rank,
+            **constants,
+            num_warps=num_warps_of(constants),
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    return slots, lens
+
+
+def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> dict[str, Any]:
+    return {
+        "BS": min(BS, 2**31 - 1),
+        "CP_SIZE": min(cp_size, 2**32 - 1),  # positions, of 31 bits, cannot tell the difference
+        "INTERLEAVE": min(interleave, 2**32 - 1),
+        "COMPACT": compact,
+        "BLOCK_K": min(next_power_of_2(max(K, 32)), 2048),
+    }
+
+
+def num_warps_of(constants: dict[str, Any]) -> int:
+    """Eight positions per thread."""
+    return min(max(constants["BLOCK_K"] // 256, 1), 8)
+
+
+def builds() -> Iterator[Build]:
+    """One rank, and one of eight that keeps its own in front, per target."""
+    for capability in TARGETS:
+        yield map_build(capability, 2048)
+        yield map_build(capability, 2048, cp_size=8, compact=True)
+        yield map_build(capability, 512)
+
+
+def map_build(
+    capability: int,
+    K: int,
+    *,
+    BS: int = 64,
+    cp_size: int = 1,
+    interleave: int = 1,
+    compact: bool = False,
+) -> Build:
+    constants = constants_of(K, BS, cp_size, interleave, compact)
+    signature = {
+        name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
+        for name in _map_slots_kernel.arg_names
+    }
+    return Build(
+        f"map-K{K}-cp{cp_size}", _map_slots_kernel, signature, constants,
+        num_warps_of(constants), 1, capability,
+    )  # fmt: skip

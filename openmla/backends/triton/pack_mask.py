@@ -1,0 +1,108 @@
+"""pack_mask, Triton: each query's selection as one bit per key.
+
+Computes  bit j of mask[t] set if some topk_positions[t, k] == key_starts[t] + j, 0 <= j <
+          key_lens[t] (specification: ops/pack_mask.py)
+Grid      (T,): one program owns one row of the mask: clears its words, then sets bits in them.
+Reads     topk_positions [T, K], key_starts [T], key_lens [T]
+Writes    mask [T, num_words]
+Limits    see why_not()
+
+Bits are set by atomics, whose order does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import TARGETS, Build, next_power_of_2
+
+POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
+
+LAUNCHES = 1
+
+
+@triton.jit(do_not_specialize=["K", "num_words"])
+def _pack_mask_kernel(
+    topk_positions, key_starts, key_lens, mask, row_stride, K, num_words,
+    BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    words = mask + t * num_words
+    for first in range(0, num_words, BLOCK_W):
+        w = first + tl.arange(0, BLOCK_W)
+        tl.store(words + w, tl.zeros([BLOCK_W], tl.int32), mask=w < num_words)
+    tl.debug_barrier()  # no bit is set in a word that is yet to be cleared
+    start = tl.load(key_starts + t)
+    n = tl.load(key_lens + t)
+    row = topk_positions + t * row_stride
+    for first in range(0, K, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        p = tl.load(row + k, mask=k < K, other=-1)
+        j = p - start  # of a key before the range negative, even where it wraps around
+        inside = (p >= 0) & (j >= 0) & (j < n) & ((j >> 5) < num_words)
+        bit = (tl.full([BLOCK_K], 1, tl.uint32) << (j & 31).to(tl.uint32)).to(
+            tl.int32, bitcast=True
+        )
+        tl.atomic_or(words + (j >> 5), bit, mask=inside, sem="relaxed")
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_words: int) -> Tensor:
+    T, K = topk_positions.shape
+    mask = topk_positions.new_empty((T, num_words))
+    if T * num_words > 0:
+        constants = constants_of(K, num_words)
+        _pack_mask_kernel[(T,)](
+            topk_positions,
+            key_starts.contiguous(),
+            key_lens.contiguous(),
+            mask,
+            topk_positions.stride(0),
+            K,
+            num_words,
+            **constants,
+            num_warps=num_warps_of(constants),
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    return mask
+
+
+def constants_of(K: int, num_words: int) -> dict[str, Any]:
+    return {
+        "BLOCK_K": min(next_power_of_2(max(K, 32)), 2048),
+        "BLOCK_W": min(next_power_of_2(max(num_words, 32)), 2048),
+    }
+
+
+def num_warps_of(constants: dict[str, Any]) -> int:
+    """Eight positions per thread."""
+    return min(max(constants["BLOCK_K"] // 256, 1), 8)
+
+
+def builds() -> Iterator[Build]:
+    """Selections of V3.2 and V4, masks of 4096 and of 131072 keys."""
+    for capability in TARGETS:
+        for K, num_words in ((2048, 128), (2048, 4096), (512, 128)):
+            yield pack_build(capability, K, num_words)
+
+
+def pack_build(capability: int, K: int, num_words: int) -> Build:
+    constants = constants_of(K, num_words)
+    signature = {
+        name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
+        for name in _pack_mask_kernel.arg_names
+    }
+    return Build(
+        f"pack-K{K}-W{num_words}", _pack_mask_kernel, signature, constants,
+        num_warps_of(constants), 1, capability,
+    )  # fmt: skip
