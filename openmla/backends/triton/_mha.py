@@ -3,11 +3,11 @@
 Computes  s = scale * q @ k.T per head, over the keys that causality or a row's bits leave
           lse = log(sum(exp(s)));  out = exp(s - lse) @ v
           (specification: ops/mha_ragged.py, ops/mha_masked.py; numbers: backends/reference)
-Grid      (T // BLOCK_M + B + 1, H): one program owns BLOCK_M queries of one request, one head. Tiles
-          of request b are numbered from query_start_loc[b] // BLOCK_M + b on, which leaves room for
-          every length and needs nobody to know them; request B is the rows that belong to none.
-          Last tiles, the longest where causal, start first; tiles of a head run side by side, so
-          that keys come from L2.
+Grid      (T // BLOCK_M + B + 1, H): one program owns BLOCK_M queries of one request, one head.
+          Tiles of request b are numbered from query_start_loc[b] // BLOCK_M + b on: room for any
+          length, and nobody has to know it. Request B is the rows that belong to none. The last
+          tiles, where causal the longest, start first; a head's run side by side and share its
+          keys in L2.
 Reads     q [T, H, E], k [S, H, E], v [S, H, V], query_start_loc [B+1], key_start_loc [B+1]; with
           bits mask [T, words] and, made from it by _list_tiles_kernel, key tiles that have any
 Writes    out [T, H, V], lse [T, H]
@@ -36,7 +36,6 @@ from openmla.backends.triton._build import (
     capability_of,
     cdiv,
     interpreted,
-    nearest_target,
     next_power_of_2,
 )
 from openmla.backends.triton._latent import LN2, LOG2E, dot
@@ -45,6 +44,7 @@ ALL, EDGE, BITS = (tl.constexpr(i) for i in range(3))  # which keys of a tile a 
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 WIDEST = 512
+TINY = 1e-30  # in place of a scale of 0: hidden scores stay -inf
 
 
 class Config(NamedTuple):
@@ -83,13 +83,13 @@ def find_rows(tile, query_start_loc, T, B, BLOCK_M: tl.constexpr):
 @triton.jit
 def load_tile(
     at, stride, left, FIRST: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST .. FIRST + USED - 1 of `left` rows, [ROWS, BLOCK], zeros around; WHOLE if there
     are at least ROWS."""
     n = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
-    places = at + (n.to(OFFSET) * stride)[:, None] + (FIRST + c)[None, :]
+    places = at + (n.to(tl.int64) * stride)[:, None] + (FIRST + c)[None, :]
     if WHOLE and USED == BLOCK:
         tile = tl.load(places)
     elif WHOLE:
@@ -102,30 +102,38 @@ def load_tile(
 
 
 @triton.jit
-def load_words(mask_at, tile, left, i: tl.constexpr, row_there, BLOCK_N: tl.constexpr):
-    """Word i of each query's bits for a tile of keys; bits of keys that are not there are 0."""
-    left -= 32 * i
-    there = tl.where(left >= 32, -1, (1 << tl.minimum(left, 31)) - 1)
-    words = tl.load(
-        mask_at + (tile * (BLOCK_N // 32) + i), mask=row_there & (left > 0), other=0
-    )
-    return words & there
+def load_ceilings(mask_at, tile, left, row_there, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr):
+    """+inf where a query's bit is set for a key of a tile, -inf where not, [BLOCK_M, BLOCK_N]: the
+    bit moved to a float's sign. Conditions instead are packed and unpacked by the compiler."""
+    WORDS: tl.constexpr = BLOCK_N // 32
+    w = tl.arange(0, WORDS)
+    there = row_there[:, None]
+    if not WHOLE:
+        there = there & (32 * w < left)[None, :]
+    words = tl.load((mask_at + tile * WORDS)[:, None] + w[None, :], mask=there, other=0)
+    words = tl.broadcast_to(words[:, :, None], [words.shape[0], WORDS, 32])
+    words = tl.reshape(words, [words.shape[0], BLOCK_N])
+    c = tl.arange(0, BLOCK_N)
+    signs = (words << (31 - c % 32)[None, :]) & -2147483648
+    ceilings = (signs ^ -8388608).to(tl.float32, bitcast=True)  # the bits of -inf
+    if not WHOLE:
+        ceilings = tl.where((c < left)[None, :], ceilings, float("-inf"))
+    return ceilings
 
 
 @triton.jit
 def attend(
-    q_a, q_b, largest, total, acc, first, last, qk_scale, k, v, k_token, v_token, S, last_key,
-    mask_at, row_there, tiles, KEYS: tl.constexpr, E: tl.constexpr, V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr,
-    OFFSET: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    dtype: tl.constexpr,
+    q_a, q_b, largest, total, acc, first, last, qk_scale, k, v, S, last_key, mask_at, row_there,
+    tiles, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    E: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys first .. last-1, of those listed with BITS, added to what a softmax has seen."""
-    WHOLE: tl.constexpr = KEYS == ALL
+    """Key tiles first .. last-1, of those listed with BITS, added to what a softmax has seen."""
     TWO_TILES: tl.constexpr = E > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else E
-    k_step = tl.full([], BLOCK_N, tl.int64) * k_token
-    v_step = tl.full([], BLOCK_N, tl.int64) * v_token
+    k_step = tl.full([], BLOCK_N, tl.int64) * K_TOKEN
+    v_step = tl.full([], BLOCK_N, tl.int64) * V_TOKEN
     c = tl.arange(0, BLOCK_N)
     for i in tl.range(first, last, num_stages=STAGES):
         tile = i
@@ -133,34 +141,26 @@ def attend(
             tile = tl.load(tiles + i)
         left = S - tile * BLOCK_N
         k_at = k + tile * k_step
-        keys = load_tile(k_at, k_token, left, 0, USED, BLOCK_N, BLOCK_A, WHOLE, OFFSET)
+        keys = load_tile(k_at, K_TOKEN, left, 0, USED, BLOCK_N, BLOCK_A, WHOLE)
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
         scores = dot(q_a, tl.trans(keys), scores, PRECISION, UPCAST)
         if TWO_TILES:
-            rest = load_tile(
-                k_at, k_token, left, BLOCK_A, E - BLOCK_A, BLOCK_N, BLOCK_B, WHOLE, OFFSET
-            )
+            rest = load_tile(k_at, K_TOKEN, left, BLOCK_A, E - BLOCK_A, BLOCK_N, BLOCK_B, WHOLE)
             scores = dot(q_b, tl.trans(rest), scores, PRECISION, UPCAST)
-        if KEYS == ALL:
-            new_largest = tl.maximum(largest, tl.max(scores, 1) * qk_scale)
-            safe = new_largest
-            weights = tl.exp2(scores * qk_scale - safe[:, None])
-        else:
-            if KEYS == EDGE:
-                seen = (tile * BLOCK_N + c)[None, :] <= last_key[:, None]
-            else:
-                words = load_words(mask_at, tile, left, 0, row_there, BLOCK_N)[:, None]
-                if BLOCK_N == 64:
-                    more = load_words(mask_at, tile, left, 1, row_there, BLOCK_N)[:, None]
-                    words = tl.where((c < 32)[None, :], words, more)
-                seen = (words & (1 << (c % 32))[None, :]) != 0
-            scores = tl.where(seen, scores * qk_scale, float("-inf"))
-            new_largest = tl.maximum(largest, tl.max(scores, 1))
+        if KEYS == EDGE:
+            seen = (tile * BLOCK_N + c)[None, :] <= last_key[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        if KEYS == BITS:
+            ceilings = load_ceilings(mask_at, tile, left, row_there, BLOCK_N, WHOLE)
+            scores = tl.minimum(scores, ceilings)
+        new_largest = tl.maximum(largest, tl.max(scores, 1) * qk_scale)
+        safe = new_largest
+        if KEYS != ALL:
             safe = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(scores * qk_scale - safe[:, None])
         shrink = tl.exp2(largest - safe)
         total = total * shrink + tl.sum(weights, 1)
-        values = load_tile(v + tile * v_step, v_token, left, 0, V, BLOCK_N, BLOCK_V, WHOLE, OFFSET)
+        values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, WHOLE)
         if not UPCAST:
             weights = weights.to(dtype)
         acc = dot(weights, values, acc * shrink[:, None], PRECISION, UPCAST)
@@ -171,11 +171,12 @@ def attend(
 @triton.jit(do_not_specialize=["T", "B"])
 def _mha_kernel(
     q, k, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
-    T, B, qk_scale, q_token, q_head, k_token, k_head, v_token, v_head, mask_token, tiles_stride,
-    H: tl.constexpr, E: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    NEGATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_V: tl.constexpr, OFFSET: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr, dtype: tl.constexpr,
+    T, B, qk_scale, q_token, q_head, k_head, v_head, mask_token, tiles_stride,
+    K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, NEGATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -192,8 +193,8 @@ def _mha_kernel(
     USED: tl.constexpr = BLOCK_A if TWO_TILES else E
     REST: tl.constexpr = E - BLOCK_A if TWO_TILES else 0
     q_at = q + first.to(tl.int64) * q_token + h * q_head
-    q_a = load_tile(q_at, q_token, end - first, 0, USED, BLOCK_M, BLOCK_A, False, OFFSET)
-    q_b = load_tile(q_at, q_token, end - first, BLOCK_A, REST, BLOCK_M, BLOCK_B, False, OFFSET)
+    q_a = load_tile(q_at, q_token, end - first, 0, USED, BLOCK_M, BLOCK_A, False)
+    q_b = load_tile(q_at, q_token, end - first, BLOCK_A, REST, BLOCK_M, BLOCK_B, False)
     if UPCAST:
         q_a = q_a.to(tl.float32)
         q_b = q_b.to(tl.float32)
@@ -201,40 +202,37 @@ def _mha_kernel(
         q_a = -q_a
         q_b = -q_b
     qk_scale = qk_scale * LOG2E
-    k += first_key.to(tl.int64) * k_token + h * k_head
-    v += first_key.to(tl.int64) * v_token + h * v_head
+    k += first_key.to(tl.int64) * K_TOKEN + h * k_head
+    v += first_key.to(tl.int64) * V_TOKEN + h * v_head
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    # key tiles first all of whose keys are there and, without bits, seen by every query
+    last_key = m * 0 + (S - 1)
+    mask_at = mask + m.to(tl.int64)
     if MASKED:
-        last_key = m
         mask_at = mask + (first + m).to(tl.int64) * mask_token
         tiles += number.to(tl.int64) * tiles_stride
-        largest, total, acc = attend(
-            q_a, q_b, largest, total, acc, 0, tl.load(num_tiles + number), qk_scale, k, v, k_token,
-            v_token, S, last_key, mask_at, row_there, tiles, BITS, E, V, BLOCK_N, BLOCK_A, BLOCK_B,
-            BLOCK_V, OFFSET, PRECISION, UPCAST, STAGES, dtype,
-        )  # fmt: skip
+        count = tl.load(num_tiles + number)
+        last_tile = tl.load(tiles + count - 1, mask=count > 0, other=-1)
+        whole = tl.where(last_tile < S // BLOCK_N, count, count - 1)
+    elif CAUSAL:
+        last_key = S - end + first + m  # the request's last query sees its last key
+        whole = tl.minimum(tl.maximum(S - end + first + 1, 0), S) // BLOCK_N
+        count = tl.cdiv(tl.maximum(tl.minimum(S - end + first + BLOCK_M, S), 0), BLOCK_N)
     else:
-        if CAUSAL:
-            last_key = S - end + first + m  # the request's last query sees its last key
-            seen_by_all = tl.maximum(S - end + first + 1, 0)
-            seen_by_any = tl.minimum(S - end + first + BLOCK_M, S)
-        else:
-            last_key = m * 0 + (S - 1)
-            seen_by_all = S
-            seen_by_any = S
-        whole = tl.minimum(seen_by_all, S) // BLOCK_N
-        largest, total, acc = attend(
-            q_a, q_b, largest, total, acc, 0, whole, qk_scale, k, v, k_token, v_token, S, last_key,
-            mask, row_there, tiles, ALL, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, OFFSET,
-            PRECISION, UPCAST, STAGES, dtype,
-        )  # fmt: skip
-        largest, total, acc = attend(
-            q_a, q_b, largest, total, acc, whole, tl.cdiv(tl.maximum(seen_by_any, 0), BLOCK_N),
-            qk_scale, k, v, k_token, v_token, S, last_key, mask, row_there, tiles, EDGE, E, V,
-            BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, OFFSET, PRECISION, UPCAST, STAGES, dtype,
-        )  # fmt: skip
+        whole = S // BLOCK_N
+        count = tl.cdiv(S, BLOCK_N)
+    largest, total, acc = attend(
+        q_a, q_b, largest, total, acc, 0, whole, qk_scale, k, v, S, last_key, mask_at, row_there,
+        tiles, K_TOKEN, V_TOKEN, BITS if MASKED else ALL, True, E, V, BLOCK_N, BLOCK_A, BLOCK_B,
+        BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+    )  # fmt: skip
+    largest, total, acc = attend(
+        q_a, q_b, largest, total, acc, whole, count, qk_scale, k, v, S, last_key, mask_at,
+        row_there, tiles, K_TOKEN, V_TOKEN, BITS if MASKED else EDGE, False, E, V, BLOCK_N, BLOCK_A,
+        BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+    )  # fmt: skip
     seen = total > 0
     share = tl.where(seen, 1.0 / total, 0.0)
     natural = tl.where(seen, (largest + tl.log2(total)) * LN2, float("-inf"))
@@ -326,7 +324,10 @@ def run_mha(
             num_stages=1,
             enable_fp_fusion=True,
         )
-    far = max(config.block_m, config.block_n) * max(t.stride(0) for t in (q, k, v)) >= 2**31
+    constants = constants_of(
+        q.dtype, H, E, V, config, (k.stride(0), v.stride(0)), causal=causal, bits=bits,
+        negated=scale < 0,
+    )  # fmt: skip
     _mha_kernel[(grid, H)](
         q,
         k,
@@ -340,13 +341,24 @@ def run_mha(
         lse,
         T,
         B,
-        abs(scale),
-        *(stride for tensor in (q, k, v) for stride in tensor.stride()[:2]),
+        max(abs(scale), TINY),
+        q.stride(0),
+        q.stride(1),
+        k.stride(1),
+        v.stride(1),
         0 if mask is None else mask.stride(0),
         0 if mask is None else tiles.stride(0),
         **constants_of(
-            q.dtype, H, E, V, config, causal=causal, bits=bits, negated=scale < 0, far=far
-        ),
+            q.dtype,
+            H,
+            E,
+            V,
+            config,
+            (k.stride(0), v.stride(0)),
+            causal=causal,
+            bits=bits,
+            negated=scale < 0,
+        ),  # fmt: skip
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -365,14 +377,17 @@ def constants_of(
     E: int,
     V: int,
     config: Config,
+    strides: tuple[int, int],
     *,
     causal: bool,
     bits: bool,
     negated: bool = False,
-    far: bool = False,
 ) -> dict[str, Any]:
     block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)  # the largest power of two in E
     return {
+        # constant, so that a row's place is an immediate: in registers they make tiles spill
+        "K_TOKEN": strides[0],
+        "V_TOKEN": strides[1],
         "H": H,
         "E": E,
         "V": V,
@@ -384,7 +399,6 @@ def constants_of(
         "BLOCK_A": block_a,
         "BLOCK_B": max(next_power_of_2(max(E - block_a, 1)), 16),
         "BLOCK_V": max(next_power_of_2(max(V, 1)), 16),
-        "OFFSET": tl.int64 if far else tl.int32,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "UPCAST": interpreted(),
         "STAGES": config.num_stages,
@@ -404,7 +418,8 @@ def mha_build(
     config: Config | None = None,
 ) -> Build:
     config = config or config_of(dtype, E, V, capability, bits=bits)
-    constants = constants_of(dtype, H, E, V, config, causal=causal and not bits, bits=bits)
+    strides = (H * E, H * (E + V))
+    constants = constants_of(dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits)
     pointers = {
         **dict.fromkeys(("q", "k", "v", "out"), "*" + TYPES[dtype]),
         **dict.fromkeys(("query_start_loc", "key_start_loc"), "*i32"),

@@ -1,4 +1,4 @@
-"""mha_masked, Triton: key tiles that some query of a tile selects, its bits compared in registers."""
+"""mha_masked, Triton: the key tiles that some query of a tile selects, and in them its bits."""
 
 from __future__ import annotations
 
