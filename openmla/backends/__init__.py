@@ -30,7 +30,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_paged": ("sdpa", "triton", "reference"),
     "mqa_sparse": ("flashmla", "triton", "reference"),
     "pack_mask": ("reference",),
-    "rope": ("reference",),
+    "rope": ("reference", "triton"),
 }
 
 

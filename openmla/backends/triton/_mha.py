@@ -36,6 +36,7 @@ from openmla.backends.triton._build import (
     capability_of,
     cdiv,
     interpreted,
+    nearest_target,
     next_power_of_2,
 )
 from openmla.backends.triton._latent import LN2, LOG2E, dot
@@ -54,9 +55,30 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool) -> Config:
-    """The tile for widths on a target: the largest that does not spill."""
-    return Config(128, 64, 8, 2)
+def blocks_of(E: int, V: int) -> tuple[int, int, int]:
+    """Columns of the tiles of keys, the largest power of two in E and the rest, and of values."""
+    block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)
+    block_b = max(next_power_of_2(max(E - block_a, 1)), 16)
+    return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
+
+
+def config_of(dtype: torch.dtype, E: int, V: int, capability: int) -> Config:
+    """The tile for widths on a target: the largest that neither spills nor exceeds its memory.
+
+    128 keys feed Hopper's matrix units, which read queries from shared memory for every product;
+    narrow heads wait for exponentials rather, and two programs of 64 keys hide those.
+    """
+    block_a, block_b, block_v = blocks_of(E, V)
+    width = block_a + (block_b if block_a < E else 0) + block_v
+    small = nearest_target(capability) in SMALL
+    roomy = capability >= 90 and not small
+    if dtype == torch.float32:
+        return Config(16, 32, 8, 1)
+    if width > 512:
+        return Config(32 if small else 64, 32, 8, 2)
+    if width > 320 or block_v > 128:
+        return Config(128, 64, 8, 2) if roomy else Config(64, 32 if small else 64, 4, 2)
+    return Config(128, 128 if roomy and width > 160 else 64, 8, 2)
 
 
 @triton.jit
@@ -256,16 +278,15 @@ def _list_tiles_kernel(
     words = tl.where(first < end, (S + 31) // 32, 0)
     m = tl.arange(0, BLOCK_M)
     t = tl.arange(0, BLOCK_T)
+    w = tl.arange(0, BLOCK_T * WORDS)
     mask_at = mask + (first + m).to(tl.int64) * mask_token
     tiles += number.to(tl.int64) * tiles_stride
     count = 0
     for start in range(0, tl.cdiv(words, WORDS), BLOCK_T):
-        some = tl.zeros([BLOCK_T], tl.int32)
-        for i in tl.static_range(WORDS):
-            word = (start + t) * WORDS + i
-            there = (m < end - first)[:, None] & (word < words)[None, :]
-            bits = tl.load(mask_at[:, None] + word[None, :], mask=there, other=0)
-            some |= tl.max((bits != 0).to(tl.int32), 0)
+        there = (m < end - first)[:, None] & (start * WORDS + w < words)[None, :]
+        bits = tl.load(mask_at[:, None] + (start * WORDS + w)[None, :], mask=there, other=0)
+        some = tl.max((bits != 0).to(tl.int32), 0)
+        some = tl.max(tl.reshape(some, [BLOCK_T, WORDS]), 1)
         place = count + tl.cumsum(some, 0) - 1
         tl.store(tiles + place, start + t, mask=some > 0)
         count += tl.sum(some, 0)
@@ -301,7 +322,7 @@ def run_mha(
     if T * H == 0:
         return out.to(q.dtype), lse
     bits = mask is not None
-    config = config or config_of(q.dtype, E, V, capability_of(q.device), bits=bits)
+    config = config or config_of(q.dtype, E, V, capability_of(q.device))
     query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
     B = query_start_loc.shape[0] - 1
     grid = T // config.block_m + B + 1
@@ -348,17 +369,7 @@ def run_mha(
         v.stride(1),
         0 if mask is None else mask.stride(0),
         0 if mask is None else tiles.stride(0),
-        **constants_of(
-            q.dtype,
-            H,
-            E,
-            V,
-            config,
-            (k.stride(0), v.stride(0)),
-            causal=causal,
-            bits=bits,
-            negated=scale < 0,
-        ),  # fmt: skip
+        **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         enable_fp_fusion=True,
@@ -368,7 +379,7 @@ def run_mha(
 
 def list_constants(config: Config) -> dict[str, Any]:
     words = config.block_n // 32
-    return {"BLOCK_M": config.block_m, "BLOCK_T": 32 // words, "WORDS": words}
+    return {"BLOCK_M": config.block_m, "BLOCK_T": 64 // words, "WORDS": words}
 
 
 def constants_of(
@@ -383,7 +394,7 @@ def constants_of(
     bits: bool,
     negated: bool = False,
 ) -> dict[str, Any]:
-    block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)  # the largest power of two in E
+    block_a, block_b, block_v = blocks_of(E, V)
     return {
         # constant, so that a row's place is an immediate: in registers they make tiles spill
         "K_TOKEN": strides[0],
@@ -397,8 +408,8 @@ def constants_of(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_A": block_a,
-        "BLOCK_B": max(next_power_of_2(max(E - block_a, 1)), 16),
-        "BLOCK_V": max(next_power_of_2(max(V, 1)), 16),
+        "BLOCK_B": block_b,
+        "BLOCK_V": block_v,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         "UPCAST": interpreted(),
         "STAGES": config.num_stages,
@@ -417,7 +428,7 @@ def mha_build(
     H: int = 128,
     config: Config | None = None,
 ) -> Build:
-    config = config or config_of(dtype, E, V, capability, bits=bits)
+    config = config or config_of(dtype, E, V, capability)
     strides = (H * E, H * (E + V))
     constants = constants_of(dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits)
     pointers = {
@@ -438,7 +449,7 @@ def mha_build(
 
 
 def list_build(capability: int) -> Build:
-    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability, bits=True))
+    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability))
     pointers = dict.fromkeys(
         ("mask", "query_start_loc", "key_start_loc", "tiles", "num_tiles"), "*i32"
     )
