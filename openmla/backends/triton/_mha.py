@@ -44,6 +44,9 @@ from openmla.backends.triton._latent import LN2, LOG2E, dot
 ALL, EDGE, BITS = (tl.constexpr(i) for i in range(3))  # which keys of a tile a query sees
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
+# What differs from step to step: no other value or place of these is another kernel.
+CHANGING = ("T", "B", "mask_token", "tiles_stride")
+SLICED = ("query_start_loc", "key_start_loc", "mask")
 WIDEST = 512
 TINY = 1e-30  # in place of a scale of 0: hidden scores stay -inf
 
@@ -190,7 +193,7 @@ def attend(
     return largest, total, acc
 
 
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SLICED)
 def _mha_kernel(
     q, k, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
     T, B, qk_scale, q_token, q_head, k_head, v_head, mask_token, tiles_stride,
@@ -266,7 +269,7 @@ def _mha_kernel(
     tl.store(out + (row * V)[:, None] + c[None, :], values, mask=there)
 
 
-@triton.jit(do_not_specialize=["T", "B"])
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SLICED)
 def _list_tiles_kernel(
     mask, query_start_loc, key_start_loc, tiles, num_tiles, T, B, mask_token, tiles_stride,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, WORDS: tl.constexpr,
