@@ -30,6 +30,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
+    SHARED_MEMORY,
     TARGETS,
     TYPES,
     Build,
@@ -65,23 +66,29 @@ def blocks_of(E: int, V: int) -> tuple[int, int, int]:
     return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
 
 
-def config_of(dtype: torch.dtype, E: int, V: int, capability: int) -> Config:
-    """The tile for widths on a target: the largest that neither spills nor exceeds its memory.
+def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool) -> Config:
+    """The tile for widths on a target: as many keys as leave room for two tiles on their way while
+    one is used. Loads are issued where the loop ends: with fewer tiles they are waited for at once.
 
-    128 keys feed Hopper's matrix units, which read queries from shared memory for every product;
-    narrow heads wait for exponentials rather, and two programs of 64 keys hide those.
+    Matrix units of Hopper and later still read a tile while its loop goes on, which takes one more.
     """
     block_a, block_b, block_v = blocks_of(E, V)
-    width = block_a + (block_b if block_a < E else 0) + block_v
-    small = nearest_target(capability) in SMALL
-    roomy = capability >= 90 and not small
-    if dtype == torch.float32:
+    columns = block_a + (block_b if block_a < E else 0)
+    target = nearest_target(capability)
+    late = target in (90, 100)
+    if dtype == torch.float32:  # products of float32 hold whole rows in registers
         return Config(16, 32, 8, 1)
-    if width > 512:
-        return Config(32 if small else 64, 32, 8, 2)
-    if width > 320 or block_v > 128:
-        return Config(128, 64, 8, 2) if roomy else Config(64, 32 if small else 64, 4, 2)
-    return Config(128, 128 if roomy and width > 160 else 64, 8, 2)
+    block_m, num_warps = (128, 8) if late or block_v <= 128 else (64, 4)
+    if columns + block_v > 512:
+        block_m, num_warps = (32 if target in SMALL else 64), 8
+    room = SHARED_MEMORY[target] - 1024 - 2 * block_m * columns
+    row = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
+    for block_n in (128, 64, 32) if late else (64, 32):
+        weights = 2 * block_m * block_n if num_warps == 4 else 0  # pass through memory there
+        tiles = (room - weights) // (block_n * row)
+        if tiles >= (3 if late else 2):
+            return Config(block_m, block_n, num_warps, 4 if late and tiles > 3 else 3)
+    return Config(block_m, 32, num_warps, 2)
 
 
 @triton.jit
@@ -160,10 +167,10 @@ def attend(
     k_step = tl.full([], BLOCK_N, tl.int64) * K_TOKEN
     v_step = tl.full([], BLOCK_N, tl.int64) * V_TOKEN
     c = tl.arange(0, BLOCK_N)
+    tile = first
+    if KEYS == BITS:  # the next number is read while a tile is worked on: it delays no load
+        tile = tl.load(tiles + first, mask=first < last, other=0)
     for i in tl.range(first, last, num_stages=STAGES):
-        tile = i
-        if KEYS == BITS:
-            tile = tl.load(tiles + i)
         left = S - tile * BLOCK_N
         k_at = k + tile * k_step
         keys = load_tile(k_at, K_TOKEN, left, 0, USED, BLOCK_N, BLOCK_A, WHOLE)
@@ -190,6 +197,9 @@ def attend(
             weights = weights.to(dtype)
         acc = dot(weights, values, acc * shrink[:, None], PRECISION, UPCAST)
         largest = new_largest
+        tile = i + 1
+        if KEYS == BITS:
+            tile = tl.load(tiles + i + 1, mask=i + 1 < last, other=0)
     return largest, total, acc
 
 
@@ -325,7 +335,7 @@ def run_mha(
     if T * H == 0:
         return out.to(q.dtype), lse
     bits = mask is not None
-    config = config or config_of(q.dtype, E, V, capability_of(q.device))
+    config = config or config_of(q.dtype, E, V, capability_of(q.device), bits=bits)
     query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
     B = query_start_loc.shape[0] - 1
     grid = T // config.block_m + B + 1
@@ -431,7 +441,7 @@ def mha_build(
     H: int = 128,
     config: Config | None = None,
 ) -> Build:
-    config = config or config_of(dtype, E, V, capability)
+    config = config or config_of(dtype, E, V, capability, bits=bits)
     strides = (H * E, H * (E + V))
     constants = constants_of(dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits)
     pointers = {
@@ -452,7 +462,7 @@ def mha_build(
 
 
 def list_build(capability: int) -> Build:
-    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability))
+    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability, bits=True))
     pointers = dict.fromkeys(
         ("mask", "query_start_loc", "key_start_loc", "tiles", "num_tiles"), "*i32"
     )
