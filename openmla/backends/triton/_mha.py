@@ -79,7 +79,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     if dtype == torch.float32:  # products of float32 hold whole rows in registers
         return Config(16, 32, 8, 1)
     block_m, num_warps = (128, 8) if late or block_v <= 128 else (64, 4)
-    if columns + block_v > 512:
+    if columns + block_v > 512 or (columns > 256 and not late):
         block_m, num_warps = (32 if target in SMALL else 64), 8
     room = SHARED_MEMORY[target] - 1024 - 2 * block_m * columns
     row = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
@@ -233,7 +233,7 @@ def _mha_kernel(
     if UPCAST:
         q_a = q_a.to(tl.float32)
         q_b = q_b.to(tl.float32)
-    if NEGATED:
+    if NEGATED:  # with a positive scale the largest product is the largest score
         q_a = -q_a
         q_b = -q_b
     qk_scale = qk_scale * LOG2E
@@ -242,11 +242,10 @@ def _mha_kernel(
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    # key tiles first all of whose keys are there and, without bits, seen by every query
+    mask_at = mask + (first + m).to(tl.int64) * mask_token
     last_key = m * 0 + (S - 1)
-    mask_at = mask + m.to(tl.int64)
+    # whole: tiles all of whose keys are there and, without bits, seen by every query
     if MASKED:
-        mask_at = mask + (first + m).to(tl.int64) * mask_token
         tiles += number.to(tl.int64) * tiles_stride
         count = tl.load(num_tiles + number)
         last_tile = tl.load(tiles + count - 1, mask=count > 0, other=-1)
