@@ -27,12 +27,12 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "latent_write": ("reference", "triton"),
     "map_slots": ("reference", "triton"),
     "merge_states": ("triton", "reference"),
-    "mha_masked": ("reference",),
-    "mha_ragged": ("sdpa", "reference"),
+    "mha_masked": ("reference", "triton"),
+    "mha_ragged": ("sdpa", "reference", "triton"),
     "mqa_paged": ("sdpa", "triton", "reference"),
     "mqa_sparse": ("flashmla", "triton", "reference"),
     "pack_mask": ("reference", "triton"),
-    "rope": ("reference",),
+    "rope": ("reference", "triton"),
 }
 
 

@@ -49,7 +49,9 @@ def rotated(inputs: Inputs, backend: str) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 @pytest.mark.parametrize("pairing", ["pairs", "halves"])
-@pytest.mark.parametrize("shape", [(7, 17, 8), (3, 1, 64), (5, 4, 32), (0, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(7, 17, 8), (3, 1, 64), (5, 4, 32), (2, 70, 96), (3, 2, 2), (0, 2, 8)], ids=str
+)
 def test_contract(
     shape: tuple[int, int, int],
     pairing: str,
@@ -94,6 +96,17 @@ def test_inverse_undoes(pairing: str, backend: str, device: str) -> None:
     assert not torch.allclose(inputs["x"][:7], before[:7], atol=0.1)
     rotated(Inputs(inputs.tensors, {"pairing": pairing, "inverse": True}, ()), backend)
     torch.testing.assert_close(inputs["x"], before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["rope"])
+@pytest.mark.parametrize("pairing", ["pairs", "halves"])
+@pytest.mark.parametrize("wide", ["x", "table"])
+def test_float64_is_kept(wide: str, pairing: str, backend: str, device: str) -> None:
+    inputs = make(dtype=torch.float32, pairing=pairing, device=device)
+    inputs.tensors[wide] = inputs[wide].double()
+    expected = rotated(inputs.clone(), "reference")
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(rotated(inputs, backend), expected, rtol=4 * eps, atol=4 * eps)
 
 
 @pytest.mark.parametrize("backend", BACKENDS["rope"])

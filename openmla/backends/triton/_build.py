@@ -110,7 +110,19 @@ def compile_build(build: Build) -> Report:
     index = {name: i for i, name in enumerate(build.kernel.arg_names)}
     for name, kind in build.signature.items():
         aligned = kind.startswith("*") or name.startswith(
-            ("page", "row_", "q_", "W_", "rows_stride", "kv_c_", "k_pe_", "out_", "other_out_")
+            (
+                "page",
+                "row_",
+                "q_",
+                "W_",
+                "rows_stride",
+                "kv_c_",
+                "k_",
+                "v_",
+                "x_",
+                "out_",
+                "other_out_",
+            )
         )
         if kind != "constexpr" and kind != "fp32" and aligned:
             attrs[(index[name],)] = [["tt.divisibility", 16]]

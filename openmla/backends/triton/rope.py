@@ -1,0 +1,137 @@
+"""rope, Triton: columns rotated by position, in place.
+
+Computes  pairs: (x[2i], x[2i+1]), halves: (x[i], x[i+R/2])  <-  (a c - b s, b c + a s)
+          in float32 (float64 if x or the table is), rounded once (specification: ops/rope.py)
+Grid      (T', cdiv(H, BLOCK_H)): one program owns one token and BLOCK_H heads.
+Reads     x [T, H, R], positions [T'], table [Q, R]
+Writes    x
+Limits    none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    TARGETS,
+    TYPES,
+    Build,
+    assembly,
+    cdiv,
+    next_power_of_2,
+)
+from openmla.backends.triton.cache_write import round_to
+from openmla.backends.triton.merge_states import _wide
+
+VALUES = 4096  # of a program's tile: 32 per thread
+
+LAUNCHES = 1
+
+
+@triton.jit
+def _rope_kernel(
+    x, positions, table, x_token, x_head, table_stride, positions_stride,
+    H: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+    dtype: tl.constexpr, ASM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    i = tl.arange(0, BLOCK_I)
+    angles = table + tl.load(positions + t * positions_stride) * table_stride + i
+    cos = _wide(tl.load(angles, mask=i < HALF, other=0.0), dtype)[None, :]
+    sin = _wide(tl.load(angles + HALF, mask=i < HALF, other=0.0), dtype)[None, :]
+    if INVERSE:
+        sin = -sin
+    at = (x + t * x_token + heads.to(tl.int64) * x_head)[:, None]
+    mask = (heads < H)[:, None] & (i < HALF)[None, :]
+    if PAIRS:  # both columns of an angle in one load
+        c = tl.arange(0, 2 * BLOCK_I)[None, :]
+        mask_c = (heads < H)[:, None] & (c < 2 * HALF)
+        both = tl.load(at + c, mask=mask_c, other=0.0)
+        first, second = tl.split(tl.reshape(both, [BLOCK_H, BLOCK_I, 2]))
+    else:
+        first = tl.load(at + i[None, :], mask=mask, other=0.0)
+        second = tl.load(at + (HALF + i)[None, :], mask=mask, other=0.0)
+    a = _wide(first, dtype)
+    b = _wide(second, dtype)
+    new_first = round_to(a * cos - b * sin, x.dtype.element_ty, ASM)
+    new_second = round_to(b * cos + a * sin, x.dtype.element_ty, ASM)
+    tl.debug_barrier()  # threads may hold the same columns: nothing is written before all have read
+    if PAIRS:
+        both = tl.reshape(tl.join(new_first, new_second), [BLOCK_H, 2 * BLOCK_I])
+        tl.store(at + c, both, mask=mask_c)
+    else:
+        tl.store(at + i[None, :], new_first, mask=mask)
+        tl.store(at + (HALF + i)[None, :], new_second, mask=mask)
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: bool) -> None:
+    _, H, R = x.shape
+    if positions.shape[0] * H * R == 0:
+        return
+    constants, num_warps = constants_of(
+        H, R, pairing=pairing, inverse=inverse, double=torch.float64 in (x.dtype, table.dtype)
+    )
+    _rope_kernel[(positions.shape[0], cdiv(H, constants["BLOCK_H"]))](
+        x,
+        positions,
+        table,
+        x.stride(0),
+        x.stride(1),
+        table.stride(0),
+        positions.stride(0),
+        **constants,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=True,
+    )
+
+
+def constants_of(
+    H: int, R: int, *, pairing: str, inverse: bool, double: bool
+) -> tuple[dict[str, Any], int]:
+    block_i = next_power_of_2(R // 2)
+    block_h = min(next_power_of_2(H), max(VALUES // (2 * block_i), 1))
+    constants = {
+        "H": H,
+        "HALF": R // 2,
+        "PAIRS": pairing == "pairs",
+        "INVERSE": inverse,
+        "dtype": tl.float64 if double else tl.float32,
+        "ASM": assembly(),
+        "BLOCK_H": block_h,
+        "BLOCK_I": block_i,
+    }
+    return constants, min(max(block_h * 2 * block_i // 1024, 1), 4)
+
+
+def builds() -> Iterator[Build]:
+    """Queries of the models, both pairings, per target."""
+    for capability in TARGETS:
+        for pairing in ("pairs", "halves"):
+            yield rope_build(capability, 128, 64, pairing)
+
+
+def rope_build(
+    capability: int, H: int, R: int, pairing: str, dtype: torch.dtype = torch.bfloat16
+) -> Build:
+    constants, num_warps = constants_of(H, R, pairing=pairing, inverse=False, double=False)
+    pointers = {"x": "*" + TYPES[dtype], "positions": "*i64", "table": "*fp32"}
+    signature = {
+        name: "constexpr" if name in constants else pointers.get(name, "i32")
+        for name in _rope_kernel.arg_names
+    }
+    return Build(
+        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature, constants, num_warps, 1, capability
+    )
