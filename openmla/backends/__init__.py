@@ -21,7 +21,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "compress_kv": ("reference",),
     "index_logits": ("reference", "triton"),
     "index_logits_ragged": ("reference", "triton"),
-    "index_select": ("reference",),
+    "index_select": ("reference", "triton"),
     "index_topk": ("reference", "triton"),
     "index_write": ("reference", "triton"),
     "latent_write": ("reference", "triton"),

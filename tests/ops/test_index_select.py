@@ -121,12 +121,16 @@ def test_reference_equals_sorted() -> None:
         assert positions[t].tolist() == wanted + [-1] * (9 - len(wanted))
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+def test_in_turns(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may end inside a request; the result does not change."""
-    inputs = make(replace(WHOLE, padding=3), K=9)
-    expected = inputs.run(index_select, backend="reference")
-    monkeypatch.setattr("openmla.backends.reference.index_select.SCORES", 3 * 67)
-    for actual, whole in zip(inputs.run(index_select, backend="reference"), expected, strict=True):
+    inputs = make(replace(WHOLE, padding=3), K=9, device=device)
+    expected = run_or_skip(index_select, inputs, backend)
+    if backend == "triton":
+        monkeypatch.setattr("openmla.backends.triton.index_select.l2_cache", lambda _: 3 * 67 * 6)
+    else:
+        monkeypatch.setattr("openmla.backends.reference.index_select.SCORES", 3 * 67)
+    for actual, whole in zip(inputs.run(index_select, backend=backend), expected, strict=True):
         assert torch.equal(actual, whole)
 
 

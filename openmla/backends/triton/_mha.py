@@ -81,7 +81,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
         return Config(16, 32, 8, 1)
     block_m, num_warps = (128, 8) if late or block_v <= 128 else (64, 4)
     if columns + block_v > 512 or (columns > 256 and not late):
-        block_m, num_warps = (32 if target in (*SMALL, GFX942) else 64), 8
+        block_m, num_warps = {**dict.fromkeys(SMALL, 32), GFX942: 16}.get(target, 64), 8
     room = SHARED_MEMORY[target] - 1024 - 2 * block_m * columns
     row = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
     for block_n in (128, 64, 32) if late else (64, 32):

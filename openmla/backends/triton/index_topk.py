@@ -336,11 +336,20 @@ def why_not(problem: Problem) -> str | None:
 def run(
     logits: Tensor, row_starts: Tensor, row_lens: Tensor, *, K: int, sorted: bool
 ) -> tuple[Tensor, Tensor]:
-    T, S = logits.shape
+    T = logits.shape[0]
     positions = logits.new_empty((T, K), dtype=torch.int32)
-    lens = torch.empty_like(row_lens)
+    lens = row_lens.new_empty(T)
+    choose_rows(logits, row_starts, row_lens, positions, lens)
+    return positions, lens
+
+
+def choose_rows(
+    logits: Tensor, row_starts: Tensor, row_lens: Tensor, positions: Tensor, lens: Tensor
+) -> None:
+    """Launch; positions [T, K] and lens [T] are written, contiguous."""
+    (T, S), K = logits.shape, positions.shape[1]
     if T == 0:
-        return positions, lens
+        return
     units = multiprocessors(logits.device)
     config = config_of(T, units, capability_of(logits.device))
     fits = 2 * K <= BLOCK
@@ -364,7 +373,6 @@ def run(
         **({"maxnreg": config.maxnreg} if assembly() else {}),
         enable_fp_fusion=True,
     )
-    return positions, lens
 
 
 def constants_of(config: Config, *, aligned: bool) -> dict[str, Any]:
