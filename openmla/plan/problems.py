@@ -14,6 +14,8 @@ from openmla.errors import ConfigError
 from openmla.hardware import capability
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
+FEW_TOKENS = 256  # not measured: where attention takes ten times as long as mapping
+
 
 def latent_of(cache: LayerCache) -> PagedCache:
     if cache.latent is None:
@@ -36,12 +38,13 @@ def _known(backend: str) -> str:
 
 
 def choose_backends(
-    problems: Sequence[Problem], backend: str
+    problems: Sequence[Problem], backend: str, num_chosen: int
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
-    """Who runs each op. Where the one that attends to listed rows takes positions as well as slots,
-    it is given positions, and nothing maps them."""
+    """Who runs each op. Where few tokens attend to listed rows and the one that does it takes
+    positions as well as slots, it is given positions: nothing maps them. With many tokens a launch
+    does not count, and slots are cheaper to read."""
     backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
-    if "map_slots" not in backends:
+    if "map_slots" not in backends or num_chosen > FEW_TOKENS:
         return tuple(problems), backends
     attending = next(problem for problem in problems if problem.op == "mqa_sparse")
     listed = replace(attending, kinds=("positions",))
