@@ -1,12 +1,16 @@
-"""Decode of a whole random DeepSeek-V3-shaped model: attached against plain transformers.
+"""Decode of a whole random model: attached, attached and captured, and plain transformers.
 
-About 0.3 B parameters, 32 heads with V3's widths. The prompt is prefilled once, attached; plain
-transformers gets the same latents in its own cache. Then both decode the same next token in turns.
+    python3 -m bench.generate --model v2-lite --keys 32768 --batch 8
+
+"small" has about 0.3 B parameters, 32 heads with V3's widths; "v2-lite" is DeepSeek-V2-Lite with 8
+of its 64 experts. The prompts are prefilled once, attached; plain transformers gets the same rows
+in its own cache. Then all decode the same next tokens in turns.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +32,37 @@ from openmla.ops import cache_gather
 PREFILL = 1024
 
 
-def make_model(device: str, dtype: torch.dtype) -> Any:
+def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = (v2_lite() if name == "v2-lite" else small()).to(dtype)
+    return model.eval().requires_grad_(False)
+
+
+def v2_lite() -> Any:
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        vocab_size=102400,
+        hidden_size=2048,
+        intermediate_size=10944,
+        moe_intermediate_size=1408,
+        num_hidden_layers=27,
+        first_k_dense_replace=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        q_lora_rank=None,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        max_position_embeddings=163840,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
+def small() -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = DeepseekV3Config(
@@ -44,9 +78,7 @@ def make_model(device: str, dtype: torch.dtype) -> Any:
         eos_token_id=None,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(config).eval().requires_grad_(False)
-    return model.to(device, dtype)
+    return DeepseekV3ForCausalLM(config)
 
 
 def prefill(model: Any, ids: Tensor) -> Any:
@@ -61,8 +93,8 @@ def prefill(model: Any, ids: Tensor) -> Any:
     return past
 
 
-def plain_cache(model: Any, past: Any, num_tokens: int) -> Any:
-    """The same latents in transformers' own cache object."""
+def plain_cache(model: Any, past: Any, B: int, S: int) -> Any:
+    """The same latents of B prompts of S tokens in transformers' own cache object."""
     from transformers import DynamicCache
 
     attachment = attachment_of(model)
@@ -75,9 +107,9 @@ def plain_cache(model: Any, past: Any, num_tokens: int) -> Any:
         assert latent is not None
         dtype = next(model.parameters()).dtype
         device = latent.data.device
-        rows = torch.empty(num_tokens, attachment.config.latent_dim, dtype=dtype, device=device)
-        bounds = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        starts = torch.zeros(1, dtype=torch.int32, device=device)
+        rows = torch.empty(B * S, attachment.config.latent_dim, dtype=dtype, device=device)
+        bounds = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
+        starts = torch.zeros(B, dtype=torch.int32, device=device)
         cache_gather(
             rows,
             latent.data,
@@ -87,46 +119,86 @@ def plain_cache(model: Any, past: Any, num_tokens: int) -> Any:
             bounds,
             format=latent.format,
         )
-        plain.update(rows[None, None, :, :C], rows[None, None, :, C:], layer)
+        rows = rows.view(B, 1, S, -1)
+        plain.update(rows[..., :C], rows[..., C:], layer)
     return plain
+
+
+def weightless_copy(model: Any) -> Any:
+    """A second model over the same parameters."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def decode_as_generate_does(model: Any) -> None:
+    """generate() takes experts one by one while it decodes on a GPU, which waits for nothing."""
+    if model.device.type == "cuda":
+        model.set_experts_implementation("batched_mm")
+
+
+def print_memory(calls: dict[str, Callable[[], Tensor]]) -> None:
+    """What a step takes beside weights and caches, which stay."""
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        extra = torch.cuda.max_memory_allocated() - before
+        print(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("generate")
-    parser.add_argument("--keys", type=int, default=8192)
+    parser.add_argument("--keys", type=int, default=8192, help="of each prompt")
+    parser.add_argument("--batch", type=int, default=1, help="prompts")
+    parser.add_argument("--model", choices=("small", "v2-lite"), default="small")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     machine, roofs = describe_machine(device), measure_roofs(device)
     print(machine)
     with torch.inference_mode():
-        attached = make_model(device, dtype)
-        plain = copy.deepcopy(attached)
-        attach(attached)
+        B, S = options.batch, options.keys
+        plain = make_model(options.model, device, dtype)
+        attached = weightless_copy(plain)
+        attach(attached, capture=True)
         print(f"{sum(p.numel() for p in plain.parameters()) / 1e9:.2f} B parameters, {dtype}")
-        ids = torch.randint(1, 8192, (1, options.keys + 1), device=device)
+        ids = torch.randint(1, 8192, (B, S + 1), device=device)
         ours = prefill(attached, ids[:, :-1])
-        theirs = plain_cache(attached, ours, options.keys)
+        theirs = plain_cache(attached, ours, B, S)
+        decode_as_generate_does(plain)
+        decode_as_generate_does(attached)
+        positions = torch.full((B, 1), S, device=device)
 
-        def step(model: Any, past: Any) -> Tensor:
-            logits: Tensor = model(ids[:, -1:], past_key_values=past, use_cache=True).logits
+        def step(model: Any, past: Any, forward: Any) -> Tensor:
+            out = forward(
+                input_ids=ids[:, -1:], position_ids=positions, past_key_values=past, use_cache=True
+            )
             past.crop(-1)
+            logits: Tensor = out.logits
             return logits
 
         calls: dict[str, Callable[[], Tensor]] = {
-            "openmla": lambda: step(attached, ours),
-            "transformers": lambda: step(plain, theirs),
+            "openmla": lambda: step(attached, ours, attached.forward.forward),
+            "captured": lambda: step(attached, ours, attached.forward),
+            "transformers": lambda: step(plain, theirs, plain.forward),
         }
         expected = calls["transformers"]().double()
-        error = float((calls["openmla"]().double() - expected).norm() / expected.norm())
-        limit = 100 * torch.finfo(dtype).eps
-        if error > limit:
-            print(f"  openmla WRONG: {error:.1e} from transformers, at most {limit:.1e}")
-            del calls["openmla"]
+        limit, errors = 100 * torch.finfo(dtype).eps, {"transformers": 0.0}
+        for name in ("openmla", "captured"):
+            error = float((calls[name]().double() - expected).norm() / expected.norm())
+            errors[name] = error
+            if error > limit:
+                print(f"  {name} WRONG: {error:.1e} from transformers, at most {limit:.1e}")
+                del calls[name]
+        if device == "cuda":
+            print_memory(calls)
         times = time_round_robin(calls, options.rounds, device)
-    title = f"one token of the whole model over {options.keys} keys"
-    errors = {"openmla": error, "transformers": 0.0}
+    title = f"{B} tokens of the whole model, each over {S} keys"
     rows = tabulate(title, times, "transformers", None, roofs, errors)
+    for name, seen in times.items():
+        print(f"  {name:<14} {B / statistics.median(seen):.1f} tokens/s")
     save(options.json, machine, rows)
 
 
