@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from openmla.backends import BACKENDS, Problem, why_not
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
-TARGETS = (80, 90, 100, 120, 942)
+TARGETS = (80, 90, 120)  # the others are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
 SLOW = "short-prefill"  # two minutes in the interpreter, and nothing others do not show
 
@@ -31,13 +32,28 @@ def test_there_are_kernels() -> None:
     assert reason == "runs on cuda, this is cpu"
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_contract_in_the_interpreter(op: str) -> None:
-    """All that the contract asks of a backend, kernel by kernel on CPU tensors."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+def interpret(op: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"
+    }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"]
     command += [f"tests/ops/test_{op}.py", "-k", f"triton and not {SLOW}", "--tb=short"]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """Two ops at a time: a process is busy with one thread."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {op: pool.submit(interpret, op) for op in OPS}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_contract_in_the_interpreter(
+    op: str, interpreted: dict[str, Future[subprocess.CompletedProcess[str]]]
+) -> None:
+    """All that the contract asks of a backend, kernel by kernel on CPU tensors."""
+    run = interpreted[op].result()
     assert run.returncode == 0, run.stdout[-4000:]
     assert " passed" in run.stdout
 
@@ -59,6 +75,6 @@ def test_default_rows_compile() -> None:
     assert len(builds) > 50
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         for name, target, registers, spills, shared in pool.map(compiled, builds):
-            assert 0 < registers <= (512 if target == 942 else 255), (name, target)
+            assert 0 < registers <= 255, (name, target)
             assert shared <= SHARED_MEMORY[target], (name, target, shared)
             assert spills <= SPILLS, (name, target, spills)
