@@ -28,6 +28,7 @@ from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
+THE_MODELS = ("rope", "latent_write")  # what an attached model does itself
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
 
 
@@ -46,6 +47,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument(
+        "--capture", action="store_true", help="record the decode step as one CUDA graph"
+    )
     parser.add_argument("--compare", action="store_true", help="run plain transformers too")
     return parser.parse_args(arguments)
 
@@ -131,12 +135,13 @@ def run_generate(arguments: Sequence[str]) -> int:
         cache_format=options.cache_format,
         index_format=options.index_format,
         backend=options.backend,
+        capture=options.capture,
     )
     shown = prompt if len(prompt) < 400 else f"... {prompt[-300:]}"
     ours = generate_once(model, ids, tokenizer, choice, before=shown)
     plan = attachment_of(model).last_plan
     lines = plan.explain().splitlines() if plan is not None else []
-    explanation = "\n".join(line for line in lines if not line.startswith("rope"))  # the model's
+    explanation = "\n".join(line for line in lines if not line.startswith(THE_MODELS))
     detach(model)
     runs = {"openmla": ours}
     if options.compare:
