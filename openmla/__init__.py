@@ -18,8 +18,8 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.layers import MLAAttention, MLAAttentionV4
-from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, warmup
+from openmla.layers import MLAAttention, MLAAttentionV4, warmup
+from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers
 
 __version__ = "0.1.0"
 

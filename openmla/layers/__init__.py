@@ -1,6 +1,7 @@
-"""Parameters: modules with the names checkpoints use."""
+"""Parameters: modules with the names checkpoints use; warmup, which runs what they run."""
 
 from openmla.layers.mla import MLAAttention
 from openmla.layers.mla_v4 import MLAAttentionV4
+from openmla.layers.warm import warmup
 
-__all__ = ["MLAAttention", "MLAAttentionV4"]
+__all__ = ["MLAAttention", "MLAAttentionV4", "warmup"]

@@ -11,7 +11,7 @@ from openmla.plan.types import (
     PrefillPlan,
     SparsePlan,
 )
-from openmla.plan.workspace import Workspace, default_workspace_tokens, warmup
+from openmla.plan.workspace import Workspace, default_workspace_tokens, reserve
 
 __all__ = [
     "Batch",
@@ -25,5 +25,5 @@ __all__ = [
     "default_workspace_tokens",
     "make_plan",
     "plan_buffers",
-    "warmup",
+    "reserve",
 ]

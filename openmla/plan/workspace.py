@@ -42,7 +42,7 @@ def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size
     return -(-max(tokens, block_size) // block_size) * block_size
 
 
-def warmup(
+def reserve(
     config: MLAConfig,
     cache: LayerCache,
     *,
@@ -51,18 +51,12 @@ def warmup(
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Workspace:
-    """Allocate what prefill steps of up to max_tokens new tokens will need, for all layers.
-
-    Pass the result to make_plan. Steps then allocate no expanded keys or values of their own.
-    V4 expands none. Its cache's layers of ratio 4 choose entries: the result holds the choice of
-    max_tokens tokens, and the room their scores will need is asked of the allocator once, so that
-    a machine too small for it says so here.
-    """
+    """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers."""
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be positive, got {value}.")
     if config.compressor is not None:
-        return _warmup_compressed(config, cache, max_tokens, dtype)
+        return _reserve_compressed(config, cache, max_tokens, dtype)
     latent = cache.latent
     if latent is None:
         raise ConfigError("warmup: cache must have latent rows, got none.")
@@ -86,7 +80,7 @@ def warmup(
     )
 
 
-def _warmup_compressed(
+def _reserve_compressed(
     config: MLAConfig, cache: LayerCache, max_tokens: int, dtype: torch.dtype
 ) -> Workspace:
     if cache.window is None:

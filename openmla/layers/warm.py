@@ -1,0 +1,134 @@
+"""warmup(): memory reserved and kernels compiled before the first request comes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.attention import IndexInputs, Projected, Raw, attend_step, select_step
+from openmla.cache import LayerCache
+from openmla.config import MLAConfig
+from openmla.layers.rope import rope_table
+from openmla.layers.weights import absorb
+from openmla.plan import Batch, Workspace, make_plan, reserve
+
+
+def warmup(
+    config: MLAConfig,
+    cache: LayerCache,
+    *,
+    max_requests: int,
+    max_tokens: int,
+    workspace_tokens: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> Workspace:
+    """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
+    layers, and on a GPU run every kind of step once, so that its kernels are there.
+
+    Pass the result to make_plan, and `backend` and `dtype` alike. Steps then compile nothing and
+    allocate no expanded keys or values of their own. Nothing is written: the steps have no slots.
+    V4 expands none. Its cache's layers of ratio 4 choose entries: the result holds the choice of
+    max_tokens tokens, and the room their scores will need is asked of the allocator once, so that
+    a machine too small for it says so here; its steps are not run.
+    """
+    workspace = reserve(
+        config,
+        cache,
+        max_requests=max_requests,
+        max_tokens=max_tokens,
+        workspace_tokens=workspace_tokens,
+        dtype=dtype,
+    )
+    if config.compressor is None and cache.latent is not None and cache.latent.data.is_cuda:
+        with torch.inference_mode():
+            for kind in kinds_of_steps(config, cache, workspace, max_requests, max_tokens):
+                run_step(kind, config, cache, workspace, dtype, backend)
+    return workspace
+
+
+class Kind(NamedTuple):
+    """Requests alike: how many, new tokens and tokens in all of each, in which form."""
+
+    requests: int
+    new: int
+    length: int
+    form: str
+
+
+def kinds_of_steps(
+    config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int
+) -> Iterator[Kind]:
+    """One request and as many as there may be, short and long: cut into runs or not, choosing keys
+    or not; prefill without context, with some, with more than the workspace holds."""
+    assert cache.latent is not None
+    BS = cache.latent.block_size
+    room = cache.latent.num_blocks * BS
+    chosen = config.indexer.topk if config.indexer is not None else 0
+    longest = min(room, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
+    for B in sorted({1, min(max_requests, max_tokens)}):
+        for length in sorted({1, min(BS + 1, longest), longest}):
+            yield Kind(B, 1, length, "absorbed")
+    new = min(max_tokens, longest)
+    for form in ("absorbed", "expanded"):
+        for length in sorted({new, min(new + BS, longest), longest}):
+            yield Kind(1, new, length, form)
+
+
+def run_step(
+    kind: Kind,
+    config: MLAConfig,
+    cache: LayerCache,
+    workspace: Workspace | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """A step over whatever the cache's first blocks hold, with rows that come finished and ones
+    that do not; every slot is -1."""
+    assert cache.latent is not None
+    device, BS = cache.latent.data.device, cache.latent.block_size
+    B, T, H = kind.requests, kind.requests * kind.new, config.num_heads
+    columns = -(-kind.length // BS)
+    table = (torch.arange(columns, dtype=torch.int32) % cache.latent.num_blocks).expand(B, -1)
+    batch = Batch(
+        [kind.new] * B,
+        [kind.length] * B,
+        table.contiguous(),
+        torch.full((T,), -1, dtype=torch.int64),
+    )
+    plan = make_plan(
+        batch,
+        config,
+        cache,
+        dtype=dtype,
+        backend=backend,
+        form=kind.form,
+        workspace=workspace,
+    )
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    P, R, C = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
+    absorbed = absorb(zeros(H * (P + config.v_head_dim), C), config)
+    q, kv = zeros(T, H, P + R), zeros(T, C + R)
+    projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
+    table_of_angles = None
+    if config.rope.kind != "none":
+        table_of_angles = rope_table(config.rope, R, config.max_positions, device)
+    positions = zeros(T, dtype=torch.int64)
+    raw = Raw(
+        q, kv, zeros(C), positions, table_of_angles, config.rope.pairing, config.latent_eps,
+        factor=config.latent_factor,
+    )  # fmt: skip
+    selection = None
+    if config.indexer is not None:
+        HI, DI = config.indexer.num_heads, config.indexer.head_dim
+        weights = zeros(T, HI, dtype=torch.promote_types(dtype, torch.float32))
+        index = IndexInputs(zeros(T, HI, DI), weights, zeros(T, DI))
+        selection = select_step(index, cache, plan)
+    for unfinished in (None, raw):
+        attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
