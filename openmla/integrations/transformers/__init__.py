@@ -194,8 +194,6 @@ def attach(
         raise ConfigError(
             f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
         )
-    if capture and ours.compressor is not None:
-        raise UnsupportedError(f"attach: capture is not supported for {model_type} yet.")
     if capture and not hasattr(model, "lm_head"):
         raise ConfigError("attach: capture needs a model with a language head.")
     text_config = modules[0].config

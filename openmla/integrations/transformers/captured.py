@@ -45,7 +45,7 @@ class Recorded(NamedTuple):
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
-    buffers: dict[str, Tensor]  # of the plan
+    buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
     places: tuple[int, ...]  # of the caches; if they move, the graph is of no use
     weights: tuple[int, ...]  # where they are; looked at once per generation
     decoded_by: weakref.ref[Session] | None  # whose decoded weights it reads, if any
@@ -87,6 +87,7 @@ class CapturedDecode:
         past, session = kwargs["past_key_values"], layers[0].session
         ids, columns = kwargs["input_ids"], [layer.columns for layer in layers]
         positions = kwargs["position_ids"].expand(ids.shape)
+        self.attachment.positions = positions
         caches = self._begin(session, layers, ids)
         recorded = self.recorded
         if self.served() is not session and recorded is not None:  # another generation
@@ -98,7 +99,7 @@ class CapturedDecode:
         else:
             recorded.ids.copy_(ids)
             recorded.positions.copy_(positions)
-            self._plan(session, caches[0], recorded.buffers, ids.device)
+            self._plan(session, caches, recorded.buffers, ids.device)
             if recorded.graph is not None:
                 recorded.graph.replay()
             else:
@@ -121,11 +122,20 @@ class CapturedDecode:
         return caches
 
     def _plan(
-        self, session: Session, cache: LayerCache, buffers: dict[str, Tensor], device: torch.device
+        self,
+        session: Session,
+        caches: list[LayerCache],
+        buffers: dict[int, dict[str, Tensor]],
+        device: torch.device,
     ) -> None:
+        """The step's numbers into the buffers of every kind of layer."""
         assert session.dtype is not None
         session.plans = {}
-        session.plan(cache, device, session.dtype, into=buffers)
+        for cache in one_of_a_kind(caches):
+            mine = buffers[cache.ratio]
+            if "window_table" in mine:  # a ring's columns are part of what was recorded
+                session.describe(window_columns=mine["window_table"].shape[1])
+            session.plan(cache, device, session.dtype, into=mine)
 
     def _pass(
         self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
@@ -153,11 +163,15 @@ class CapturedDecode:
         B, needed = ids.shape[0], _most_blocks(session)
         # twice as many as now at most: what the graph is sized for, and how seldom it is recorded
         blocks = 1 << (needed - 1).bit_length()
-        buffers = plan_buffers(
-            self.attachment.config, caches[0], max_requests=B, max_tokens=B, max_blocks=blocks
-        )
+        config = self.attachment.config
+        buffers = {
+            cache.ratio: plan_buffers(
+                config, cache, max_requests=B, max_tokens=B, max_blocks=blocks
+            )
+            for cache in one_of_a_kind(caches)
+        }
         ids, positions = ids.clone(), positions.clone()
-        self._plan(session, caches[0], buffers, ids.device)
+        self._plan(session, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]
         graph, self.recordings = None, self.recordings + 1
 
@@ -235,10 +249,18 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
     return (
         recorded.ids.shape == ids.shape
         and recorded.ids.device == ids.device
-        and _most_blocks(session) <= recorded.buffers["block_table"].shape[1]
+        and all(
+            _most_blocks(session) <= buffers["block_table"].shape[1]
+            for buffers in recorded.buffers.values()
+        )
         and recorded.places == _places(caches)
         and (not session.decoded or _decoded_by(recorded) is session)
     )
+
+
+def one_of_a_kind(caches: list[LayerCache]) -> list[LayerCache]:
+    """A layer's cache of each compress ratio, its first; others have one kind."""
+    return list({cache.ratio: cache for cache in reversed(caches)}.values())
 
 
 def _weights(model: nn.Module) -> tuple[int, ...]:

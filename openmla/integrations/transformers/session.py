@@ -157,6 +157,7 @@ class Session:
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
         self.copies: tuple[list[tuple[int, int]], ...] = ([],)
+        self.spans: list[tuple[int, int, int]] = []  # request, old length, new length
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
@@ -262,7 +263,8 @@ class Session:
             new_runs = ((False, start), (True, stop - start), (False, S - stop))
             runs += [run for run in new_runs if run[1] > 0]
         ends = [start + n for start, n in zip(starts, new_lens, strict=True)]
-        self.batch = _describe(pool, requests, starts, ends)
+        self.spans = list(zip(requests, starts, ends, strict=True))
+        self.describe()
         self.picked = None
         if sum(new_lens) < B * S:
             rows = [torch.arange(b * S + i, b * S + j) for b, (i, j) in enumerate(spans)]
@@ -270,6 +272,18 @@ class Session:
         self.plans = {}
         self.steps += 1
         self.unfinished = True
+
+    def describe(self, window_columns: int = 0) -> None:
+        """The step that brings requests from their old lengths to their new ones, as a Batch."""
+        pool, requests = self.attachment.pool, [request for request, _, _ in self.spans]
+        query_lens = [end - start for _, start, end in self.spans]
+        ends = [end for _, _, end in self.spans]
+        if isinstance(pool, CompressedPool):
+            tables = pool.tables(requests, window_columns=window_columns)
+            self.batch = Batch(query_lens, ends, **tables._asdict())
+        else:
+            slots = pool.slot_mapping(self.spans)
+            self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
 
     def plan(
         self,
@@ -309,20 +323,6 @@ def _fits(pool: BlockPool, wanted: dict[int, int], *, raising: bool) -> bool:
             raise
         return False
     return True
-
-
-def _describe(
-    pool: BlockPool | CompressedPool,
-    requests: Sequence[int],
-    starts: Sequence[int],
-    ends: Sequence[int],
-) -> Batch:
-    """The step that brings requests from their old lengths to their new ones."""
-    query_lens = [end - start for start, end in zip(starts, ends, strict=True)]
-    if isinstance(pool, CompressedPool):
-        return Batch(query_lens, ends, **pool.tables(requests)._asdict())
-    spans = list(zip(requests, starts, ends, strict=True))
-    return Batch(query_lens, ends, pool.block_table(requests), pool.slot_mapping(spans))
 
 
 def _free_requests(pool: BlockPool | CompressedPool, requests: Sequence[int]) -> None:
