@@ -118,10 +118,24 @@ def refuse_grad(op: str, tensors: Sequence[Tensor]) -> None:
         )
 
 
+def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run where the first tensor is. torch's own ops go there by themselves, but a kernel of Triton
+    starts on the current device, whichever its pointers belong to."""
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return run(*args, **kwargs)
+        with torch.cuda.device(device):
+            return run(*args, **kwargs)
+
+    return started
+
+
 def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """Define openmla::<op> from a schema line; returns the overload to call."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, on_its_device(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"openmla::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.openmla, name).default

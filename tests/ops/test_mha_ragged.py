@@ -13,7 +13,7 @@ from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import mha_ragged
 from openmla.ops.mha_ragged import cost
 from openmla.testing import Inputs, RaggedCase
-from tests.ops.contract import check_attention
+from tests.ops.contract import check_attention, run_or_skip
 
 BASE = RaggedCase("prefill", (5, 17, 40), (5, 17, 40))
 CASES = [
@@ -157,3 +157,13 @@ def test_cost() -> None:
     assert cost([2], [5], H=1, E=1, V=1, itemsize=2, causal=True).flops == 2 * (4 + 5) * 2
     assert cost([5], [2], H=1, E=1, V=1, itemsize=2, causal=True).flops == 2 * (1 + 2) * 2
     assert cost([5], [2], H=1, E=1, V=1, itemsize=2, causal=False).flops == 2 * 10 * 2
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_nan_of_a_key_is_seen(backend: str, device: str) -> None:
+    """By every query that sees the key, and by no other."""
+    inputs = RaggedCase("nan", (40,), (40,), H=2).make(device)
+    inputs["k"][7] = torch.nan
+    out, lse = run_or_skip(mha_ragged, inputs, backend)
+    assert out[7:].isnan().all() and lse[7:].isnan().all()
+    assert out[:7].isfinite().all() and lse[:7].isfinite().all()

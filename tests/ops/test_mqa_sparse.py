@@ -431,10 +431,11 @@ def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
 def test_a_token_has_its_own_bits(
     first: SegmentCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With run_length the same token, alone and among others, gives the same bits."""
+    """With run_length the same token, alone and among others, gives the same bits; others so many
+    that whatever is chosen by their number is chosen differently."""
     if backend == "triton" and device == "cpu":  # as if there were a machine to fill
         monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
-    lens: Any = {"query_lens": (1,) * 40, "seq_lens": (290,) * 40, "H": 3, "contiguous": True}
+    lens: Any = {"query_lens": (1,) * 90, "seq_lens": (290,) * 90, "H": 3, "contiguous": True}
     width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
     inputs = SparseCase("many", first=first, **lens, **width).make(device)
     options = {**inputs.scalars, "run_length": 128}
@@ -446,6 +447,54 @@ def test_a_token_has_its_own_bits(
     few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
     for many, one in zip(whole, few, strict=True):
         assert torch.equal(many[:1], one)
+
+
+@pytest.mark.parametrize("first", [PACKED, replace(POSITIONS, BS=16)], ids=["packed", "bf16"])
+def test_triton_bits_do_not_depend_on_the_columns_there_are(
+    first: SegmentCase, device: str
+) -> None:
+    """A token of one run, in rows of one run and of more: its sink takes the same share."""
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    case = SparseCase("short", (2, 1), (33, 20), first=replace(first, K=64), sink=SINKS, **width)
+    inputs = replace(case, contiguous=True).make(device)
+    inputs = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    wider = dict(inputs.tensors)
+    wider["rows"] = torch.nn.functional.pad(wider["rows"], (0, 100), value=-1)
+    wider["sink"] = torch.stack((wider["sink"], wider["sink"]), 1)[:, 0]  # not contiguous either
+    actual = run_or_skip(mqa_sparse, replace(inputs, tensors=wider), "triton")
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("first", [PACKED, RING, PREFIX], ids=["packed", "window", "prefix"])
+def test_triton_takes_more_tokens_than_a_grid_holds(
+    first: SegmentCase, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's grids have 65535 tokens in their second dimension; as if they had two."""
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    case = SparseCase("tokens", (1, 3, 1), (33, 70, 9), first=replace(first, K=64), **width)
+    inputs = replace(case, contiguous=True, padding=2).make(device)
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    monkeypatch.setattr("openmla.backends.triton._launch.TOKENS", 2)
+    for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("run_length", [0, 16])
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_nan_of_a_row_is_seen(backend: str, run_length: int, device: str) -> None:
+    """One of many rows: it does not vanish where runs are merged, nor reach other tokens."""
+    case = SparseCase("nan", (1, 1), (70, 33), replace(SLOTS, K=64, BS=8))
+    inputs = case.make(device)
+    inputs = replace(inputs, scalars={**inputs.scalars, "run_length": run_length})
+    slot = int(inputs["rows"][0, 3])
+    others = inputs["rows"][1]
+    others[others == slot] = -1
+    inputs["cache"][slot // 8, slot % 8] = math.nan
+    out, lse = run_or_skip(mqa_sparse, inputs, backend)
+    assert out[0].isnan().all() and lse[0].isnan().all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
 
 
 def flat_arguments(inputs: SparseInputs) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:

@@ -124,7 +124,8 @@ def compile_build(build: Build) -> Report:
                 "other_out_",
             )
         )
-        if kind != "constexpr" and kind != "fp32" and aligned:
+        plain = build.kernel.params[index[name]].do_not_specialize
+        if kind != "constexpr" and kind != "fp32" and aligned and not plain:
             attrs[(index[name],)] = [["tt.divisibility", 16]]
     constants = {(index[name],): value for name, value in build.constants.items()}
     if amd and "ASM" in index:

@@ -1,7 +1,8 @@
 """Latent attention of few heads over fp8_ds_mla rows of 512 + 64, for decode; Gluon, SM80 and up.
 
 Computes  what _latent.py does, for a segment of slots or positions and 16 heads a program
-Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its rows
+Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its rows; a grid
+          holds 65535 tokens, more take several launches
 Reads     q [T, H, 576], rows of 656 bytes as 32-bit words, ROW from one to the next, their names
           [T, K]: slots, or with BS > 0 positions that table [B, M] says the block of. ROW is a
           constant, or 16-byte loads could not be told to be aligned
@@ -22,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# What differs from step to step: no other value of these is another kernel.
+CHANGING = ("B", "first_token", "num_blocks", "table_stride", "K", "M", "X")
 # Shifted e4m3 bits are 2**120 too small as bf16. Tiles are kept 2**16 smaller than the rows, so
 # that a scale times what is missing fits bf16 up to 2**23; rope queries, logits, outputs make up.
 SHIFTED = gl.constexpr(2.0**104)
@@ -150,10 +153,11 @@ def first_owner(t, query_start_loc, B):
     return owner
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=CHANGING)
 def _few_heads_kernel(
     q, words, floats, names, row_lens, query_start_loc, table, sink, out, lse,
-    B, num_blocks, qk_scale, q_token, q_head, names_stride, table_stride, K, M, X, run_length,
+    B, first_token, num_blocks, qk_scale, q_token, q_head, names_stride, table_stride, K, M, X,
+    run_length,
     ROW: gl.constexpr, BS: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
     SINK: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
@@ -168,9 +172,10 @@ def _few_heads_kernel(
     HEADS: gl.constexpr = gl.SliceLayout(1, SOFTMAX)
     OUT_HEADS: gl.constexpr = gl.SliceLayout(1, MMA)
     first_head = gl.program_id(0) * 16
-    t = gl.program_id(1)
+    t = first_token + gl.program_id(1)
     x = gl.program_id(2)
     t64 = t.to(gl.int64)
+    qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
     q0 = gl.allocate_shared_memory(gl.bfloat16, [16, 128], SHARED)
     q1 = gl.allocate_shared_memory(gl.bfloat16, [16, 128], SHARED)
     q2 = gl.allocate_shared_memory(gl.bfloat16, [16, 128], SHARED)
@@ -299,7 +304,7 @@ def _few_heads_kernel(
             o2 = add_values(o2, part, v2, k, MMA)
             o3 = add_values(o3, part, v3, k, MMA)
     total = gl.sum(sums, 1)
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     natural = gl.where(seen, (largest + gl.log2(total)) * LN2, float("-inf"))
     share = gl.where(seen, LARGER / total, 0.0)
     heads = first_head + gl.arange(0, 16, HEADS)

@@ -3,7 +3,8 @@
 Computes  for each token t, head h: rows = the cached rows its segments name, decoded
           s = scale * q[t, h] @ rows.T;  lse = log(sum(exp(s)));  out = exp(s - lse) @ rows[:, :C]
           (specification: ops/mqa_sparse.py, ops/mqa_paged.py; numbers: backends/reference)
-Grid      (cdiv(H, BLOCK_H), T, X): one program owns one token, BLOCK_H heads, one run of its rows.
+Grid      (cdiv(H, BLOCK_H), T, X): one program owns one token, BLOCK_H heads, one run of its rows;
+          a grid holds 65535 tokens, more take several launches
 Reads     q [T, H, D], caches [N, BS, W], the rows' names, query_start_loc [B+1]
 Writes    out [T, H, C] and lse [T, H]; with X > 1 runs part [T, X, H, C] and part_lse [T, X, H],
           merged by a second kernel
@@ -21,6 +22,11 @@ SLOTS, POSITIONS, WINDOW, PREFIX, PAGED = (tl.constexpr(i) for i in range(5))
 PLAIN, FP8, PACKED, V4 = (tl.constexpr(i) for i in range(4))
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+# What differs from step to step: no other value of these is another kernel.
+CHANGING = (
+    "B", "first_token", "X", "N_1", "M_1", "K_1", "table_stride_1", "N_2", "M_2", "K_2",
+    "table_stride_2",
+)  # fmt: skip
 
 
 @triton.jit
@@ -302,13 +308,13 @@ def store_columns(at, mask_h, values, FIRST: tl.constexpr, USED: tl.constexpr, B
     tl.store(at[:, None] + (FIRST + c)[None, :], values.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=CHANGING)
 def _latent_kernel(
     q, query_start_loc, positions, seq_lens, split_starts, sink,
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,
     cache_2, kv_scale_2, rows_2, row_lens_2, table_2,
     out, lse,
-    B, qk_scale, q_token, q_head, X, run_length,
+    B, first_token, qk_scale, q_token, q_head, X, run_length,
     page_1, row_1, W_1, N_1, M_1, K_1, span_1, rows_stride_1, table_stride_1,
     page_2, row_2, W_2, N_2, M_2, K_2, span_2, rows_stride_2, table_stride_2,
     H: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
@@ -320,7 +326,7 @@ def _latent_kernel(
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
-    head_tile, t, x = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head_tile, t, x = tl.program_id(0), first_token + tl.program_id(1), tl.program_id(2)
     ROPE_VALUED: tl.constexpr = C > MAIN
     TWO_TILES: tl.constexpr = MAIN > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else MAIN
@@ -385,7 +391,7 @@ def _latent_kernel(
             ONE_BLOCK_2, KIND_2, FORMAT_2, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N,
             BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UPCAST, STAGES, dtype,
         )  # fmt: skip
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     share = tl.where(seen, 1.0 / total, 0.0)
     natural = tl.where(seen, (largest + tl.log2(total)) * LN2, float("-inf"))
     if SPLIT:
@@ -404,7 +410,7 @@ def _latent_kernel(
         store_columns(at, mask_h, acc_rope * share[:, None], MAIN, C - MAIN, BLOCK_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["X"])
 def _merge_runs_kernel(
     part, part_lse, sink, out, lse, X,
     H: tl.constexpr, C: tl.constexpr, SINK: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -434,7 +440,7 @@ def _merge_runs_kernel(
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         total = total * shrink + tl.sum(weights, 0)
         largest = new_largest
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     natural = tl.where(seen, largest + tl.log2(total) * LN2, float("-inf"))
     share = tl.where(seen, 1.0 / total, 0.0)
     if SINK:

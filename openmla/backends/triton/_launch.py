@@ -28,6 +28,7 @@ from openmla.backends.triton._tiles import (
 from openmla.hardware import multiprocessors
 
 LOG2E = 1.4426950408889634
+TOKENS = 65535  # of one launch: the second dimension of a grid has no more
 
 
 class Rows(NamedTuple):
@@ -76,8 +77,10 @@ def run_latent(
         X = max(cdiv(width, run_length), 1)
     if split_starts is not None:
         X = split_starts.shape[1] - 1
+    # with fixed runs a sink's share is a product of its own, however many runs there are
+    split = X > 1 or (run_length > 0 and sink is not None)
     target, target_lse = out, lse
-    if X > 1:
+    if split:
         target = q.new_empty((T, X, H, C), dtype=torch.float32)
         target_lse = q.new_empty((T, X, H), dtype=torch.float32)
     B = query_start_loc.shape[0] - 1
@@ -86,34 +89,36 @@ def run_latent(
     constants = constants_of(
         shape, config, [(part.kind, part.format, part.cache.shape[1]) for part in segments],
         aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)), causal=causal,
-        sink=sink is not None and X == 1, split=X > 1,
+        sink=sink is not None and not split, split=split,
     )  # fmt: skip
     nothing = query_start_loc = query_start_loc.contiguous()
-    kernels._latent_kernel[(tiles, T, X)](
-        q,
-        query_start_loc,
-        nothing if positions is None else positions.contiguous(),
-        nothing if seq_lens is None else seq_lens.contiguous(),
-        nothing if split_starts is None else split_starts.contiguous(),
-        lse if sink is None else sink,
-        *_tensors(first, nothing),
-        *_tensors(second, nothing),
-        target,
-        target_lse,
-        B,
-        scale,
-        q.stride(0),
-        q.stride(1),
-        X,
-        run_length,
-        *_sizes(first),
-        *_sizes(second),
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=True,
-    )
-    if X > 1:
+    for first_token in range(0, T, TOKENS):
+        kernels._latent_kernel[(tiles, min(T - first_token, TOKENS), X)](
+            q,
+            query_start_loc,
+            nothing if positions is None else positions.contiguous(),
+            nothing if seq_lens is None else seq_lens.contiguous(),
+            nothing if split_starts is None else split_starts.contiguous(),
+            lse if sink is None else sink,
+            *_tensors(first, nothing),
+            *_tensors(second, nothing),
+            target,
+            target_lse,
+            B,
+            first_token,
+            scale,
+            q.stride(0),
+            q.stride(1),
+            X,
+            run_length,
+            *_sizes(first),
+            *_sizes(second),
+            **constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            enable_fp_fusion=True,
+        )
+    if split:
         fixed = bool(run_length) or split_starts is not None
         merge_runs(target, target_lse, sink, out, lse, fixed=fixed)
     return out.to(q.dtype), lse
@@ -123,9 +128,10 @@ def merge_runs(
     part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, *, fixed: bool
 ) -> None:
     """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here. Where
-    runs are `fixed`, so is the order of the sum: empty ones at the end do not change it."""
+    runs are `fixed`, so is the order of the sum: empty ones at the end do not change it. Nor may
+    the number of tokens: threads of a wider tile would add runs up in another order."""
     T, X, H, C = part.shape
-    block_c = min(next_power_of_2(C), 512 if T * H >= 256 else 128)
+    block_c = min(next_power_of_2(C), 512 if T * H >= 256 and not fixed else 128)
     kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
         part,
         part_lse,
@@ -152,7 +158,8 @@ def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
     if (D, C, q.dtype) != (576, 512, torch.bfloat16) or not is_dense(part.cache):
         return False
     lies = part.cache.data_ptr() % 16 == 0 and part.cache.stride(1) % 16 == 0
-    fits = part.cache.numel() < 2**33  # rows, not bytes, are counted in 32 bits
+    # rows, not bytes, are counted in 32 bits; the first row is read for those that are not there
+    fits = 0 < part.cache.numel() < 2**33
     alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
     return lies and fits and (H <= 32 or alone)
 
@@ -178,49 +185,53 @@ def run_few_heads(
     X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device, 16)
     if run_length:
         X = max(cdiv(K, run_length), 1)
+    # with fixed runs a sink's share is a product of its own, however many runs there are
+    split = X > 1 or (run_length > 0 and sink is not None)
     target, target_lse = out, lse
-    if X > 1:
+    if split:
         target = q.new_empty((T, X, H, 512), dtype=torch.float32)
         target_lse = q.new_empty((T, X, H), dtype=torch.float32)
-    N, BS, _ = part.cache.shape
+    N, BS, W = part.cache.shape
     row = part.cache.stride(1)
-    flat = part.cache.as_strided((N * BS, row), (row, 1))
+    flat = part.cache.as_strided((N * BS, W), (row, 1))  # the last row may have no padding
     query_start_loc = query_start_loc.contiguous()
     names, table = in_order(part.rows), part.block_table
     if part.kind == "slots":
         N, BS, table = N * BS, 0, None
     table = query_start_loc[None] if table is None else in_order(table)
-    few_heads._few_heads_kernel[(tiles, T, X)](
-        q,
-        flat.view(torch.int32),
-        flat.view(torch.float32),
-        names,
-        in_order(part.row_lens),
-        query_start_loc,
-        table,
-        lse if sink is None else sink,
-        target,
-        target_lse,
-        query_start_loc.shape[0] - 1,
-        N,
-        scale * LOG2E,
-        q.stride(0),
-        q.stride(1),
-        names.stride(0),
-        table.stride(0),
-        K,
-        table.shape[1],
-        X,
-        run_length,
-        ROW=row // 4,
-        BS=BS,
-        H=H,
-        SPLIT=X > 1,
-        SINK=sink is not None and X == 1,
-        BLOCK_N=BLOCK_N,
-        num_warps=4,
-    )
-    if X > 1:
+    for first_token in range(0, T, TOKENS):
+        few_heads._few_heads_kernel[(tiles, min(T - first_token, TOKENS), X)](
+            q,
+            flat.view(torch.int32),
+            flat.view(torch.float32),
+            names,
+            in_order(part.row_lens),
+            query_start_loc,
+            table,
+            lse if sink is None else sink,
+            target,
+            target_lse,
+            query_start_loc.shape[0] - 1,
+            first_token,
+            N,
+            scale * LOG2E,
+            q.stride(0),
+            q.stride(1),
+            names.stride(0),
+            table.stride(0),
+            K,
+            table.shape[1],
+            X,
+            run_length,
+            ROW=row // 4,
+            BS=BS,
+            H=H,
+            SPLIT=split,
+            SINK=sink is not None and not split,
+            BLOCK_N=BLOCK_N,
+            num_warps=4,
+        )
+    if split:
         merge_runs(target, target_lse, sink, out, lse, fixed=bool(run_length))
     return out, lse
 

@@ -268,7 +268,7 @@ def _mha_kernel(
         row_there, tiles, K_TOKEN, V_TOKEN, BITS if MASKED else EDGE, False, E, V, BLOCK_N, BLOCK_A,
         BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     share = tl.where(seen, 1.0 / total, 0.0)
     natural = tl.where(seen, (largest + tl.log2(total)) * LN2, float("-inf"))
     row = (first + m).to(tl.int64) * H + h

@@ -306,7 +306,7 @@ def choose(
     emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK // 2)
 
 
-@triton.jit(do_not_specialize=["T", "K", "target"])
+@triton.jit(do_not_specialize=["row_stride", "T", "K", "target"])
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,

@@ -12,7 +12,7 @@ from openmla.backends.triton._latent_builds import latent_builds
 from openmla.backends.triton._launch import Rows, run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
-LAUNCHES = 2  # the second merges runs
+LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
 
 
 def why_not(problem: Problem) -> str | None:

@@ -13,7 +13,7 @@ from openmla.backends.triton._latent_builds import few_heads_builds, latent_buil
 from openmla.backends.triton._launch import Rows, fits_few_heads, run_few_heads, run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
-LAUNCHES = 2  # the second merges runs
+LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
 
 
 def why_not(problem: Problem) -> str | None:
@@ -32,6 +32,7 @@ def run(
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
     rows = [Rows(*segment) for segment in segments]
+    sink = None if sink is None else sink.contiguous()
     if len(rows) == 1 and fits_few_heads(q_latent, rows[0], C, run_length):
         return run_few_heads(
             q_latent, query_start_loc, rows[0], sink, scale=scale, run_length=run_length
