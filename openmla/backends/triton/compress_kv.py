@@ -42,18 +42,46 @@ from openmla.cache.format import get_format, state_rows
 LAUNCHES = 1
 ELEMENTS = 4096  # of a tile of tokens
 TOKENS = 8  # of a tile, at most
-LOWEST = tl.constexpr(-3.0e38)  # below every score; -inf less itself would be NaN
+LOWEST = tl.constexpr(-1.0e38)  # below every score; -inf less itself would be NaN
 
 
 @triton.jit
-def _fold(largest, total, weighted, values, z, live):
+def _exp(x):
+    """exp of numbers up to 0, rounded almost as if once: the hardware's is off by two units, and
+    what a state adds up token by token may not cost precision."""
+    shifted = x * 1.4426950408889634 + 12582912.0  # rounds to a whole number, the last bits
+    n = shifted - 12582912.0
+    f = (x - n * 0.693359375) + n * 2.12194440e-4  # ln 2 in two parts, the first one's exact
+    p = 1.9875691500e-4
+    p = p * f + 1.3981999507e-3
+    p = p * f + 8.3334519073e-3
+    p = p * f + 4.1665795894e-2
+    p = p * f + 1.6666665459e-1
+    p = p * f + 5.0000001201e-1
+    power = (shifted.to(tl.uint32, bitcast=True) << 23) + 0x3F800000
+    scaled = ((p * f * f + f) + 1.0) * power.to(tl.float32, bitcast=True)
+    return tl.where(x < -87.0, 0.0, scaled)
+
+
+@triton.jit
+def _add(total, rest, more):
+    """A sum, and what its roundings have cost so far."""
+    summed = total + more
+    taken = summed - total
+    return summed, rest + ((total - (summed - taken)) + (more - taken))
+
+
+@triton.jit
+def _fold(largest, total, total_rest, weighted, weighted_rest, values, z, live):
     """Rows [n, BLOCK_D], as far as they are live, added to a softmax under way."""
     top = tl.maximum(largest, tl.max(tl.where(live, z, LOWEST), 0))
-    shrink = tl.exp(largest - top)
-    weights = tl.where(live, tl.exp(z - top[None, :]), 0.0)
-    total = total * shrink + tl.sum(weights, 0)
-    weighted = weighted * shrink + tl.sum(weights * values, 0)
-    return top, total, weighted
+    shrink = _exp(largest - top)
+    weights = tl.where(live, _exp(z - top[None, :]), 0.0)
+    total, total_rest = _add(total * shrink, total_rest * shrink, tl.sum(weights, 0))
+    weighted, weighted_rest = _add(
+        weighted * shrink, weighted_rest * shrink, tl.sum(weights * values, 0)
+    )
+    return top, total, total_rest, weighted, weighted_rest
 
 
 @triton.jit
@@ -64,7 +92,8 @@ def _load_fold(at, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
     largest = tl.load(at + d, mask=mask, other=LOWEST)
     total = tl.load(at + D + d, mask=mask, other=0.0)
     weighted = tl.load(at + 2 * D + d, mask=mask, other=0.0)
-    return largest, total, weighted
+    nothing = tl.zeros([BLOCK_D], tl.float32)
+    return largest, total, nothing, weighted, nothing
 
 
 @triton.jit
@@ -80,8 +109,9 @@ def _load_tokens(
 
 @triton.jit
 def _fold_tokens(
-    largest, total, weighted, kv, score, bias, first, count, kv_stride, score_stride, bias_stride,
-    D: tl.constexpr, RATIO: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
+    largest, total, total_rest, weighted, weighted_rest, kv, score, bias, first, count, kv_stride,
+    score_stride, bias_stride, D: tl.constexpr, RATIO: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`count` of this step's tokens, from position `first` on, added."""
     d = tl.arange(0, BLOCK_D)[None, :]
@@ -91,9 +121,10 @@ def _fold_tokens(
         values, z = _load_tokens(
             kv, score, bias, first + j, d, live, kv_stride, score_stride, bias_stride, RATIO
         )
-        there = (j < count)[:, None]
-        largest, total, weighted = _fold(largest, total, weighted, values, z, there)
-    return largest, total, weighted
+        largest, total, total_rest, weighted, weighted_rest = _fold(
+            largest, total, total_rest, weighted, weighted_rest, values, z, (j < count)[:, None]
+        )
+    return largest, total, total_rest, weighted, weighted_rest
 
 
 @triton.jit
@@ -106,7 +137,7 @@ def _pool_overlapping(
     d = tl.arange(0, BLOCK_D)[None, :]
     largest = tl.full([BLOCK_D], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
-    weighted = tl.zeros([BLOCK_D], tl.float32)
+    total_rest, weighted, weighted_rest = total, total, total
     for low in range(0, 2 * RATIO, BLOCK_J):
         j = low + tl.arange(0, BLOCK_J)
         p = (window - 1) * RATIO + j
@@ -129,8 +160,10 @@ def _pool_overlapping(
             )
             values = tl.where(new, values, tl.load(kept + columns, mask=live & ~new, other=0.0))
             z = tl.where(new, z, tl.load(kept + 2 * D + columns, mask=live & ~new, other=0.0))
-        largest, total, weighted = _fold(largest, total, weighted, values, z, there)
-    return tl.div_rn(weighted, total)
+        largest, total, total_rest, weighted, weighted_rest = _fold(
+            largest, total, total_rest, weighted, weighted_rest, values, z, there
+        )
+    return tl.div_rn(weighted + weighted_rest, total + total_rest)
 
 
 @triton.jit
@@ -167,8 +200,10 @@ def _store_entry(
     if (block >= 0) & (block < N):
         rope = tl.gather(v, tl.minimum(MAIN + tl.arange(0, BLOCK_R), BLOCK_D - 1), 0)
         if BLOCK_G * BLOCK_C > BLOCK_D:
-            v = tl.gather(v, tl.minimum(tl.arange(0, BLOCK_G * BLOCK_C), BLOCK_D - 1), 0)
-        values = tl.reshape(v, [BLOCK_G, BLOCK_C])
+            row = tl.gather(v, tl.minimum(tl.arange(0, BLOCK_G * BLOCK_C), BLOCK_D - 1), 0)
+            values = tl.reshape(row, [BLOCK_G, BLOCK_C])
+        else:
+            values = tl.reshape(v, [BLOCK_G, BLOCK_C])
         if KIND != PLAIN and KIND != FP8:  # packed formats take bf16
             values = round_to(values, tl.bfloat16, ASM)
         store_values(
@@ -209,25 +244,27 @@ def _keep_folds(
     window = first // RATIO * RATIO
     begin = tl.maximum(window, start)
     before = state + (start + V - 1) % V * state_row
-    largest, total, weighted = _load_fold(before, window < start, D, BLOCK_D)
-    largest, total, weighted = _fold_tokens(
-        largest, total, weighted, kv, score, bias, begin, (first - begin).to(tl.int32), kv_stride,
-        score_stride, bias_stride, D, RATIO, BLOCK_J, BLOCK_D,
+    fold = _load_fold(before, window < start, D, BLOCK_D)
+    largest, total, total_rest, weighted, weighted_rest = _fold_tokens(
+        fold[0], fold[1], fold[2], fold[3], fold[4], kv, score, bias, begin,
+        (first - begin).to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO, BLOCK_J,
+        BLOCK_D,
     )  # fmt: skip
     tl.debug_barrier()  # what is overwritten now has been read
     d = tl.arange(0, BLOCK_D)
     for k in range(0, (end - first).to(tl.int32)):
         p = first + k
         fresh = p % RATIO == 0
-        largest, total, weighted = _fold_tokens(
+        largest, total, total_rest, weighted, weighted_rest = _fold_tokens(
             tl.where(fresh, LOWEST, largest), tl.where(fresh, 0.0, total),
-            tl.where(fresh, 0.0, weighted), kv, score, bias, p, 1, kv_stride, score_stride,
+            tl.where(fresh, 0.0, total_rest), tl.where(fresh, 0.0, weighted),
+            tl.where(fresh, 0.0, weighted_rest), kv, score, bias, p, 1, kv_stride, score_stride,
             bias_stride, D, RATIO, 1, BLOCK_D,
         )  # fmt: skip
         at = state + p % V * state_row
         tl.store(at + d, largest, mask=d < D)
-        tl.store(at + D + d, total, mask=d < D)
-        tl.store(at + 2 * D + d, weighted, mask=d < D)
+        tl.store(at + D + d, total + total_rest, mask=d < D)
+        tl.store(at + 2 * D + d, weighted + weighted_rest, mask=d < D)
 
 
 @triton.jit(do_not_specialize=["B", "N", "NS", "M"])
@@ -257,7 +294,7 @@ def _compress_kv_kernel(
         first_row = tl.load(query_start_loc + b)
         end_row = tl.load(query_start_loc + b + 1)
     if (slot >= 0) & (slot < NS) & (first_row < end_row):
-        start = tl.load(positions + first_row * position_stride.to(tl.int64))
+        start = tl.load(positions + first_row.to(tl.int64) * position_stride)
         end = start + (end_row - first_row)
         # rows by position from here on
         shift = first_row - start
@@ -286,11 +323,12 @@ def _compress_kv_kernel(
                 count = (entry + 1) * RATIO - begin
                 before = state + (start + V - 1) % V * state_row
                 fold = _load_fold(before, entry * RATIO < start, D, BLOCK_D)
-                _, total, weighted = _fold_tokens(
-                    fold[0], fold[1], fold[2], kv, score, bias, begin, count.to(tl.int32),
-                    kv_stride, score_stride, bias_stride, D, RATIO, BLOCK_J, BLOCK_D,
+                _, total, total_rest, weighted, weighted_rest = _fold_tokens(
+                    fold[0], fold[1], fold[2], fold[3], fold[4], kv, score, bias, begin,
+                    count.to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO, BLOCK_J,
+                    BLOCK_D,
                 )  # fmt: skip
-                v = tl.div_rn(weighted, total)
+                v = tl.div_rn(weighted + weighted_rest, total + total_rest)
             _store_entry(
                 cache, kv_scale, norm_weight, table, blocks, v, entry, eps, page, row_stride,
                 table_stride, N, M, D, R, RATIO, HADAMARD, LOG2, BLOCK_D, BS, KIND, MAIN, ROPE,
