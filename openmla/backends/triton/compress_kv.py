@@ -1,4 +1,4 @@
-"""compress_kv, Triton: one launch pools a step's tokens into entries and keeps what later ones need.
+"""compress_kv, Triton: one launch pools tokens into entries and keeps what later ones need.
 
 Computes  entries: tokens pooled by a softmax per channel, normalised, rotated, encoded; then the
           state rows of the step's last V tokens (specification: ops/compress_kv.py)
@@ -133,7 +133,7 @@ def _pool_overlapping(
     D: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, BLOCK_J: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """A window's tokens and those of the one before it; what is older than the step in the state"""
+    """The tokens of a window and of the one before it; those of earlier steps are in the state."""
     d = tl.arange(0, BLOCK_D)[None, :]
     largest = tl.full([BLOCK_D], LOWEST, tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
