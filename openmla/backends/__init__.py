@@ -18,7 +18,7 @@ from openmla.errors import ConfigError, UnsupportedError
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("triton", "reference"),
     "cache_write": ("triton", "reference"),
-    "compress_kv": ("reference",),
+    "compress_kv": ("reference", "triton"),
     "index_logits": ("reference", "triton"),
     "index_logits_ragged": ("reference", "triton"),
     "index_select": ("reference", "triton"),

@@ -77,6 +77,7 @@ class PoolCase:
     parameters: torch.dtype = torch.float32
     wrong: float = math.nan  # what rejected drafts are made of
     surplus: int = 2
+    angles: torch.dtype = torch.float32  # of the table
     wide: bool = False  # the same values as float64
 
     def __str__(self) -> str:
@@ -139,7 +140,7 @@ class Story:
         longest = max([*lens, *skipped], default=0) + case.spare + 1
         half = torch.arange(0, case.R, 2) / max(case.R, 1)
         angles = torch.outer(torch.arange(float(longest)), 10000.0**-half)
-        self.table = 1.2 * torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.table = (1.2 * torch.cat([angles.cos(), angles.sin()], dim=1)).to(case.angles)
         self.table[torch.arange(longest) % case.ratio != 0] = torch.nan
         layout = get_format(case.format)
         needs = [-(-(S + case.spare) // case.ratio // case.BS) + 1 for S in lens]
@@ -386,10 +387,12 @@ SPECULATIVE: tuple[Step, ...] = (
     (Feed(0, 1, 3), Feed(1, 2, 1)),
     (Feed(0, 4, 0), Feed(1, 4, 0)),
 )
+# More requests than a kernel may look at in one go; some of these bring nothing.
+MANY: tuple[Step, ...] = (tuple(Feed(b, 5 * (b % 7 == 0)) for b in range(140)),)
 FOLDED_8: dict[str, Any] = {"overlap": False, "ratio": 8}
 FOLDED_3: dict[str, Any] = {"overlap": False, "ratio": 3}
 V4_MAIN: dict[str, Any] = {"D": 512, "R": 64}
-V4_128: dict[str, Any] = {"overlap": False, "ratio": 128, "D": 6, "R": 4, "BS": 2}
+V4_128: dict[str, Any] = {"overlap": False, "ratio": 128, "D": 40, "R": 4, "BS": 2}
 
 BASE = PoolCase("base", MIXED, format="bf16")
 CASES = [
@@ -448,7 +451,11 @@ CASES = [
     PoolCase("width-2", MIXED, D=2, R=2, hadamard=True),
     PoolCase("width-odd", MIXED, D=7, R=2),
     PoolCase("low-precision-parameters", MIXED, parameters=torch.bfloat16),
+    PoolCase("float64-table", MIXED, angles=torch.float64),
     PoolCase("no-surplus", MIXED, surplus=0),
+    PoolCase("many-requests", MANY, D=4, R=2),
+    PoolCase("many-requests-folded", MANY, D=4, R=2, **FOLDED_3),
+    PoolCase("width-odd-packed", cut(14, 9), "fp8_ds_mla", D=133, R=4),
     *(
         PoolCase(f"{name}-{format}", cut(14, 9), format, D=128, R=64, hadamard=name == "turned")
         for name in ("v4-index", "turned")
@@ -510,16 +517,20 @@ def test_reference_takes_any_cuts_and_drafts(
 
 
 @pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
-@pytest.mark.parametrize("steps", [token_by_token(256), cut(256, 127, 129)], ids=["tokens", "cut"])
-@pytest.mark.parametrize("more", [{}, V4_128], ids=["overlap-4", "folded-128"])
+@pytest.mark.parametrize("pieces", ["tokens", "cut"])
+@pytest.mark.parametrize(
+    ("more", "total"), [({}, 64), ({**V4_128, "D": 6}, 256)], ids=["overlap-4", "folded-128"]
+)
 @pytest.mark.parametrize("scores", ["plain", "far apart", "rising", "falling"])
 def test_cuts_cost_no_precision(
-    scores: str, more: dict[str, Any], steps: tuple[Step, ...], backend: str, device: str
+    scores: str, more: dict[str, Any], total: int, pieces: str, backend: str, device: str
 ) -> None:
     """In pieces, an entry is as good as the reference makes it in one call."""
+    edges = range(1, total) if pieces == "tokens" else (total // 2 - 1, total // 2 + 1)
+    steps = cut(total, *edges)
     case = PoolCase("pieces", steps, dtype=torch.float32, scores=scores, **more)
     story = Story(case, device).play(backend)
-    whole = Story(replace(case, steps=cut(256)), device).play("reference")
+    whole = Story(replace(case, steps=cut(total)), device).play("reference")
     assert out_budget(story.entries().float(), exact_results(story).entries, whole.entries()) <= 1
 
 
@@ -539,8 +550,9 @@ def test_rejected_drafts_leave_no_trace(
     wrong: float, start: int, more: dict[str, Any], backend: str, device: str
 ) -> None:
     """Back by as much as the contract allows, twice: the bits are those of a clean run."""
+    first, last = (Feed(0, start),), (Feed(0, 20),)
+    clean = Story(PoolCase("clean", (first, last), "bf16", **more), device).play(backend)
     for back in range(1, more["spare"] + 1):
-        first, last = (Feed(0, start),), (Feed(0, 20),)
         rejected = (Feed(0, 0, back),)
         case = PoolCase("drafts", (first, rejected, rejected, last), "bf16", wrong=wrong, **more)
         story = Story(case, device).play(backend, case.steps[:1])
@@ -550,7 +562,6 @@ def test_rejected_drafts_leave_no_trace(
             finishes = start % case.ratio + back >= case.ratio
             assert torch.equal(page_bytes(story.cache), before) != finishes
         story.play(backend, case.steps[2:])
-        clean = Story(replace(case, steps=(first, last)), device).play(backend)
         assert torch.equal(story.entries(), clean.entries())
         assert story.entries().isfinite().all()
         assert torch.equal(story.kept_state(), clean.kept_state())

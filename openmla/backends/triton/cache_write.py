@@ -194,17 +194,37 @@ def store_row(
     ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One row, encoded, into its slot."""
-    values_at, scales_at, rope_at = places(
-        slot // BS, slot % BS, page, row_stride, BS, KIND, MAIN, ROPE, SCALES
-    )
     g = tl.arange(0, BLOCK_G)
     c = tl.arange(0, BLOCK_C)
     d = (g * GROUP)[:, None] + c[None, :]  # [BLOCK_G, BLOCK_C]
     mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
     r = tl.arange(0, BLOCK_R)
-    mask_r = r < ROPE
     values = _load_columns(kv_c, k_pe, d, mask, C, 0, MAIN)
-    rope = _load_columns(kv_c, k_pe, MAIN + r, mask_r, C, MAIN, MAIN + ROPE)
+    rope = _load_columns(kv_c, k_pe, MAIN + r, r < ROPE, C, MAIN, MAIN + ROPE)
+    store_values(
+        cache, values, rope, slot, kv_scale, page, row_stride, BS, KIND, MAIN, ROPE, GROUP, SCALES,
+        EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_values(
+    cache, values, rope, slot, kv_scale, page, row_stride,
+    BS: tl.constexpr, KIND: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
+    GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
+    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The same for a row at hand: values [BLOCK_G, BLOCK_C], zeros past a group's GROUP columns,
+    and rope [BLOCK_R]."""
+    values_at, scales_at, rope_at = places(
+        slot // BS, slot % BS, page, row_stride, BS, KIND, MAIN, ROPE, SCALES
+    )
+    g = tl.arange(0, BLOCK_G)
+    c = tl.arange(0, BLOCK_C)
+    d = (g * GROUP)[:, None] + c[None, :]
+    mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
+    r = tl.arange(0, BLOCK_R)
+    mask_r = r < ROPE
     if KIND == PLAIN:
         stored = round_to(values, cache.dtype.element_ty, ASM)
         rope = round_to(rope, cache.dtype.element_ty, ASM)
