@@ -118,6 +118,12 @@ def refuse_grad(op: str, tensors: Sequence[Tensor]) -> None:
         )
 
 
+def check_scale(op: str, scale: float) -> None:
+    """Of logits. Kernels find the largest product first and scale it, which turns with its sign."""
+    if not scale > 0:
+        raise ShapeError(f"{op}: scale must be positive, got {scale}.")
+
+
 def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Run where the first tensor is. torch's own ops go there by themselves, but a kernel of Triton
     starts on the current device, whichever its pointers belong to."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from openmla.backends import Problem, load, select
 from openmla.errors import ShapeError
 from openmla.hardware import capability
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 _SPEC = (
@@ -65,6 +65,7 @@ def _run(
     q = tensors[0]
     dims = _check(tensors)
     refuse_grad("mha_ragged", tensors[:3])
+    check_scale("mha_ragged", scale)
     if q.device.type == "cpu":
         _check_values(dims, tensors, max_query_len, max_key_len)
     problem = Problem(

@@ -27,7 +27,7 @@ from openmla.backends import Problem, load, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
@@ -87,6 +87,7 @@ def _run(
     q_latent = tensors[0]
     dims = _check(tensors, format, C)
     refuse_grad("mqa_paged", (q_latent,))
+    check_scale("mqa_paged", scale)
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len)
     problem = Problem(

@@ -32,7 +32,7 @@ from openmla.backends import Problem, load, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.hardware import capability
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 KINDS = ("slots", "positions", "window", "prefix")
@@ -135,6 +135,7 @@ def _run(
     parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
     dims = _check(q_latent, query_start_loc, positions, parts, sink, C)
     refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
+    check_scale("mqa_sparse", scale)
     if q_latent.device.type == "cpu":
         check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if run_length < 0:

@@ -121,14 +121,6 @@ def test_bits_past_the_keys_may_hold_anything(backend: str, device: str) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
-def test_any_scale(scale: float, backend: str, device: str) -> None:
-    inputs = BASE.make(device)
-    inputs.scalars["scale"] = scale
-    check_attention(mha_masked, inputs, backend)
-
-
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_bit_is_ragged(causal: bool, backend: str, device: str) -> None:
     """Causal bits make causal attention; all bits make attention to everything."""

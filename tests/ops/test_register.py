@@ -1,4 +1,4 @@
-"""The device an op runs on; its first tensor's, whichever is current."""
+"""What all ops share: the device they run on, their first tensor's, and checks of scalars."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.ops import merge_states
+from openmla.errors import ShapeError
+from openmla.ops import merge_states, mha_ragged, mqa_paged, mqa_sparse
 from openmla.ops._register import on_its_device
+from openmla.testing import Inputs, PagedCase, RaggedCase, SparseCase, SparseInputs
 
 
 def test_an_op_goes_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +40,17 @@ def test_triton_on_the_second_gpu() -> None:
     merge_states(*moved, backend="triton")
     merge_states(*tensors, backend="reference")
     torch.testing.assert_close(moved[0].cpu(), tensors[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, float("nan")])
+def test_scales_are_positive(scale: float) -> None:
+    """Of every op that attends, before anything is computed."""
+    ragged = RaggedCase("", (3,), (9,)).make()
+    paged = PagedCase("", (1,), (9,)).make()
+    sparse = SparseCase("", (1,), (9,)).make()
+    cases: list[tuple[Any, Inputs | SparseInputs]]
+    cases = [(mha_ragged, ragged), (mqa_paged, paged), (mqa_sparse, sparse)]
+    for op, inputs in cases:
+        inputs.scalars["scale"] = scale
+        with pytest.raises(ShapeError, match=f"{op.__name__}: scale must be positive, got {scale}"):
+            inputs.run(op, backend="reference")

@@ -50,7 +50,6 @@ SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 CHANGING = ("T", "B", "mask_token", "tiles_stride")
 SLICED = ("query_start_loc", "key_start_loc", "mask")
 WIDEST = 512
-TINY = 1e-30  # in place of a scale of 0: hidden scores stay -inf
 
 
 class Config(NamedTuple):
@@ -209,7 +208,7 @@ def _mha_kernel(
     q, k, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
     T, B, qk_scale, q_token, q_head, k_head, v_head, mask_token, tiles_stride,
     K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
-    V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, NEGATED: tl.constexpr,
+    V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr,
@@ -234,9 +233,6 @@ def _mha_kernel(
     if UPCAST:
         q_a = q_a.to(tl.float32)
         q_b = q_b.to(tl.float32)
-    if NEGATED:  # with a positive scale the largest product is the largest score
-        q_a = -q_a
-        q_b = -q_b
     qk_scale = qk_scale * LOG2E
     k += first_key.to(tl.int64) * K_TOKEN + h * k_head
     v += first_key.to(tl.int64) * V_TOKEN + h * v_head
@@ -360,7 +356,6 @@ def run_mha(
         )
     constants = constants_of(
         q.dtype, H, E, V, config, (k.stride(0), v.stride(0)), causal=causal, bits=bits,
-        negated=scale < 0,
     )  # fmt: skip
     _mha_kernel[(grid, H)](
         q,
@@ -375,7 +370,7 @@ def run_mha(
         lse,
         T,
         B,
-        max(abs(scale), TINY),
+        scale,
         q.stride(0),
         q.stride(1),
         k.stride(1),
@@ -405,7 +400,6 @@ def constants_of(
     *,
     causal: bool,
     bits: bool,
-    negated: bool = False,
 ) -> dict[str, Any]:
     block_a, block_b, block_v = blocks_of(E, V)
     return {
@@ -417,7 +411,6 @@ def constants_of(
         "V": V,
         "CAUSAL": causal,
         "MASKED": bits,
-        "NEGATED": negated,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_A": block_a,
