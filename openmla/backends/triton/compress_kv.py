@@ -180,17 +180,18 @@ def _store_entry(
     column = entry // BS
     block = tl.load(blocks + column, mask=column < M, other=-1).to(tl.int64)
     weight = widen(tl.load(norm_weight + d, mask=d < D, other=0.0))
-    square = tl.div_rn(tl.sum(v * v, 0), D * 1.0)
-    v = v * tl.div_rn(1.0, tl.sqrt_rn(square + eps)) * weight
-    if R > 0:
+    if R > 0:  # asked for before anything is waited for
         r = d - (D - R)
         turned = (r >= 0) & (r < R)
-        second = r % 2 == 1
-        partner = tl.where(turned, tl.where(second, d - 1, d + 1), d)
-        other = tl.gather(v, partner, 0)
         angles = table + entry * RATIO * table_stride + r // 2
         cos = tl.load(angles, mask=turned, other=0.0)
         sin = tl.load(angles + R // 2, mask=turned, other=0.0)
+    square = tl.div_rn(tl.sum(v * v, 0), D * 1.0)
+    v = v * tl.div_rn(1.0, tl.sqrt_rn(square + eps)) * weight
+    if R > 0:
+        second = r % 2 == 1
+        partner = tl.where(turned, tl.where(second, d - 1, d + 1), d)
+        other = tl.gather(v, partner, 0)
         # in the table's precision where that is more
         along = v.to(cos.dtype) * cos
         across = other.to(cos.dtype) * sin
