@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -281,7 +281,7 @@ def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
     return found
 
 
-def timed(contenders: dict[str, Contender], calls: int) -> dict[str, float]:
+def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, float]:
     """Microseconds a call, medians over rounds in rotation."""
     graphs = {}
     for name, contender in contenders.items():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bench.harness import describe_machine
+from bench.latent import timed
 from openmla.cache.format import get_format
 from openmla.errors import UnsupportedError
 from openmla.ops import (
@@ -32,7 +32,7 @@ from openmla.ops import (
 )
 
 BS, C, R, D, HI, DI, K = 64, 512, 64, 576, 64, 128, 2048
-ROUNDS, CALLS = 9, 10
+CALLS = 10  # in one graph
 SHAPES = [(H, B, S) for H in (16, 128) for B in (1, 16, 64) for S in (32768, 131072)]
 
 
@@ -142,28 +142,6 @@ def problems(step: Step) -> list[str]:
     return found
 
 
-def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds a call, each in a graph of its own, in rotation."""
-    graphs = {}
-    for name, call in calls.items():
-        call()
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for _ in range(CALLS):
-                call()
-    seen: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            seen[name].append(1000 * begin.elapsed_time(end) / CALLS)
-    return {name: statistics.median(times) for name, times in seen.items()}
-
-
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     """A bar per shape: the ops on top of one another, the graph of all as a line."""
     from matplotlib import pyplot
@@ -200,7 +178,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if wrong:
             print(f"{shape:<14} WRONG: {'; '.join(wrong)}")
             continue
-        times = timed({**step.parts(), "whole": step.whole})
+        times = timed({**step.parts(), "whole": step.whole}, CALLS)
         total = sum(times.values()) - times["whole"]
         shares = "  ".join(
             f"{name} {us:.1f} us {us / total:.0%}" for name, us in times.items() if name != "whole"
