@@ -28,6 +28,7 @@ from bench.harness import (
 )
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAAttention, allocate_cache, make_plan
 from openmla.attention import Projected
+from openmla.ops import latent_write
 from openmla.ops._register import Cost
 from openmla.ops.mqa_paged import cost as mqa_cost
 
@@ -74,12 +75,24 @@ class Decode:
         for start in range(0, self.S, 2048):
             rows = hidden[start : start + 2048]
             positions = torch.arange(start, start + len(rows), device=self.device)
-            parts.append(self.layer.project(rows, positions, self.plan)[0])
+            parts.append(self.projected(rows, positions))
         whole = Projected(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
         slots = self.pool.slot_mapping([("r", 0, self.S)]).to(self.device)
         flat = latent.data.view(-1, self.config.latent_dim)
         flat[slots] = torch.cat([whole.kv_c, whole.k_pe], dim=1).to(latent.data.dtype)
         return whole
+
+    def projected(self, hidden: Tensor, positions: Tensor) -> Projected:
+        """Normalised and rotated, with no slot to write to."""
+        latent = self.cache.latent
+        assert latent is not None
+        projected, raw, _ = self.layer.project(hidden, positions, self.plan)
+        nowhere = torch.full_like(positions, -1)
+        latent_write(
+            latent.data, raw.q, raw.kv, raw.norm_weight, raw.positions, nowhere, latent.kv_scale,
+            raw.table, format=latent.format, pairing=raw.pairing, eps=raw.eps, factor=raw.factor,
+        )  # fmt: skip
+        return projected
 
     def expand(self, kv_c: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
         H, P, V = self.config.num_heads, self.config.qk_nope_head_dim, self.config.v_head_dim
@@ -123,7 +136,7 @@ class Decode:
         return self._past
 
     def _expanded(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        projected = self.layer.project(self.hidden, self.positions, self.plan)[0]
+        projected = self.projected(self.hidden, self.positions)
         new_key, new_value = self.expand(projected.kv_c, projected.k_pe)
         self.keys[:, self.S :], self.values[:, self.S :] = new_key, new_value
         q = torch.cat([projected.q_nope, projected.q_pe], dim=-1).transpose(0, 1)  # [H, 1, E]
