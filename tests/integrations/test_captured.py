@@ -135,6 +135,38 @@ def test_results_do_not_change_with_the_next_step(device: str) -> None:
     assert not torch.equal(steps[0][0], steps[1][0])
 
 
+def test_other_questions_go_to_the_model(device: str) -> None:
+    """Hidden states or given embeddings are not in a recording."""
+    model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
+    attach(model, capture=True)
+    past = model(input_ids=ids, use_cache=True).past_key_values
+    at = {"position_ids": torch.tensor([[10]], device=device), "past_key_values": past}
+    out = model(input_ids=ids[:, :1], output_hidden_states=True, **at)
+    assert len(out.hidden_states) > 1
+    at["position_ids"] = at["position_ids"] + 1
+    assert model(inputs_embeds=model.get_input_embeddings()(ids[:, 1:2]), **at).logits.dim() == 3
+    assert captured(model).recordings == 0
+    at["position_ids"] = at["position_ids"] + 1
+    last = model(input_ids=ids[:, 2:3], **at).logits
+    assert captured(model).recordings == 1
+    detach(model)
+    whole = model(torch.cat([ids, ids[:, :3]], 1)).logits[:, -1:]
+    torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_modes_may_alternate(device: str) -> None:
+    """Recorded in inference mode, replayed outside of it, and the other way round."""
+    model, ids, mask = on(device, make_model("deepseek_v3"), *padded_prompts())
+    alone = generate(model, ids, mask, max_new_tokens=6).sequences
+    for first in (True, False):
+        attach(model, capture=True)
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode), torch.no_grad():
+                prompts = ids.clone(), mask.clone()
+                assert torch.equal(generate(model, *prompts, max_new_tokens=6).sequences, alone)
+        detach(model)
+
+
 def test_replaced_weights_are_noticed(device: str) -> None:
     model, ids, mask = on(device, make_model("deepseek_v3"), *padded_prompts())
     other = make_model("deepseek_v3", seed=3).to(device)

@@ -164,13 +164,14 @@ class CapturedDecode:
         # twice as many as now at most: what the graph is sized for, and how seldom it is recorded
         blocks = 1 << (needed - 1).bit_length()
         config = self.attachment.config
-        buffers = {
-            cache.ratio: plan_buffers(
-                config, cache, max_requests=B, max_tokens=B, max_blocks=blocks
-            )
-            for cache in one_of_a_kind(caches)
-        }
-        ids, positions = ids.clone(), positions.clone()
+        with torch.inference_mode(False):  # what is written again and again, in whichever mode
+            buffers = {
+                cache.ratio: plan_buffers(
+                    config, cache, max_requests=B, max_tokens=B, max_blocks=blocks
+                )
+                for cache in one_of_a_kind(caches)
+            }
+            ids, positions = ids.clone(), positions.clone()
         self._plan(session, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]
         graph, self.recordings = None, self.recordings + 1
@@ -183,12 +184,15 @@ class CapturedDecode:
 
         if ids.device.type == "cuda":
             graph, out = _capture(step)
+            logits = out.logits
         else:
             out = step()
+            with torch.inference_mode(False):
+                logits = out.logits.clone()
         owner = weakref.ref(session) if session.decoded else None
         return Recorded(
             ids, positions, buffers, _places(caches), _weights(self.model), owner, graph,
-            out.logits, type(out),
+            logits, type(out),
         )  # fmt: skip
 
 
@@ -216,8 +220,9 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any]) -> list[PagedLayer
     """The cache's layers if this is a step of one token per row as generate() takes it, or none."""
     ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
     past = kwargs.get("past_key_values")
-    others = [name for name, value in kwargs.items() if name not in UNDERSTOOD and value]
-    if others or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
+    others = (value for name, value in kwargs.items() if name not in UNDERSTOOD)
+    asked = any(value is not None and value is not False for value in others)
+    if asked or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
         return []
     if ids is None or ids.shape[1] != 1 or positions is None or past is None:
         return []
