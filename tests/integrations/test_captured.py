@@ -97,6 +97,34 @@ def test_v4(device: str) -> None:
     assert torch.equal(beams, plain)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_a_step_may_run_again(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording runs it several times: caches and compressor states end up as after one."""
+    once = CapturedDecode._pass
+
+    def thrice(self: CapturedDecode, *args: Any) -> Any:
+        layers = args[-1]
+        columns = [layer.columns for layer in layers]
+        for _ in range(2):
+            once(self, *args)
+            for layer, seen in zip(layers, columns, strict=True):
+                layer.columns = seen
+        return once(self, *args)
+
+    if family == "deepseek_v4":
+        model = test_v4_models.make_v4()
+        prompts = test_v4_models.prompts((130, 3, 61))
+    else:
+        model, prompts = model_of(family), padded_prompts()
+    model, ids, mask = on(device, model, *prompts)
+    attach(model)
+    alone = test_v4_models.generate(model, ids, mask, n=30)
+    detach(model)
+    monkeypatch.setattr(CapturedDecode, "_pass", thrice)
+    attach(model, capture=True)
+    assert torch.equal(test_v4_models.generate(model, ids, mask, n=30), alone)
+
+
 def test_a_step_by_hand_goes_on_from_the_same_cache(device: str) -> None:
     """Replayed steps, then several tokens at once, then replayed ones again."""
     model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 42).view(1, 40))
