@@ -6,36 +6,69 @@ from torch import Tensor
 
 from openmla.attention.types import Raw
 from openmla.cache import PagedCache
-from openmla.ops import cache_write, latent_write
+from openmla.ops import cache_write, latent_write, rope
 from openmla.plan import Plan
 
 
 def write_rows(kv_c: Tensor, k_pe: Tensor, raw: Raw | None, cache: PagedCache, plan: Plan) -> None:
     """kv_c and k_pe, or with `raw` what they are views of."""
-    if raw is None:
-        cache_write(
+    if raw is not None and in_one_launch(cache, plan):
+        latent_write(
             cache.data,
-            kv_c,
-            k_pe,
+            raw.q,
+            raw.kv,
+            raw.norm_weight,
+            raw.positions,
             plan.slot_mapping,
             cache.kv_scale,
+            raw.table,
             format=cache.format,
-            backend=plan.backends["cache_write"],
+            pairing=raw.pairing,
+            eps=raw.eps,
+            factor=raw.factor,
+            norm_queries=raw.norm_queries,
+            backend=plan.backends["latent_write"],
         )
         return
-    latent_write(
+    if raw is not None:
+        finish(raw, plan)
+    cache_write(
         cache.data,
-        raw.q,
-        raw.kv,
-        raw.norm_weight,
-        raw.positions,
+        kv_c,
+        k_pe,
         plan.slot_mapping,
         cache.kv_scale,
-        raw.table,
         format=cache.format,
-        pairing=raw.pairing,
-        eps=raw.eps,
-        factor=raw.factor,
-        norm_queries=raw.norm_queries,
-        backend=plan.backends["latent_write"],
+        backend=plan.backends["cache_write"],
     )
+
+
+def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
+    """On a GPU the reference would look at slots on the host: op by op nothing waits there."""
+    return plan.backends["latent_write"] != "reference" or not cache.data.is_cuda
+
+
+def finish(raw: Raw, plan: Plan) -> None:
+    """latent_write's norms and rotations, op by op."""
+    C = raw.norm_weight.shape[0]
+    normed = raw.norm_weight * rms_normed(raw.kv[:, :C], raw.eps)
+    raw.kv[:, :C] = normed * raw.factor if raw.factor != 1 else normed
+    if raw.norm_queries:
+        raw.q.copy_(rms_normed(raw.q, raw.eps))
+    if raw.table is None:
+        return
+    R = raw.table.shape[1]
+    for turned in (raw.q[:, :, raw.q.shape[2] - R :], raw.kv[:, None, raw.kv.shape[1] - R :]):
+        rope(
+            turned,
+            raw.positions,
+            raw.table,
+            pairing=raw.pairing,
+            backend=plan.backends["rope"],
+        )
+
+
+def rms_normed(hidden: Tensor, eps: float) -> Tensor:
+    """Normalised over the last dimension in float32, rounded once."""
+    wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(hidden.dtype)

@@ -1,15 +1,11 @@
-"""RMSNorm, with a weight and without."""
+"""RMSNorm."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-
-def rms_normed(hidden: Tensor, eps: float) -> Tensor:
-    """Normalised over the last dimension in float32, rounded once."""
-    wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(hidden.dtype)
+from openmla.attention.write import rms_normed
 
 
 class RMSNorm(nn.Module):

@@ -67,7 +67,7 @@ def find_problems(
     """The ops this plan calls, as the backends are asked about them."""
     latent = latent_of(cache)
     ops = ["latent_write", "cache_write"]
-    ops += ["rope"] if config.indexer is not None else []
+    ops += ["rope"] if config.rope.kind != "none" else []
     if decode is not None:
         ops.append("mqa_paged")
     if prefill is not None:

@@ -239,7 +239,7 @@ class Plan:
             scored = len(self.compressed.chunks)
         indexed = self.config.indexer is not None
         return {
-            "rope": indexed + (self.compressed is not None),
+            "rope": 2 + indexed + (self.compressed is not None),
             "compress_kv": 1 + indexed,
             "cache_gather": chunks + whole + contexts,
             "mha_ragged": 1 + chunks,

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from openmla import make_plan, plan_buffers
+from tests.layers import v4
 from tests.layers.families import make_peer
 from tests.layers.serving import Server
 from tests.layers.test_sparse import relative_error, sequence
@@ -75,3 +77,25 @@ def test_one_recording_serves_many_steps(family: str, device: str) -> None:
         for part, kept in zip(cache.parts, before, strict=True):
             now = part.data.view(torch.uint8)
             assert torch.equal(now.flatten(0, 1)[others], kept.flatten(0, 1)[others])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
+def test_rows_are_finished_op_by_op_all_the_same(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without a kernel for latent_write: the same layer, the same cache."""
+    results = []
+    for whole in (True, False):
+        monkeypatch.setattr("openmla.attention.write.in_one_launch", lambda *_, whole=whole: whole)
+        if family == "deepseek_v4":
+            server: Any = v4.Server(v4.make_layer(v4.tiny_config(), 4), {"a": v4.sequence(40)})
+        else:
+            server = Server(make_peer(family).ours, {"a": sequence(70)}, block_size=4)
+        for n in (33, 1, 4):
+            server.step([("a", n)])
+        out = server.outputs["a"]
+        out = out if family == "deepseek_v4" else torch.cat(out)
+        parts = [part.data for part in server.cache.parts]
+        results.append([out, *(data.view(torch.uint8) for data in parts)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -139,7 +139,7 @@ def test_explain_counts_launches() -> None:
     line = replace(plan, backends=ours).explain().splitlines()[-1]
     assert line == (
         "launches  up to 3 a layer and step: cache_write 1, merge_states 2; beside them what "
-        "torch launches for latent_write, mha_ragged, cache_gather"
+        "torch launches for latent_write, rope, mha_ragged, cache_gather"
     )
 
 
