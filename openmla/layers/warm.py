@@ -73,7 +73,7 @@ def kinds_of_steps(
         for length in sorted({1, min(BS + 1, longest), longest}):
             yield Kind(B, 1, length, "absorbed")
     new = min(max_tokens, longest)
-    for form in ("absorbed", "expanded"):
+    for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
         for length in sorted({new, min(new + BS, longest), longest}):
             yield Kind(1, new, length, form)
 

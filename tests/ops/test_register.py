@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from openmla.errors import ShapeError
-from openmla.ops import merge_states, mha_ragged, mqa_paged, mqa_sparse
+from openmla.ops import mha_ragged, mqa_paged, mqa_sparse
 from openmla.ops._register import on_its_device
 from openmla.testing import Inputs, PagedCase, RaggedCase, SparseCase, SparseInputs
 
@@ -30,16 +30,6 @@ def test_an_op_goes_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     for index in (0, 1):
         assert where(SimpleNamespace(device=torch.device("cuda", index))) == index
     assert where(torch.zeros(1)) == 0 and current == [0]
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_triton_on_the_second_gpu() -> None:
-    torch.manual_seed(0)
-    tensors = [torch.randn(3, 2, 8), torch.randn(3, 2), torch.randn(3, 2, 8), torch.randn(3, 2)]
-    moved = [tensor.to("cuda:1") for tensor in tensors]
-    merge_states(*moved, backend="triton")
-    merge_states(*tensors, backend="reference")
-    torch.testing.assert_close(moved[0].cpu(), tensors[0])
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, float("nan")])
