@@ -1,0 +1,173 @@
+"""Sparse prefill on a GPU by both routes: rows gathered in latent space, or all pairs masked.
+
+    python3 -m bench.routes --json routes.json
+
+8192 new tokens of one V3.2 layer on a context, each with the same 2048 chosen keys either way, from
+the cache to the layer's heads: what the planner decides between (plan/forms.py). Both routes are
+checked against one another and run in turns; medians. The last column says whether the planner took
+the faster one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.harness import describe_machine, time_once
+from bench.latent import kept_rows
+from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
+from openmla.attention import Absorbed, Projected, Selection, attend_step
+from openmla.errors import UnsupportedError
+from openmla.ops import map_slots
+
+BS, ROUNDS = 64, 3
+FORMS = ("absorbed", "expanded")
+
+
+def shapes() -> Iterator[tuple[int, int, int, str]]:
+    """Heads, new tokens, tokens before them, cache format."""
+    for H in (16, 128):
+        for context in (2048, 8192, 32768, 65536, 131072):
+            yield H, 8192, context, "bf16"
+
+
+def make_absorbed(config: MLAConfig, device: str) -> Absorbed:
+    H, P, V, C = (
+        config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank,
+    )  # fmt: skip
+    kv_b = (torch.randn(H * (P + V), C, device=device) * C**-0.5).bfloat16()
+    per_head = kv_b.view(H, P + V, C)
+    return Absorbed(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
+
+
+def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
+    """K of each row's keys at even distances, from a place of the row's own on."""
+    sparse, latent = plan.sparse, cache.latent
+    assert sparse is not None and latent is not None
+    lens = sparse.row_lens
+    step = (lens.double() / K).clamp(min=1)[:, None]
+    begin = torch.rand_like(step) * step
+    places = (torch.arange(K, device=lens.device) * step + begin).int()
+    places = places.where(places < lens[:, None], -1)
+    if not bool((lens >= K).all()):  # short rows take all they have
+        every = torch.arange(K, device=lens.device, dtype=torch.int32)
+        places = places.where(lens[:, None] >= K, every.where(every < lens[:, None], -1))
+    rows = places[: sparse.num_absorbed]
+    if plan.mapped:
+        rows, _ = map_slots(
+            rows,
+            sparse.block_table,
+            sparse.query_start_loc.clamp(max=sparse.num_absorbed),
+            BS=BS,
+            num_blocks=latent.num_blocks,
+            backend=plan.backends["map_slots"],
+        )
+    return Selection(places, lens.clamp(max=K), rows, lens)
+
+
+class Step:
+    """n tokens after `context` others, by either route."""
+
+    def __init__(
+        self, H: int, n: int, context: int, format: str, backend: str, device: str = "cuda"
+    ) -> None:
+        torch.manual_seed(0)
+        self.config = config = replace(PRESETS["deepseek-v3.2"], num_heads=H)
+        assert config.indexer is not None
+        S = context + n
+        blocks = -(-S // BS)
+        self.cache = allocate_cache(
+            config, num_blocks=blocks, block_size=BS, format=format, device=device
+        )
+        latent = self.cache.latent
+        assert latent is not None
+        for start in range(0, blocks * BS, 65536):
+            slots = torch.arange(start, min(start + 65536, blocks * BS), device=device)
+            rows = torch.randn(len(slots), config.latent_dim, device=device) / 3
+            latent.layout.write(latent.data, slots, rows, latent.kv_scale)
+        table = torch.randperm(blocks).int()[None]
+        at = torch.arange(context, S)
+        batch = Batch([n], [S], table, table[0, at // BS].long() * BS + at % BS)
+        common: dict[str, Any] = {"dtype": torch.bfloat16, "backend": backend}
+        self.plans = {
+            form: make_plan(batch, config, self.cache, form=form, **common) for form in FORMS
+        }
+        auto = make_plan(batch, config, self.cache, **common)
+        assert auto.sparse is not None
+        self.taken = FORMS[0] if auto.sparse.num_absorbed else FORMS[1]
+        self.chosen = {}
+        for form, plan in self.plans.items():
+            torch.manual_seed(1)  # the same keys
+            self.chosen[form] = choose(plan, self.cache, config.indexer.topk)
+        bf16: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.projected = Projected(
+            torch.randn(n, H, config.qk_nope_head_dim, **bf16),
+            torch.randn(n, H, config.qk_rope_head_dim, **bf16),
+            torch.randn(n, config.kv_lora_rank, **bf16) / 3,
+            torch.randn(n, config.qk_rope_head_dim, **bf16) / 3,
+        )
+        self.absorbed = make_absorbed(config, device)
+
+    def run(self, form: str) -> Tensor:
+        return attend_step(
+            self.projected, self.absorbed, self.cache, self.plans[form], selection=self.chosen[form]
+        )
+
+    def difference(self) -> float:
+        one, two = (self.run(form).double() for form in FORMS)
+        return float((one - two).norm() / one.norm())
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.routes")
+    parser.add_argument("--json", help="write the rows here too; shapes in it are not run again")
+    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--backend", default="triton", help="of every op; or auto")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench: routes needs a GPU.")
+    machine = describe_machine("cuda")
+    print(machine)
+    print(f"{'shape':<28} {'absorbed':>10} {'masked':>10} us  difference  planner takes")
+    rows = kept_rows(options.json, machine)
+    known = {row["shape"] for row in rows}
+    for H, n, context, format in shapes():
+        title = f"h{H}-n{n}-after-{context // 1024}k-{format}"
+        if options.only not in title or title in known:
+            continue
+        with torch.inference_mode():
+            step = Step(H, n, context, format, options.backend)
+            difference = step.difference()
+            if difference > 0.02:
+                print(f"{title:<28} WRONG: the routes differ by {difference:.4f}")
+                continue
+            seen: dict[str, list[float]] = {form: [] for form in FORMS}
+            for _ in range(ROUNDS):
+                for form in FORMS:
+                    seen[form].append(1e6 * time_once(partial(step.run, form), "cuda"))
+        times = {form: statistics.median(each) for form, each in seen.items()}
+        right = step.taken == min(times, key=lambda form: times[form])
+        shown = " ".join(f"{times[form]:>10.0f}" for form in FORMS)
+        verdict = f"{step.taken}, {'the faster' if right else 'the SLOWER'}"
+        print(f"{title:<28} {shown}     {difference:.4f}      {verdict}", flush=True)
+        rows.append({"shape": title, **times, "taken": step.taken, "right": right})
+        if options.json:
+            with open(options.json + ".new", "w") as file:
+                json.dump({"machine": machine, "rows": rows}, file, indent=1)
+            os.replace(options.json + ".new", options.json)
+    print(
+        f"the planner takes the faster route in {sum(row['right'] for row in rows)} of {len(rows)}"
+    )
+
+
+if __name__ == "__main__":
+    run()
