@@ -215,17 +215,17 @@ def _flash_compressed(
 
 
 def tiles(title: str, ours: Contender) -> dict[str, Contender]:
-    """The same call with other tiles. Deeper pipelines are what counts: with two stages a tile is
-    asked for after the softmax of the one before and waited for at once."""
+    """The same call with other tiles."""
     launch = import_module("openmla.backends.triton._launch")
     Config = import_module("openmla.backends.triton._tiles").Config
     wide = [
-        (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 5), (64, 32, 8, 7),
-        (32, 32, 8, 2), (32, 32, 8, 5), (32, 32, 4, 5),
+        (64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 3), (64, 32, 8, 4), (64, 32, 8, 5),
+        (64, 64, 8, 2, 256), (64, 64, 8, 3), (32, 64, 8, 2), (32, 64, 8, 3), (32, 32, 8, 2),
+        (32, 32, 4, 2),
     ]  # fmt: skip
     few = [
-        (16, 64, 4, 2, 256), (16, 32, 4, 2), (16, 32, 4, 3), (16, 32, 4, 5), (16, 32, 4, 5, 256),
-        (16, 64, 4, 5, 256), (16, 32, 4, 7), (16, 64, 8, 5, 256), (16, 64, 8, 3, 256),
+        (16, 64, 4, 2, 256), (16, 64, 4, 2), (16, 32, 4, 2), (16, 32, 4, 3), (16, 64, 8, 2, 256),
+        (16, 64, 8, 3, 256), (16, 16, 4, 2), (16, 32, 4, 2, 256),
     ]  # fmt: skip
     few_heads = "-h16-" in title or "-h8-" in title
 
@@ -278,6 +278,10 @@ def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
             found[name] = errors(contender, shape.exact)
         except too_large as reason:
             print(f"{title:<36} {name:<13} does not fit: {reason}")
+        except RuntimeError as reason:
+            if name != "flashmla":
+                raise
+            print(f"{title:<36} {name:<13} cannot: {reason}")
     return found
 
 

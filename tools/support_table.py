@@ -19,16 +19,9 @@ def support_table() -> str:
     for op, names in BACKENDS.items():
         first_line = (import_module(f"openmla.ops.{op}").__doc__ or "").splitlines()[0]
         purpose = first_line.partition(": ")[2].rstrip(".")
-        cells = " | ".join(_cell(name, names) for name in backends)
+        cells = " | ".join("yes" if name in names else "" for name in backends)
         lines.append(f"| `{op}` | {purpose} | {cells} |")
     return "\n".join(lines)
-
-
-def _cell(backend: str, names: tuple[str, ...]) -> str:
-    """What stands behind the reference runs only when it is asked for by name."""
-    if backend not in names:
-        return ""
-    return "yes" if names.index(backend) <= names.index("reference") else "by name"
 
 
 def with_table(readme: str) -> str:

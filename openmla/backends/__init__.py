@@ -14,25 +14,24 @@ import torch
 
 from openmla.errors import ConfigError, UnsupportedError
 
-# What stands behind the reference has not run on a GPU yet: it is used only if asked for by name.
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("triton", "reference"),
     "cache_write": ("triton", "reference"),
-    "compress_kv": ("reference", "triton"),
-    "index_logits": ("reference", "triton"),
-    "index_logits_ragged": ("reference", "triton"),
-    "index_select": ("reference", "triton"),
-    "index_topk": ("reference", "triton"),
-    "index_write": ("reference", "triton"),
-    "latent_write": ("reference", "triton"),
-    "map_slots": ("reference", "triton"),
+    "compress_kv": ("triton", "reference"),
+    "index_logits": ("triton", "reference"),
+    "index_logits_ragged": ("triton", "reference"),
+    "index_select": ("triton", "reference"),
+    "index_topk": ("triton", "reference"),
+    "index_write": ("triton", "reference"),
+    "latent_write": ("triton", "reference"),
+    "map_slots": ("triton", "reference"),
     "merge_states": ("triton", "reference"),
-    "mha_masked": ("reference", "triton"),
-    "mha_ragged": ("sdpa", "reference", "triton"),
+    "mha_masked": ("triton", "reference"),
+    "mha_ragged": ("sdpa", "triton", "reference"),
     "mqa_paged": ("sdpa", "triton", "reference"),
     "mqa_sparse": ("flashmla", "triton", "reference"),
-    "pack_mask": ("reference", "triton"),
-    "rope": ("reference", "triton"),
+    "pack_mask": ("triton", "reference"),
+    "rope": ("triton", "reference"),
 }
 
 

@@ -7,7 +7,9 @@ Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1; rows past quer
 (graph padding) and columns from row_lens[t] on are -inf. `row_lens` says what each token may see,
 so any number of speculative tokens is a row each. All scales are in w_idx: the query's if it is
 fp8, DI^-0.5 and HI^-0.5. `num_keys` is the width of out and bounds row_lens.
-Arithmetic and out are float32 (float64 for float64 queries). Columns of block_table past the
+Arithmetic and out are float32 (float64 for float64 queries), but for products of fp8 queries and
+fp8 keys: a backend may leave those to matrix units that add them up with fewer bits, out then being
+off by at most 2^-12 * sum over h of |w_idx| * (|q_idx| . |keys|). Columns of block_table past the
 longest row are not read.
 """
 

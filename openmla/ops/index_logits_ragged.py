@@ -5,7 +5,8 @@
 
 Keys of several requests stand one after another in k_idx [S, DI]; each token's row names its own
 range, empty where ends <= starts. k_scale is positive, so it commutes with relu: 1 for keys that
-are not quantised. Arithmetic and out are float32 (float64 for float64 queries).
+are not quantised. Arithmetic and out are float32 (float64 for float64 queries); products of fp8
+and fp8 as in index_logits.
 """
 
 from __future__ import annotations

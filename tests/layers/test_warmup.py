@@ -73,7 +73,7 @@ def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
         config, cache, max_requests=9, max_tokens=40, workspace_tokens=64, dtype=torch.float32
     )
     compiled: list[Any] = []
-    knobs.compilation.listener = lambda *args, **kwargs: compiled.append(args)
+    knobs.compilation.listener = lambda src, **_: compiled.append((src.name, src.attrs))
     segments = torch.cuda.memory_stats()["segment.all.allocated"]
     try:
         for B, new, length in ((1, 1, 7), (3, 1, 100), (9, 1, 333), (7, 2, 90), (1, 33, 61)):

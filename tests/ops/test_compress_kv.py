@@ -723,7 +723,7 @@ def test_blocks_beyond_int32(backend: str, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
 def test_state_beyond_int32(overlap: bool, backend: str, device: str) -> None:
-    """A slot past element 2^31 of the state, reserved likewise."""
+    """A slot past element 2^31 of the state, reserved likewise, and the first one."""
     case = PoolCase("far", cut(12, 6), overlap=overlap)
     story, other = Story(case, device), Story(case, device)
     V, SW = story.state.shape[1:]
@@ -733,11 +733,11 @@ def test_state_beyond_int32(overlap: bool, backend: str, device: str) -> None:
             state = torch.empty((NS, V, SW), dtype=torch.float32, device=device)
     except RuntimeError:
         pytest.skip("8.6 GB of address space are not to be had")
-    state[-1] = torch.nan
-    other.slots, other.state = [NS - 1], state
-    for feeds in case.steps:
-        run_or_skip(compress_kv, other.step(feeds), backend)
-    story.play(backend)
+    state[[0, -1]] = torch.nan
+    for each, slot in ((story, 0), (other, NS - 1)):
+        each.slots, each.state = [slot], state
+        for feeds in case.steps:
+            run_or_skip(compress_kv, each.step(feeds), backend)
     assert torch.equal(story.entries(), other.entries())
     assert torch.equal(story.kept_state(), other.kept_state())
 

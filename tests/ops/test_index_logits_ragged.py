@@ -17,7 +17,7 @@ from openmla.ops import index_logits, index_logits_ragged
 from openmla.ops.index_logits_ragged import cost
 from openmla.testing import Inputs, poison, strided
 from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import IndexCase, broken, put, score_budget, stored_key
+from tests.ops.test_index_logits import IndexCase, broken, fp8_budget, put, score_budget, stored_key
 
 FP8 = torch.float8_e4m3fn
 
@@ -113,7 +113,16 @@ def test_contract(case: PackedCase, backend: str, device: str) -> None:
     exact = inputs.double().run(index_logits_ragged, backend="reference")
     peer = inputs.run(index_logits_ragged, backend="reference")
     assert actual.dtype == torch.float32 and exact.dtype == torch.float64
-    assert score_budget(actual, exact, peer) <= 1
+    if device == "cuda" and backend == "triton" and case.dtype == FP8:
+        whole = inputs.double()
+        tensors = {
+            name: tensor.abs() if tensor.is_floating_point() else tensor
+            for name, tensor in whole.tensors.items()
+        }
+        magnitude = replace(whole, tensors=tensors).run(index_logits_ragged, backend="reference")
+        assert fp8_budget(actual, exact, magnitude) <= 1
+    else:
+        assert score_budget(actual, exact, peer) <= 1
 
 
 @pytest.mark.parametrize("case", LOOPED, ids=str)

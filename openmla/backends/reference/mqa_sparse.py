@@ -37,7 +37,8 @@ def run(
     requests = row_requests(query_start_loc, T)
     B = query_start_loc.shape[0] - 1
     width = sum(segment.width for segment in segments)
-    step = max(ELEMENTS // max(width * max(D, H), 1), 1)
+    # with fixed runs a token's bits are its own: a product of several tokens may add up otherwise
+    step = 1 if run_length else max(ELEMENTS // max(width * max(D, H), 1), 1)
     for i in range(0, T, step):
         turn = slice(i, min(i + step, T))
         parts, masks = [], []

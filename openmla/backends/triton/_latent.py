@@ -222,13 +222,45 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def add_product(
+    scores, q, tile, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """scores + q @ tile.T; UNCHAINED, as a sum that the compiler does not turn into a product that
+    goes on from another one's result."""
+    if UNCHAINED:
+        product = dot(q, tl.trans(tile), tl.zeros(scores.shape, tl.float32), PRECISION, UPCAST)
+        scores = tl.fma(product, 1.0, scores)
+    else:
+        scores = dot(q, tl.trans(tile), scores, PRECISION, UPCAST)
+    return scores
+
+
+@triton.jit
+def unchained(weights, shrink):
+    """The same values, to be asked for where a condition holds that the compiler cannot know.
+
+    A product whose result goes into another one gets its warps along its rows alone, and where
+    there are fewer rows than 16 times warps, several compute the same. The compiler finds the other
+    product behind any operation, but not behind the end of a branch."""
+    PACK: tl.constexpr = 32 // weights.dtype.primitive_bitwidth
+    weights = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [weights], dtype=weights.dtype, is_pure=False, pack=PACK
+    )
+    shrink = tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [shrink], dtype=tl.float32, is_pure=False, pack=1
+    )
+    return weights, shrink
+
+
+@triton.jit
 def attend(
     q_a, q_b, q_rope, largest, total, acc_a, acc_b, acc_rope, lo, hi, position, qk_scale, kv_scale,
     cache, page, row_stride, W, rows, table, M, N, BS: tl.constexpr, ONE_BLOCK: tl.constexpr,
     KIND: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr, ASM: tl.constexpr,
     OFFSET: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr, ROPE_VALUED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
+    PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
     """Rows lo .. hi-1 of one segment, added to what a softmax has seen so far."""
     if FORMAT == FP8:  # on logits and sums, so that the largest weight stays exactly 1
@@ -267,10 +299,10 @@ def attend(
                 cache, row, scales_at, there, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, FORMAT, ALIGNED,
                 ASM, dtype,
             )  # fmt: skip
-            scores = dot(q_b, tl.trans(tile_b), scores, PRECISION, UPCAST)
+            scores = add_product(scores, q_b, tile_b, PRECISION, UNCHAINED, UPCAST)
         if ROPE > 0:
             rope = load_rope(cache, rope_at, there, ROPE, BLOCK_R, FORMAT, ALIGNED, ASM, dtype)
-            scores = dot(q_rope, tl.trans(rope), scores, PRECISION, UPCAST)
+            scores = add_product(scores, q_rope, rope, PRECISION, UNCHAINED, UPCAST)
         scores = tl.where(there[None, :], scores * qk_scale, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         safe = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -279,6 +311,8 @@ def attend(
         total = total * shrink + tl.sum(weights, 1)
         if not UPCAST:
             weights = weights.to(dtype)
+        if UNCHAINED and start < hi:
+            weights, shrink = unchained(weights, shrink)
         acc_a = dot(weights, tile_a, acc_a * shrink[:, None], PRECISION, UPCAST)
         if SECOND:
             acc_b = dot(weights, tile_b, acc_b * shrink[:, None], PRECISION, UPCAST)
@@ -323,8 +357,8 @@ def _latent_kernel(
     SECOND: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
     ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    dtype: tl.constexpr,
+    BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     head_tile, t, x = tl.program_id(0), first_token + tl.program_id(1), tl.program_id(2)
     ROPE_VALUED: tl.constexpr = C > MAIN
@@ -381,7 +415,7 @@ def _latent_kernel(
         qk_scale, tl.load(kv_scale_1), cache_1, page_1, row_1, W_1,
         rows_1 + t64 * rows_stride_1, table_1 + owner * table_stride_1, M_1, N_1, BS_1, ONE_BLOCK_1,
         KIND_1, FORMAT_1, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N, BLOCK_A, BLOCK_B,
-        BLOCK_R, PRECISION, UPCAST, STAGES, dtype,
+        BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, dtype,
     )  # fmt: skip
     if SECOND:
         largest, total, acc_a, acc_b, acc_rope = attend(
@@ -389,7 +423,7 @@ def _latent_kernel(
             hi - n_1, position, qk_scale, tl.load(kv_scale_2), cache_2, page_2, row_2, W_2,
             rows_2 + t64 * rows_stride_2, table_2 + owner * table_stride_2, M_2, N_2, BS_2,
             ONE_BLOCK_2, KIND_2, FORMAT_2, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N,
-            BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UPCAST, STAGES, dtype,
+            BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, dtype,
         )  # fmt: skip
     seen = total != 0  # NaN stays NaN
     share = tl.where(seen, 1.0 / total, 0.0)

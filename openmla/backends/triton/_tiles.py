@@ -161,6 +161,7 @@ def constants_of(
         "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), 16),
         "BLOCK_R": max(next_power_of_2(shape.ROPE), 16),
         "PRECISION": shape.PRECISION,
+        "UNCHAINED": assembly() and 16 * config.num_warps > config.block_h > 16,
         "UPCAST": interpreted(),
         "STAGES": config.num_stages,
         "dtype": PRODUCTS[shape.products],
