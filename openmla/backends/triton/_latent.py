@@ -108,40 +108,39 @@ def name_rows(
     start, j, lo, hi, position, rows, table, M, N,
     KIND: tl.constexpr, BS: tl.constexpr, ONE_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Block and offset of a segment's j-th rows, and whether they are there.
+    """Block and offset of a segment's j-th rows, and whether they are there: anything where not.
 
     With ONE_BLOCK the rows from `start` on lie in one block, which is looked up once: a thread that
     loads parts of many rows would otherwise look each of them up.
     """
-    there = j < hi
-    if ONE_BLOCK:
-        there &= j >= lo
     if KIND == SLOTS:
-        slot = tl.load(rows + j, mask=there, other=-1)
-        there &= (slot >= 0) & (slot < N * BS)
-        slot = tl.where(there, slot, 0)
+        slot = tl.load(rows + j, mask=j < hi, other=-1)
+        there = within(slot, N * BS)
         block = slot // BS
         offset = slot % BS
     elif ONE_BLOCK:
         block = tl.load(table + start // BS)
-        there &= (block >= 0) & (block < N)
-        block = tl.where((block >= 0) & (block < N), block, 0)
+        there = (j >= lo) & (j < tl.where(within(block, N), hi, 0))
         offset = start % BS + (j - start)
     else:
         if KIND == POSITIONS:
-            entry = tl.load(rows + j, mask=there, other=-1)
+            entry = tl.load(rows + j, mask=j < hi, other=-1)
         elif KIND == WINDOW:
             entry = (position % (M * BS)).to(tl.int32) - j
             entry = tl.where(entry < 0, entry + M * BS, entry)
+            entry = tl.where(j < hi, entry, -1)
         else:
-            entry = j
-        there &= (entry >= 0) & (entry < M * BS)
-        entry = tl.where(there, entry, 0)
-        block = tl.load(table + entry // BS, mask=there, other=-1)
-        there &= (block >= 0) & (block < N)
-        block = tl.where(there, block, 0)
+            entry = tl.where(j < hi, j, -1)
+        block = tl.load(table + entry // BS, mask=within(entry, M * BS), other=-1)
+        there = within(block, N)
         offset = entry % BS
     return block.to(OFFSET), offset, there
+
+
+@triton.jit
+def within(i, n):
+    """0 <= i < n, at the price of one comparison."""
+    return i.to(tl.uint32, bitcast=True) < n.to(tl.uint32)
 
 
 @triton.jit
