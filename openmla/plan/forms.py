@@ -14,6 +14,9 @@ from openmla.ops.mqa_sparse import cost as sparse_cost
 # Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
 # server CPU: 190 GFLOP/s over 28 GB/s (bench/harness.py measures both). Only the order matters.
 BALANCE = {"cuda": 180, "cpu": 7}
+# The share of those flops that sparse attention reaches, gathered or masked; products with weights
+# reach all of them. H200: bench/routes.py.
+SPARSE_SHARE = {"cuda": 0.42, "cpu": 1.0}
 
 
 @lru_cache(maxsize=4096)
@@ -65,13 +68,18 @@ def choose_sparse_absorbed(
     assert config.indexer is not None
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
+    share = SPARSE_SHARE[device]
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
-    absorbed = max(gathered.flops + 2 * n * H * C * (P + V), BALANCE[device] * gathered.bytes)
+    into_and_out_of_latent = 2 * n * H * C * (P + V)
+    absorbed = max(
+        gathered.flops / share + into_and_out_of_latent, BALANCE[device] * gathered.bytes
+    )
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
-    written = S * H * (E + V) * itemsize
+    visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed
+    expansion, written = 2 * S * H * C * (P + V), S * H * (E + V) * itemsize
     expanded = max(
-        masked.flops + 2 * S * H * C * (P + V), BALANCE[device] * (masked.bytes + written)
+        masked.flops * visible / share + expansion, BALANCE[device] * (masked.bytes + written)
     )
     return n == 1 or absorbed <= expanded
 

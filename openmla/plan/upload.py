@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 Tree = TypeVar("Tree")
+ALIGN = 16  # bytes: where tensors of any size begin alike, kernels made for one serve all
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
@@ -17,21 +19,17 @@ def upload(tree: Tree, device: torch.device) -> Tree:
         return tree
     found: list[Tensor] = []
     _collect(tree, found)
-    found.sort(key=_narrowness)  # wide ones first: all stay aligned
     raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found]
-    sizes = [part.numel() for part in raw]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    torch.cat(raw, out=packed)
-    parts = packed.to(device, non_blocking=True).split(sizes)
+    places = list(accumulate((-(-len(part) // ALIGN) * ALIGN for part in raw), initial=0))
+    packed = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, place in zip(raw, places, strict=False):
+        packed[place : place + len(part)] = part
+    sent = packed.to(device, non_blocking=True)
     moved = {
-        id(tensor): part.view(tensor.dtype).view(tensor.shape)
-        for tensor, part in zip(found, parts, strict=True)
+        id(tensor): sent[place : place + len(part)].view(tensor.dtype).view(tensor.shape)
+        for tensor, part, place in zip(found, raw, places, strict=False)
     }
     return _rebuild(tree, moved)
-
-
-def _narrowness(tensor: Tensor) -> int:
-    return -tensor.dtype.itemsize
 
 
 def _collect(node: object, found: list[Tensor]) -> None:

@@ -17,7 +17,14 @@ from openmla.ops import index_logits, index_logits_ragged
 from openmla.ops.index_logits_ragged import cost
 from openmla.testing import Inputs, poison, strided
 from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import IndexCase, broken, fp8_budget, put, score_budget, stored_key
+from tests.ops.test_index_logits import (
+    IndexCase,
+    broken,
+    put,
+    score_budget,
+    stored_key,
+    unit_budget,
+)
 
 FP8 = torch.float8_e4m3fn
 
@@ -113,14 +120,14 @@ def test_contract(case: PackedCase, backend: str, device: str) -> None:
     exact = inputs.double().run(index_logits_ragged, backend="reference")
     peer = inputs.run(index_logits_ragged, backend="reference")
     assert actual.dtype == torch.float32 and exact.dtype == torch.float64
-    if device == "cuda" and backend == "triton" and case.dtype == FP8:
+    if device == "cuda" and backend == "triton":
         whole = inputs.double()
         tensors = {
             name: tensor.abs() if tensor.is_floating_point() else tensor
             for name, tensor in whole.tensors.items()
         }
         magnitude = replace(whole, tensors=tensors).run(index_logits_ragged, backend="reference")
-        assert fp8_budget(actual, exact, magnitude) <= 1
+        assert unit_budget(actual, exact, magnitude, fp8=case.dtype == FP8) <= 1
     else:
         assert score_budget(actual, exact, peer) <= 1
 

@@ -40,6 +40,11 @@ PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
 LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
 LISTED["contiguous"] = True
 
+V4_RING = replace(RING, format="fp8_dsv4")
+V4_ENTRIES = replace(COMPRESSED, format="fp8_dsv4", K=70)
+V4_PREFIX = replace(PREFIX, format="fp8_dsv4")
+LATE: Any = {"query_lens": (1, 3, 0, 1), "seq_lens": (33, 7, 9, 400), "C": 512, "R": 0}
+
 BASE = SparseCase("slots", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
 CASES = [
     BASE,
@@ -127,6 +132,15 @@ CASES = [
         second=COMPRESSED,
         C=128,
     ),
+    SparseCase("v4-window", **SHORT, first=V4_RING, C=512, R=0, sink=SINKS, H=5),
+    SparseCase("v4-positions", **LATE, first=V4_RING, second=V4_ENTRIES, H=16, sink=SINKS),
+    SparseCase("v4-prefix", **LATE, first=V4_RING, second=V4_PREFIX, H=17, padding=2),
+    SparseCase("v4-64-heads", **LATE, first=V4_RING, second=V4_ENTRIES, H=64, contiguous=True),
+    SparseCase("v4-dense", **LATE, first=V4_RING, second=V4_ENTRIES, H=8, contiguous=True),
+    SparseCase("v4-slots", **LATE, first=replace(V4_ENTRIES, kind="slots", ratio=1), H=3),
+    SparseCase("v4-two-formats", **LATE, first=RING, second=V4_ENTRIES, H=3),
+    SparseCase("v4-narrow", **SHORT, first=V4_RING, second=V4_ENTRIES, C=128, R=0),
+    SparseCase("v4-192", **SHORT, first=V4_RING, second=V4_PREFIX, C=192, R=0),
 ]
 LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
 
@@ -164,7 +178,13 @@ def assert_equals_loops(inputs: SparseInputs) -> None:
     sinks = inputs["sink"].tolist() if "sink" in inputs.tensors else [-math.inf] * H
     segments = inputs.segments()
     flat = [
-        get_format(part.format).decode(part.cache, part.kv_scale, torch.float64, D).flatten(0, 1)
+        get_format(part.format).read(
+            part.cache,
+            torch.arange(part.cache.shape[0] * part.cache.shape[1]),
+            part.kv_scale,
+            torch.float64,
+            D,
+        )
         for part in segments
     ]
     for t in range(T):

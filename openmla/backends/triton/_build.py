@@ -25,6 +25,13 @@ SHARED_MEMORY = {
     120: 99 << 10,
     942: 64 << 10,
 }
+# Pointers into what a plan or its caller cuts to size: where they begin is no reason for another
+# kernel.
+PLANNED = (
+    "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "split_starts", "starts",
+    "ends", "row_starts", "row_lens", "row_lens_1", "row_lens_2", "key_starts", "key_lens",
+    "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions",
+)  # fmt: skip
 TARGETS = tuple(SHARED_MEMORY)
 GFX942 = 942  # AMD's CDNA3, of the same family of numbers so that one table holds all
 

@@ -19,6 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from openmla.backends.triton._build import PLANNED
+
 # its name until Triton 3.6, and since
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -153,7 +155,7 @@ def first_owner(t, query_start_loc, B):
     return owner
 
 
-@gluon.jit(do_not_specialize=CHANGING)
+@gluon.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=[*PLANNED, "table"])
 def _few_heads_kernel(
     q, words, floats, names, row_lens, query_start_loc, table, sink, out, lse,
     B, first_token, num_blocks, qk_scale, q_token, q_head, names_stride, table_stride, K, M, X,

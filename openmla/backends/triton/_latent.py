@@ -11,15 +11,19 @@ Writes    out [T, H, C] and lse [T, H]; with X > 1 runs part [T, X, H, C] and pa
 Limits    see why_not() of the two ops
 
 A row is MAIN columns and ROPE more, loaded as two tiles; both serve as keys, MAIN columns as
-values, ROPE ones too where V4's values go that far. Rows that are not there are zeros with a score
-of -inf, so that nothing of unused memory, NaN or not, gets into a result.
+values, ROPE ones too where values go that far. All of V4's columns are MAIN, though the last are
+stored otherwise. Rows that are not there are zeros with a score of -inf, so that nothing of unused
+memory, NaN or not, gets into a result.
 """
 
 import triton
 import triton.language as tl
 
+from openmla.backends.triton._build import PLANNED
+
 SLOTS, POSITIONS, WINDOW, PREFIX, PAGED = (tl.constexpr(i) for i in range(5))
 PLAIN, FP8, PACKED, V4 = (tl.constexpr(i) for i in range(4))
+V4_ROPE = tl.constexpr(64)  # columns that V4's packed rows end with, in bf16
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
 # What differs from step to step: no other value of these is another kernel.
@@ -146,16 +150,17 @@ def within(i, n):
 @triton.jit
 def load_main(
     cache, row, scales_at, there,
-    FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
-    ALIGNED: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
+    FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, MAIN: tl.constexpr,
+    FORMAT: tl.constexpr, ALIGNED: tl.constexpr, ASM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST .. FIRST + USED - 1 of some rows as a tile [BLOCK_N, BLOCK] in the dtype of the
     products; rows that are not there are zeros. fp8 is not yet multiplied with its kv_scale."""
     c = tl.arange(0, BLOCK)
-    if USED == BLOCK:
+    BYTES: tl.constexpr = MAIN - V4_ROPE - FIRST if FORMAT == V4 else USED  # V4: of e4m3
+    if BYTES >= BLOCK:
         mask = there[:, None]
     else:
-        mask = there[:, None] & (c < USED)[None, :]
+        mask = there[:, None] & (c < BYTES)[None, :]
     tile = tl.load(cache + row[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
     if FORMAT == FP8:
         tile = decode_e4m3(tile, dtype, ASM)
@@ -163,8 +168,13 @@ def load_main(
         GROUP: tl.constexpr = 128 if FORMAT == PACKED else 64
         GROUPS: tl.constexpr = BLOCK // GROUP
         g = FIRST // GROUP + tl.arange(0, GROUPS)
-        mask_g = there[:, None] & (g < (FIRST + USED) // GROUP)[None, :]
-        if FORMAT == V4:
+        mask_g = there[:, None] & (g < (FIRST + BYTES) // GROUP)[None, :]
+        if FORMAT == V4 and ALIGNED:  # bytes could not be copied ahead of their use
+            words = (cache + scales_at).to(tl.pointer_type(tl.uint32))
+            four = tl.load(words[:, None] + (g // 4)[None, :], mask=mask_g, other=0)
+            byte = (four >> (8 * (g % 4))[None, :].to(tl.uint32)) & 0xFF
+            scales = (byte << 23).to(tl.float32, bitcast=True)
+        elif FORMAT == V4:
             byte = tl.load(cache + scales_at[:, None] + g[None, :], mask=mask_g, other=0)
             scales = (byte.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         elif ALIGNED:
@@ -180,6 +190,11 @@ def load_main(
         FACTORS: tl.constexpr = dtype if ASM else tl.float32
         values = tl.reshape(decode_e4m3(tile, FACTORS, ASM), [there.shape[0], GROUPS, GROUP])
         values = values * scales.to(FACTORS)[:, :, None]
+        if FORMAT == V4 and BYTES < BLOCK:  # the group behind the bytes
+            at = row + (MAIN - V4_ROPE)
+            rope = load_rope(cache, at, there, V4_ROPE, V4_ROPE, FORMAT, ALIGNED, ASM, FACTORS)
+            is_rope = g == (MAIN - V4_ROPE) // GROUP
+            values = tl.where(is_rope[None, :, None], rope[:, None, :], values)
         tile = tl.reshape(values, [there.shape[0], BLOCK])
     return tile.to(dtype)
 
@@ -273,15 +288,15 @@ def attend(
     begin = lo
     if ONE_BLOCK:
         begin = lo - lo % BLOCK_N
-    for start in tl.range(begin, hi, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, hi, BLOCK_N, num_stages=STAGES, disable_licm=True):
         j = start + offs_n
         block, offset, there = name_rows(
             start, j, lo, hi, position, rows, table, M, N, KIND, BS, ONE_BLOCK, OFFSET
         )
         if FORMAT == V4:
-            row = block * page + offset * (MAIN + 2 * ROPE)
-            scales_at = block * page + BS * (MAIN + 2 * ROPE) + offset * (W - MAIN - 2 * ROPE)
-            rope_at = row + MAIN
+            row = block * page + offset * (MAIN + V4_ROPE)
+            scales_at = block * page + BS * (MAIN + V4_ROPE) + offset * (W - MAIN - V4_ROPE)
+            rope_at = row
         else:
             row = block * page + offset * row_stride
             scales_at = row + MAIN
@@ -289,14 +304,14 @@ def attend(
             if FORMAT == PACKED:
                 rope_at = row + MAIN + 4 * (MAIN // 128)
         tile_a = load_main(
-            cache, row, scales_at, there, 0, USED, BLOCK_A, FORMAT, ALIGNED, ASM, dtype
+            cache, row, scales_at, there, 0, USED, BLOCK_A, MAIN, FORMAT, ALIGNED, ASM, dtype
         )
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
         scores = dot(q_a, tl.trans(tile_a), scores, PRECISION, UPCAST)
         if SECOND:
             tile_b = load_main(
-                cache, row, scales_at, there, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, FORMAT, ALIGNED,
-                ASM, dtype,
+                cache, row, scales_at, there, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, MAIN, FORMAT,
+                ALIGNED, ASM, dtype,
             )  # fmt: skip
             scores = add_product(scores, q_b, tile_b, PRECISION, UNCHAINED, UPCAST)
         if ROPE > 0:
@@ -341,7 +356,7 @@ def store_columns(at, mask_h, values, FIRST: tl.constexpr, USED: tl.constexpr, B
     tl.store(at[:, None] + (FIRST + c)[None, :], values.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=PLANNED)
 def _latent_kernel(
     q, query_start_loc, positions, seq_lens, split_starts, sink,
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,

@@ -16,7 +16,7 @@ from openmla.backends.triton._build import (
     nearest_target,
     next_power_of_2,
 )
-from openmla.cache.format import GROUP, V4_ROPE
+from openmla.cache.format import GROUP
 
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 KINDS = {"slots": 0, "positions": 1, "window": 2, "prefix": 3, "paged": 4}
@@ -70,6 +70,9 @@ def why_not_latent(problem: Problem) -> str | None:
             return (
                 f"reads values of {packed_main(problem.D)} columns from {format}, not {problem.C}"
             )
+    layouts = {LAYOUTS[format] for format in problem.format.split()}
+    if layouts >= {PACKED, V4} and packed_main(problem.D) != problem.D:
+        return f"reads rows of {problem.D} values cut in one place, not as {problem.format}"
     if problem.D > 1024:
         return f"holds rows of up to 1024 values, this is {problem.D}"
     return None
@@ -83,12 +86,11 @@ def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int)
     """Where rows are cut in two, and in which precision products are taken: 16-bit numbers where
     query and rows both fit in one kind of them, else float32, as tf32 if 16 bits were all."""
     layouts = {LAYOUTS[format] for format in formats}
+    main = C
     if V4 in layouts:
-        main = D - V4_ROPE
+        main = D
     elif PACKED in layouts:
         main = packed_main(D)
-    else:
-        main = C
     if all(dtype in EXACT_IN.get(format, ()) for format in formats):
         return Shape(H, C, main, D - main, dtype, "tf32")
     narrow = dtype.itemsize == 2 and all(format in EXACT_IN for format in formats)
@@ -100,7 +102,8 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     not spill. Rows that are decoded pass through registers and want smaller ones.
 
     Evidence: H200, bench/results/triton_latent_h200.json; other rows were swept and lost. Two tiles
-    of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64.
+    of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64, unless
+    what is decoded at once would not fit otherwise.
     """
     small, wide, hopper = nearest_target(capability) in SMALL, capability >= 90, capability < 100
     if shape.products == torch.float32:
@@ -108,19 +111,22 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     layouts = {LAYOUTS[format] for _, format in segments}
     if capability == GFX942:  # compiled, never run: what does not spill
         return Config(16, 32, 4, 1) if layouts == {PLAIN} else Config(16, 16, 4, 1, 256)
-    few, two = shape.H <= 16 or small, len(segments) > 1
+    few, paged = shape.H <= 16 or small, segments[0][0] == "paged"
     if layouts != {PLAIN}:
         if few:
-            return Config(16, 32, 4, 2)
-        if layouts == {PACKED} and wide:  # on SM100 products of 64 heads spill here
-            return Config(64, 64, 8, 2) if hopper else Config(16, 32, 4, 2)
-        return Config(32, 32, 8, 2 if wide else 1)
+            return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
+        if wide and hopper:
+            deep = layouts == {PACKED} and not paged  # a third tile of pages would not fit
+            return Config(64, 64, 8, 3 if deep else 2, 256 if V4 in layouts else 512)
+        if wide and layouts & {PACKED, V4}:  # on SM100 products of 64 heads spill here
+            return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
+        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512)
     named = any(kind == "positions" for kind, _ in segments)
     if few:
         return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256)
     if not wide:
         return Config(32, 64, 8, 2)
-    return Config(64, 64 if hopper and not (two or named) else 32, 8, 2)
+    return Config(64, 64 if hopper else 32, 8, 2)
 
 
 def constants_of(

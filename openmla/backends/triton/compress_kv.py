@@ -26,6 +26,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
+    PLANNED,
     TARGETS,
     TYPES,
     Build,
@@ -268,7 +269,9 @@ def _keep_folds(
         tl.store(at + 2 * D + d, weighted + weighted_rest, mask=d < D)
 
 
-@triton.jit(do_not_specialize=["B", "N", "NS", "M"])
+@triton.jit(
+    do_not_specialize=["B", "N", "NS", "M", "block_stride"], do_not_specialize_on_alignment=PLANNED
+)
 def _compress_kv_kernel(
     cache, kv_scale, state, kv, score, bias, norm_weight, table, positions, query_start_loc,
     block_table, state_slots, eps, page, row_stride, state_slot, state_row, kv_stride,

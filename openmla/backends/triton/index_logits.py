@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
-from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv
+from openmla.backends.triton._build import PLANNED, TARGETS, Build, capability_of, cdiv
 from openmla.backends.triton._index import (
     FP8,
     KEYS,
@@ -61,7 +61,10 @@ def _load_scales(scales, n, ALIGNED: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["T", "B", "N", "num_keys", "table_stride"])
+@triton.jit(
+    do_not_specialize=["T", "B", "N", "num_keys", "table_stride"],
+    do_not_specialize_on_alignment=[*PLANNED, "table"],
+)
 def _index_logits_kernel(
     out, q, w, cache, table, query_start_loc, row_lens,
     T, B, N, num_keys, run, q_token, q_head, w_token, page, row_stride, table_stride,

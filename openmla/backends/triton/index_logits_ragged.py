@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv
+from openmla.backends.triton._build import PLANNED, TARGETS, Build, capability_of, cdiv
 from openmla.backends.triton._index import (
     FP8,
     Config,
@@ -42,7 +42,7 @@ from openmla.backends.triton._index import (
 LAUNCHES = 1
 
 
-@triton.jit(do_not_specialize=["T", "S"])
+@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=PLANNED)
 def _index_logits_ragged_kernel(
     out, q, w, k, k_scale, starts, ends,
     T, S, run, q_token, q_head, w_token, row_stride,

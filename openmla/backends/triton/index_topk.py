@@ -29,6 +29,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     GFX942,
+    PLANNED,
     TARGETS,
     TYPES,
     Build,
@@ -306,7 +307,9 @@ def choose(
     emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK // 2)
 
 
-@triton.jit(do_not_specialize=["row_stride", "T", "K", "target"])
+@triton.jit(
+    do_not_specialize=["row_stride", "T", "K", "target"], do_not_specialize_on_alignment=PLANNED
+)
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,

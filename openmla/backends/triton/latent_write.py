@@ -24,6 +24,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
+    PLANNED,
     TARGETS,
     TYPES,
     Build,
@@ -95,7 +96,7 @@ def weigh(values, weight, columns, mask, factor, ASM: tl.constexpr):
     return tl.where(factor == 1.0, weighted, round_to(widen(weighted) * factor, values.dtype, ASM))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=PLANNED)
 def _latent_write_kernel(
     cache, q, kv, norm_weight, positions, slot_mapping, kv_scale, table,
     page, row_stride, q_token, q_head, kv_c_stride, table_stride, position_stride, slot_stride,

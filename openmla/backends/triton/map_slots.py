@@ -27,7 +27,10 @@ POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
 LAUNCHES = 1
 
 
-@triton.jit(do_not_specialize=["B", "M", "K", "num_blocks", "cp_rank"])
+@triton.jit(
+    do_not_specialize=["B", "M", "K", "num_blocks", "cp_rank", "table_stride"],
+    do_not_specialize_on_alignment=["block_table", "query_start_loc"],
+)
 def _map_slots_kernel(
     positions, block_table, query_start_loc, slots, slot_lens,
     row_stride, table_stride, column_stride, out_stride, B, M, K, num_blocks, cp_rank,
