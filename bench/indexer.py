@@ -70,12 +70,16 @@ def make(
     def fused() -> Tensor:
         return index_select(*asked, **common, K=K)[0]
 
-    def torch_topk(scores: Tensor) -> Tensor:
-        return scores.topk(K, dim=1, sorted=False).indices
+    def torch_topk(scores: Tensor, in_order: bool = True) -> Tensor:
+        return scores.topk(K, dim=1, sorted=in_order).indices
 
     groups: dict[str, dict[str, Callable[[], Any]]] = {
         "scores": {"triton": score},
-        "choice": {"triton": choose, "torch.topk": partial(torch_topk, logits)},
+        "choice": {
+            "triton": choose,
+            "torch.topk": partial(torch_topk, logits),
+            "torch.topk, unsorted": partial(torch_topk, logits, in_order=False),
+        },
         "both": {
             "triton": both,
             "index_select": fused,
@@ -83,9 +87,11 @@ def make(
         },
     }
     if find_spec("deep_gemm") is not None:
-        theirs = _deep_gemm(q, w, cache, table, lens, B, n, S)
-        groups["scores"]["deep_gemm"] = theirs
-        groups["both"]["deep_gemm, torch.topk"] = lambda: torch_topk(theirs())
+        groups["scores"]["deep_gemm"] = _deep_gemm(q, w, cache, table, lens, B, n, S)
+        # what a row may not see must be -inf before torch chooses
+        clean = _deep_gemm(q, w, cache, table, lens, B, n, S, clean=n > 1)
+        groups["both"]["deep_gemm, torch.topk"] = lambda: torch_topk(clean())
+        groups["both"]["deep_gemm, unsorted"] = lambda: torch_topk(clean(), in_order=False)
     return Shape(groups, _problems(asked, logits, choose(), fused()), calls)
 
 
@@ -112,8 +118,17 @@ def _problems(
 
 
 def _deep_gemm(
-    q: Tensor, w: Tensor, cache: Tensor, table: Tensor, lens: Tensor, B: int, n: int, S: int
+    q: Tensor,
+    w: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    B: int,
+    n: int,
+    S: int,
+    clean: bool = False,
 ) -> Callable[[], Tensor]:
+    """Its scores; a decode step's plan is made beforehand and not in the time."""
     gemm = import_module("deep_gemm")
     if n == 1:
         pages = cache.view(cache.shape[0], BS, 1, -1)
@@ -128,7 +143,7 @@ def _deep_gemm(
     scales = keys.abs().amax(1) / 448
     k8 = (keys / scales[:, None]).to(FP8)
     zeros = torch.zeros_like(lens)
-    return lambda: gemm.fp8_mqa_logits(q, (k8, scales), w, zeros, lens, clean_logits=False)
+    return lambda: gemm.fp8_mqa_logits(q, (k8, scales), w, zeros, lens, clean_logits=clean)
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:

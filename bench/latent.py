@@ -128,7 +128,23 @@ def paged(B: int, S: int, H: int, calls: int) -> Shape:
         )  # fmt: skip
 
     exact = attended(q[:1], cache[table[0].long()].view(1, -1, D).double())
-    return Shape({"triton": ours}, exact, calls, B * S, 2 * D)
+    contenders: dict[str, Contender] = {"triton": ours}
+    if find_spec("flash_mla") is not None:
+        contenders["flashmla"] = _flash_paged(q, cache, table, seq_lens)
+    return Shape(contenders, exact, calls, B * S, 2 * D)
+
+
+def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor) -> Contender:
+    flash = import_module("flash_mla")
+    metadata, _ = flash.get_mla_metadata()
+
+    def decode() -> tuple[Tensor, Tensor]:
+        out, lse = flash.flash_mla_with_kvcache(
+            q.unsqueeze(1), cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE
+        )
+        return out[:, 0], lse[:, :, 0]
+
+    return decode
 
 
 def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
