@@ -108,37 +108,34 @@ def count_rows(t, b, position, B, row_lens, K, M, span, KIND: tl.constexpr, BS: 
 
 
 @triton.jit
-def name_rows(
-    start, j, lo, hi, position, rows, table, M, N,
-    KIND: tl.constexpr, BS: tl.constexpr, ONE_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Block and offset of a segment's j-th rows, and whether they are there: anything where not.
-
-    With ONE_BLOCK the rows from `start` on lie in one block, which is looked up once: a thread that
-    loads parts of many rows would otherwise look each of them up.
-    """
-    if KIND == SLOTS:
-        slot = tl.load(rows + j, mask=j < hi, other=-1)
-        there = within(slot, N * BS)
-        block = slot // BS
-        offset = slot % BS
-    elif ONE_BLOCK:
-        block = tl.load(table + start // BS)
-        there = (j >= lo) & (j < tl.where(within(block, N), hi, 0))
-        offset = start % BS + (j - start)
+def name_rows(j, hi, position, rows, M, KIND: tl.constexpr, BS: tl.constexpr):
+    """A segment's j-th rows by slot or by position within a request, -1 from hi on."""
+    if KIND == SLOTS or KIND == POSITIONS:
+        name = tl.load(rows + j, mask=j < hi, other=-1)
+    elif KIND == WINDOW:
+        name = (position % (M * BS)).to(tl.int32) - j
+        name = tl.where(j < hi, tl.where(name < 0, name + M * BS, name), -1)
     else:
-        if KIND == POSITIONS:
-            entry = tl.load(rows + j, mask=j < hi, other=-1)
-        elif KIND == WINDOW:
-            entry = (position % (M * BS)).to(tl.int32) - j
-            entry = tl.where(entry < 0, entry + M * BS, entry)
-            entry = tl.where(j < hi, entry, -1)
-        else:
-            entry = tl.where(j < hi, j, -1)
-        block = tl.load(table + entry // BS, mask=within(entry, M * BS), other=-1)
-        there = within(block, N)
-        offset = entry % BS
-    return block.to(OFFSET), offset, there
+        name = tl.where(j < hi, j, -1)
+    return name
+
+
+@triton.jit
+def find_rows(name, table, M, N, KIND: tl.constexpr, BS: tl.constexpr):
+    """Slots of named rows, -1 of those that are not there. A cache has fewer than 2**31 rows."""
+    if KIND == SLOTS:
+        slot = tl.where(within(name, N * BS), name, -1)
+    else:
+        block = tl.load(table + name // BS, mask=within(name, M * BS), other=-1)
+        slot = tl.where(within(block, N), block * BS + name % BS, -1)
+    return slot
+
+
+@triton.jit
+def find_block(start, hi, table, N, BS: tl.constexpr):
+    """The block that holds the rows from `start` on, -1 where there is none."""
+    block = tl.load(table + start // BS, mask=start < hi, other=-1)
+    return tl.where(within(block, N), block, -1)
 
 
 @triton.jit
@@ -274,7 +271,7 @@ def attend(
     OFFSET: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr, ROPE_VALUED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    dtype: tl.constexpr,
+    HOIST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Rows lo .. hi-1 of one segment, added to what a softmax has seen so far."""
     if FORMAT == FP8:  # on logits and sums, so that the largest weight stays exactly 1
@@ -286,13 +283,34 @@ def attend(
     USED: tl.constexpr = BLOCK_A if SECOND else MAIN
     offs_n = tl.arange(0, BLOCK_N)
     begin = lo
+    # what leads to rows is read ahead: blocks and slots one tile, positions, which lead to slots,
+    # two. With ONE_BLOCK a tile's block is looked up once: a thread that loads parts of many rows
+    # would otherwise look each of them up.
     if ONE_BLOCK:
         begin = lo - lo % BLOCK_N
-    for start in tl.range(begin, hi, BLOCK_N, num_stages=STAGES, disable_licm=True):
+        found = find_block(begin, hi, table, N, BS)
+    else:
+        name = name_rows(begin + offs_n, hi, position, rows, M, KIND, BS)
+        found = find_rows(name, table, M, N, KIND, BS)
+        if KIND == POSITIONS:
+            name = name_rows(begin + BLOCK_N + offs_n, hi, position, rows, M, KIND, BS)
+    for start in tl.range(begin, hi, BLOCK_N, num_stages=STAGES, disable_licm=not HOIST):
         j = start + offs_n
-        block, offset, there = name_rows(
-            start, j, lo, hi, position, rows, table, M, N, KIND, BS, ONE_BLOCK, OFFSET
-        )
+        if ONE_BLOCK:
+            there = (j >= lo) & (j < tl.where(found >= 0, hi, 0))
+            block = found.to(OFFSET)
+            offset = start % BS + offs_n
+            found = find_block(start + BLOCK_N, hi, table, N, BS)
+        else:
+            there = found >= 0
+            block = (found // BS).to(OFFSET)
+            offset = found % BS
+            if KIND == POSITIONS:
+                found = find_rows(name, table, M, N, KIND, BS)
+                name = name_rows(j + 2 * BLOCK_N, hi, position, rows, M, KIND, BS)
+            else:
+                coming = name_rows(j + BLOCK_N, hi, position, rows, M, KIND, BS)
+                found = find_rows(coming, table, M, N, KIND, BS)
         if FORMAT == V4:
             row = block * page + offset * (MAIN + V4_ROPE)
             scales_at = block * page + BS * (MAIN + V4_ROPE) + offset * (W - MAIN - V4_ROPE)
@@ -372,7 +390,7 @@ def _latent_kernel(
     ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr, dtype: tl.constexpr,
+    STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     head_tile, t, x = tl.program_id(0), first_token + tl.program_id(1), tl.program_id(2)
     ROPE_VALUED: tl.constexpr = C > MAIN
@@ -429,7 +447,7 @@ def _latent_kernel(
         qk_scale, tl.load(kv_scale_1), cache_1, page_1, row_1, W_1,
         rows_1 + t64 * rows_stride_1, table_1 + owner * table_stride_1, M_1, N_1, BS_1, ONE_BLOCK_1,
         KIND_1, FORMAT_1, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N, BLOCK_A, BLOCK_B,
-        BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, dtype,
+        BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
     )  # fmt: skip
     if SECOND:
         largest, total, acc_a, acc_b, acc_rope = attend(
@@ -437,7 +455,7 @@ def _latent_kernel(
             hi - n_1, position, qk_scale, tl.load(kv_scale_2), cache_2, page_2, row_2, W_2,
             rows_2 + t64 * rows_stride_2, table_2 + owner * table_stride_2, M_2, N_2, BS_2,
             ONE_BLOCK_2, KIND_2, FORMAT_2, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N,
-            BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, dtype,
+            BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
         )  # fmt: skip
     seen = total != 0  # NaN stays NaN
     share = tl.where(seen, 1.0 / total, 0.0)

@@ -47,6 +47,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     columns: int = 512  # of the first tile of a row; what is left is a second one
+    hoist: bool = True  # what a loop does not change, out of it: takes registers
 
 
 class Shape(NamedTuple):
@@ -170,5 +171,6 @@ def constants_of(
         "UNCHAINED": assembly() and 16 * config.num_warps > config.block_h > 16,
         "UPCAST": interpreted(),
         "STAGES": config.num_stages,
+        "HOIST": config.hoist,
         "dtype": PRODUCTS[shape.products],
     }
