@@ -238,9 +238,10 @@ def tiles(title: str, ours: Contender) -> dict[str, Contender]:
 
 
 def _generic() -> Any:
-    """Not the kernel of few heads."""
+    """Not the kernels of few heads."""
     module = import_module("openmla.backends.triton.mqa_sparse")
-    return patch.object(module, "fits_few_heads", lambda *_: False)
+    refused = dict.fromkeys(("fits_few_heads", "fits_few_heads_v4"), lambda *_: False)
+    return patch.multiple(module, **refused)
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
