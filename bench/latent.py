@@ -240,8 +240,9 @@ def tiles(title: str, ours: Contender) -> dict[str, Contender]:
 def _generic() -> Any:
     """Not the kernels of few heads."""
     module = import_module("openmla.backends.triton.mqa_sparse")
-    refused = dict.fromkeys(("fits_few_heads", "fits_few_heads_v4"), lambda *_: False)
-    return patch.multiple(module, **refused)
+    return patch.multiple(
+        module, fits_few_heads=lambda *_: False, fits_few_heads_v4=lambda *_: False
+    )
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:

@@ -8,8 +8,8 @@ Reads     q [T, H, 512], pages as 32-bit words: BS rows of 144, then 2 words of 
           4 * page of them from one page to the next, so that 16-byte loads are known to be aligned
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
-Built as _few_heads.py is. The two segments are one list of rows, the window's first: whose a row is
-is looked at row by row, so that loads run on ahead where one segment ends and a block may hold both.
+Built as _few_heads.py is. The two segments are one list of rows, the window's first; each row is
+looked up on its own, so that loads run ahead across the border and a block may hold both.
 """
 
 import triton.language as tl
@@ -35,8 +35,8 @@ CHANGING = (
     "page_2", "N_2", "M_2", "span_2", "table_stride_2", "names_stride", "K", "X",
 )  # fmt: skip
 # Shifted e4m3 bits are 2**120 too small as bf16. Decoded columns are kept 2**48 smaller than they
-# are, so that 2**72 times a scale fits bf16 for scales of 2**-76 to 2**55; the rope columns' queries
-# and the logits make up, and the outputs of decoded columns.
+# are, so that 2**72 times a scale fits bf16, and the product too, for scales of 2**-76 to 2**55;
+# queries of the rope columns are as much smaller, logits and outputs of decoded columns make up.
 MISSING = gl.constexpr(72)
 SMALLER = gl.constexpr(2.0**-48)
 LARGER = gl.constexpr(2.0**48)
@@ -73,6 +73,20 @@ def score(scores, tile, q, values, WIDTH: gl.constexpr, MMA: gl.constexpr):
         gl.permute(tile, (1, 0)), gl.DotOperandLayout(1, MMA, WIDTH), assert_trivial=True
     )
     return mma_v2(q.load(gl.DotOperandLayout(0, MMA, WIDTH)), keys, scores)
+
+
+@gluon.jit
+def issue_loads(number):
+    """Loads stay before this; the assembler would gather them at the next barrier, where little is
+    left to do while they are under way. It assembles to nothing; any number will do."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;",
+        "=r,r",
+        [number],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -210,6 +224,7 @@ def _few_heads_v4_kernel(
             tile = decode_group(groups[g], scales, g, BLOCK_N)
             scores = score(scores, tile, queries[g], values[g], 16, MMA)
             next_groups += (gl.load(row[:, None] + offs_word + 16 * g),)
+            issue_loads(hi)
         groups = next_groups
         first, second = split_words(gl.where(there[:, None], rope, 0))
         tile = gl.reshape(gl.join(first, second), [BLOCK_N, 64])

@@ -58,10 +58,10 @@ def run_few_heads_v4(
     if second.rows is not None and second.row_lens is not None:
         names, row_lens = in_order(second.rows), in_order(second.row_lens)
     tables = [in_order(window.block_table), in_order(second.block_table)]
-    sizes = [
-        (part.cache.stride(0) // 16, part.cache.shape[0], table.shape[1], part.span, table.stride(0))
-        for part, table in zip((window, second), tables, strict=True)
-    ]
+    sizes: list[int] = []
+    for part, table in zip((window, second), tables, strict=True):
+        sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]
+        sizes += [table.shape[1], part.span, table.stride(0)]
     for first_token in range(0, T, launch.TOKENS):
         few_heads_v4._few_heads_v4_kernel[
             (cdiv(H, 16), min(T - first_token, launch.TOKENS), runs.X)
@@ -87,8 +87,7 @@ def run_few_heads_v4(
             names.shape[1],
             runs.X,
             runs.length,
-            *sizes[0],
-            *sizes[1],
+            *sizes,
             LISTED=second.kind == "positions",
             BS_1=window.cache.shape[1],
             BS_2=second.cache.shape[1],
