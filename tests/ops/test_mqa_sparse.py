@@ -39,6 +39,11 @@ WIDE: Any = {**SHORT, "C": 512, "R": 64}
 PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
 LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
 LISTED["contiguous"] = True
+# V4's rows as engines keep them: pages aligned to 16 bytes, which few heads have a kernel for
+V4: Any = {"C": 512, "R": 0, "contiguous": True}
+NEAR = SegmentCase("window", span=128, ring=True, BS=64, format="fp8_dsv4")
+FAR = SegmentCase("positions", K=300, ratio=4, BS=64, format="fp8_dsv4")
+POOLED = SegmentCase("prefix", span=128, BS=2, format="fp8_dsv4")
 
 V4_RING = replace(RING, format="fp8_dsv4")
 V4_ENTRIES = replace(COMPRESSED, format="fp8_dsv4", K=70)
@@ -132,16 +137,28 @@ CASES = [
         second=COMPRESSED,
         C=128,
     ),
-    SparseCase("v4-window", **SHORT, first=V4_RING, C=512, R=0, sink=SINKS, H=5),
-    SparseCase("v4-positions", **LATE, first=V4_RING, second=V4_ENTRIES, H=16, sink=SINKS),
-    SparseCase("v4-prefix", **LATE, first=V4_RING, second=V4_PREFIX, H=17, padding=2),
-    SparseCase("v4-64-heads", **LATE, first=V4_RING, second=V4_ENTRIES, H=64, contiguous=True),
-    SparseCase("v4-dense", **LATE, first=V4_RING, second=V4_ENTRIES, H=8, contiguous=True),
+    # V4: rows that end within a block of 64, one past its end, at its end
+    SparseCase("v4", (1, 2, 0, 1), (1300, 70, 5, 512), NEAR, FAR, H=16, padding=2, **V4),
+    SparseCase("v4-17-heads", (3, 1), (3000, 1), NEAR, replace(FAR, K=129), H=17, sink=SINKS, **V4),
+    SparseCase("v4-64-heads", (1,), (999,), NEAR, replace(FAR, K=64), H=64, sink=SINKS, **V4),
+    SparseCase("v4-prefix", (1, 3, 1), (9000, 257, 1), NEAR, POOLED, H=17, sink=SINKS, **V4),
+    SparseCase("v4-window", (1, 3, 1), (3000, 128, 1), NEAR, H=8, sink=SINKS, padding=1, **V4),
+    SparseCase(
+        "v4-small-blocks",
+        (1, 2),
+        (330, 40),
+        replace(NEAR, span=24, BS=6),
+        replace(FAR, K=70, BS=4),
+        H=3,
+        **V4,
+    ),
+    SparseCase("v4-odd-pages", (1, 2), (330, 40), NEAR, FAR, H=5, sink=SINKS, C=512, R=0),
     SparseCase("v4-slots", **LATE, first=replace(V4_ENTRIES, kind="slots", ratio=1), H=3),
     SparseCase("v4-two-formats", **LATE, first=RING, second=V4_ENTRIES, H=3),
     SparseCase("v4-narrow", **SHORT, first=V4_RING, second=V4_ENTRIES, C=128, R=0),
     SparseCase("v4-192", **SHORT, first=V4_RING, second=V4_PREFIX, C=192, R=0),
 ]
+IN_ONE_RUN = ("packed-v3-positions-dense", "v4-17-heads", "v4-prefix", "v4-window")
 LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
 
 
@@ -177,16 +194,11 @@ def assert_equals_loops(inputs: SparseInputs) -> None:
     bounds = inputs["query_start_loc"].tolist()
     sinks = inputs["sink"].tolist() if "sink" in inputs.tensors else [-math.inf] * H
     segments = inputs.segments()
-    flat = [
-        get_format(part.format).read(
-            part.cache,
-            torch.arange(part.cache.shape[0] * part.cache.shape[1]),
-            part.kv_scale,
-            torch.float64,
-            D,
-        )
-        for part in segments
-    ]
+    flat = []
+    for part in segments:
+        slots = torch.arange(part.cache.shape[0] * part.cache.shape[1])
+        layout = get_format(part.format)
+        flat.append(layout.read(part.cache, slots, part.kv_scale, torch.float64, D))
     for t in range(T):
         owners = [b for b in range(len(bounds) - 1) if bounds[b] <= t < bounds[b + 1]]
         keys: list[Tensor] = []
@@ -255,6 +267,63 @@ def test_edge_rows(kind: str, backend: str, device: str) -> None:
     for t in (0, 1, 6, 9):
         assert (lse[t] == -torch.inf).all() and (out[t] == 0).all()
     check_attention(mqa_sparse, inputs, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_edge_rows_behind_a_window(backend: str, device: str) -> None:
+    """V4's rows: odd lists, and tables with holes, take nothing from the window."""
+    second = replace(FAR, K=70)
+    inputs = SparseCase("edges", (7,), (600,), NEAR, second, sink=SINKS, H=5, **V4).make(device)
+    rows, row_lens = inputs["rows_2"], inputs["row_lens_2"]
+    past = inputs["block_table_2"].shape[1] * second.BS
+    odd = torch.tensor([-1, past, -(2**31), 2**31 - 1, past + 1, -77, -2] * 10, device=device)
+    rows[0] = odd.int()
+    rows[1, 5:9] = rows[1, 4]
+    rows[2, ::2] = odd[::2].int()
+    row_lens[3] = 0
+    row_lens[4] = second.K + 1000
+    row_lens[5] = -3
+    check_attention(mqa_sparse, inputs, backend)
+    inputs["block_table"][0, 1] = -1
+    inputs["block_table_2"][0, 1] = inputs["cache_2"].shape[0]
+    check_attention(mqa_sparse, inputs, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_v4_pages_may_be_padded(backend: str, device: str) -> None:
+    """To multiples of 576 bytes, as engines have them; nothing of the padding is read."""
+    inputs = SparseCase("padded", (1, 2), (700, 3), NEAR, FAR, H=16, sink=SINKS, **V4).make(device)
+    expected = run_or_skip(mqa_sparse, inputs, backend)
+    padded = inputs.clone()
+    for name in ("cache", "cache_2"):
+        N, BS, W = inputs[name].shape
+        page = get_format("fp8_dsv4").page_width(512, BS)
+        assert page > BS * W
+        pages = torch.full((N, page), 255, dtype=torch.uint8, device=device)
+        padded.tensors[name] = pages[:, : BS * W].unflatten(1, (BS, W))
+        padded.tensors[name].copy_(inputs[name])
+    for one, other in zip(padded.run(mqa_sparse, backend=backend), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_v4_offsets_beyond_int32(backend: str, device: str) -> None:
+    """Rows past byte 2^31 of a cache. Memory is reserved, hardly any of it is touched."""
+    case = SparseCase("far", (1,), (300,), NEAR, replace(FAR, K=50), H=2, **V4)
+    near = case.make(device)
+    cache, table = near["cache_2"], near["block_table_2"]
+    with poisoned_memory(False):
+        pool = torch.empty((60_000, *cache.shape[1:]), dtype=torch.uint8, device=device)
+    assert pool.numel() > 2**31
+    moved = len(pool) - len(cache)
+    pool[moved:] = cache
+    far = near.clone()
+    far.tensors["cache_2"] = pool
+    far.tensors["block_table_2"] = table.where((table < 0) | (table >= len(cache)), table + moved)
+    far["block_table_2"][table >= len(cache)] = len(pool)
+    expected = run_or_skip(mqa_sparse, near, backend)
+    for one, other in zip(far.run(mqa_sparse, backend=backend), expected, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["slots", "positions"])
@@ -469,6 +538,34 @@ def test_a_token_has_its_own_bits(
         assert torch.equal(many[:1], one)
 
 
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+def test_a_v4_token_has_its_own_bits(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of two segments, with a sink."""
+    if backend == "triton" and device == "cpu":
+        monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
+    T = 8 if device == "cpu" else 90  # the interpreter takes a quarter of a second for each
+    lens: Any = {"query_lens": (1,) * T, "seq_lens": (290,) * T, "H": 3, "sink": SINKS}
+    inputs = SparseCase("many", first=NEAR, second=replace(FAR, K=70), **lens, **V4).make(device)
+    options = {**inputs.scalars, "run_length": 64}
+    whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
+    alone = dict(inputs.tensors)
+    alone["query_start_loc"] = alone["query_start_loc"][:2]
+    for name in ("q_latent", "positions", "block_table", "block_table_2", "rows_2", "row_lens_2"):
+        alone[name] = alone[name][:1]
+    few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
+    for many, one in zip(whole, few, strict=True):
+        assert torch.equal(many[:1], one)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in IN_ONE_RUN], ids=str)
+def test_triton_in_one_run(case: SparseCase, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that a few tokens fill: no run is merged, a kernel itself knows the sink."""
+    monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 1)
+    check_attention(mqa_sparse, case.make(device), "triton")
+
+
 @pytest.mark.parametrize("first", [PACKED, replace(POSITIONS, BS=16)], ids=["packed", "bf16"])
 def test_triton_bits_do_not_depend_on_the_columns_there_are(
     first: SegmentCase, device: str
@@ -487,12 +584,15 @@ def test_triton_bits_do_not_depend_on_the_columns_there_are(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("first", [PACKED, RING, PREFIX], ids=["packed", "window", "prefix"])
+@pytest.mark.parametrize(
+    "first", [PACKED, RING, PREFIX, NEAR], ids=["packed", "window", "prefix", "v4"]
+)
 def test_triton_takes_more_tokens_than_a_grid_holds(
     first: SegmentCase, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's grids have 65535 tokens in their second dimension; as if they had two."""
-    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    widths: dict[str, Any] = {"fp8_ds_mla": {"C": 512, "R": 64}, "fp8_dsv4": {"C": 512, "R": 0}}
+    width = widths.get(first.format, {})
     case = SparseCase("tokens", (1, 3, 1), (33, 70, 9), first=replace(first, K=64), **width)
     inputs = replace(case, contiguous=True, padding=2).make(device)
     expected = run_or_skip(mqa_sparse, inputs, "triton")

@@ -99,7 +99,7 @@ def count_rows(t, b, position, B, row_lens, K, M, span, KIND: tl.constexpr, BS: 
     n = 0
     if b < B:
         if KIND == SLOTS or KIND == POSITIONS:
-            n = tl.minimum(tl.load(row_lens + t), K)
+            n = tl.maximum(tl.minimum(tl.load(row_lens + t), K), 0)
         elif KIND == WINDOW:
             n = tl.minimum(tl.minimum(position + 1, span), M * BS).to(tl.int32)
         elif KIND == PREFIX:

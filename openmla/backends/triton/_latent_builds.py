@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from openmla.backends.triton import _few_heads as few_heads
+from openmla.backends.triton import _few_heads_v4 as few_heads_v4
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import GFX942, TARGETS, TYPES, Build
 from openmla.backends.triton._tiles import LAYOUTS, PLAIN, Config, config_of, constants_of, shape_of
@@ -81,4 +82,30 @@ def few_heads_builds() -> Iterator[Build]:
                 for name in kernel.arg_names
             }
             name = f"few-heads-{kind}-fp8_ds_mla-H16"
+            yield Build(name, kernel, signature, constants, 4, 1, capability)
+
+
+def few_heads_v4_builds() -> Iterator[Build]:
+    kernel = few_heads_v4._few_heads_v4_kernel
+    types = {
+        **dict.fromkeys(("sink", "out", "lse"), "*fp32"),
+        **dict.fromkeys(("words_1", "words_2", "names", "row_lens", "query_start_loc"), "*i32"),
+        **dict.fromkeys(("table_1", "table_2"), "*i32"),
+        "q": "*bf16",
+        "positions": "*i64",
+        "qk_scale": "fp32",
+    }
+    for capability in TARGETS:
+        if capability == GFX942:  # its matrix instructions are others
+            continue
+        for kind, BS in (("positions", 64), ("prefix", 2)):
+            constants = {
+                "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": 16, "SPLIT": True,
+                "SINK": False, "BLOCK_N": 64,
+            }  # fmt: skip
+            signature = {
+                name: "constexpr" if name in constants else types.get(name, "i32")
+                for name in kernel.arg_names
+            }
+            name = f"few-heads-window-{kind}-fp8_dsv4-H16"
             yield Build(name, kernel, signature, constants, 4, 1, capability)

@@ -29,6 +29,7 @@ from openmla.hardware import multiprocessors
 
 LOG2E = 1.4426950408889634
 TOKENS = 65535  # of one launch: the second dimension of a grid has no more
+FEW_HEADS_ROWS = 64  # of a block, in the kernels of few heads
 
 
 class Rows(NamedTuple):
@@ -149,19 +150,52 @@ def merge_runs(
     )
 
 
+def few_heads_pay(q: Tensor, run_length: int) -> bool:
+    """Whether 16 heads at a time pay: up to 32 heads, or so few tokens that head tiles fill the
+    machine (if their number may tell)."""
+    T, H, _ = q.shape
+    alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
+    return H <= 32 or alone
+
+
 def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
-    """Whether the kernel of few heads takes a segment: rows it knows, where 16 heads at a time pay:
-    up to 32 heads, or so few tokens that head tiles fill the machine (if their number may tell)."""
-    T, H, D = q.shape
+    """Whether the kernel of few heads takes a segment: rows it knows, where it pays."""
     if not assembly() or part.kind not in ("slots", "positions") or part.format != "fp8_ds_mla":
         return False
-    if (D, C, q.dtype) != (576, 512, torch.bfloat16) or not is_dense(part.cache):
+    if (q.shape[2], C, q.dtype) != (576, 512, torch.bfloat16) or not is_dense(part.cache):
         return False
     lies = part.cache.data_ptr() % 16 == 0 and part.cache.stride(1) % 16 == 0
     # rows, not bytes, are counted in 32 bits; the first row is read for those that are not there
     fits = 0 < part.cache.numel() < 2**33
-    alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
-    return lies and fits and (H <= 32 or alone)
+    return lies and fits and few_heads_pay(q, run_length)
+
+
+class Runs(NamedTuple):
+    """How rows are cut for few heads: in so many runs, of so many rows if that is fixed; if split,
+    into partial results of their own."""
+
+    X: int
+    length: int
+    split: bool
+    target: Tensor
+    target_lse: Tensor
+
+
+def cut_runs(
+    q: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *, width: int, run_length: int
+) -> Runs:
+    """Runs of whole blocks of rows, `width` of them at most."""
+    T, H, _ = q.shape
+    length = cdiv(run_length, FEW_HEADS_ROWS) * FEW_HEADS_ROWS
+    X = num_runs(cdiv(H, 16) * T, cdiv(width, FEW_HEADS_ROWS), q.device, 16)
+    if length:
+        X = max(cdiv(width, length), 1)
+    # with fixed runs a sink's share is a product of its own, however many runs there are
+    split = X > 1 or (length > 0 and sink is not None)
+    if split:
+        out = q.new_empty((T, X, H, 512), dtype=torch.float32)
+        lse = q.new_empty((T, X, H), dtype=torch.float32)
+    return Runs(X, length, split, out, lse)
 
 
 def run_few_heads(
@@ -180,17 +214,7 @@ def run_few_heads(
     lse = q.new_empty((T, H), dtype=torch.float32)
     if T == 0:
         return out, lse
-    tiles, BLOCK_N = cdiv(H, 16), 64
-    run_length = cdiv(run_length, BLOCK_N) * BLOCK_N
-    X = num_runs(tiles * T, cdiv(K, BLOCK_N), q.device, 16)
-    if run_length:
-        X = max(cdiv(K, run_length), 1)
-    # with fixed runs a sink's share is a product of its own, however many runs there are
-    split = X > 1 or (run_length > 0 and sink is not None)
-    target, target_lse = out, lse
-    if split:
-        target = q.new_empty((T, X, H, 512), dtype=torch.float32)
-        target_lse = q.new_empty((T, X, H), dtype=torch.float32)
+    runs = cut_runs(q, out, lse, sink, width=K, run_length=run_length)
     N, BS, W = part.cache.shape
     row = part.cache.stride(1)
     flat = part.cache.as_strided((N * BS, W), (row, 1))  # the last row may have no padding
@@ -200,7 +224,7 @@ def run_few_heads(
         N, BS, table = N * BS, 0, None
     table = query_start_loc[None] if table is None else in_order(table)
     for first_token in range(0, T, TOKENS):
-        few_heads._few_heads_kernel[(tiles, min(T - first_token, TOKENS), X)](
+        few_heads._few_heads_kernel[(cdiv(H, 16), min(T - first_token, TOKENS), runs.X)](
             q,
             flat.view(torch.int32),
             flat.view(torch.float32),
@@ -209,8 +233,8 @@ def run_few_heads(
             query_start_loc,
             table,
             lse if sink is None else sink,
-            target,
-            target_lse,
+            runs.target,
+            runs.target_lse,
             query_start_loc.shape[0] - 1,
             first_token,
             N,
@@ -221,18 +245,18 @@ def run_few_heads(
             table.stride(0),
             K,
             table.shape[1],
-            X,
-            run_length,
+            runs.X,
+            runs.length,
             ROW=row // 4,
             BS=BS,
             H=H,
-            SPLIT=split,
-            SINK=sink is not None and not split,
-            BLOCK_N=BLOCK_N,
+            SPLIT=runs.split,
+            SINK=sink is not None and not runs.split,
+            BLOCK_N=FEW_HEADS_ROWS,
             num_warps=4,
         )
-    if split:
-        merge_runs(target, target_lse, sink, out, lse, fixed=bool(run_length))
+    if runs.split:
+        merge_runs(runs.target, runs.target_lse, sink, out, lse, fixed=bool(run_length))
     return out, lse
 
 

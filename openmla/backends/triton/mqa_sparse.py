@@ -9,8 +9,13 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._latent_builds import few_heads_builds, latent_builds
+from openmla.backends.triton._latent_builds import (
+    few_heads_builds,
+    few_heads_v4_builds,
+    latent_builds,
+)
 from openmla.backends.triton._launch import Rows, fits_few_heads, run_few_heads, run_latent
+from openmla.backends.triton._launch_v4 import fits_few_heads_v4, run_few_heads_v4
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
@@ -37,6 +42,18 @@ def run(
         return run_few_heads(
             q_latent, query_start_loc, rows[0], sink, scale=scale, run_length=run_length
         )
+    width = sum(segment.width for segment in segments)
+    if fits_few_heads_v4(q_latent, rows, C, run_length):
+        return run_few_heads_v4(
+            q_latent,
+            query_start_loc,
+            positions,
+            rows,
+            sink,
+            scale=scale,
+            width=width,
+            run_length=run_length,
+        )
     return run_latent(
         q_latent,
         query_start_loc,
@@ -46,10 +63,11 @@ def run(
         C=C,
         scale=scale,
         run_length=run_length,
-        width=sum(segment.width for segment in segments),
+        width=width,
     )
 
 
 def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
     yield from few_heads_builds()
+    yield from few_heads_v4_builds()
