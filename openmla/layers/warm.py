@@ -63,7 +63,8 @@ def kinds_of_steps(
     config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int
 ) -> Iterator[Kind]:
     """One request and as many as there may be, short and long: cut into runs or not, choosing keys
-    or not; prefill without context, with some, with more than the workspace holds."""
+    or not; a few tokens each, as drafts are checked; prefill without context, with some, with more
+    than the workspace holds."""
     assert cache.latent is not None
     BS = cache.latent.block_size
     room = cache.latent.num_blocks * BS
@@ -72,6 +73,9 @@ def kinds_of_steps(
     for B in sorted({1, min(max_requests, max_tokens)}):
         for length in sorted({1, min(BS + 1, longest), longest}):
             yield Kind(B, 1, length, "absorbed")
+    for drafts in (2, 4, 8):  # indexers take so many together
+        if config.indexer is not None and drafts <= min(max_tokens, longest):
+            yield Kind(1, drafts, longest, "absorbed")
     new = min(max_tokens, longest)
     for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
         for length in sorted({new, min(new + BS, longest), longest}):

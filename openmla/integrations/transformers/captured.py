@@ -11,7 +11,8 @@ replaced between generations are noticed, a number inside a module that changes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -183,7 +184,8 @@ class CapturedDecode:
             return out
 
         if ids.device.type == "cuda":
-            graph, out = _capture(step)
+            with _experts_one_by_one(self.model):
+                graph, out = _capture(step)
             logits = out.logits
         else:
             out = step()
@@ -194,6 +196,20 @@ class CapturedDecode:
             ids, positions, buffers, _places(caches), _weights(self.model), owner, graph,
             logits, type(out),
         )  # fmt: skip
+
+
+@contextmanager
+def _experts_one_by_one(model: Any) -> Iterator[None]:
+    """As generate() decodes when it samples, though not with beams: experts grouped by the tokens
+    that chose them ask the host."""
+    found = model.get_experts_implementation()
+    model.set_experts_implementation(
+        {key: "batched_mm" if how == "grouped_mm" else how for key, how in found.items()}
+    )
+    try:
+        yield
+    finally:
+        model.set_experts_implementation(found)
 
 
 def _capture(step: Any) -> tuple[Any, Any]:
