@@ -1,4 +1,4 @@
-"""What this machine has: device capability, multiprocessors, shared memory, second-level cache."""
+"""What this machine has: device capability, multiprocessors, shared memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 @cache
-def _properties(index: int) -> tuple[tuple[int, int], int, int, int]:
+def _properties(index: int) -> tuple[tuple[int, int], int, int]:
     properties = torch.cuda.get_device_properties(index)
     shared_memory = getattr(properties, "shared_memory_per_block_optin", 0)
-    units, l2 = properties.multi_processor_count, getattr(properties, "L2_cache_size", 0)
-    return (properties.major, properties.minor), units, shared_memory, l2
+    units = properties.multi_processor_count
+    return (properties.major, properties.minor), units, shared_memory
 
 
 def _index(device: torch.device) -> int:
@@ -32,8 +32,3 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory one block may ask for; 0 where there is none."""
     return _properties(_index(device))[2] if device.type == "cuda" else 0
-
-
-def l2_cache(device: torch.device) -> int:
-    """Bytes of the second-level cache of a CUDA device, some usual number where it is not told."""
-    return (_properties(_index(device))[3] if device.type == "cuda" else 0) or 32 << 20

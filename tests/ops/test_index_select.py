@@ -127,7 +127,7 @@ def test_in_turns(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
     inputs = make(replace(WHOLE, padding=3), K=9, device=device)
     expected = run_or_skip(index_select, inputs, backend)
     if backend == "triton":
-        monkeypatch.setattr("openmla.backends.triton.index_select.l2_cache", lambda _: 3 * 67 * 6)
+        monkeypatch.setattr("openmla.backends.triton.index_select.SCORES", 3 * 67 * 4)
     else:
         monkeypatch.setattr("openmla.backends.reference.index_select.SCORES", 3 * 67)
     for actual, whole in zip(inputs.run(index_select, backend=backend), expected, strict=True):

@@ -283,13 +283,15 @@ def attend(
     USED: tl.constexpr = BLOCK_A if SECOND else MAIN
     offs_n = tl.arange(0, BLOCK_N)
     begin = lo
-    # what leads to rows is read ahead: blocks and slots one tile, positions, which lead to slots,
-    # two. With ONE_BLOCK a tile's block is looked up once: a thread that loads parts of many rows
-    # would otherwise look each of them up.
+    # What leads to rows is read ahead: blocks and slots one tile, positions, which lead to slots,
+    # two; few heads have few warps, each with many rows, and no registers for it. With ONE_BLOCK a
+    # tile's block is looked up once: a thread that loads parts of many rows would otherwise look
+    # each of them up.
+    AHEAD: tl.constexpr = q_a.shape[0] > 16
     if ONE_BLOCK:
         begin = lo - lo % BLOCK_N
         found = find_block(begin, hi, table, N, BS)
-    else:
+    elif AHEAD:
         name = name_rows(begin + offs_n, hi, position, rows, M, KIND, BS)
         found = find_rows(name, table, M, N, KIND, BS)
         if KIND == POSITIONS:
@@ -302,15 +304,20 @@ def attend(
             offset = start % BS + offs_n
             found = find_block(start + BLOCK_N, hi, table, N, BS)
         else:
-            there = found >= 0
-            block = (found // BS).to(OFFSET)
-            offset = found % BS
-            if KIND == POSITIONS:
-                found = find_rows(name, table, M, N, KIND, BS)
-                name = name_rows(j + 2 * BLOCK_N, hi, position, rows, M, KIND, BS)
+            if AHEAD:
+                slot = found
+                if KIND == POSITIONS:
+                    found = find_rows(name, table, M, N, KIND, BS)
+                    name = name_rows(j + 2 * BLOCK_N, hi, position, rows, M, KIND, BS)
+                else:
+                    coming = name_rows(j + BLOCK_N, hi, position, rows, M, KIND, BS)
+                    found = find_rows(coming, table, M, N, KIND, BS)
             else:
-                coming = name_rows(j + BLOCK_N, hi, position, rows, M, KIND, BS)
-                found = find_rows(coming, table, M, N, KIND, BS)
+                named = name_rows(j, hi, position, rows, M, KIND, BS)
+                slot = find_rows(named, table, M, N, KIND, BS)
+            there = slot >= 0
+            block = (slot // BS).to(OFFSET)
+            offset = slot % BS
         if FORMAT == V4:
             row = block * page + offset * (MAIN + V4_ROPE)
             scales_at = block * page + BS * (MAIN + V4_ROPE) + offset * (W - MAIN - V4_ROPE)

@@ -112,22 +112,27 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     layouts = {LAYOUTS[format] for _, format in segments}
     if capability == GFX942:  # compiled, never run: what does not spill
         return Config(16, 32, 4, 1) if layouts == {PLAIN} else Config(16, 16, 4, 1, 256)
-    few, paged = shape.H <= 16 or small, segments[0][0] == "paged"
+    few = shape.H <= 16 or small
     if layouts != {PLAIN}:
         if few:
             return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
         if wide and hopper:
-            deep = layouts == {PACKED} and not paged  # a third tile of pages would not fit
-            return Config(64, 64, 8, 3 if deep else 2, 256 if V4 in layouts else 512)
+            if V4 in layouts:
+                return Config(64, 64, 8, 3, 256, hoist=False)
+            return Config(64, 64, 8, 2, hoist=False)
         if wide and layouts & {PACKED, V4}:  # on SM100 products of 64 heads spill here
             return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
-        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512)
+        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512, hoist=False)
     named = any(kind == "positions" for kind, _ in segments)
     if few:
         return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256)
     if not wide:
         return Config(32, 64, 8, 2)
-    return Config(64, 64 if hopper else 32, 8, 2)
+    return (
+        Config(64, 64, 8, 2, hoist=not named and len(segments) == 1)
+        if hopper
+        else Config(64, 32, 8, 2)
+    )
 
 
 def constants_of(
