@@ -15,6 +15,7 @@ from openmla.hardware import capability
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
 FEW_TOKENS = 256  # not measured: where attention takes ten times as long as mapping
+DECODED_ONCE = ("fp8_ds_mla",)  # many tokens' rows, from positions: see backends/triton/_decoded.py
 
 
 def latent_of(cache: LayerCache) -> PagedCache:
@@ -42,11 +43,13 @@ def choose_backends(
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
     """Who runs each op. Where few tokens attend to listed rows and the one that does it takes
     positions as well as slots, it is given positions: nothing maps them. With many tokens a launch
-    does not count, and slots are cheaper to read."""
+    does not count, and slots are cheaper to read, unless rows are decoded once for all tokens."""
     backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
-    if "map_slots" not in backends or num_chosen > FEW_TOKENS:
+    if "map_slots" not in backends:
         return tuple(problems), backends
     attending = next(problem for problem in problems if problem.op == "mqa_sparse")
+    if num_chosen > FEW_TOKENS and attending.format not in DECODED_ONCE:
+        return tuple(problems), backends
     listed = replace(attending, kinds=("positions",))
     if why_not(listed, backends["mqa_sparse"]) is not None:
         return tuple(problems), backends

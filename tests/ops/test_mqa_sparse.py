@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -153,6 +154,8 @@ CASES = [
         **V4,
     ),
     SparseCase("v4-odd-pages", (1, 2), (330, 40), NEAR, FAR, H=5, sink=SINKS, C=512, R=0),
+    SparseCase("v4-many-tokens", (70, 3), (70, 40), V4_RING, V4_ENTRIES, C=512, R=0, H=3),
+    SparseCase("packed-many-tokens", (120, 3), (120, 40), replace(PACKED, K=40), C=512, R=64, H=3),
     SparseCase("v4-slots", **LATE, first=replace(V4_ENTRIES, kind="slots", ratio=1), H=3),
     SparseCase("v4-two-formats", **LATE, first=RING, second=V4_ENTRIES, H=3),
     SparseCase("v4-narrow", **SHORT, first=V4_RING, second=V4_ENTRIES, C=128, R=0),
@@ -790,3 +793,31 @@ def test_cost() -> None:
     assert decode.bytes == 2048 * (656 + 4) + 16 * (1088 * 2 + 4)
     assert decode.flops == 2 * 2048 * 16 * 1088
     assert cost(0, 3, H=1, D=4, C=2, format="bf16", itemsize=2) == (3 * (12 + 4), 0)
+
+
+@pytest.mark.parametrize("name", ["v4-many-tokens", "packed-many-tokens"])
+def test_triton_decodes_rows_of_many_tokens_once(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to so many bytes, and not with fixed runs."""
+    module = import_module("openmla.backends.triton._decoded")
+    decodes: list[str] = []
+
+    def gather(*args: Any, format: str) -> None:
+        decodes.append(format)
+        run(*args, format=format)
+
+    run = module.cache_gather.run
+    monkeypatch.setattr(module.cache_gather, "run", gather)
+    case = next(case for case in CASES if case.name == name)
+    inputs = case.make(device)
+    segments = 1 if case.second is None else 2
+    whole = run_or_skip(mqa_sparse, inputs, "triton")
+    assert len(decodes) == segments
+    fixed = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
+    run_or_skip(mqa_sparse, fixed, "triton")
+    monkeypatch.setattr(module, "MOST", 1000)
+    direct = run_or_skip(mqa_sparse, inputs, "triton")
+    assert len(decodes) == segments
+    for one, other in zip(whole, direct, strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=0.02)

@@ -121,21 +121,37 @@ def name_rows(j, hi, position, rows, M, KIND: tl.constexpr, BS: tl.constexpr):
 
 
 @triton.jit
-def find_rows(name, table, M, N, KIND: tl.constexpr, BS: tl.constexpr):
-    """Slots of named rows, -1 of those that are not there. A cache has fewer than 2**31 rows."""
-    if KIND == SLOTS:
-        slot = tl.where(within(name, N * BS), name, -1)
-    else:
-        block = tl.load(table + name // BS, mask=within(name, M * BS), other=-1)
-        slot = tl.where(within(block, N), block * BS + name % BS, -1)
-    return slot
+def find_slots(name, table, M, N, BS: tl.constexpr):
+    """Slots of rows named by position, -1 of those that are not there; a cache has fewer than 2**31
+    rows."""
+    block = tl.load(table + name // BS, mask=within(name, M * BS), other=-1)
+    return tl.where(within(block, N), block * BS + name % BS, -1)
 
 
 @triton.jit
-def find_block(start, hi, table, N, BS: tl.constexpr):
-    """The block that holds the rows from `start` on, -1 where there is none."""
-    block = tl.load(table + start // BS, mask=start < hi, other=-1)
-    return tl.where(within(block, N), block, -1)
+def find_rows(
+    start, j, lo, hi, position, rows, table, M, N,
+    KIND: tl.constexpr, BS: tl.constexpr, ONE_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Block and offset of a segment's j-th rows, and whether they are there: anything where not.
+
+    With ONE_BLOCK the rows from `start` on lie in one block, which is looked up once: a thread that
+    loads parts of many rows would otherwise look each of them up.
+    """
+    if ONE_BLOCK:
+        block = tl.load(table + start // BS)
+        there = (j >= lo) & (j < tl.where(within(block, N), hi, 0))
+        offset = start % BS + (j - start)
+    else:
+        name = name_rows(j, hi, position, rows, M, KIND, BS)
+        if KIND == SLOTS:
+            block = name // BS
+            there = within(name, N * BS)
+        else:
+            block = tl.load(table + name // BS, mask=within(name, M * BS), other=-1)
+            there = within(block, N)
+        offset = name % BS
+    return block.to(OFFSET), offset, there
 
 
 @triton.jit
@@ -283,41 +299,32 @@ def attend(
     USED: tl.constexpr = BLOCK_A if SECOND else MAIN
     offs_n = tl.arange(0, BLOCK_N)
     begin = lo
-    # What leads to rows is read ahead: blocks and slots one tile, positions, which lead to slots,
-    # two; few heads have few warps, each with many rows, and no registers for it. With ONE_BLOCK a
-    # tile's block is looked up once: a thread that loads parts of many rows would otherwise look
-    # each of them up.
-    AHEAD: tl.constexpr = q_a.shape[0] > 16
+    # What leads to V4's rows is read ahead, where there are warps enough to hold it: blocks one
+    # tile, positions, which lead to blocks, two. Elsewhere it was tried and lost.
+    AHEAD: tl.constexpr = FORMAT == V4 and KIND != SLOTS and not ONE_BLOCK and q_a.shape[0] > 16
     if ONE_BLOCK:
         begin = lo - lo % BLOCK_N
-        found = find_block(begin, hi, table, N, BS)
-    elif AHEAD:
+    if AHEAD:
         name = name_rows(begin + offs_n, hi, position, rows, M, KIND, BS)
-        found = find_rows(name, table, M, N, KIND, BS)
+        found = find_slots(name, table, M, N, BS)
         if KIND == POSITIONS:
             name = name_rows(begin + BLOCK_N + offs_n, hi, position, rows, M, KIND, BS)
     for start in tl.range(begin, hi, BLOCK_N, num_stages=STAGES, disable_licm=not HOIST):
         j = start + offs_n
-        if ONE_BLOCK:
-            there = (j >= lo) & (j < tl.where(found >= 0, hi, 0))
-            block = found.to(OFFSET)
-            offset = start % BS + offs_n
-            found = find_block(start + BLOCK_N, hi, table, N, BS)
-        else:
-            if AHEAD:
-                slot = found
-                if KIND == POSITIONS:
-                    found = find_rows(name, table, M, N, KIND, BS)
-                    name = name_rows(j + 2 * BLOCK_N, hi, position, rows, M, KIND, BS)
-                else:
-                    coming = name_rows(j + BLOCK_N, hi, position, rows, M, KIND, BS)
-                    found = find_rows(coming, table, M, N, KIND, BS)
+        if AHEAD:
+            there = found >= 0
+            block = (found // BS).to(OFFSET)
+            offset = found % BS
+            if KIND == POSITIONS:
+                found = find_slots(name, table, M, N, BS)
+                name = name_rows(j + 2 * BLOCK_N, hi, position, rows, M, KIND, BS)
             else:
-                named = name_rows(j, hi, position, rows, M, KIND, BS)
-                slot = find_rows(named, table, M, N, KIND, BS)
-            there = slot >= 0
-            block = (slot // BS).to(OFFSET)
-            offset = slot % BS
+                coming = name_rows(j + BLOCK_N, hi, position, rows, M, KIND, BS)
+                found = find_slots(coming, table, M, N, BS)
+        else:
+            block, offset, there = find_rows(
+                start, j, lo, hi, position, rows, table, M, N, KIND, BS, ONE_BLOCK, OFFSET
+            )
         if FORMAT == V4:
             row = block * page + offset * (MAIN + V4_ROPE)
             scales_at = block * page + BS * (MAIN + V4_ROPE) + offset * (W - MAIN - V4_ROPE)

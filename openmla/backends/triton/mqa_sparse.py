@@ -9,6 +9,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
+from openmla.backends.triton._decoded import decoded
 from openmla.backends.triton._latent_builds import (
     few_heads_builds,
     few_heads_v4_builds,
@@ -58,7 +59,7 @@ def run(
         q_latent,
         query_start_loc,
         positions,
-        rows,
+        decoded(q_latent, rows, run_length),
         sink=sink,
         C=C,
         scale=scale,
