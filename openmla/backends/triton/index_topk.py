@@ -6,13 +6,15 @@ Grid      (min(T, 4 * multiprocessors),): one program owns a row at a time, the 
           are the longest ones of a prompt.
 Reads     logits [T, S], row_starts [T], row_lens [T]
 Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
-          candidates [programs, BLOCK], positions and scores, scratch
+          candidates [programs, WARPS, BLOCK + SPAN], positions and scores, scratch
 Limits    see why_not()
 
 A sample of a row gives a score that about `target` others reach, more than K and fewer than BLOCK.
-One pass keeps the positions of those that do, in order. Of them, which fit in registers, the K-th
-is found by halving the range of its bits and counting. Where the sample misled, another score is
-tried; where equals are too many to keep, the K-th score is known by then and the row is read again.
+One pass keeps the positions of those that do. Each warp reads a stretch of the row and keeps what
+it finds in a region of its own, so that warps need not wait for one another; stretch after stretch
+the regions are in order. Of what they hold, which fits in registers, the K-th is found by cutting
+the range of its bits in three and counting. Where the sample misled, another score is tried; where
+equals are too many to keep, the K-th score is known by then and the row is read again.
 """
 
 from __future__ import annotations
@@ -35,53 +37,47 @@ from openmla.backends.triton._build import (
     Build,
     assembly,
     capability_of,
-    nearest_target,
 )
 from openmla.backends.triton.cache_write import widen
 from openmla.hardware import multiprocessors
 
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-BLOCK = 8192  # the most candidates
-SAMPLE = 2048
+SAMPLE = 4096
 POINTERS = ("row_starts", "row_lens", "topk_positions", "topk_lens")
 
 LAUNCHES = 1
 
 
 class Config(NamedTuple):
-    tile: int  # scores looked at together
+    block: int  # the most candidates; twice K, or none are kept
     num_warps: int
     maxnreg: int | None
 
 
-FEW = Config(8192, 16, None)  # not yet measured, as all numbers here
-MANY = Config(4096, 16, 64)
-AMD = Config(4096, 8, None)
+FEW = Config(4096, 16, None)
+MANY = Config(4096, 8, 64)
+LARGE = Config(8192, 16, None)
+AMD = Config(8192, 8, None)
 
 
-def config_of(T: int, multiprocessors: int, capability: int) -> Config:
-    """With few rows the widest tile, which SM80 has no registers for; with many, two programs per
-    multiprocessor, so that one reads while the other searches."""
+def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
+    """With few rows the most warps; with many, four programs per multiprocessor, so that some read
+    while others search."""
     if capability == GFX942:
         return AMD
-    return FEW if multiprocessors >= T and nearest_target(capability) > 80 else MANY
+    if 2 * K > FEW.block:
+        return LARGE
+    return FEW if multiprocessors >= T else MANY
 
 
-LANES = tl.constexpr(128)  # columns of a tile: one warp's, so that only rows cross warps
-RUN = tl.constexpr(4)  # neighbours sampled together
+LANES = tl.constexpr(128)  # columns a warp reads at once
+SPAN = tl.constexpr(512)  # and its part of a tile: four times that, whose counts fit in one int32
+RUN = tl.constexpr(8)  # neighbours sampled together: what memory gives at the least
 LOWEST = tl.constexpr(-2139095041)  # ordered_key(-inf)
 HIGHEST = tl.constexpr(2139095040)  # ordered_key(+inf)
 NOTHING = tl.constexpr(-2147483648)  # below every key
 NAN_BITS = tl.constexpr(0x7FC00000)
 GUESSES = tl.constexpr(4)  # scores taken from the sample; then the range is halved
-
-
-@triton.jit
-def tile_offsets(n, BLOCK: tl.constexpr):
-    """Row by row. n is not negative, which the compiler does not know: it would hold the offsets of
-    every tile in registers from row to row."""
-    rows = tl.arange(0, BLOCK // LANES) + tl.minimum(n, 0)
-    return rows[:, None] * LANES + tl.arange(0, LANES)[None, :]
 
 
 @triton.jit
@@ -117,6 +113,11 @@ def middle(lo, hi):
 
 
 @triton.jit
+def lowest_key(keys):
+    return tl.min(tl.where(keys == NOTHING, HIGHEST, keys))
+
+
+@triton.jit
 def cut_key(keys, lo, wanted, slack):
     """A key that `wanted` keys reach or up to `slack` more; where there is none, the wanted-th key
     itself. And how many are above: those that reach it are taken before its equals are. At least
@@ -126,24 +127,25 @@ def cut_key(keys, lo, wanted, slack):
     reached = 2147483647
     above = 0
     while (hi > lo + 1) & (reached > wanted + slack):
-        key = middle(lo, hi)
-        count = tl.sum((keys >= key).to(tl.int32))
-        if count >= wanted:
-            lo = key
-            reached = count
+        # the difference may not fit with its sign
+        third = (hi.to(tl.uint32, bitcast=True) - lo.to(tl.uint32, bitcast=True)) // 3
+        third = tl.maximum(third.to(tl.int32), 1)
+        low, high = lo + third, hi - third
+        # two counts in one
+        counts = tl.sum(tl.where(keys >= high, 65537, tl.where(keys >= low, 1, 0)))
+        low_count, high_count = counts & 65535, counts >> 16
+        if high_count >= wanted:
+            lo = high
+            reached = high_count
+        elif low_count >= wanted:
+            lo = low
+            reached = low_count
+            hi = high
+            above = high_count
         else:
-            hi = key
-            above = count
+            hi = low
+            above = low_count
     return lo, tl.where(reached > wanted, above, 0)
-
-
-@triton.jit
-def prefix_sums(flags):
-    """How many flags of a tile are set up to each one and with it, row by row, and in all."""
-    i = tl.arange(0, flags.shape[0])
-    sums = tl.sum(flags, 1)
-    earlier = tl.sum(tl.where(i[None, :] < i[:, None], sums[None, :], 0), 1)
-    return earlier[:, None] + tl.cumsum(flags, 1), tl.sum(sums, 0)
 
 
 @triton.jit
@@ -185,51 +187,127 @@ def scatter_pairs(out, at, positions, scores, ASM: tl.constexpr):
 
 
 @triton.jit
+def find(values, positions, n, cut):
+    """The positions of scores that reach a cut, -1 for the others."""
+    chosen = (widen(values) >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
+    return tl.where(chosen, positions, -1)
+
+
+@triton.jit
+def put(kept, at, ranks, positions, values, ASM: tl.constexpr):
+    """Keep what was found, its ranks in the lowest byte."""
+    scatter_pairs(kept, at + (ranks & 255), positions, widen(values), ASM)
+
+
+@triton.jit
 def keep_row(
-    kept, size, row, skew, n, cut, ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr
+    kept, row, skew, n, cut,
+    ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Positions and scores of those that reach a cut above -inf, in order, and their number; of
-    more than `size` not all are kept. The row begins `skew` elements behind an aligned address."""
-    offs = tile_offsets(n, BLOCK)
+    """Positions and scores of those that reach a cut above -inf, and their number, for each warp's
+    stretch of the row. What a warp finds beyond BLOCK is not kept. The row begins `skew` elements
+    behind an aligned address."""
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
-    seen = 0
-    coming = tl.load(row + offs, mask=offs < end, other=0.0)
-    for first in range(0, end, BLOCK):
-        scores = widen(coming)
-        later = first + BLOCK  # on its way while this tile is counted
-        coming = tl.load(row + later + offs, mask=offs < end - later, other=0.0)
-        positions = first - skew + offs
-        chosen = (scores >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
-        positions = tl.where(chosen, positions, -1)
-        ranks, total = prefix_sums((positions >> 31) + 1)
-        at = seen + ranks - 1
-        seen += total
-        if seen <= size:
-            scatter_pairs(kept, at, positions, scores, ASM)
-    return seen
+    tiles = tl.cdiv(end, WARPS * SPAN)
+    warp = tl.arange(0, WARPS)[:, None]
+    offs = warp * (tiles * SPAN) + tl.arange(0, LANES)[None, :]
+    seen = tl.zeros((WARPS, 1), tl.int32)
+    values_0 = tl.load(row + offs, mask=offs < end, other=0.0)
+    values_1 = tl.load(row + LANES + offs, mask=offs < end - LANES, other=0.0)
+    values_2 = tl.load(row + 2 * LANES + offs, mask=offs < end - 2 * LANES, other=0.0)
+    values_3 = tl.load(row + 3 * LANES + offs, mask=offs < end - 3 * LANES, other=0.0)
+    for tile in range(tiles):
+        # on their way while those before them are counted; none behind the stretch
+        later = tl.where(tile + 1 < tiles, end - SPAN, 0)
+        ahead = row + SPAN + offs
+        coming_0 = tl.load(ahead, mask=offs < later, other=0.0)
+        coming_1 = tl.load(ahead + LANES, mask=offs < later - LANES, other=0.0)
+        coming_2 = tl.load(ahead + 2 * LANES, mask=offs < later - 2 * LANES, other=0.0)
+        coming_3 = tl.load(ahead + 3 * LANES, mask=offs < later - 3 * LANES, other=0.0)
+        found_0 = find(values_0, offs - skew, n, cut)
+        found_1 = find(values_1, offs - skew + LANES, n, cut)
+        found_2 = find(values_2, offs - skew + 2 * LANES, n, cut)
+        found_3 = find(values_3, offs - skew + 3 * LANES, n, cut)
+        # four counts in one, each of at most LANES
+        flags = tl.where(found_0 >= 0, 1, 0) + tl.where(found_1 >= 0, 1 << 8, 0)
+        flags += tl.where(found_2 >= 0, 1 << 16, 0) + tl.where(found_3 >= 0, 1 << 24, 0)
+        ranks = tl.cumsum(flags, 1)
+        totals = tl.sum(flags, 1, keep_dims=True)
+        # beyond BLOCK the last places are written over
+        first = tl.minimum(seen, BLOCK)
+        at = warp * (BLOCK + SPAN) + first - 1
+        put(kept, at, ranks, found_0, values_0, ASM)
+        at += totals & 255
+        put(kept, at, ranks >> 8, found_1, values_1, ASM)
+        at += (totals >> 8) & 255
+        put(kept, at, ranks >> 16, found_2, values_2, ASM)
+        at += (totals >> 16) & 255
+        put(kept, at, ranks >> 24, found_3, values_3, ASM)
+        pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
+        seen += (pairs & 0xFFFF) + (pairs >> 16)
+        offs += SPAN
+        values_0, values_1, values_2, values_3 = coming_0, coming_1, coming_2, coming_3
+    return tl.sum(seen, 1)
 
 
 @triton.jit
-def load_pairs(kept, offs, mask):
-    pairs = tl.load(kept + offs, mask=mask, other=NAN_BITS << 32)
-    return pairs.to(tl.int32), (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+def even_out(kept, seen, fullest, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """Spread the candidates over the ends of the regions, which none of them is in, each warp's
+    share in one."""
+    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
+    before = tl.cumsum(seen, 0) - seen
+    for first in range(0, fullest, LANES):
+        j = first + tl.arange(0, LANES)[None, :]
+        pairs = tl.load(kept + starts + j, mask=j < seen[:, None])
+        j += before[:, None]
+        at = j // (BLOCK // WARPS) * (BLOCK + SPAN) + BLOCK + j % (BLOCK // WARPS)
+        tl.store(kept + at, pairs, mask=j < (before + seen)[:, None])
 
 
 @triton.jit
-def emit(out, row, kept, n, from_kept, cut, room, ASM: tl.constexpr, BLOCK: tl.constexpr):
+def fill_up(kept, held, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+    """NaN behind what the shares hold."""
+    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
+    for first in range(0, BLOCK // WARPS, LANES):
+        j = first + tl.arange(0, LANES)[None, :]
+        tl.store(kept + starts + j, tl.cast(NAN_BITS << 32, tl.int64), mask=j >= held[:, None])
+
+
+@triton.jit
+def load_shares(
+    row, kept, first, n, from_kept, PART: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Positions and scores of PART elements from the first on: of shares of the candidates, or of
+    the row itself."""
+    i = first // SHARE + tl.arange(0, PART // SHARE)[:, None]
+    j = tl.arange(0, SHARE)[None, :]
+    if from_kept:
+        pairs = tl.load(kept + i * (BLOCK + SPAN) + j)
+        positions = pairs.to(tl.int32)
+        scores = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        positions = i * SHARE + j
+        scores = load_scores(row, positions, positions < n)
+    return positions, scores
+
+
+@triton.jit
+def emit(
+    out, row, kept, n, from_kept, cut, room,
+    ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
     """Put down the positions of scores above a cut and of the first `room` equals, in order, from
     what was kept or from the row itself."""
-    offs = tile_offsets(n, BLOCK)
+    PART: tl.constexpr = BLOCK // 2  # of which registers hold positions and ranks
+    SHARE: tl.constexpr = BLOCK // WARPS
     above = 0
     equal = 0
-    for first in range(0, n, BLOCK):
-        positions = first + offs
-        if from_kept:
-            positions, scores = load_pairs(kept, positions, positions < n)
-        else:
-            scores = load_scores(row, positions, positions < n)
-        # two counts in one, each of at most BLOCK
-        ranks, total = prefix_sums(tl.where(scores > cut, 1, tl.where(scores == cut, 65536, 0)))
+    for first in range(0, n, PART):
+        positions, scores = load_shares(row, kept, first, n, from_kept, PART, SHARE, BLOCK)
+        # two counts in one, each of at most PART
+        flags = tl.where(scores > cut, 1, tl.where(scores == cut, 65536, 0))
+        ranks = tl.cumsum(flags.reshape(PART), 0).reshape(PART // SHARE, SHARE)
+        total = tl.sum(flags)
         equal_ranks = equal + (ranks >> 16)
         at = above + (ranks & 65535) + tl.minimum(equal_ranks, room) - 1
         chosen = (scores > cut) | ((scores == cut) & (equal_ranks <= room))
@@ -247,19 +325,32 @@ def first_positions(out, n, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sample_keys(row, skew, n, guess, ALIGN: tl.constexpr, SAMPLE: tl.constexpr):
+    """From all over a row of SAMPLE or more; each guess looks elsewhere."""
+    j = tl.arange(0, SAMPLE)
+    stride = n // (SAMPLE // RUN)
+    first = guess * (stride // GUESSES)
+    j = (first + (j // RUN) * stride) // RUN * RUN + j % RUN
+    values = tl.load(row + j, mask=j < tl.cdiv(skew + n, ALIGN) * ALIGN, other=0.0)
+    return ordered_key(as_scores(values, (j - skew).to(tl.uint32) < n.to(tl.uint32)))
+
+
+@triton.jit
 def choose(
     out, logits, start, n, kept, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    TILE: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     """The K highest of a row of more than K."""
     row = logits + start
     tile = start // ALIGN * ALIGN
+    skew = (start - tile).to(tl.int32)
     size = tl.where(2 * K <= BLOCK, BLOCK, 0)  # of what may be kept
     lo = tl.cast(LOWEST, tl.int32)  # K or more scores reach it
     hi = tl.cast(HIGHEST + 1, tl.int32)  # fewer do: `above`
     above = 0
-    count = n  # a row of one tile is kept as it is
+    count = n  # a row of one block is kept as it is
+    seen = tl.zeros((WARPS,), tl.int32)
     equals = False
     guesses = 0
     rank = tl.maximum(SAMPLE * target.to(tl.int64) // n, 1)
@@ -268,21 +359,15 @@ def choose(
         pivot = lo + 1
         if not equals:
             if (guesses < GUESSES) & (n > BLOCK):
-                j = tl.arange(0, SAMPLE)
-                stride = n // (SAMPLE // RUN)
-                first = guesses * (stride // GUESSES)  # each guess looks elsewhere
-                j = first + (j // RUN) * stride + j % RUN
-                keys = ordered_key(load_scores(row, j, j < n))
+                keys = sample_keys(logits + tile, skew, n, guesses, ALIGN, SAMPLE)
                 wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
-                pivot, _ = cut_key(keys, LOWEST, wanted, wanted // 8)
+                pivot, _ = cut_key(keys, lowest_key(keys), wanted, wanted // 8)
                 pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
             else:
                 pivot = middle(lo, hi)
             guesses += 1
-        count = keep_row(
-            kept, size, logits + tile, (start - tile).to(tl.int32), n, score_of(pivot),
-            ASM, ALIGN, TILE,
-        )  # fmt: skip
+        seen = keep_row(kept, logits + tile, skew, n, score_of(pivot), ASM, ALIGN, BLOCK, WARPS)
+        count = tl.sum(seen)
         if not equals:
             rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
         # too many to keep, perhaps because they are equal: are there K above them?
@@ -293,18 +378,26 @@ def choose(
         else:
             lo = pivot
         searching = (hi > lo + 1) & ((count < K) | (count > size)) & (count != K)
-    tl.debug_barrier()  # what other threads kept is read
     from_kept = (n > size) & (count >= K) & (count <= size)
     above = tl.where(count == K, 0, above)
+    if from_kept:
+        n = BLOCK
+        held = seen
+        fullest = tl.max(seen)
+        if fullest > BLOCK // WARPS:
+            tl.debug_barrier()  # what other threads kept is read
+            even_out(kept, seen, fullest, BLOCK, WARPS)
+            held = count - tl.arange(0, WARPS) * (BLOCK // WARPS)
+            kept += BLOCK
+        fill_up(kept, held, BLOCK, WARPS)
+        tl.debug_barrier()
     if (count >= K) & (count <= size):
-        offs = tile_offsets(n, BLOCK)
-        if from_kept:
-            _, scores = load_pairs(kept, offs, offs < count)
-        else:
-            scores = load_scores(row, offs, offs < count)
-        lo, above = cut_key(ordered_key(scores), lo, K, 0)
-    n = tl.where(from_kept, count, n)
-    emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK // 2)
+        _, scores = load_shares(row, kept, 0, n, from_kept, BLOCK, BLOCK // WARPS, BLOCK)
+        keys = ordered_key(scores)
+        if not from_kept:
+            lo = lowest_key(keys)
+        lo, above = cut_key(keys, lo, K, 0)
+    emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK, WARPS)
 
 
 @triton.jit(
@@ -313,7 +406,7 @@ def choose(
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    TILE: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
     for i in range(tl.program_id(0), T, tl.num_programs(0)):
         t = T - 1 - i
@@ -326,8 +419,9 @@ def _index_topk_kernel(
         else:
             start = t * row_stride + tl.load(row_starts + t)
             # program_id, but computed anew: its tile of addresses is not held from row to row
-            kept = candidates + (i % tl.num_programs(0)).to(tl.int64) * BLOCK
-            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, TILE)
+            kept = (i % tl.num_programs(0)).to(tl.int64) * (WARPS * (BLOCK + SPAN))
+            kept += candidates
+            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, WARPS)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -354,11 +448,11 @@ def choose_rows(
     if T == 0:
         return
     units = multiprocessors(logits.device)
-    config = config_of(T, units, capability_of(logits.device))
-    fits = 2 * K <= BLOCK
+    config = config_of(T, K, units, capability_of(logits.device))
+    fits = 2 * K <= config.block
     programs = min(T, 4 * units)
-    width = BLOCK if fits and S > BLOCK else 0
-    candidates = logits.new_empty((programs, width), dtype=torch.int64)
+    width = 0 if fits and S <= config.block else config.block + SPAN.value
+    candidates = logits.new_empty((programs, config.num_warps, width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
         logits,
         row_starts.contiguous(),
@@ -369,7 +463,7 @@ def choose_rows(
         logits.stride(0),
         T,
         K,
-        isqrt(K * BLOCK) if fits else K,
+        isqrt(K * config.block) if fits else K,
         **constants_of(config, aligned=logits.data_ptr() % 16 == 0),
         num_warps=config.num_warps,
         num_stages=1,
@@ -383,16 +477,17 @@ def constants_of(config: Config, *, aligned: bool) -> dict[str, Any]:
     return {
         "ASM": assembly(),
         "ALIGN": 4 if aligned else 1,
-        "BLOCK": BLOCK,
+        "BLOCK": config.block,
         "SAMPLE": SAMPLE,
-        "TILE": config.tile,
+        "WARPS": config.num_warps,
     }
 
 
 def builds() -> Iterator[Build]:
-    """Few rows and many, per target: nothing is compiled for K or S."""
+    """Few rows and many and a large K, per target: nothing is compiled for K or S."""
     for capability in TARGETS:
-        for config in dict.fromkeys(config_of(T, 100, capability) for T in (1, 1000)):
+        shapes = ((1, 2048), (1000, 2048), (1000, 4096))
+        for config in dict.fromkeys(config_of(T, K, 100, capability) for T, K in shapes):
             yield topk_build(capability, config)
 
 
@@ -404,6 +499,6 @@ def topk_build(capability: int, config: Config, dtype: torch.dtype = torch.float
     }
     signature |= {"logits": "*" + TYPES[dtype], "candidates": "*i64"}
     return Build(
-        f"topk-{TYPES[dtype]}-{config.tile}", _index_topk_kernel, signature, constants,
+        f"topk-{TYPES[dtype]}-{config.block}-{config.num_warps}", _index_topk_kernel, signature, constants,
         config.num_warps, 1, capability, config.maxnreg,
     )  # fmt: skip
