@@ -81,6 +81,13 @@ GUESSES = tl.constexpr(4)  # scores taken from the sample; then the range is hal
 
 
 @triton.jit
+def up_to(SIZE: tl.constexpr, n):
+    """0, 1, ..., SIZE - 1. n is not negative, which the compiler does not know: it would hold what
+    all of a row's numbers begin with in registers from row to row."""
+    return tl.arange(0, SIZE) + tl.minimum(n, 0)
+
+
+@triton.jit
 def as_scores(values, mask):
     """float32, NaN as -inf; outside the mask NaN, which is neither above nor equal to any."""
     scores = widen(values)
@@ -168,35 +175,32 @@ def scatter(out, at, positions, ASM: tl.constexpr):
 
 
 @triton.jit
-def scatter_pairs(out, at, positions, scores, ASM: tl.constexpr):
-    """The same with scores, in the upper half of 64 bits."""
+def scatter_pairs(out, at, flags, flag, positions, scores, ASM: tl.constexpr):
+    """The same with scores, in the upper half of 64 bits, where a flag is set. out may be a tile."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
             .reg .pred chosen;
-            setp.ge.s32 chosen, $2, 0;
-            @chosen st.global.v2.b32 [$1], {$2, $3};
+            .reg .b32 set;
+            .reg .b64 to;
+            and.b32 set, $3, $4;
+            setp.ne.b32 chosen, set, 0;
+            mad.wide.s32 to, $2, 8, $1;
+            @chosen st.global.v2.b32 [to], {$5, $6};
             mov.b32 $0, 0;
             }""",
-            "=r,l,r,r", [(out + at).to(tl.int64), positions, scores.to(tl.int32, bitcast=True)],
+            "=r,l,r,r,r,r,r",
+            [out.to(tl.int64), at, flags, flag, positions, scores.to(tl.int32, bitcast=True)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
         pairs = (scores.to(tl.int32, bitcast=True).to(tl.int64) << 32) | positions
-        tl.store(out + at, pairs, mask=positions >= 0)
+        tl.store(out + at, pairs, mask=(flags & flag) != 0)
 
 
 @triton.jit
-def find(values, positions, n, cut):
-    """The positions of scores that reach a cut, -1 for the others."""
-    chosen = (widen(values) >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
-    return tl.where(chosen, positions, -1)
-
-
-@triton.jit
-def put(kept, at, ranks, positions, values, ASM: tl.constexpr):
-    """Keep what was found, its ranks in the lowest byte."""
-    scatter_pairs(kept, at + (ranks & 255), positions, widen(values), ASM)
+def reached(values, positions, n, cut):
+    return (widen(values) >= cut) & (positions.to(tl.uint32) < n.to(tl.uint32))
 
 
 @triton.jit
@@ -209,68 +213,72 @@ def keep_row(
     behind an aligned address."""
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
     tiles = tl.cdiv(end, WARPS * SPAN)
-    warp = tl.arange(0, WARPS)[:, None]
+    warp = up_to(WARPS, n)[:, None]
     offs = warp * (tiles * SPAN) + tl.arange(0, LANES)[None, :]
     seen = tl.zeros((WARPS, 1), tl.int32)
-    values_0 = tl.load(row + offs, mask=offs < end, other=0.0)
-    values_1 = tl.load(row + LANES + offs, mask=offs < end - LANES, other=0.0)
-    values_2 = tl.load(row + 2 * LANES + offs, mask=offs < end - 2 * LANES, other=0.0)
-    values_3 = tl.load(row + 3 * LANES + offs, mask=offs < end - 3 * LANES, other=0.0)
-    for tile in range(tiles):
-        # on their way while those before them are counted; none behind the stretch
-        later = tl.where(tile + 1 < tiles, end - SPAN, 0)
-        ahead = row + SPAN + offs
-        coming_0 = tl.load(ahead, mask=offs < later, other=0.0)
-        coming_1 = tl.load(ahead + LANES, mask=offs < later - LANES, other=0.0)
-        coming_2 = tl.load(ahead + 2 * LANES, mask=offs < later - 2 * LANES, other=0.0)
-        coming_3 = tl.load(ahead + 3 * LANES, mask=offs < later - 3 * LANES, other=0.0)
-        found_0 = find(values_0, offs - skew, n, cut)
-        found_1 = find(values_1, offs - skew + LANES, n, cut)
-        found_2 = find(values_2, offs - skew + 2 * LANES, n, cut)
-        found_3 = find(values_3, offs - skew + 3 * LANES, n, cut)
+    for _ in range(tiles):
+        here = row + offs
+        values_0 = tl.load(here, mask=offs < end, other=0.0)
+        values_1 = tl.load(here + LANES, mask=offs < end - LANES, other=0.0)
+        values_2 = tl.load(here + 2 * LANES, mask=offs < end - 2 * LANES, other=0.0)
+        values_3 = tl.load(here + 3 * LANES, mask=offs < end - 3 * LANES, other=0.0)
+        found = offs - skew
         # four counts in one, each of at most LANES
-        flags = tl.where(found_0 >= 0, 1, 0) + tl.where(found_1 >= 0, 1 << 8, 0)
-        flags += tl.where(found_2 >= 0, 1 << 16, 0) + tl.where(found_3 >= 0, 1 << 24, 0)
+        flags = tl.where(reached(values_0, found, n, cut), 1, 0)
+        flags += tl.where(reached(values_1, found + LANES, n, cut), 1 << 8, 0)
+        flags += tl.where(reached(values_2, found + 2 * LANES, n, cut), 1 << 16, 0)
+        flags += tl.where(reached(values_3, found + 3 * LANES, n, cut), 1 << 24, 0)
         ranks = tl.cumsum(flags, 1)
         totals = tl.sum(flags, 1, keep_dims=True)
         # beyond BLOCK the last places are written over
-        first = tl.minimum(seen, BLOCK)
-        at = warp * (BLOCK + SPAN) + first - 1
-        put(kept, at, ranks, found_0, values_0, ASM)
-        at += totals & 255
-        put(kept, at, ranks >> 8, found_1, values_1, ASM)
-        at += (totals >> 8) & 255
-        put(kept, at, ranks >> 16, found_2, values_2, ASM)
-        at += (totals >> 16) & 255
-        put(kept, at, ranks >> 24, found_3, values_3, ASM)
+        to = kept + (warp * (BLOCK + SPAN) + tl.minimum(seen, BLOCK) - 1)
+        scatter_pairs(to, ranks & 255, flags, 1, found, widen(values_0), ASM)
+        to += totals & 255
+        ranks >>= 8
+        scatter_pairs(to, ranks & 255, flags, 1 << 8, found + LANES, widen(values_1), ASM)
+        to += (totals >> 8) & 255
+        ranks >>= 8
+        scatter_pairs(to, ranks & 255, flags, 1 << 16, found + 2 * LANES, widen(values_2), ASM)
+        to += (totals >> 16) & 255
+        ranks >>= 8
+        scatter_pairs(to, ranks & 255, flags, 1 << 24, found + 3 * LANES, widen(values_3), ASM)
         pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
         seen += (pairs & 0xFFFF) + (pairs >> 16)
         offs += SPAN
-        values_0, values_1, values_2, values_3 = coming_0, coming_1, coming_2, coming_3
-    return tl.sum(seen, 1)
+    return seen
 
 
 @triton.jit
-def even_out(kept, seen, fullest, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def load_pairs(kept, offs):
+    pairs = tl.load(kept + offs)
+    return pairs.to(tl.int32), (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def even_out(
+    kept, seen, fullest, ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
     """Spread the candidates over the ends of the regions, which none of them is in, each warp's
     share in one."""
-    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
-    before = tl.cumsum(seen, 0) - seen
+    starts = up_to(WARPS, fullest)[:, None] * (BLOCK + SPAN)
+    before = tl.cumsum(tl.sum(seen, 1), 0)[:, None] - seen
     for first in range(0, fullest, LANES):
         j = first + tl.arange(0, LANES)[None, :]
-        pairs = tl.load(kept + starts + j, mask=j < seen[:, None])
-        j += before[:, None]
+        positions, scores = load_pairs(kept, starts + j)
+        held = (j < seen).to(tl.int32)
+        j += before
         at = j // (BLOCK // WARPS) * (BLOCK + SPAN) + BLOCK + j % (BLOCK // WARPS)
-        tl.store(kept + at, pairs, mask=j < (before + seen)[:, None])
+        scatter_pairs(kept, at, held, 1, positions, scores, ASM)
 
 
 @triton.jit
-def fill_up(kept, held, BLOCK: tl.constexpr, WARPS: tl.constexpr):
+def fill_up(kept, held, n, ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
     """NaN behind what the shares hold."""
-    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
-    for first in range(0, BLOCK // WARPS, LANES):
+    starts = up_to(WARPS, n)[:, None] * (BLOCK + SPAN)
+    for first in range(tl.minimum(n, 0), BLOCK // WARPS, LANES):
         j = first + tl.arange(0, LANES)[None, :]
-        tl.store(kept + starts + j, tl.cast(NAN_BITS << 32, tl.int64), mask=j >= held[:, None])
+        nothing = tl.full((WARPS, LANES), float("nan"), tl.float32)
+        scatter_pairs(kept, starts + j, (j >= held).to(tl.int32), 1, j, nothing, ASM)
 
 
 @triton.jit
@@ -279,12 +287,10 @@ def load_shares(
 ):  # fmt: skip
     """Positions and scores of PART elements from the first on: of shares of the candidates, or of
     the row itself."""
-    i = first // SHARE + tl.arange(0, PART // SHARE)[:, None]
+    i = first // SHARE + up_to(PART // SHARE, n)[:, None]
     j = tl.arange(0, SHARE)[None, :]
     if from_kept:
-        pairs = tl.load(kept + i * (BLOCK + SPAN) + j)
-        positions = pairs.to(tl.int32)
-        scores = (pairs >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        positions, scores = load_pairs(kept, i * (BLOCK + SPAN) + j)
     else:
         positions = i * SHARE + j
         scores = load_scores(row, positions, positions < n)
@@ -302,7 +308,7 @@ def emit(
     SHARE: tl.constexpr = BLOCK // WARPS
     above = 0
     equal = 0
-    for first in range(0, n, PART):
+    for first in range(0, tl.where(from_kept, BLOCK, n), PART):
         positions, scores = load_shares(row, kept, first, n, from_kept, PART, SHARE, BLOCK)
         # two counts in one, each of at most PART
         flags = tl.where(scores > cut, 1, tl.where(scores == cut, 65536, 0))
@@ -327,10 +333,11 @@ def first_positions(out, n, K, BLOCK: tl.constexpr):
 @triton.jit
 def sample_keys(row, skew, n, guess, ALIGN: tl.constexpr, SAMPLE: tl.constexpr):
     """From all over a row of SAMPLE or more; each guess looks elsewhere."""
-    j = tl.arange(0, SAMPLE)
+    i = up_to(SAMPLE // RUN, n)[:, None]
+    j = tl.arange(0, RUN)[None, :]
     stride = n // (SAMPLE // RUN)
     first = guess * (stride // GUESSES)
-    j = (first + (j // RUN) * stride) // RUN * RUN + j % RUN
+    j += (first + i * stride) // RUN * RUN
     values = tl.load(row + j, mask=j < tl.cdiv(skew + n, ALIGN) * ALIGN, other=0.0)
     return ordered_key(as_scores(values, (j - skew).to(tl.uint32) < n.to(tl.uint32)))
 
@@ -339,37 +346,38 @@ def sample_keys(row, skew, n, guess, ALIGN: tl.constexpr, SAMPLE: tl.constexpr):
 def choose(
     out, logits, start, n, kept, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """The K highest of a row of more than K."""
-    row = logits + start
-    tile = start // ALIGN * ALIGN
-    skew = (start - tile).to(tl.int32)
-    size = tl.where(2 * K <= BLOCK, BLOCK, 0)  # of what may be kept
+    size: tl.constexpr = BLOCK if FITS else 0  # of what may be kept
+    first = start // ALIGN * ALIGN
+    skew = (start - first).to(tl.int32)
+    row = logits + first
     lo = tl.cast(LOWEST, tl.int32)  # K or more scores reach it
     hi = tl.cast(HIGHEST + 1, tl.int32)  # fewer do: `above`
     above = 0
     count = n  # a row of one block is kept as it is
-    seen = tl.zeros((WARPS,), tl.int32)
+    seen = tl.zeros((WARPS, 1), tl.int32)
     equals = False
     guesses = 0
-    rank = tl.maximum(SAMPLE * target.to(tl.int64) // n, 1)
+    rank = SAMPLE * (target.to(tl.float32) / n)
     searching = n > size
     while searching:
         pivot = lo + 1
+        width = n + tl.minimum(guesses, 0)  # n, but what follows from it is not held from try to try
         if not equals:
             if (guesses < GUESSES) & (n > BLOCK):
-                keys = sample_keys(logits + tile, skew, n, guesses, ALIGN, SAMPLE)
-                wanted = tl.minimum(rank, SAMPLE).to(tl.int32)
+                keys = sample_keys(row, skew, width, guesses, ALIGN, SAMPLE)
+                wanted = tl.minimum(tl.maximum(rank, 1.0), SAMPLE).to(tl.int32)
                 pivot, _ = cut_key(keys, lowest_key(keys), wanted, wanted // 8)
                 pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
             else:
                 pivot = middle(lo, hi)
             guesses += 1
-        seen = keep_row(kept, logits + tile, skew, n, score_of(pivot), ASM, ALIGN, BLOCK, WARPS)
-        count = tl.sum(seen)
+        seen = keep_row(kept, row, skew, width, score_of(pivot), ASM, ALIGN, BLOCK, WARPS)
+        count = tl.sum(tl.sum(seen, 0), 0)
         if not equals:
-            rank = tl.maximum(rank * target // tl.maximum(count, 1), 1)
+            rank *= target.to(tl.float32) / tl.maximum(count, 1)
         # too many to keep, perhaps because they are equal: are there K above them?
         equals = (count >= K) & (count > size) & (pivot > lo + 1)
         if count < K:
@@ -381,23 +389,22 @@ def choose(
     from_kept = (n > size) & (count >= K) & (count <= size)
     above = tl.where(count == K, 0, above)
     if from_kept:
-        n = BLOCK
         held = seen
-        fullest = tl.max(seen)
+        fullest = tl.max(tl.max(seen, 0), 0)
         if fullest > BLOCK // WARPS:
             tl.debug_barrier()  # what other threads kept is read
-            even_out(kept, seen, fullest, BLOCK, WARPS)
-            held = count - tl.arange(0, WARPS) * (BLOCK // WARPS)
+            even_out(kept, seen, fullest, ASM, BLOCK, WARPS)
+            held = count - tl.arange(0, WARPS)[:, None] * (BLOCK // WARPS)
             kept += BLOCK
-        fill_up(kept, held, BLOCK, WARPS)
+        fill_up(kept, held, count, ASM, BLOCK, WARPS)
         tl.debug_barrier()
     if (count >= K) & (count <= size):
-        _, scores = load_shares(row, kept, 0, n, from_kept, BLOCK, BLOCK // WARPS, BLOCK)
+        _, scores = load_shares(row + skew, kept, 0, n, from_kept, BLOCK, BLOCK // WARPS, BLOCK)
         keys = ordered_key(scores)
         if not from_kept:
             lo = lowest_key(keys)
         lo, above = cut_key(keys, lo, K, 0)
-    emit(out, row, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK, WARPS)
+    emit(out, row + skew, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK, WARPS)
 
 
 @triton.jit(
@@ -406,7 +413,7 @@ def choose(
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    WARPS: tl.constexpr,
+    WARPS: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     for i in range(tl.program_id(0), T, tl.num_programs(0)):
         t = T - 1 - i
@@ -421,7 +428,7 @@ def _index_topk_kernel(
             # program_id, but computed anew: its tile of addresses is not held from row to row
             kept = (i % tl.num_programs(0)).to(tl.int64) * (WARPS * (BLOCK + SPAN))
             kept += candidates
-            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, WARPS)
+            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, WARPS, FITS)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -464,7 +471,7 @@ def choose_rows(
         T,
         K,
         isqrt(K * config.block) if fits else K,
-        **constants_of(config, aligned=logits.data_ptr() % 16 == 0),
+        **constants_of(config, aligned=logits.data_ptr() % 16 == 0, fits=fits),
         num_warps=config.num_warps,
         num_stages=1,
         **({"maxnreg": config.maxnreg} if assembly() else {}),
@@ -472,7 +479,7 @@ def choose_rows(
     )
 
 
-def constants_of(config: Config, *, aligned: bool) -> dict[str, Any]:
+def constants_of(config: Config, *, aligned: bool, fits: bool) -> dict[str, Any]:
     """Tiles of an aligned tensor begin at multiples of four, wherever a row does."""
     return {
         "ASM": assembly(),
@@ -480,6 +487,7 @@ def constants_of(config: Config, *, aligned: bool) -> dict[str, Any]:
         "BLOCK": config.block,
         "SAMPLE": SAMPLE,
         "WARPS": config.num_warps,
+        "FITS": fits,
     }
 
 
@@ -492,7 +500,7 @@ def builds() -> Iterator[Build]:
 
 
 def topk_build(capability: int, config: Config, dtype: torch.dtype = torch.float32) -> Build:
-    constants = constants_of(config, aligned=True)
+    constants = constants_of(config, aligned=True, fits=True)
     signature = {
         name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
         for name in _index_topk_kernel.arg_names
