@@ -57,16 +57,16 @@ class Config(NamedTuple):
 FEW = Config(4096, 16, None)
 MANY = Config(4096, 8, 64)
 LARGE = Config(8192, 16, None)
-AMD = Config(8192, 8, None)
+AMD = Config(4096, 8, None)
 
 
 def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
     """With few rows the most warps; with many, four programs per multiprocessor, so that some read
     while others search."""
+    if FEW.block < 2 * K:
+        return LARGE
     if capability == GFX942:
         return AMD
-    if 2 * K > FEW.block:
-        return LARGE
     return FEW if multiprocessors >= T else MANY
 
 
@@ -176,7 +176,7 @@ def scatter(out, at, positions, ASM: tl.constexpr):
 
 @triton.jit
 def scatter_pairs(out, at, flags, flag, positions, scores, ASM: tl.constexpr):
-    """The same with scores, in the upper half of 64 bits, where a flag is set. out may be a tile."""
+    """The same with scores, in the upper half of 64 bits, where a flag is set; `out` may differ."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
@@ -212,16 +212,19 @@ def keep_row(
     stretch of the row. What a warp finds beyond BLOCK is not kept. The row begins `skew` elements
     behind an aligned address."""
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
-    tiles = tl.cdiv(end, WARPS * SPAN)
+    stretch = tl.cdiv(end, WARPS * LANES) * LANES
     warp = up_to(WARPS, n)[:, None]
-    offs = warp * (tiles * SPAN) + tl.arange(0, LANES)[None, :]
+    offs = warp * stretch + tl.arange(0, LANES)[None, :]
+    stop = (warp + 1) * stretch
+    stop = tl.where(stop < end, stop, end)
+    n = tl.minimum(stop - skew, n)  # where each warp's own ends
     seen = tl.zeros((WARPS, 1), tl.int32)
-    for _ in range(tiles):
+    for _ in range(0, stretch, SPAN):
         here = row + offs
-        values_0 = tl.load(here, mask=offs < end, other=0.0)
-        values_1 = tl.load(here + LANES, mask=offs < end - LANES, other=0.0)
-        values_2 = tl.load(here + 2 * LANES, mask=offs < end - 2 * LANES, other=0.0)
-        values_3 = tl.load(here + 3 * LANES, mask=offs < end - 3 * LANES, other=0.0)
+        values_0 = tl.load(here, mask=offs < stop, other=0.0)
+        values_1 = tl.load(here + LANES, mask=offs + LANES < stop, other=0.0)
+        values_2 = tl.load(here + 2 * LANES, mask=offs + 2 * LANES < stop, other=0.0)
+        values_3 = tl.load(here + 3 * LANES, mask=offs + 3 * LANES < stop, other=0.0)
         found = offs - skew
         # four counts in one, each of at most LANES
         flags = tl.where(reached(values_0, found, n, cut), 1, 0)
@@ -260,6 +263,7 @@ def even_out(
 ):  # fmt: skip
     """Spread the candidates over the ends of the regions, which none of them is in, each warp's
     share in one."""
+    tl.static_assert(BLOCK // WARPS <= SPAN)
     starts = up_to(WARPS, fullest)[:, None] * (BLOCK + SPAN)
     before = tl.cumsum(tl.sum(seen, 1), 0)[:, None] - seen
     for first in range(0, fullest, LANES):
@@ -364,7 +368,7 @@ def choose(
     searching = n > size
     while searching:
         pivot = lo + 1
-        width = n + tl.minimum(guesses, 0)  # n, but what follows from it is not held from try to try
+        width = n + tl.minimum(guesses, 0)  # n; what follows from it is not held from try to try
         if not equals:
             if (guesses < GUESSES) & (n > BLOCK):
                 keys = sample_keys(row, skew, width, guesses, ALIGN, SAMPLE)
@@ -456,9 +460,10 @@ def choose_rows(
         return
     units = multiprocessors(logits.device)
     config = config_of(T, K, units, capability_of(logits.device))
-    fits = 2 * K <= config.block
+    fits = config.block >= 2 * K
+    size = config.block if fits else 0
     programs = min(T, 4 * units)
-    width = 0 if fits and S <= config.block else config.block + SPAN.value
+    width = config.block + SPAN.value if size < S else 0
     candidates = logits.new_empty((programs, config.num_warps, width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
         logits,
@@ -507,6 +512,6 @@ def topk_build(capability: int, config: Config, dtype: torch.dtype = torch.float
     }
     signature |= {"logits": "*" + TYPES[dtype], "candidates": "*i64"}
     return Build(
-        f"topk-{TYPES[dtype]}-{config.block}-{config.num_warps}", _index_topk_kernel, signature, constants,
-        config.num_warps, 1, capability, config.maxnreg,
+        f"topk-{TYPES[dtype]}-{config.block}-{config.num_warps}", _index_topk_kernel, signature,
+        constants, config.num_warps, 1, capability, config.maxnreg,
     )  # fmt: skip
