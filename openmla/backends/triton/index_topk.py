@@ -2,8 +2,8 @@
 
 Computes  the K highest of logits[t, row_starts[t]:][:row_lens[t]], of equals the leftmost, NaN as
           -inf (specification: ops/index_topk.py; numbers: backends/reference/index_topk.py)
-Grid      (min(T, 4 * multiprocessors),): one program owns a row at a time, the last first: they
-          are the longest ones of a prompt.
+Grid      (min(T, what multiprocessors hold),): one program owns a row at a time, the last first:
+          they are the longest ones of a prompt.
 Reads     logits [T, S], row_starts [T], row_lens [T]
 Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
           candidates [programs, WARPS, BLOCK + SPAN], positions and scores, scratch
@@ -49,15 +49,16 @@ LAUNCHES = 1
 
 
 class Config(NamedTuple):
-    block: int  # the most candidates; twice K, or none are kept
+    block: int  # the most candidates; where twice K are more, none are kept
     num_warps: int
+    programs: int  # per multiprocessor
     maxnreg: int | None
 
 
-FEW = Config(4096, 16, None)
-MANY = Config(4096, 8, 64)
-LARGE = Config(8192, 16, None)
-AMD = Config(4096, 8, None)
+FEW = Config(4096, 16, 1, None)  # not yet measured, as all numbers here
+MANY = Config(4096, 8, 4, 64)
+LARGE = Config(8192, 16, 1, None)
+AMD = Config(4096, 8, 2, None)
 
 
 def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
@@ -82,8 +83,8 @@ GUESSES = tl.constexpr(4)  # scores taken from the sample; then the range is hal
 
 @triton.jit
 def up_to(SIZE: tl.constexpr, n):
-    """0, 1, ..., SIZE - 1. n is not negative, which the compiler does not know: it would hold what
-    all of a row's numbers begin with in registers from row to row."""
+    """0, 1, ..., SIZE - 1. n is not negative, which the compiler does not know: it would compute
+    offsets once for all rows, and hold them in registers that are scarce."""
     return tl.arange(0, SIZE) + tl.minimum(n, 0)
 
 
@@ -264,7 +265,7 @@ def even_out(
     """Spread the candidates over the ends of the regions, which none of them is in, each warp's
     share in one."""
     tl.static_assert(BLOCK // WARPS <= SPAN)
-    starts = up_to(WARPS, fullest)[:, None] * (BLOCK + SPAN)
+    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
     before = tl.cumsum(tl.sum(seen, 1), 0)[:, None] - seen
     for first in range(0, fullest, LANES):
         j = first + tl.arange(0, LANES)[None, :]
@@ -277,8 +278,8 @@ def even_out(
 
 @triton.jit
 def fill_up(kept, held, n, ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """NaN behind what the shares hold."""
-    starts = up_to(WARPS, n)[:, None] * (BLOCK + SPAN)
+    """NaN behind what the shares hold. Of n in all, which is not negative: see up_to()."""
+    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
     for first in range(tl.minimum(n, 0), BLOCK // WARPS, LANES):
         j = first + tl.arange(0, LANES)[None, :]
         nothing = tl.full((WARPS, LANES), float("nan"), tl.float32)
@@ -337,7 +338,7 @@ def first_positions(out, n, K, BLOCK: tl.constexpr):
 @triton.jit
 def sample_keys(row, skew, n, guess, ALIGN: tl.constexpr, SAMPLE: tl.constexpr):
     """From all over a row of SAMPLE or more; each guess looks elsewhere."""
-    i = up_to(SAMPLE // RUN, n)[:, None]
+    i = tl.arange(0, SAMPLE // RUN)[:, None]
     j = tl.arange(0, RUN)[None, :]
     stride = n // (SAMPLE // RUN)
     first = guess * (stride // GUESSES)
@@ -419,7 +420,7 @@ def _index_topk_kernel(
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
     WARPS: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
-    for i in range(tl.program_id(0), T, tl.num_programs(0)):
+    for i in tl.range(tl.program_id(0), T, tl.num_programs(0), disable_licm=True):
         t = T - 1 - i
         n = tl.load(row_lens + t)
         tl.store(topk_lens + t, tl.minimum(n, K))
@@ -429,9 +430,7 @@ def _index_topk_kernel(
             first_positions(out, n, K, 512)
         else:
             start = t * row_stride + tl.load(row_starts + t)
-            # program_id, but computed anew: its tile of addresses is not held from row to row
-            kept = (i % tl.num_programs(0)).to(tl.int64) * (WARPS * (BLOCK + SPAN))
-            kept += candidates
+            kept = candidates + tl.program_id(0).to(tl.int64) * (WARPS * (BLOCK + SPAN))
             choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, WARPS, FITS)
 
 
@@ -462,7 +461,7 @@ def choose_rows(
     config = config_of(T, K, units, capability_of(logits.device))
     fits = config.block >= 2 * K
     size = config.block if fits else 0
-    programs = min(T, 4 * units)
+    programs = min(T, config.programs * units)
     width = config.block + SPAN.value if size < S else 0
     candidates = logits.new_empty((programs, config.num_warps, width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
