@@ -177,6 +177,7 @@ LONG: dict[str, Rows] = {
 @pytest.mark.parametrize(
     ("name", "K"),
     [(name, K) for name in LONG for K in (1, 600, 2048)]
+    + [(name, 3000) for name in ("noise", "one-stretch", "highest-equal")]
     + [(name, 5000) for name in ("all-equal", "mostly-nan", "far-apart", "one-bit-apart")],
 )
 def test_rows_longer_than_a_tile(name: str, K: int, backend: str, device: str) -> None:
