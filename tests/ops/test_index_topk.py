@@ -157,6 +157,11 @@ LONG: dict[str, Rows] = {
     "mostly-nan": [[score if score > 2 else NAN for score in noise(20000)[0]]],
     "few-above-infinity-below": [[score if score > 2.5 else -INF for score in noise(20000)[0]]],
     "cluster": [cluster(20000, 300, 777), cluster(20000, 9000, 10000), cluster(30000, 1000, 29000)],
+    "one-stretch": [cluster(40000, 3000, 36900), cluster(33000, 4096, 0), cluster(9000, 900, 8000)],
+    "highest-equal": [
+        [9.0 if j % 13 == 4 else score for j, score in enumerate(noise(n)[0])]
+        for n in (8000, 20000, 30011, 60000)
+    ],
     "spikes": [spikes(20480, 40), spikes(20480, 41), [-score for score in spikes(20480, 40)]],
     "far-apart": [[10.0**score for score in noise(20000)[0]], [2.0**-j for j in range(9000)]],
     "rising": [[float(j) for j in range(12000)], [-float(j) for j in range(12001)]],
@@ -172,6 +177,7 @@ LONG: dict[str, Rows] = {
 @pytest.mark.parametrize(
     ("name", "K"),
     [(name, K) for name in LONG for K in (1, 600, 2048)]
+    + [(name, 3000) for name in ("noise", "one-stretch", "highest-equal")]
     + [(name, 5000) for name in ("all-equal", "mostly-nan", "far-apart", "one-bit-apart")],
 )
 def test_rows_longer_than_a_tile(name: str, K: int, backend: str, device: str) -> None:
