@@ -2,25 +2,29 @@
 
 Decoding costs a token that attends to a row about as much as the attention itself. A prompt's
 tokens name the same rows over and over: those of its block table, each decoded by one gather. What
-packed rows hold fits bf16 exactly, so this changes which kernel runs, not what it is given.
+packed rows hold fits bf16 exactly, so this changes which kernel runs, not what it is given. Chosen
+rows are then named by their place in the copy: one load each less.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openmla.backends.triton import cache_gather
-from openmla.backends.triton._launch import Rows
+from openmla.backends.triton import cache_gather, map_slots
+from openmla.backends.triton._launch import Rows, in_order
 
 PACKED = ("fp8_ds_mla", "fp8_dsv4")
 USES = 8  # of a row, on average, from which decoding it once pays
 MOST = 256 << 20  # bytes of the copy
 
 
-def decoded(q: Tensor, parts: Sequence[Rows], run_length: int) -> list[Rows]:
+def decoded(
+    q: Tensor, query_start_loc: Tensor, parts: Sequence[Rows], run_length: int
+) -> list[Rows]:
     """The same segments, their packed rows decoded where that pays. With fixed runs it does not
     count what pays: a token's bits may not depend on how many others there are."""
     packed = list(filter(_is_packed, parts))
@@ -29,7 +33,7 @@ def decoded(q: Tensor, parts: Sequence[Rows], run_length: int) -> list[Rows]:
     small = 2 * q.shape[2] * sum(sizes) <= MOST
     if run_length or q.dtype != torch.bfloat16 or not small or not 0 < USES * sum(sizes) <= uses:
         return list(parts)
-    return [_decode(q, part) if _is_packed(part) else part for part in parts]
+    return [_decode(q, query_start_loc, part) if _is_packed(part) else part for part in parts]
 
 
 def _is_packed(part: Rows) -> bool:
@@ -50,10 +54,10 @@ def _width(part: Rows) -> int:
     return min(part.span, everything) if part.kind == "window" else everything // 2
 
 
-def _decode(q: Tensor, part: Rows) -> Rows:
+def _decode(q: Tensor, query_start_loc: Tensor, part: Rows) -> Rows:
     assert part.block_table is not None
     (B, M), (N, BS, _), D = part.block_table.shape, part.cache.shape, q.shape[2]
-    i32 = {"dtype": torch.int32, "device": q.device}
+    i32: Any = {"dtype": torch.int32, "device": q.device}
     rows = q.new_empty((B * M * BS, D))
     cache_gather.run(
         rows,
@@ -66,4 +70,11 @@ def _decode(q: Tensor, part: Rows) -> Rows:
     )
     there = (part.block_table >= 0) & (part.block_table < N)
     table = torch.arange(B * M, **i32).view(B, M).where(there, -1)
-    return part._replace(cache=rows.view(B * M, BS, D), format="bf16", block_table=table)
+    part = part._replace(cache=rows.view(B * M, BS, D), format="bf16", block_table=table)
+    if part.rows is None:
+        return part
+    slots, _ = map_slots.run(
+        in_order(part.rows), table, query_start_loc, BS=BS, num_blocks=B * M, cp_size=1, cp_rank=0,
+        interleave=1, compact=False,
+    )  # fmt: skip
+    return part._replace(kind="slots", rows=slots, block_table=None)

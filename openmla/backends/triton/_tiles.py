@@ -119,8 +119,7 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
         if wide and hopper:
             if V4 in layouts:
                 return Config(64, 64, 8, 2, 256, hoist=False)
-            paged = segments[0][0] == "paged"  # a third tile of pages would not fit
-            return Config(64, 64, 8, 2, hoist=False) if paged else Config(64, 64, 8, 3)
+            return Config(64, 64, 8, 2, hoist=segments[0][0] != "paged")
         if wide and layouts & {PACKED, V4}:  # on SM100 products of 64 heads spill here
             return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
         return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512, hoist=False)
@@ -129,11 +128,11 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
         return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256, hoist=False)
     if not wide:
         return Config(32, 64, 8, 2)
-    return (
-        Config(64, 64, 8, 2, hoist=not named and len(segments) == 1)
-        if hopper
-        else Config(64, 32, 8, 2)
-    )
+    if not hopper:
+        return Config(64, 32, 8, 2)
+    if named or len(segments) > 1:
+        return Config(64, 64, 8, 2, 256, hoist=False)
+    return Config(64, 64, 8, 2)
 
 
 def constants_of(

@@ -59,7 +59,7 @@ def run(
         q_latent,
         query_start_loc,
         positions,
-        decoded(q_latent, rows, run_length),
+        decoded(q_latent, query_start_loc, rows, run_length),
         sink=sink,
         C=C,
         scale=scale,
