@@ -36,7 +36,8 @@ from openmla.backends.triton.cache_write import round_to, store_row, widen
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
-ELEMENTS = 4096  # of a tile of heads
+ELEMENTS = 4096  # of a row
+QUERIES = 1024  # elements of a tile of heads: a program has more heads at the price of time alone
 
 
 @triton.jit
@@ -212,7 +213,7 @@ def constants_of(
         "NORMED_Q": E if norm_queries else 0,
         "R": R,
         "PAIRS": pairing == "pairs",
-        "BLOCK_H": min(next_power_of_2(H), max(ELEMENTS // max(plain, 2 * turned), 1)),
+        "BLOCK_H": min(next_power_of_2(H), max(QUERIES // max(plain, 2 * turned), 1)),
         "BLOCK_E": plain,
         "BLOCK_D": next_power_of_2(max(D - R, 1)),
         "BLOCK_TURNED": turned,
