@@ -31,12 +31,8 @@ def make(H: int, E: int, V: int) -> dict[str, Callable[[], Tensor]]:
     """Contenders by name, the plain call first."""
     torch.manual_seed(0)
     bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-    q, k, v = (
-        torch.randn(N, H, E, **bf16),
-        torch.randn(N, H, E, **bf16),
-        torch.randn(N, H, V, **bf16),
-    )
-    laid = [each.transpose(0, 1).contiguous()[None] for each in (q, k, v)]
+    q, k, v = (torch.randn(N, H, width, **bf16) for width in (E, E, V))
+    a, b, c = (each.transpose(0, 1).contiguous()[None] for each in (q, k, v))
     bounds = torch.tensor([0, N], dtype=torch.int32, device="cuda")
 
     def plain() -> Tensor:
