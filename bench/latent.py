@@ -188,8 +188,8 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
     far = table[owner[:, None], named.long() // BS] * BS + named % BS
     layout = get_format(format)
     both = [
-        layout.read(cache, slots[:2].flatten().long(), one, torch.float64, C).view(2, -1, C)
-        for cache, slots in ((rows, near), (pool, far))
+        layout.read(cache, slots[:2].flatten().long(), one, torch.float64, C).view(-1, n, C)
+        for cache, slots, n in ((rows, near, window), (pool, far, chosen))
     ]
     exact = attended(q[:2], torch.cat(both, 1), scale, sink)
     contenders: dict[str, Contender] = {"triton": ours}

@@ -1,6 +1,7 @@
 """A decode step of one DeepSeek-V3.2 layer's attention, op by op and as one captured graph.
 
-    python3 -m bench.sparse_step --json sparse_step.json --plot sparse_step.png
+    python3 -m bench.sparse_step --json sparse_step.json
+    python -m bench.sparse_step --measured sparse_step.json --plot sparse_step.png
 
 Write both caches, score every key, choose 2048, attend: what a layer does for B requests between
 its projections. The whole chain is captured as one CUDA graph, each op as one of its own; all are
@@ -146,14 +147,14 @@ def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
     """A bar per shape: the ops on top of one another, the graph of all as a line."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 4))
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
     bottom = [0.0] * len(rows)
     for name in [name for name in rows[0] if name not in ("shape", "whole")]:
         heights = [row[name] for row in rows]
         axes.bar([row["shape"] for row in rows], heights, bottom=bottom, label=name)
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     axes.plot([row["shape"] for row in rows], [row["whole"] for row in rows], "k_", label="graph")
-    axes.set_ylabel("us")
+    axes.set_ylabel("us of one layer, H200")
     axes.tick_params(axis="x", rotation=60)
     axes.legend()
     figure.tight_layout()
@@ -164,9 +165,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.sparse_step")
     parser.add_argument("--json", help="write the rows here too")
     parser.add_argument("--plot", help="a picture, as .png")
+    parser.add_argument(
+        "--measured", metavar="FILE", help="draw what was written there, run nothing"
+    )
     options = parser.parse_args(arguments)
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
+    if options.measured:
+        with open(options.measured) as file:
+            draw(json.load(file)["rows"], options.plot)
+        return
     if not torch.cuda.is_available():
         raise UnsupportedError("bench: sparse_step needs a GPU.")
     machine = describe_machine("cuda")

@@ -1,7 +1,8 @@
 """Runs the tests that use a GPU, several files at a time, and goes on where it was cut.
 
-    python3 tools/gpu_tests.py            what has not passed at this commit yet
-    python3 tools/gpu_tests.py --again    everything
+    python3 tools/gpu_tests.py               what has not passed at this commit yet
+    python3 tools/gpu_tests.py --again       everything
+    python3 tools/gpu_tests.py --memcheck    every Triton kernel's contract under compute-sanitizer
 
 A file that passed leaves its summary in .gpu-tests/<commit>/; nothing is installed.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
 NO_TESTS = 5  # pytest's exit status where nothing was selected
+MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 
 
 def commit() -> str:
@@ -28,14 +30,14 @@ def commit() -> str:
     return said.stdout.strip() or "no-commit"
 
 
-def run(path: Path) -> tuple[Path, bool, str, float]:
+def run(path: Path, memcheck: bool) -> tuple[Path, bool, str, float]:
     """One file in a process of its own: its output, whether it passed, seconds."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k", "cuda"]
+    command = [*MEMCHECK] if memcheck else []
+    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k"]
+    command += ["cuda and triton and contract" if memcheck else "cuda", str(path)]
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2", **os.environ}
     start = time.monotonic()
-    done = subprocess.run(
-        [*command, str(path)], cwd=ROOT, capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     return path, done.returncode in (0, NO_TESTS), done.stdout, time.monotonic() - start
 
 
@@ -43,19 +45,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="gpu_tests")
     parser.add_argument("files", nargs="*", help="test files; all that may use a GPU by default")
     parser.add_argument("--again", action="store_true", help="also what passed already")
+    parser.add_argument("--memcheck", action="store_true", help="under compute-sanitizer")
     parser.add_argument("--processes", type=int, default=8)
     options = parser.parse_args()
-    kept = ROOT / ".gpu-tests" / commit()
+    kept = ROOT / ".gpu-tests" / (commit() + ("-memcheck" if options.memcheck else ""))
     kept.mkdir(parents=True, exist_ok=True)
     files = [ROOT / name for name in options.files] or sorted(
-        path for folder in FOLDERS for path in (ROOT / folder).glob("test_*.py")
+        path
+        for folder in (FOLDERS[:1] if options.memcheck else FOLDERS)
+        for path in (ROOT / folder).glob("test_*.py")
     )
     left = [path for path in files if options.again or not (kept / path.name).exists()]
     if len(left) < len(files):
         print(f"{len(files) - len(left)} of {len(files)} files passed before")
     failed = 0
     with ThreadPoolExecutor(options.processes) as pool:
-        for job in as_completed([pool.submit(run, path) for path in left]):
+        for job in as_completed([pool.submit(run, path, options.memcheck) for path in left]):
             path, passed, output, seconds = job.result()
             lines = output.splitlines() or [""]
             print(f"{path.relative_to(ROOT)}  {lines[-1].strip('= ')}  ({seconds:.0f} s)")
