@@ -31,7 +31,10 @@ test-gpu:
 	$(PYTHON) tools/gpu_tests.py
 
 bench-gpu:
-	$(PYTHON) -m bench.latent --json latent.json
+	mkdir -p .gpu-bench
+	for what in latent indexer routes sparse_step mha; do \
+		$(PYTHON) -m bench.$$what --json .gpu-bench/$$what.json || exit 1; \
+	done
 
 # Puts deliberate bugs into a copy of the package and shows which test catches each.
 mutants: setup
