@@ -216,3 +216,23 @@ def test_cost() -> None:
     needed = cost([2, 1], [9, 10, 5], HI=4, DI=128, K=8, format="index_fp8")
     assert needed.bytes == (10 + 5) * 132 + 3 * 4 * 132 + 3 * 8 * 4
     assert needed.flops == 2 * 24 * 4 * 129
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU would take minutes")
+def test_memory_on_cuda() -> None:
+    """Scores of 4096 rows of 131072 keys would be 2 GiB."""
+    T, S, HI, DI, BS = 4096, 131072, 64, 128, 64
+    cache = torch.zeros(S // BS, BS, DI + 4, dtype=torch.uint8, device="cuda")
+    q = torch.zeros(T, HI, DI, device="cuda").to(torch.float8_e4m3fn)
+    i32: Any = {"dtype": torch.int32, "device": "cuda"}
+    lens = torch.arange(S - T + 1, S + 1, **i32)
+    table, bounds = torch.arange(S // BS, **i32)[None], torch.tensor([0, T], **i32)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    index_select(
+        q, torch.ones(T, HI, device="cuda"), cache, table, bounds, lens, format="index_fp8",
+        num_keys=S, K=2048, backend="triton",
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 256 << 20

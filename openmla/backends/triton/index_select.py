@@ -63,6 +63,7 @@ def run(
             num_keys=num_keys,
         )
         index_topk.choose_rows(logits, starts[turn], row_lens[turn], positions[turn], lens[turn])
+        del logits  # before the next turn's
     return positions, lens
 
 
