@@ -154,8 +154,8 @@ CASES = [
         **V4,
     ),
     SparseCase("v4-odd-pages", (1, 2), (330, 40), NEAR, FAR, H=5, sink=SINKS, C=512, R=0),
-    SparseCase("v4-many-tokens", (70, 3), (70, 40), V4_RING, V4_ENTRIES, C=512, R=0, H=3),
-    SparseCase("packed-many-tokens", (120, 3), (120, 40), replace(PACKED, K=40), C=512, R=64, H=3),
+    SparseCase("v4-many-tokens", (40, 3), (40, 30), V4_RING, V4_ENTRIES, C=128, R=0, H=2),
+    SparseCase("packed-many-tokens", (40, 3), (40, 30), replace(PACKED, BS=8, K=30), C=128, H=2),
     SparseCase("v4-slots", **LATE, first=replace(V4_ENTRIES, kind="slots", ratio=1), H=3),
     SparseCase("v4-two-formats", **LATE, first=RING, second=V4_ENTRIES, H=3),
     SparseCase("v4-narrow", **SHORT, first=V4_RING, second=V4_ENTRIES, C=128, R=0),
@@ -518,7 +518,7 @@ def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
 @pytest.mark.parametrize(
-    "first", [PACKED, replace(POSITIONS, BS=16, K=300)], ids=["packed", "bf16"]
+    "first", [replace(PACKED, K=150), replace(POSITIONS, BS=16, K=150)], ids=["packed", "bf16"]
 )
 def test_a_token_has_its_own_bits(
     first: SegmentCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -527,7 +527,7 @@ def test_a_token_has_its_own_bits(
     that whatever is chosen by their number is chosen differently."""
     if backend == "triton" and device == "cpu":  # as if there were a machine to fill
         monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
-    lens: Any = {"query_lens": (1,) * 90, "seq_lens": (290,) * 90, "H": 3, "contiguous": True}
+    lens: Any = {"query_lens": (1,) * 90, "seq_lens": (140,) * 90, "H": 3, "contiguous": True}
     width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
     inputs = SparseCase("many", first=first, **lens, **width).make(device)
     options = {**inputs.scalars, "run_length": 128}
