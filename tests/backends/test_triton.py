@@ -24,7 +24,10 @@ OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
 TARGETS = (80, 90, 120)  # the others are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
 # minutes in the interpreter, and nothing others do not show; all of it runs on a GPU
-SLOW = "(short-prefill or rejected_drafts or (folded-128 and tokens))"
+SLOW = (
+    "(short-prefill or rejected_drafts or folded-1- or overlap-1- or speculative or near_scores"
+    " or (folded-128 and tokens))"
+)
 
 
 def test_there_are_kernels() -> None:
