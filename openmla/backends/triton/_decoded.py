@@ -25,8 +25,8 @@ MOST = 256 << 20  # bytes of the copy
 def decoded(
     q: Tensor, query_start_loc: Tensor, parts: Sequence[Rows], run_length: int
 ) -> list[Rows]:
-    """The same segments, their packed rows decoded where that pays. With fixed runs it does not
-    count what pays: a token's bits may not depend on how many others there are."""
+    """The same segments, their packed rows decoded where that pays. With fixed runs they never are:
+    a token's bits may not depend on how many others there are."""
     packed = list(filter(_is_packed, parts))
     sizes = [_rows_of(part) for part in packed]
     uses = sum(q.shape[0] * _width(part) for part in packed)
