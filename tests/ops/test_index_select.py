@@ -79,6 +79,75 @@ def test_contract(case: IndexCase, K: int, backend: str, device: str) -> None:
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
 
 
+WHILE_SCORING = ["triton"] if "triton" in BACKENDS["index_select"] else []
+
+
+@pytest.fixture
+def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few the tokens are."""
+    monkeypatch.setattr("openmla.backends.triton.index_select.suits", lambda *_: True)
+
+
+@pytest.mark.usefixtures("while_scoring")
+@pytest.mark.parametrize("backend", WHILE_SCORING)
+@pytest.mark.parametrize("K", [1, 7, 100])
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_contract_while_scoring(case: IndexCase, K: int, backend: str, device: str) -> None:
+    inputs = make(case, K=K, device=device)
+    positions, lens = run_or_skip(index_select, inputs, backend)
+    wanted, wanted_lens = two_steps(inputs.double())
+    assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
+
+
+def scores_of(pattern: str, n: int) -> Tensor:
+    """Whole numbers below 4096, or NaN."""
+    j = torch.arange(n)
+    some = torch.randint(4096, (n,), generator=torch.Generator().manual_seed(3))
+    return {
+        "rising": j,
+        "falling": n - j,
+        "equal": torch.ones(n),
+        "few": torch.tensor([3, 1, 2])[j % 3],
+        "random": some,
+        "late": torch.where(j < n // 2, some % 1000, j),
+        "nan": torch.where(j % 5 == 0, some.float(), torch.nan),
+        "nothing": torch.full((n,), torch.nan),
+    }[pattern].float()
+
+
+PATTERNS = ["rising", "falling", "equal", "few", "random", "late", "nan", "nothing"]
+
+
+@pytest.mark.usefixtures("while_scoring")
+@pytest.mark.parametrize("backend", WHILE_SCORING)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_contract_of_any_course(pattern: str, backend: str, device: str) -> None:
+    """Scores that rise, so that nothing kept stays; equals; rows of several requests in one tile;
+    lengths around K and around a tile of keys; a row whose every score is negative."""
+    n, BS, K = 2500, 64, 100
+    values = scores_of(pattern, n)
+    cache = torch.zeros(-(-n // BS) * BS, 16)
+    cache[:n, 0], cache[:n, 1] = values // 64, values % 64  # each of which bf16 holds
+    lens = [n, n - 1, K, 64, 65, K + 1, 1024, 1025, n - 700, 0]
+    i32: Any = {"dtype": torch.int32, "device": device}
+    blocks = torch.arange(cache.shape[0] // BS, **i32)
+    tensors = {
+        "q_idx": torch.zeros(len(lens), 2, 16, dtype=torch.bfloat16, device=device),
+        "w_idx": torch.ones(len(lens), 2, device=device),
+        "cache": cache.view(-1, BS, 16).to(device, torch.bfloat16),
+        "block_table": torch.stack([blocks, blocks]),
+        "query_start_loc": torch.tensor([0, 7, len(lens)], **i32),
+        "row_lens": torch.tensor(lens, **i32),
+    }
+    tensors["q_idx"][:, :, 0], tensors["q_idx"][:, :, 1] = 64, 1
+    tensors["w_idx"][1] = -1
+    scalars = {"format": "index_bf16", "num_keys": n + 5, "K": K, "sorted": True}
+    inputs = Inputs(tensors, scalars, ())
+    positions, found = run_or_skip(index_select, inputs, backend)
+    wanted, wanted_lens = two_steps(inputs)
+    assert torch.equal(positions, wanted) and torch.equal(found, wanted_lens)
+
+
 @pytest.mark.parametrize("backend", BACKENDS["index_select"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_near_scores(case: IndexCase, backend: str, device: str) -> None:

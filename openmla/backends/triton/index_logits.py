@@ -61,6 +61,64 @@ def _load_scales(scales, n, ALIGNED: tl.constexpr):
     return found
 
 
+@triton.jit
+def score_tile(
+    cache, blocks, start, j, stop, N, page, row_stride, q, q_first, q_token, q_head, w, w_first,
+    w_token, first, T,
+    HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Scores of keys j = start, start + 1, ... of one request for the tokens from `first` on,
+    [BLOCK_N, BLOCK_Q]; of keys from `stop` on anything."""
+    CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
+    GROUPS: tl.constexpr = DI // GROUP
+    if ONE_BLOCK:  # looked up once
+        block = tl.load(blocks + start // BS)
+        offset = start % BS + tl.arange(0, BLOCK_N)
+    else:
+        block = tl.load(blocks + j // BS, mask=j < stop, other=0)
+        offset = j % BS
+    block = tl.where((block >= 0) & (block < N), block, 0)
+    values = cache + block.to(tl.int64) * page
+    scales = values + BS * DI
+    if KIND == PLAIN:
+        keys_at = values + offset.to(tl.int64) * row_stride
+    else:
+        keys_at = values + offset * DI
+    for c in tl.static_range(CHUNKS):
+        for g in tl.static_range(GROUPS):
+            if c == 0 and g == 0:
+                queries = q_first
+            else:
+                queries = load_queries(
+                    q, first, T, q_token, q_head, c, g * GROUP, GROUP, HI, BLOCK_Q,
+                    BLOCK_H, BLOCK_D, ASM, dtype,
+                )  # fmt: skip
+            keys = load_keys(keys_at, g * GROUP, GROUP, BLOCK_D, ASM, dtype)
+            part = multiply(keys, queries, PRECISION, UPCAST)
+            if SCALES > 1:
+                n = offset * SCALES + g * SCALES // GROUPS
+                part = part * _load_scales(scales, n, ALIGNED)[:, None]
+            if g == 0:
+                products = part
+            else:
+                products += part
+        if c == 0 and HOLD:
+            weights = w_first
+        else:
+            weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
+        liked = add_heads(products, weights, BLOCK_Q, BLOCK_H)
+        if c == 0:
+            total = liked
+        else:
+            total += liked
+    if KIND != PLAIN and SCALES == 1:  # not negative, so it commutes with relu
+        total *= _load_scales(scales, offset, ALIGNED)[:, None]
+    return total
+
+
 @triton.jit(
     do_not_specialize=["T", "B", "N", "num_keys", "table_stride"],
     do_not_specialize_on_alignment=[*PLANNED, "table"],
@@ -74,8 +132,6 @@ def _index_logits_kernel(
     PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
-    GROUPS: tl.constexpr = DI // GROUP
     first = tl.program_id(0) * BLOCK_Q
     lo = tl.program_id(1) * run
     hi = tl.minimum(lo + run, num_keys)
@@ -97,48 +153,12 @@ def _index_logits_kernel(
             blocks = table + tl.cast(b, tl.int64) * table_stride
             for start in tl.range(lo, stop, BLOCK_N, num_stages=STAGES):
                 j = start + offs_n
-                if ONE_BLOCK:  # looked up once
-                    block = tl.load(blocks + start // BS)
-                    offset = start % BS + offs_n
-                else:
-                    block = tl.load(blocks + j // BS, mask=j < stop, other=0)
-                    offset = j % BS
-                block = tl.where((block >= 0) & (block < N), block, 0)
-                values = cache + block.to(tl.int64) * page
-                scales = values + BS * DI
-                if KIND == PLAIN:
-                    keys_at = values + offset.to(tl.int64) * row_stride
-                else:
-                    keys_at = values + offset * DI
-                for c in tl.static_range(CHUNKS):
-                    for g in tl.static_range(GROUPS):
-                        if c == 0 and g == 0:
-                            queries = q_first
-                        else:
-                            queries = load_queries(
-                                q, first, T, q_token, q_head, c, g * GROUP, GROUP, HI, BLOCK_Q,
-                                BLOCK_H, BLOCK_D, ASM, dtype,
-                            )  # fmt: skip
-                        keys = load_keys(keys_at, g * GROUP, GROUP, BLOCK_D, ASM, dtype)
-                        part = multiply(keys, queries, PRECISION, UPCAST)
-                        if SCALES > 1:
-                            n = offset * SCALES + g * SCALES // GROUPS
-                            part = part * _load_scales(scales, n, ALIGNED)[:, None]
-                        if g == 0:
-                            products = part
-                        else:
-                            products += part
-                    if c == 0 and HOLD:
-                        weights = w_first
-                    else:
-                        weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
-                    liked = add_heads(products, weights, BLOCK_Q, BLOCK_H)
-                    if c == 0:
-                        total = liked
-                    else:
-                        total += liked
-                if KIND != PLAIN and SCALES == 1:  # not negative, so it commutes with relu
-                    total *= _load_scales(scales, offset, ALIGNED)[:, None]
+                total = score_tile(
+                    cache, blocks, start, j, stop, N, page, row_stride, q, q_first, q_token, q_head,
+                    w, w_first, w_token, first, T, HI, DI, BS, KIND, GROUP, SCALES, ALIGNED,
+                    ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION, HOLD, ASM, UPCAST,
+                    dtype,
+                )  # fmt: skip
                 logits = tl.where(j[:, None] < lens[None, :], total, float("-inf"))
                 mask = (j < hi)[:, None] & mine[None, :]
                 tl.store(row[None, :] + j[:, None], logits, mask=mask)

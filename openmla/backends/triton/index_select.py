@@ -1,33 +1,235 @@
-"""index_select, Triton: scores of some rows, then their best, then more rows.
+"""index_select, Triton: the best keys of each token, chosen while they are scored.
 
-Two kernels a turn, index_logits' and index_topk's own, so the answer is theirs, and a turn's scores
-are all that is ever held. Longer turns were not faster on an H200 (48 to 192 MiB), shorter ones,
-whose scores stay in the second-level cache, slower: each ends with idle processors.
+Computes  what index_topk chooses of index_logits' scores (specification: ops/index_select.py)
+Grid      (min(tiles of BLOCK_Q tokens, programs the machine holds),): one program owns a tile of
+          tokens at a time, the last first: they see the most keys of a prompt
+Reads     q_idx [T, HI, DI], w_idx [T, HI], cache [N, BS, W], block_table [B, M], row_lens [T]
+Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
+          scores [programs, BLOCK_Q, STRETCH], kept [programs, BLOCK_Q, ROOM + SPAN], scratch
+Limits    see why_not(), suits()
+
+A token's keys come from left to right, a stretch at a time. Those whose scores beat the threshold
+are kept, in order. When they are too many, the best K stay and the threshold is the least of them:
+a later key has to beat it, as K that came before reach it. So the scores of a stretch are all that
+is written and read again, by the same multiprocessor while they are in its caches.
+
+Where tokens do not fill the machine by themselves, or all scores take little room, columns are
+shared out instead: index_logits' and index_topk's own kernels, some rows after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton import index_logits, index_topk
-from openmla.backends.triton._build import Build
+from openmla.backends.triton import cache_write, index_logits, index_topk
+from openmla.backends.triton._build import (
+    PLANNED,
+    TARGETS,
+    Build,
+    capability_of,
+    cdiv,
+    next_power_of_2,
+)
+from openmla.backends.triton._index import (
+    FP8,
+    Config,
+    as_stored,
+    load_queries,
+    load_weights,
+    stored_type,
+)
+from openmla.backends.triton._latent import request_of
+from openmla.backends.triton.index_logits import score_tile
+from openmla.backends.triton.index_topk import (
+    LANES,
+    NOTHING,
+    SPAN,
+    cut_key,
+    first_positions,
+    lowest_key,
+    ordered_key,
+    scatter,
+    scatter_pairs,
+)
+from openmla.cache.format import get_format
+from openmla.hardware import multiprocessors
 
-SCORES = 64 << 20  # bytes held at once
+SCORES = 64 << 20  # bytes held at once where scores are written down
+ROOM = (1024, 4096)  # keys kept of a token, at the least and at the most
+BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
+
+
+@triton.jit
+def better_key(values, j, ends, threshold):
+    """Ordered keys, and whether they beat the threshold. Beyond a row's end nothing does."""
+    keys = ordered_key(tl.where(values == values, values, float("-inf")))
+    return keys, (j < ends) & (keys > threshold)
+
+
+@triton.jit
+def keep_better(
+    kept, scores, start, stop, ends, held, threshold,
+    ASM: tl.constexpr, BLOCK_Q: tl.constexpr, STRETCH: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Append what beats each row's threshold, of keys start to stop - 1; the new numbers of those
+    held. What is beyond ROOM is not kept."""
+    row = tl.arange(0, BLOCK_Q)[:, None]
+    ends, threshold, seen = ends[:, None], threshold[:, None], held[:, None]
+    scores += row * STRETCH - start
+    kept += row * (ROOM + SPAN) - 1
+    for first in range(start, stop, SPAN):
+        j_0 = first + tl.arange(0, LANES)[None, :]
+        j_1, j_2, j_3 = j_0 + LANES, j_0 + 2 * LANES, j_0 + 3 * LANES
+        here = scores + j_0
+        keys_0, better_0 = better_key(tl.load(here), j_0, ends, threshold)
+        keys_1, better_1 = better_key(tl.load(here + LANES), j_1, ends, threshold)
+        keys_2, better_2 = better_key(tl.load(here + 2 * LANES), j_2, ends, threshold)
+        keys_3, better_3 = better_key(tl.load(here + 3 * LANES), j_3, ends, threshold)
+        # four counts in one, each of at most LANES
+        flags = tl.where(better_0, 1, 0) + tl.where(better_1, 1 << 8, 0)
+        flags += tl.where(better_2, 1 << 16, 0) + tl.where(better_3, 1 << 24, 0)
+        ranks = tl.cumsum(flags, 1)
+        totals = tl.sum(flags, 1, keep_dims=True)
+        to = kept + tl.minimum(seen, ROOM)  # beyond it the last places are written over
+        scatter_pairs(to, ranks & 255, flags, 1, j_0, keys_0, ASM)
+        to += totals & 255
+        scatter_pairs(to, (ranks >> 8) & 255, flags, 1 << 8, j_1, keys_1, ASM)
+        to += (totals >> 8) & 255
+        scatter_pairs(to, (ranks >> 16) & 255, flags, 1 << 16, j_2, keys_2, ASM)
+        to += (totals >> 16) & 255
+        scatter_pairs(to, (ranks >> 24) & 255, flags, 1 << 24, j_3, keys_3, ASM)
+        pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
+        seen += (pairs & 0xFFFF) + (pairs >> 16)
+    return tl.sum(seen, 1)
+
+
+@triton.jit
+def best_of(kept, count, K, ROOM: tl.constexpr):
+    """The K best of `count` keys, of equals the first: positions or -1, where each goes, all
+    keys, the K-th of them."""
+    offs = tl.arange(0, ROOM)
+    keys = (tl.load(kept + offs, mask=offs < count, other=0) >> 32).to(tl.int32)
+    keys = tl.where(offs < count, keys, NOTHING)
+    lo, above = cut_key(keys, lowest_key(keys), K, 0)
+    # two counts in one, each of at most ROOM
+    flags = tl.where(keys > lo, 1, tl.where(keys == lo, 65536, 0))
+    ranks = tl.cumsum(flags, 0)
+    equal_ranks = ranks >> 16
+    at = (ranks & 65535) + tl.minimum(equal_ranks, K - above) - 1
+    chosen = (keys > lo) | ((keys == lo) & (equal_ranks <= K - above))
+    # read again: registers are scarce while the cut is searched
+    positions = tl.load(kept + offs, mask=chosen, other=-1).to(tl.int32)
+    return positions, at, keys, lo
+
+
+@triton.jit
+def of_row(values, i, BLOCK_Q: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, BLOCK_Q) == i, values, 0))
+
+
+@triton.jit
+def drop_worse(
+    kept, held, threshold, K, ASM: tl.constexpr, BLOCK_Q: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """The best K stay of rows that hold more; numbers and thresholds."""
+    for i in range(BLOCK_Q):
+        n = of_row(held, i, BLOCK_Q)
+        if n > K:
+            positions, at, keys, lo = best_of(kept, n, K, ROOM)
+            tl.debug_barrier()  # all is read
+            scatter_pairs(kept, at, (positions >= 0).to(tl.int32), 1, positions, keys, ASM)
+            ours = tl.arange(0, BLOCK_Q) == i
+            held = tl.where(ours, K, held)
+            threshold = tl.where(ours, lo, threshold)
+        kept += ROOM + SPAN
+    return held, threshold
+
+
+@triton.jit(
+    do_not_specialize=["T", "B", "N", "K", "table_stride"],
+    do_not_specialize_on_alignment=[*PLANNED, "table"],
+)
+def _index_select_kernel(
+    topk_positions, topk_lens, scores, kept, q, w, cache, table, query_start_loc, row_lens,
+    T, B, N, K, q_token, q_head, w_token, page, row_stride, table_stride,
+    HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
+    STRETCH: tl.constexpr, ROOM: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    offs_q = tl.arange(0, BLOCK_Q)
+    scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * STRETCH)
+    kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * (ROOM + SPAN))
+    tiles = tl.cdiv(T, BLOCK_Q)
+    for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
+        first = (tiles - 1 - i) * BLOCK_Q
+        t = first + offs_q
+        lens = tl.load(row_lens + t, mask=t < T, other=0)
+        tl.store(topk_lens + t, tl.minimum(lens, K), mask=t < T)
+        held = tl.zeros([BLOCK_Q], tl.int32)
+        threshold = tl.full([BLOCK_Q], NOTHING, tl.int32)
+        end = tl.minimum(first + BLOCK_Q, tl.load(query_start_loc + B))
+        if (first < end) & (tl.max(lens, 0) > K):
+            q_first = load_queries(
+                q, first, T, q_token, q_head, 0, 0, GROUP, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM,
+                dtype,
+            )  # fmt: skip
+            w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
+            last = request_of(end - 1, query_start_loc, B)
+            for b in range(request_of(first, query_start_loc, B), last + 1):
+                mine = (t >= tl.load(query_start_loc + b)) & (t < tl.load(query_start_loc + b + 1))
+                ends = tl.where(mine & (lens > K), lens, 0)  # shorter rows are chosen whole
+                stop = tl.max(ends, 0)
+                blocks = table + tl.cast(b, tl.int64) * table_stride
+                for start in range(0, stop, STRETCH):
+                    pause = tl.minimum(start + STRETCH, stop)
+                    for here in tl.range(start, pause, BLOCK_N, num_stages=STAGES):
+                        j = here + tl.arange(0, BLOCK_N)
+                        total = score_tile(
+                            cache, blocks, here, j, stop, N, page, row_stride, q, q_first, q_token,
+                            q_head, w, w_first, w_token, first, T, HI, DI, BS, KIND, GROUP, SCALES,
+                            ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION,
+                            HOLD, ASM, UPCAST, dtype,
+                        )  # fmt: skip
+                        to = scores + (offs_q * STRETCH)[None, :] + (j - start)[:, None]
+                        tl.store(to, total)
+                    tl.debug_barrier()  # other threads wrote what is read
+                    seen = keep_better(
+                        kept, scores, start, pause, ends, held, threshold, ASM, BLOCK_Q, STRETCH,
+                        ROOM,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                    if tl.max(seen, 0) > ROOM:
+                        held, threshold = drop_worse(kept, held, threshold, K, ASM, BLOCK_Q, ROOM)
+                        tl.debug_barrier()
+                        seen = keep_better(
+                            kept, scores, start, pause, ends, held, threshold, ASM, BLOCK_Q,
+                            STRETCH, ROOM,
+                        )  # fmt: skip
+                        tl.debug_barrier()
+                    held = seen
+        for row in range(BLOCK_Q):
+            if first + row < T:
+                out = topk_positions + (first + row).to(tl.int64) * K
+                n = of_row(held, row, BLOCK_Q)
+                if n == 0:
+                    first_positions(out, of_row(lens, row, BLOCK_Q), K, 512)
+                else:
+                    positions, at, _, _ = best_of(kept + row * (ROOM + SPAN), n, K, ROOM)
+                    scatter(out, at, positions, ASM)
+        tl.debug_barrier()  # before the next tile's are kept
 
 
 def why_not(problem: Problem) -> str | None:
     return index_logits.why_not(problem)
-
-
-def rows_at_once(num_rows: int, num_keys: int) -> int:
-    """Turns of about equal size."""
-    most = max(SCORES // (4 * max(num_keys, 1)), 1)
-    turns = -(-num_rows // most)
-    return -(-num_rows // max(turns, 1))
 
 
 def run(
@@ -43,10 +245,110 @@ def run(
     K: int,
     sorted: bool,
 ) -> tuple[Tensor, Tensor]:
-    T = q_idx.shape[0]
+    T, HI, DI = q_idx.shape
     positions = row_lens.new_empty((T, K))
-    lens, starts = torch.empty_like(row_lens), torch.zeros_like(row_lens)
-    step = max(rows_at_once(T, num_keys), 1)
+    lens = torch.empty_like(row_lens)
+    if T == 0:
+        return positions, lens
+    capability = capability_of(q_idx.device)
+    shape = index_logits.paged_shape(q_idx.dtype, format, HI, DI, capability)
+    layout = cache_write.layout_of(format, DI, cut=DI)
+    aligned = cache_write.is_aligned(cache, layout)
+    config, constants = constants_of(
+        shape, format, cache.shape[1], cdiv(T, max(block_table.shape[0], 1)), K, capability,
+        aligned=aligned,
+    )  # fmt: skip
+    slots = slots_of(config) * max(multiprocessors(q_idx.device), 1)
+    tiles = cdiv(T, constants["BLOCK_Q"])
+    tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    if not suits(T, num_keys, K, tiles, slots):
+        in_turns(*tensors, positions, lens, format=format, num_keys=num_keys)
+        return positions, lens
+    programs = min(tiles, slots)
+    rows = (programs, constants["BLOCK_Q"])
+    scores = w_idx.new_empty((*rows, constants["STRETCH"]), dtype=torch.float32)
+    kept = w_idx.new_empty((*rows, constants["ROOM"] + SPAN.value), dtype=torch.int64)
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    _index_select_kernel[(programs,)](
+        positions,
+        lens,
+        scores,
+        kept,
+        as_stored(q_idx, shape),
+        w_idx,
+        as_stored(cache, shape),
+        table,
+        query_start_loc.contiguous(),
+        row_lens.contiguous(),
+        T,
+        block_table.shape[0],
+        cache.shape[0],
+        K,
+        q_idx.stride(0),
+        q_idx.stride(1),
+        w_idx.stride(0),
+        cache.stride(0),
+        cache.stride(1),
+        table.stride(0),
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=constants["STAGES"],
+        enable_fp_fusion=True,
+    )
+    return positions, lens
+
+
+def suits(T: int, num_keys: int, K: int, tiles: int, slots: int) -> bool:
+    """Whether to choose while scoring: there is much to write otherwise, and nobody waits long for
+    the last tiles."""
+    if 4 * T * num_keys <= SCORES or ROOM[1] < 2 * K:
+        return False
+    return tiles >= BUSY * slots * cdiv(tiles, slots)
+
+
+def slots_of(config: Config) -> int:
+    """Programs a multiprocessor holds, or is given one after another."""
+    return 2 if config.columns == 256 else 4
+
+
+def constants_of(
+    shape: index_logits.Shape,
+    format: str,
+    BS: int,
+    tokens: int,
+    K: int,
+    capability: int,
+    *,
+    aligned: bool,
+) -> tuple[Config, dict[str, Any]]:
+    config, constants = index_logits.constants_of(
+        shape, format, BS, tokens, capability, aligned=aligned
+    )
+    del constants["FILL"]
+    room = max(next_power_of_2(2 * K), ROOM[0])
+    constants["ROOM"] = room
+    constants["STRETCH"] = room // 2  # fits beside K
+    return config, constants
+
+
+def in_turns(
+    q_idx: Tensor,
+    w_idx: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    row_lens: Tensor,
+    positions: Tensor,
+    lens: Tensor,
+    *,
+    format: str,
+    num_keys: int,
+) -> None:
+    """Scores of some rows, then their best, then more rows: turns of about equal size."""
+    T = q_idx.shape[0]
+    starts = torch.zeros_like(row_lens)
+    turns = cdiv(T, max(SCORES // (4 * max(num_keys, 1)), 1))
+    step = max(cdiv(T, max(turns, 1)), 1)
     for i in range(0, T, step):
         turn = slice(i, min(i + step, T))
         bounds = query_start_loc
@@ -64,9 +366,37 @@ def run(
         )
         index_topk.choose_rows(logits, starts[turn], row_lens[turn], positions[turn], lens[turn])
         del logits  # before the next turn's
-    return positions, lens
 
 
 def builds() -> Iterator[Build]:
-    """None of its own."""
-    return iter(())
+    """The models' heads and choices."""
+    for capability in TARGETS:
+        for HI, K in ((64, 2048), (64, 512), (32, 2048)):
+            yield select_build(capability, FP8, "index_fp8", HI, 128, 64, K)
+        yield select_build(capability, torch.bfloat16, "index_fp8", 64, 128, 64, 2048)
+        yield select_build(capability, torch.bfloat16, "index_bf16", 64, 128, 64, 2048)
+
+
+def select_build(
+    capability: int, dtype: torch.dtype, format: str, HI: int, DI: int, BS: int, K: int
+) -> Build:
+    shape = index_logits.paged_shape(dtype, format, HI, DI, capability)
+    config, constants = constants_of(shape, format, BS, 4096, K, capability, aligned=True)
+    types = {
+        "scores": "*fp32",
+        "kept": "*i64",
+        "q": "*" + stored_type(dtype, shape),
+        "w": "*fp32",
+        "cache": "*" + stored_type(get_format(format).dtype, shape),
+        **dict.fromkeys(
+            ("topk_positions", "topk_lens", "table", "query_start_loc", "row_lens"), "*i32"
+        ),
+    }
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in _index_select_kernel.arg_names
+    }
+    return Build(
+        f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}-K{K}", _index_select_kernel,
+        signature, constants, config.num_warps, constants["STAGES"], capability,
+    )  # fmt: skip

@@ -178,7 +178,8 @@ def scatter(out, at, positions, ASM: tl.constexpr):
 
 @triton.jit
 def scatter_pairs(out, at, flags, flag, positions, scores, ASM: tl.constexpr):
-    """The same with scores, in the upper half of 64 bits, where a flag is set; `out` may differ."""
+    """The same with scores or their keys, in the upper half of 64 bits, where a flag is set; `out`
+    may differ."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
