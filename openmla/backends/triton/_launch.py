@@ -276,11 +276,15 @@ def is_dense(cache: Tensor) -> bool:
 
 
 def num_runs(programs: int, blocks: int, device: torch.device, block_h: int) -> int:
-    """Runs a token's rows are cut into: enough to fill the machine once, no more than blocks. Two
-    programs of 16 heads are on a multiprocessor at a time, one of more."""
-    at_once = (2 if block_h <= 16 else 1) * max(multiprocessors(device), 1)
-    wanted = at_once // max(programs, 1)
-    return max(min(wanted, blocks), 1)
+    """Runs a token's rows are cut into: enough to fill the machine once, all alike. Two programs of
+    16 heads are on a multiprocessor at a time, one of more. A run of one block pays only where it
+    has a multiprocessor to itself: one partial less to write and to merge."""
+    units = max(multiprocessors(device), 1)
+    wanted = (2 if block_h <= 16 else 1) * units // max(programs, 1)
+    each = cdiv(blocks, max(wanted, 1))
+    if each == 1 and programs * blocks > units:
+        each = 2
+    return max(cdiv(blocks, max(each, 1)), 1)
 
 
 def is_aligned(part: Rows) -> bool:
