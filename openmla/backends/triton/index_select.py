@@ -43,90 +43,106 @@ from openmla.backends.triton._index import (
     as_stored,
     load_queries,
     load_weights,
+    put_scores,
     stored_type,
 )
 from openmla.backends.triton._latent import request_of
 from openmla.backends.triton.index_logits import score_tile
 from openmla.backends.triton.index_topk import (
+    HIGHEST,
     LANES,
     NOTHING,
     SPAN,
-    cut_key,
     first_positions,
-    lowest_key,
+    load_pairs,
+    middle,
     ordered_key,
     scatter,
     scatter_pairs,
+    score_of,
 )
 from openmla.cache.format import get_format
 from openmla.hardware import multiprocessors
 
 SCORES = 64 << 20  # bytes held at once where scores are written down
 ROOM = (1024, 4096)  # keys kept of a token, at the least and at the most
+TOKENS = 4  # of a program, at most: what is kept of them passes through registers together
+PART = 1024  # of what is kept, whose ranks registers hold
 BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
 
 
 @triton.jit
-def better_key(values, j, ends, threshold):
-    """Ordered keys, and whether they beat the threshold. Beyond a row's end nothing does."""
-    keys = ordered_key(tl.where(values == values, values, float("-inf")))
-    return keys, (j < ends) & (keys > threshold)
-
-
-@triton.jit
 def keep_better(
-    kept, scores, start, stop, ends, held, threshold,
+    kept, scores, start, stop, ends, held, cut,
     ASM: tl.constexpr, BLOCK_Q: tl.constexpr, STRETCH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Append what beats each row's threshold, of keys start to stop - 1; the new numbers of those
-    held. What is beyond ROOM is not kept."""
+    """Append what is not at or below each row's cut, of keys start to stop - 1; the new numbers of
+    those held. What is beyond ROOM is not kept."""
     row = tl.arange(0, BLOCK_Q)[:, None]
-    ends, threshold, seen = ends[:, None], threshold[:, None], held[:, None]
-    scores += row * STRETCH - start
+    j = start + tl.arange(0, LANES)[None, :]
+    ends, cut, seen = ends[:, None], cut[:, None], held[:, None]
+    scores += row * STRETCH + tl.arange(0, LANES)[None, :]
     kept += row * (ROOM + SPAN) - 1
+    values_0, values_1 = tl.load(scores), tl.load(scores + LANES)
+    values_2, values_3 = tl.load(scores + 2 * LANES), tl.load(scores + 3 * LANES)
     for first in range(start, stop, SPAN):
-        j_0 = first + tl.arange(0, LANES)[None, :]
-        j_1, j_2, j_3 = j_0 + LANES, j_0 + 2 * LANES, j_0 + 3 * LANES
-        here = scores + j_0
-        keys_0, better_0 = better_key(tl.load(here), j_0, ends, threshold)
-        keys_1, better_1 = better_key(tl.load(here + LANES), j_1, ends, threshold)
-        keys_2, better_2 = better_key(tl.load(here + 2 * LANES), j_2, ends, threshold)
-        keys_3, better_3 = better_key(tl.load(here + 3 * LANES), j_3, ends, threshold)
         # four counts in one, each of at most LANES
-        flags = tl.where(better_0, 1, 0) + tl.where(better_1, 1 << 8, 0)
-        flags += tl.where(better_2, 1 << 16, 0) + tl.where(better_3, 1 << 24, 0)
+        flags = tl.where((j < ends) & ~(values_0 <= cut), 1, 0)
+        flags += tl.where((j + LANES < ends) & ~(values_1 <= cut), 1 << 8, 0)
+        flags += tl.where((j + 2 * LANES < ends) & ~(values_2 <= cut), 1 << 16, 0)
+        flags += tl.where((j + 3 * LANES < ends) & ~(values_3 <= cut), 1 << 24, 0)
+        # the next ones are on their way meanwhile
+        more = first + SPAN < stop
+        scores += SPAN
+        next_0 = tl.load(scores, mask=more, other=0.0)
+        next_1 = tl.load(scores + LANES, mask=more, other=0.0)
+        next_2 = tl.load(scores + 2 * LANES, mask=more, other=0.0)
+        next_3 = tl.load(scores + 3 * LANES, mask=more, other=0.0)
         ranks = tl.cumsum(flags, 1)
         totals = tl.sum(flags, 1, keep_dims=True)
         to = kept + tl.minimum(seen, ROOM)  # beyond it the last places are written over
-        scatter_pairs(to, ranks & 255, flags, 1, j_0, keys_0, ASM)
+        scatter_pairs(to, ranks & 255, flags, 1, j, values_0, ASM)
         to += totals & 255
-        scatter_pairs(to, (ranks >> 8) & 255, flags, 1 << 8, j_1, keys_1, ASM)
+        scatter_pairs(to, (ranks >> 8) & 255, flags, 1 << 8, j + LANES, values_1, ASM)
         to += (totals >> 8) & 255
-        scatter_pairs(to, (ranks >> 16) & 255, flags, 1 << 16, j_2, keys_2, ASM)
+        scatter_pairs(to, (ranks >> 16) & 255, flags, 1 << 16, j + 2 * LANES, values_2, ASM)
         to += (totals >> 16) & 255
-        scatter_pairs(to, (ranks >> 24) & 255, flags, 1 << 24, j_3, keys_3, ASM)
+        scatter_pairs(to, (ranks >> 24) & 255, flags, 1 << 24, j + 3 * LANES, values_3, ASM)
         pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
         seen += (pairs & 0xFFFF) + (pairs >> 16)
+        values_0, values_1, values_2, values_3 = next_0, next_1, next_2, next_3
+        j += SPAN
     return tl.sum(seen, 1)
 
 
 @triton.jit
-def best_of(kept, count, K, ROOM: tl.constexpr):
-    """The K best of `count` keys, of equals the first: positions or -1, where each goes, all
-    keys, the K-th of them."""
-    offs = tl.arange(0, ROOM)
-    keys = (tl.load(kept + offs, mask=offs < count, other=0) >> 32).to(tl.int32)
-    keys = tl.where(offs < count, keys, NOTHING)
-    lo, above = cut_key(keys, lowest_key(keys), K, 0)
-    # two counts in one, each of at most ROOM
-    flags = tl.where(keys > lo, 1, tl.where(keys == lo, 65536, 0))
-    ranks = tl.cumsum(flags, 0)
-    equal_ranks = ranks >> 16
-    at = (ranks & 65535) + tl.minimum(equal_ranks, K - above) - 1
-    chosen = (keys > lo) | ((keys == lo) & (equal_ranks <= K - above))
-    # read again: registers are scarce while the cut is searched
-    positions = tl.load(kept + offs, mask=chosen, other=-1).to(tl.int32)
-    return positions, at, keys, lo
+def load_kept(kept, offs, count):
+    """Positions and ordered keys of scores."""
+    positions, scores = load_pairs(kept, offs)
+    keys = ordered_key(tl.where(scores == scores, scores, float("-inf")))
+    return positions, tl.where(offs < count, keys, NOTHING)
+
+
+@triton.jit
+def cut_keys(keys, wanted):
+    """The wanted-th highest key of each row, and how many are above: those that reach it are taken
+    before its equals are. Each row has as many and is searched beside the others: a warp's are its
+    own."""
+    lo = tl.min(tl.where(keys == NOTHING, HIGHEST, keys), 1)
+    hi = tl.max(keys, 1) + 1
+    reached = tl.full(lo.shape, 2147483647, tl.int32)
+    above = tl.zeros(lo.shape, tl.int32)
+    searching = hi > lo + 1
+    while tl.max(searching.to(tl.int32), 0) > 0:
+        pivot = middle(lo, hi)
+        count = tl.sum((keys >= pivot[:, None]).to(tl.int32), 1)
+        enough = count >= wanted
+        lo = tl.where(searching & enough, pivot, lo)
+        reached = tl.where(searching & enough, count, reached)
+        hi = tl.where(searching & ~enough, pivot, hi)
+        above = tl.where(searching & ~enough, count, above)
+        searching = (hi > lo + 1) & (reached > wanted)
+    return lo, tl.where(reached > wanted, above, 0)
 
 
 @triton.jit
@@ -135,21 +151,34 @@ def of_row(values, i, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
-def drop_worse(
-    kept, held, threshold, K, ASM: tl.constexpr, BLOCK_Q: tl.constexpr, ROOM: tl.constexpr
+def take_best(
+    out, kept, held, cut, K,
+    ASM: tl.constexpr, ROWS: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The best K stay of rows that hold more; numbers and thresholds."""
-    for i in range(BLOCK_Q):
-        n = of_row(held, i, BLOCK_Q)
-        if n > K:
-            positions, at, keys, lo = best_of(kept, n, K, ROOM)
-            tl.debug_barrier()  # all is read
-            scatter_pairs(kept, at, (positions >= 0).to(tl.int32), 1, positions, keys, ASM)
-            ours = tl.arange(0, BLOCK_Q) == i
-            held = tl.where(ours, K, held)
-            threshold = tl.where(ours, lo, threshold)
-        kept += ROOM + SPAN
-    return held, threshold
+    """The K best of each row's, of equals the first, in order: positions into `out`, or where there
+    is no out, themselves to the front. The new cuts; rows of fewer than K stay as they are."""
+    row = tl.arange(0, ROWS)[:, None]
+    kept += row * (ROOM + SPAN)
+    count = held[:, None]
+    _, all_keys = load_kept(kept, tl.arange(0, ROOM)[None, :], count)
+    wanted = tl.minimum(held, K)
+    lo, above = cut_keys(all_keys, wanted)
+    floor, room = lo[:, None], (wanted - above)[:, None]
+    before = tl.zeros((ROWS, 1), tl.int32)  # above the floor, and equal to it in the upper half
+    for first in range(0, tl.max(held, 0), PART):
+        positions, keys = load_kept(kept, first + tl.arange(0, PART)[None, :], count)
+        # two counts in one, each of at most PART
+        flags = tl.where(keys > floor, 1, tl.where((keys == floor) & (keys > NOTHING), 65536, 0))
+        ranks = before + tl.cumsum(flags, 1)
+        at = (ranks & 65535) + tl.minimum(ranks >> 16, room) - 1
+        chosen = (flags == 1) | ((flags > 1) & ((ranks >> 16) <= room))
+        if out is None:
+            tl.debug_barrier()  # all is read that is written over
+            scatter_pairs(kept, at, chosen.to(tl.int32), 1, positions, score_of(keys), ASM)
+        else:
+            scatter(out + row.to(tl.int64) * K, at, tl.where(chosen, positions, -1), ASM)
+        before += tl.sum(flags, 1, keep_dims=True)
+    return tl.where(held < K, cut, score_of(lo))
 
 
 @triton.jit(
@@ -163,7 +192,7 @@ def _index_select_kernel(
     SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    STRETCH: tl.constexpr, ROOM: tl.constexpr, dtype: tl.constexpr,
+    STRETCH: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     offs_q = tl.arange(0, BLOCK_Q)
     scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * STRETCH)
@@ -175,7 +204,7 @@ def _index_select_kernel(
         lens = tl.load(row_lens + t, mask=t < T, other=0)
         tl.store(topk_lens + t, tl.minimum(lens, K), mask=t < T)
         held = tl.zeros([BLOCK_Q], tl.int32)
-        threshold = tl.full([BLOCK_Q], NOTHING, tl.int32)
+        cut = tl.full([BLOCK_Q], float("nan"), tl.float32)  # nothing is at or below it
         end = tl.minimum(first + BLOCK_Q, tl.load(query_start_loc + B))
         if (first < end) & (tl.max(lens, 0) > K):
             q_first = load_queries(
@@ -199,32 +228,30 @@ def _index_select_kernel(
                             ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION,
                             HOLD, ASM, UPCAST, dtype,
                         )  # fmt: skip
-                        to = scores + (offs_q * STRETCH)[None, :] + (j - start)[:, None]
-                        tl.store(to, total)
+                        put_scores(
+                            scores + offs_q * STRETCH, j - start, total, (j >= 0)[:, None], ASM
+                        )
                     tl.debug_barrier()  # other threads wrote what is read
                     seen = keep_better(
-                        kept, scores, start, pause, ends, held, threshold, ASM, BLOCK_Q, STRETCH,
+                        kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q, STRETCH,
                         ROOM,
                     )  # fmt: skip
                     tl.debug_barrier()
                     if tl.max(seen, 0) > ROOM:
-                        held, threshold = drop_worse(kept, held, threshold, K, ASM, BLOCK_Q, ROOM)
+                        cut = take_best(None, kept, held, cut, K, ASM, BLOCK_Q, ROOM, PART)
+                        held = tl.minimum(held, K)
                         tl.debug_barrier()
                         seen = keep_better(
-                            kept, scores, start, pause, ends, held, threshold, ASM, BLOCK_Q,
+                            kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q,
                             STRETCH, ROOM,
                         )  # fmt: skip
                         tl.debug_barrier()
                     held = seen
+        out = topk_positions + first.to(tl.int64) * K
+        take_best(out, kept, held, cut, K, ASM, BLOCK_Q, ROOM, PART)
         for row in range(BLOCK_Q):
-            if first + row < T:
-                out = topk_positions + (first + row).to(tl.int64) * K
-                n = of_row(held, row, BLOCK_Q)
-                if n == 0:
-                    first_positions(out, of_row(lens, row, BLOCK_Q), K, 512)
-                else:
-                    positions, at, _, _ = best_of(kept + row * (ROOM + SPAN), n, K, ROOM)
-                    scatter(out, at, positions, ASM)
+            if (first + row < T) & (of_row(held, row, BLOCK_Q) == 0):  # chosen whole
+                first_positions(out + row * K, of_row(lens, row, BLOCK_Q), K, 512)
         tl.debug_barrier()  # before the next tile's are kept
 
 
@@ -322,12 +349,13 @@ def constants_of(
     aligned: bool,
 ) -> tuple[Config, dict[str, Any]]:
     config, constants = index_logits.constants_of(
-        shape, format, BS, tokens, capability, aligned=aligned
+        shape, format, BS, min(tokens, TOKENS), capability, aligned=aligned
     )
     del constants["FILL"]
     room = max(next_power_of_2(2 * K), ROOM[0])
     constants["ROOM"] = room
     constants["STRETCH"] = room // 2  # fits beside K
+    constants["PART"] = min(room, PART)
     return config, constants
 
 
