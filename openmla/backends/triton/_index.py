@@ -102,27 +102,6 @@ def multiply(keys, queries, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def put_scores(row, j, scores, mask, ASM: tl.constexpr):
-    """Store scores [BLOCK_N, BLOCK_Q], column by column from row [BLOCK_Q] + j [BLOCK_N] on. As the
-    sums over heads lie: tl.store would carry them to other threads first, which all wait for."""
-    if ASM:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred wanted;
-            .reg .b64 to;
-            setp.ne.b32 wanted, $4, 0;
-            mad.wide.s32 to, $2, 4, $1;
-            @wanted st.global.b32 [to], $3;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r,r", [row.to(tl.int64)[None, :], j[:, None], scores, mask.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    else:
-        tl.store(row[None, :] + j[:, None], scores, mask=mask)
-
-
-@triton.jit
 def fill_columns(
     out, t, T, begin, end, width, BLOCK_Q: tl.constexpr, FILL: tl.constexpr
 ):  # fmt: skip

@@ -34,7 +34,6 @@ from openmla.backends.triton._index import (
     load_queries,
     load_weights,
     multiply,
-    put_scores,
     run_length,
     shape_of,
     stored_type,
@@ -162,7 +161,7 @@ def _index_logits_kernel(
                 )  # fmt: skip
                 logits = tl.where(j[:, None] < lens[None, :], total, float("-inf"))
                 mask = (j < hi)[:, None] & mine[None, :]
-                put_scores(row, j, logits, mask, ASM)
+                tl.store(row[None, :] + j[:, None], logits, mask=mask)
             reached = lo + tl.cdiv(tl.maximum(stop - lo, 0), BLOCK_N) * BLOCK_N
             written = tl.where(mine, reached, written)
     fill_columns(out, t, T, written, hi, num_keys, BLOCK_Q, FILL)

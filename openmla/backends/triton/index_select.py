@@ -5,7 +5,7 @@ Grid      (min(tiles of BLOCK_Q tokens, programs the machine holds),): one progr
           tokens at a time, the last first: they see the most keys of a prompt
 Reads     q_idx [T, HI, DI], w_idx [T, HI], cache [N, BS, W], block_table [B, M], row_lens [T]
 Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
-          scores [programs, BLOCK_Q, STRETCH], kept [programs, BLOCK_Q, ROOM + SPAN], scratch
+          scores [programs, BLOCK_Q, STRETCH], kept [programs, BLOCK_Q, 2, ROOM + SPAN], scratch
 Limits    see why_not(), suits()
 
 A token's keys come from left to right, a stretch at a time. Those whose scores beat the threshold
@@ -43,7 +43,6 @@ from openmla.backends.triton._index import (
     as_stored,
     load_queries,
     load_weights,
-    put_scores,
     stored_type,
 )
 from openmla.backends.triton._latent import request_of
@@ -54,11 +53,8 @@ from openmla.backends.triton.index_topk import (
     NOTHING,
     SPAN,
     first_positions,
-    load_pairs,
     middle,
     ordered_key,
-    scatter,
-    scatter_pairs,
     score_of,
 )
 from openmla.cache.format import get_format
@@ -67,8 +63,69 @@ from openmla.hardware import multiprocessors
 SCORES = 64 << 20  # bytes held at once where scores are written down
 ROOM = (1024, 4096)  # keys kept of a token, at the least and at the most
 TOKENS = 4  # of a program, at most: what is kept of them passes through registers together
-PART = 1024  # of what is kept, whose ranks registers hold
 BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
+
+
+@triton.jit
+def put(out, at, values, ASM: tl.constexpr):
+    """Store 32-bit values at out + at, as they lie: tl.store would carry them to other threads
+    first."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .b64 to;
+            mad.wide.s32 to, $2, 4, $1;
+            st.global.b32 [to], $3;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r", [out.to(tl.int64), at, values], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(out + at, values)
+
+
+@triton.jit
+def put_where(out, at, flags, values, ASM: tl.constexpr):
+    """The same where flags are not zero."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            .reg .b64 to;
+            setp.ne.b32 wanted, $3, 0;
+            mad.wide.s32 to, $2, 4, $1;
+            @wanted st.global.b32 [to], $4;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r,r", [out.to(tl.int64), at, flags, values],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(out + at, values, mask=flags != 0)
+
+
+@triton.jit
+def put_pairs(out, at, flags, positions, scores, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """The same for scores and, WIDTH further, positions."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            .reg .b64 to;
+            setp.ne.b32 wanted, $3, 0;
+            mad.wide.s32 to, $2, 4, $1;
+            @wanted st.global.b32 [to], $5;
+            add.s64 to, to, $6;
+            @wanted st.global.b32 [to], $4;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r,r,r,l",
+            [out.to(tl.int64), at, flags, positions, scores, tl.cast(4 * WIDTH, tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.store(out + at, scores.to(tl.int32, bitcast=True), mask=flags != 0)
+        tl.store(out + WIDTH + at, positions, mask=flags != 0)
 
 
 @triton.jit
@@ -78,11 +135,12 @@ def keep_better(
 ):  # fmt: skip
     """Append what is not at or below each row's cut, of keys start to stop - 1; the new numbers of
     those held. What is beyond ROOM is not kept."""
+    WIDTH: tl.constexpr = ROOM + SPAN
     row = tl.arange(0, BLOCK_Q)[:, None]
     j = start + tl.arange(0, LANES)[None, :]
     ends, cut, seen = ends[:, None], cut[:, None], held[:, None]
     scores += row * STRETCH + tl.arange(0, LANES)[None, :]
-    kept += row * (ROOM + SPAN) - 1
+    kept += row * (2 * WIDTH) - 1
     values_0, values_1 = tl.load(scores), tl.load(scores + LANES)
     values_2, values_3 = tl.load(scores + 2 * LANES), tl.load(scores + 3 * LANES)
     for first in range(start, stop, SPAN):
@@ -101,13 +159,13 @@ def keep_better(
         ranks = tl.cumsum(flags, 1)
         totals = tl.sum(flags, 1, keep_dims=True)
         to = kept + tl.minimum(seen, ROOM)  # beyond it the last places are written over
-        scatter_pairs(to, ranks & 255, flags, 1, j, values_0, ASM)
+        put_pairs(to, ranks & 255, flags & 1, j, values_0, WIDTH, ASM)
         to += totals & 255
-        scatter_pairs(to, (ranks >> 8) & 255, flags, 1 << 8, j + LANES, values_1, ASM)
+        put_pairs(to, (ranks >> 8) & 255, flags & (1 << 8), j + LANES, values_1, WIDTH, ASM)
         to += (totals >> 8) & 255
-        scatter_pairs(to, (ranks >> 16) & 255, flags, 1 << 16, j + 2 * LANES, values_2, ASM)
+        put_pairs(to, (ranks >> 16) & 255, flags & (1 << 16), j + 2 * LANES, values_2, WIDTH, ASM)
         to += (totals >> 16) & 255
-        scatter_pairs(to, (ranks >> 24) & 255, flags, 1 << 24, j + 3 * LANES, values_3, ASM)
+        put_pairs(to, (ranks >> 24) & 255, flags & (1 << 24), j + 3 * LANES, values_3, WIDTH, ASM)
         pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
         seen += (pairs & 0xFFFF) + (pairs >> 16)
         values_0, values_1, values_2, values_3 = next_0, next_1, next_2, next_3
@@ -116,26 +174,36 @@ def keep_better(
 
 
 @triton.jit
-def load_kept(kept, offs, count):
-    """Positions and ordered keys of scores."""
-    positions, scores = load_pairs(kept, offs)
+def load_keys(kept, first, count, PART: tl.constexpr):
+    """Ordered keys of PART scores; of what is not there, less than any."""
+    offs = first + tl.arange(0, PART)[None, :]
+    scores = tl.load(kept + offs).to(tl.float32, bitcast=True)
     keys = ordered_key(tl.where(scores == scores, scores, float("-inf")))
-    return positions, tl.where(offs < count, keys, NOTHING)
+    return tl.where(offs < count, keys, NOTHING)
 
 
 @triton.jit
-def cut_keys(keys, wanted):
+def least(keys):
+    return tl.min(tl.where(keys == NOTHING, HIGHEST, keys), 1)
+
+
+@triton.jit
+def cut_keys(keys_0, keys_1, keys_2, keys_3, wanted):
     """The wanted-th highest key of each row, and how many are above: those that reach it are taken
-    before its equals are. Each row has as many and is searched beside the others: a warp's are its
-    own."""
-    lo = tl.min(tl.where(keys == NOTHING, HIGHEST, keys), 1)
-    hi = tl.max(keys, 1) + 1
+    before its equals are. Rows are searched side by side: a warp reads its own."""
+    lo = tl.minimum(
+        tl.minimum(least(keys_0), least(keys_1)), tl.minimum(least(keys_2), least(keys_3))
+    )
+    hi = 1 + tl.max(tl.maximum(tl.maximum(keys_0, keys_1), tl.maximum(keys_2, keys_3)), 1)
     reached = tl.full(lo.shape, 2147483647, tl.int32)
     above = tl.zeros(lo.shape, tl.int32)
     searching = hi > lo + 1
     while tl.max(searching.to(tl.int32), 0) > 0:
         pivot = middle(lo, hi)
-        count = tl.sum((keys >= pivot[:, None]).to(tl.int32), 1)
+        floor = pivot[:, None]
+        counts = (keys_0 >= floor).to(tl.int32) + (keys_1 >= floor).to(tl.int32)
+        counts += (keys_2 >= floor).to(tl.int32) + (keys_3 >= floor).to(tl.int32)
+        count = tl.sum(counts, 1)
         enough = count >= wanted
         lo = tl.where(searching & enough, pivot, lo)
         reached = tl.where(searching & enough, count, reached)
@@ -146,39 +214,58 @@ def cut_keys(keys, wanted):
 
 
 @triton.jit
-def of_row(values, i, BLOCK_Q: tl.constexpr):
-    return tl.sum(tl.where(tl.arange(0, BLOCK_Q) == i, values, 0))
+def put_part(
+    out, kept, keys, first, before, floor, room, K,
+    WIDTH: tl.constexpr, PART: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Those above the floor and the first `room` equals, of PART: see take_best(). How many were
+    above until now, and in the upper half equal."""
+    positions = tl.load(kept + WIDTH + first + tl.arange(0, PART)[None, :])
+    # two counts in one, each of at most PART
+    flags = tl.where(keys > floor, 1, tl.where((keys == floor) & (keys > NOTHING), 65536, 0))
+    ranks = before + tl.cumsum(flags, 1)
+    at = (ranks & 65535) + tl.minimum(ranks >> 16, room) - 1
+    chosen = (flags == 1) | ((flags > 1) & ((ranks >> 16) <= room))
+    if out is None:
+        tl.debug_barrier()  # all is read that is written over
+        put_pairs(kept, at, chosen.to(tl.int32), positions, score_of(keys), WIDTH, ASM)
+    else:
+        put_where(out, at, chosen.to(tl.int32), positions, ASM)
+    return before + tl.sum(flags, 1, keep_dims=True)
 
 
 @triton.jit
 def take_best(
-    out, kept, held, cut, K,
-    ASM: tl.constexpr, ROWS: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr,
+    out, kept, held, cut, K, ASM: tl.constexpr, ROWS: tl.constexpr, ROOM: tl.constexpr
 ):  # fmt: skip
     """The K best of each row's, of equals the first, in order: positions into `out`, or where there
     is no out, themselves to the front. The new cuts; rows of fewer than K stay as they are."""
-    row = tl.arange(0, ROWS)[:, None]
-    kept += row * (ROOM + SPAN)
+    WIDTH: tl.constexpr = ROOM + SPAN
+    PART: tl.constexpr = ROOM // 4
+    kept += tl.arange(0, ROWS)[:, None] * (2 * WIDTH)
+    if out is not None:
+        out += tl.arange(0, ROWS)[:, None].to(tl.int64) * K
     count = held[:, None]
-    _, all_keys = load_kept(kept, tl.arange(0, ROOM)[None, :], count)
+    # zero, which the compiler does not know: it would hold offsets in registers that are scarce
+    zero = tl.multiple_of(tl.minimum(tl.max(held, 0), 0), 16)
+    keys_0 = load_keys(kept, zero, count, PART)
+    keys_1 = load_keys(kept, zero + PART, count, PART)
+    keys_2 = load_keys(kept, zero + 2 * PART, count, PART)
+    keys_3 = load_keys(kept, zero + 3 * PART, count, PART)
     wanted = tl.minimum(held, K)
-    lo, above = cut_keys(all_keys, wanted)
+    lo, above = cut_keys(keys_0, keys_1, keys_2, keys_3, wanted)
     floor, room = lo[:, None], (wanted - above)[:, None]
-    before = tl.zeros((ROWS, 1), tl.int32)  # above the floor, and equal to it in the upper half
-    for first in range(0, tl.max(held, 0), PART):
-        positions, keys = load_kept(kept, first + tl.arange(0, PART)[None, :], count)
-        # two counts in one, each of at most PART
-        flags = tl.where(keys > floor, 1, tl.where((keys == floor) & (keys > NOTHING), 65536, 0))
-        ranks = before + tl.cumsum(flags, 1)
-        at = (ranks & 65535) + tl.minimum(ranks >> 16, room) - 1
-        chosen = (flags == 1) | ((flags > 1) & ((ranks >> 16) <= room))
-        if out is None:
-            tl.debug_barrier()  # all is read that is written over
-            scatter_pairs(kept, at, chosen.to(tl.int32), 1, positions, score_of(keys), ASM)
-        else:
-            scatter(out + row.to(tl.int64) * K, at, tl.where(chosen, positions, -1), ASM)
-        before += tl.sum(flags, 1, keep_dims=True)
+    before = tl.zeros((ROWS, 1), tl.int32)
+    before = put_part(out, kept, keys_0, zero, before, floor, room, K, WIDTH, PART, ASM)
+    before = put_part(out, kept, keys_1, zero + PART, before, floor, room, K, WIDTH, PART, ASM)
+    before = put_part(out, kept, keys_2, zero + 2 * PART, before, floor, room, K, WIDTH, PART, ASM)
+    put_part(out, kept, keys_3, zero + 3 * PART, before, floor, room, K, WIDTH, PART, ASM)
     return tl.where(held < K, cut, score_of(lo))
+
+
+@triton.jit
+def of_row(values, i, BLOCK_Q: tl.constexpr):
+    return tl.sum(tl.where(tl.arange(0, BLOCK_Q) == i, values, 0))
 
 
 @triton.jit(
@@ -192,11 +279,11 @@ def _index_select_kernel(
     SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    STRETCH: tl.constexpr, ROOM: tl.constexpr, PART: tl.constexpr, dtype: tl.constexpr,
+    STRETCH: tl.constexpr, ROOM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     offs_q = tl.arange(0, BLOCK_Q)
     scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * STRETCH)
-    kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * (ROOM + SPAN))
+    kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * 2 * (ROOM + SPAN))
     tiles = tl.cdiv(T, BLOCK_Q)
     for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         first = (tiles - 1 - i) * BLOCK_Q
@@ -218,7 +305,7 @@ def _index_select_kernel(
                 ends = tl.where(mine & (lens > K), lens, 0)  # shorter rows are chosen whole
                 stop = tl.max(ends, 0)
                 blocks = table + tl.cast(b, tl.int64) * table_stride
-                for start in range(0, stop, STRETCH):
+                for start in tl.range(0, stop, STRETCH, disable_licm=True):
                     pause = tl.minimum(start + STRETCH, stop)
                     for here in tl.range(start, pause, BLOCK_N, num_stages=STAGES):
                         j = here + tl.arange(0, BLOCK_N)
@@ -228,9 +315,8 @@ def _index_select_kernel(
                             ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION,
                             HOLD, ASM, UPCAST, dtype,
                         )  # fmt: skip
-                        put_scores(
-                            scores + offs_q * STRETCH, j - start, total, (j >= 0)[:, None], ASM
-                        )
+                        column = scores + (offs_q * STRETCH)[None, :]
+                        put(column, (j - start)[:, None], total, ASM)
                     tl.debug_barrier()  # other threads wrote what is read
                     seen = keep_better(
                         kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q, STRETCH,
@@ -238,8 +324,10 @@ def _index_select_kernel(
                     )  # fmt: skip
                     tl.debug_barrier()
                     if tl.max(seen, 0) > ROOM:
-                        cut = take_best(None, kept, held, cut, K, ASM, BLOCK_Q, ROOM, PART)
+                        cut = take_best(None, kept, held, cut, K, ASM, BLOCK_Q, ROOM)
                         held = tl.minimum(held, K)
+                        # read again rather than held meanwhile: registers are scarce there
+                        w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
                         tl.debug_barrier()
                         seen = keep_better(
                             kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q,
@@ -248,7 +336,7 @@ def _index_select_kernel(
                         tl.debug_barrier()
                     held = seen
         out = topk_positions + first.to(tl.int64) * K
-        take_best(out, kept, held, cut, K, ASM, BLOCK_Q, ROOM, PART)
+        take_best(out, kept, held, cut, K, ASM, BLOCK_Q, ROOM)
         for row in range(BLOCK_Q):
             if (first + row < T) & (of_row(held, row, BLOCK_Q) == 0):  # chosen whole
                 first_positions(out + row * K, of_row(lens, row, BLOCK_Q), K, 512)
@@ -294,7 +382,7 @@ def run(
     programs = min(tiles, slots)
     rows = (programs, constants["BLOCK_Q"])
     scores = w_idx.new_empty((*rows, constants["STRETCH"]), dtype=torch.float32)
-    kept = w_idx.new_empty((*rows, constants["ROOM"] + SPAN.value), dtype=torch.int64)
+    kept = row_lens.new_empty((*rows, 2, constants["ROOM"] + SPAN.value))
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     _index_select_kernel[(programs,)](
         positions,
@@ -355,7 +443,6 @@ def constants_of(
     room = max(next_power_of_2(2 * K), ROOM[0])
     constants["ROOM"] = room
     constants["STRETCH"] = room // 2  # fits beside K
-    constants["PART"] = min(room, PART)
     return config, constants
 
 
@@ -412,7 +499,7 @@ def select_build(
     config, constants = constants_of(shape, format, BS, 4096, K, capability, aligned=True)
     types = {
         "scores": "*fp32",
-        "kept": "*i64",
+        "kept": "*i32",
         "q": "*" + stored_type(dtype, shape),
         "w": "*fp32",
         "cache": "*" + stored_type(get_format(format).dtype, shape),
