@@ -12,6 +12,7 @@ from openmla.attention import IndexInputs, Projected, Raw, attend_step, select_s
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.layers.rope import rope_table
+from openmla.layers.warm_v4 import run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.plan import Batch, Workspace, make_plan, reserve
 
@@ -31,9 +32,10 @@ def warmup(
 
     Pass the result to make_plan, and `backend` and `dtype` alike. Steps then compile nothing and
     allocate no expanded keys or values of their own. Nothing is written: the steps have no slots.
-    V4 expands none. Its cache's layers of ratio 4 choose entries: the result holds the choice of
-    max_tokens tokens, and the room their scores will need is asked of the allocator once, so that
-    a machine too small for it says so here; its steps are not run.
+    V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
+    each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
+    serves the other layers too, and the room their scores need is asked of the allocator once. On
+    a GPU its steps are run by a layer of zeros in `dtype`, which is there while they are.
     """
     workspace = reserve(
         config,
@@ -43,10 +45,14 @@ def warmup(
         workspace_tokens=workspace_tokens,
         dtype=dtype,
     )
-    if config.compressor is None and cache.latent is not None and cache.latent.data.is_cuda:
-        with torch.inference_mode():
-            for kind in kinds_of_steps(config, cache, workspace, max_requests, max_tokens):
-                run_step(kind, config, cache, workspace, dtype, backend)
+    if not cache.parts[0].data.is_cuda:
+        return workspace
+    with torch.inference_mode():
+        if config.compressor is not None:
+            run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
+            return workspace
+        for kind in kinds_of_steps(config, cache, workspace, max_requests, max_tokens):
+            run_step(kind, config, cache, workspace, dtype, backend)
     return workspace
 
 

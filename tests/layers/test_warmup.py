@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,25 @@ import torch
 
 from openmla import PRESETS, LayerCache, MLAConfig, allocate_cache, make_plan, warmup
 from openmla.layers.warm import Kind, kinds_of_steps, run_step
+from openmla.layers.warm_v4 import (
+    CompressedKind,
+    compressed_kinds,
+    empty_layer,
+    run_compressed,
+    run_compressed_steps,
+)
 from openmla.plan import Plan
+from tests.layers.v4 import (
+    LENGTH,
+    RATIOS,
+    TOPK,
+    Server,
+    layer_number,
+    make_layer,
+    real_config,
+    sequence,
+    tiny_config,
+)
 
 TINY = PRESETS["tiny-v3.2"]
 assert TINY.indexer is not None
@@ -25,12 +45,40 @@ def cache_of(config: MLAConfig, device: str, num_blocks: int = 40) -> LayerCache
     )  # fmt: skip
 
 
+def v4_cache(ratio: int, device: str) -> LayerCache:
+    config = tiny_config()
+    return allocate_cache(
+        config, num_blocks=16, block_size=128, format="fp32", index_format="index_fp32",
+        layer=layer_number(config, ratio), max_requests=3, max_tokens=20, window_block_size=16,
+        device=device,
+    )  # fmt: skip
+
+
+def marked(cache: LayerCache) -> list[torch.Tensor]:
+    """Bytes that no step of zeros would write, in every part; a copy of them."""
+    for part in cache.parts:
+        part.data.view(torch.uint8).fill_(1)
+    return [part.data.view(torch.uint8).clone() for part in cache.parts]
+
+
+@contextmanager
+def compilations() -> Iterator[list[Any]]:
+    from triton import knobs
+
+    compiled: list[Any] = []
+    knobs.compilation.listener = lambda src, **_: compiled.append((src.name, src.attrs))
+    try:
+        yield compiled
+    finally:
+        knobs.compilation.listener = None
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_steps_of_every_kind_write_nothing(
     config: MLAConfig, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = cache_of(config, device)
-    kept = [part.data.clone() for part in cache.parts]
+    kept = marked(cache)
     sizes: dict[str, Any] = {"max_requests": 3, "max_tokens": 20}
     space = warmup(config, cache, workspace_tokens=28, dtype=torch.float32, **sizes)
     plans: list[Plan] = []
@@ -43,7 +91,7 @@ def test_steps_of_every_kind_write_nothing(
     for kind in kinds_of_steps(config, cache, space, *sizes.values()):
         run_step(kind, config, cache, space, torch.float32, "auto")
     for part, before in zip(cache.parts, kept, strict=True):
-        assert torch.equal(part.data.view(torch.uint8), before.view(torch.uint8))
+        assert torch.equal(part.data.view(torch.uint8), before)
     runs = {plan.decode.split_starts.shape[1] for plan in plans if plan.decode is not None}
     routes = {plan.prefill.route for plan in plans if plan.prefill is not None}
     assert runs
@@ -52,6 +100,49 @@ def test_steps_of_every_kind_write_nothing(
     else:
         sparse = [plan.sparse for plan in plans if plan.sparse is not None]
         assert any(step.num_absorbed for step in sparse) and any(step.masked for step in sparse)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_steps_of_v4_write_nothing(
+    ratio: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, cache = tiny_config(), v4_cache(ratio, device)
+    kept = marked(cache)
+    space = warmup(config, cache, max_requests=3, max_tokens=20, dtype=torch.float32)
+    plans: list[Plan] = []
+
+    def remember(*args: Any, **kwargs: Any) -> Plan:
+        plans.append(make_plan(*args, **kwargs))
+        return plans[-1]
+
+    monkeypatch.setattr("openmla.layers.warm_v4.make_plan", remember)
+    with torch.inference_mode():
+        run_compressed_steps(config, cache, space, 3, 20, torch.float32, "auto")
+    for part, before in zip(cache.parts, kept, strict=True):
+        assert torch.equal(part.data.view(torch.uint8), before)
+    steps = [plan.compressed for plan in plans if plan.compressed is not None]
+    assert len(steps) == len(plans)
+    assert {step.num_rows for step in steps} >= {1, 2, 4, 8, 20}
+    assert {step.state_slots.shape[0] for step in steps} == {1, 2, 3}
+    assert all(bool((step.positions < 0).all() & (step.state_slots < 0).all()) for step in steps)
+    assert {bool(step.chunks) for step in steps} == ({True, False} if ratio == 4 else {False})
+    tables = {step.block_table.shape[1] for step in steps}
+    assert tables >= ({1, 2, 4, 8} if ratio else {1})
+
+
+def test_kinds_of_v4() -> None:
+    """Beside what is asked for by number: no more requests than there are states, no longer ones
+    than there are blocks."""
+    config = tiny_config()
+    for ratio in RATIOS:
+        kinds = list(compressed_kinds(config, v4_cache(ratio, "cpu"), 9, 20))
+        assert kinds[0].new == 20 and kinds[-1].new == kinds[-1].requests == 1
+        assert max(kind.requests for kind in kinds) == (3 if ratio else 9)
+        lengths = {kind.length for kind in kinds if (kind.requests, kind.new) == (1, 1)}
+        choosing = {1 + 4 * (TOPK + 1)} if ratio == 4 else set()
+        assert lengths == {1, 1 + 32, 1024, *choosing}
+        rings = {kind.ring for kind in kinds if kind[:3] == (1, 1, 33)}
+        assert rings == {2, 5}
 
 
 def test_a_kind_is_a_batch_of_equals() -> None:
@@ -66,21 +157,69 @@ def test_a_kind_is_a_batch_of_equals() -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
     """Nor is memory asked of the driver: requests of other numbers and lengths, steps of any."""
-    from triton import knobs
-
     cache = cache_of(config, "cuda", num_blocks=200)
     space = warmup(
         config, cache, max_requests=9, max_tokens=40, workspace_tokens=64, dtype=torch.float32
     )
-    compiled: list[Any] = []
-    knobs.compilation.listener = lambda src, **_: compiled.append((src.name, src.attrs))
     segments = torch.cuda.memory_stats()["segment.all.allocated"]
-    try:
+    with compilations() as compiled:
         for B, new, length in ((1, 1, 7), (3, 1, 100), (9, 1, 333), (7, 2, 90), (1, 33, 61)):
             for form in ("absorbed", "expanded"):
                 kind = Kind(B, new, length, form)
                 run_step(kind, config, cache, space, torch.float32, "auto")
-    finally:
-        knobs.compilation.listener = None
     assert not compiled
     assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+
+
+# requests: how many tokens each brings; three at different lengths, then a fourth and fifth
+SERVED: tuple[tuple[tuple[int, int], ...], ...] = (
+    ((0, 1),),
+    ((0, 1), (1, 5), (2, 61)),
+    ((0, 1), (1, 1), (2, 1)),
+    ((0, 2), (1, 2), (2, 2)),
+    ((2, 3), (0, 4)),
+    ((0, 13), (1, 7), (2, 8)),
+    ((3, 150),),
+    ((3, 90), (0, 1)),
+    ((0, 1), (1, 1), (2, 1), (3, 1), (4, 1)),
+    ((4, 255),),
+    ((0, 40), (1, 40), (2, 40), (4, 30)),
+    ((4, 8), (1, 1)),
+)
+
+
+def serve_after_warmup(ratio: int, device: str, *, real: bool) -> tuple[list[Any], Server]:
+    """What is compiled after it: by empty steps of other sizes, then by a layer that serves."""
+    config, dtype = tiny_config(), torch.float32
+    formats: dict[str, Any] = {"format": "fp32", "index_format": "index_fp32"}
+    if real:  # kernels of V4's own rows; more heads than those of few heads take
+        config, dtype = real_config(), torch.bfloat16
+        assert config.indexer is not None
+        indexer = replace(config.indexer, num_heads=64, topk=32)
+        config = replace(config, num_heads=64, indexer=indexer)
+        formats = {"format": "fp8_dsv4", "index_format": "index_fp8"}
+    layer = make_layer(config, ratio).to(dtype)
+    hidden = {b: sequence(LENGTH, seed=b).to(dtype) for b in range(5)}
+    server = Server(layer, hidden, device=device, dtype=dtype, **formats)
+    space = warmup(config, server.cache, max_requests=5, max_tokens=LENGTH, dtype=dtype)
+    with compilations() as compiled, torch.inference_mode():
+        zeros, cuda = empty_layer(config, server.cache, dtype), device == "cuda"
+        segments = torch.cuda.memory_stats()["segment.all.allocated"] if cuda else 0
+        for B, new, length in ((1, 1, 7), (3, 1, 700), (5, 1, 333), (5, 2, 90), (1, 33, 61)):
+            for columns, ring in ((-(-length // 128), 11), (11, 13)):
+                kind = CompressedKind(B, new, length, columns, ring)
+                run_compressed(kind, zeros, server.cache, space, dtype, "auto")
+        if cuda and not real:  # wider rows may lie on either side of what torch takes for small
+            assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+        for wanted in SERVED:
+            server.step(wanted, workspace=space)
+    return compiled, server
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
+@pytest.mark.parametrize("real", [False, True], ids=["tiny", "real"])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_nothing_is_compiled_for_v4_after_it_on_cuda(ratio: int, real: bool) -> None:
+    compiled, server = serve_after_warmup(ratio, "cuda", real=real)
+    assert not compiled
+    assert all(bool(out.isfinite().all()) for out in server.outputs.values())

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from openmla.backends.triton._build import PLANNED
 from openmla.backends.triton._few_heads import (
     add_values,
     decode_words,
@@ -126,7 +127,7 @@ def find_row(
     return page + offset * ROW, scales.to(gl.pointer_type(gl.int64), bitcast=True), there
 
 
-@gluon.jit(do_not_specialize=CHANGING)
+@gluon.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=PLANNED)
 def _few_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, names, row_lens, positions, query_start_loc, sink, out,
     lse,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
+    PLANNED,
     TARGETS,
     TYPES,
     Build,
@@ -35,7 +36,7 @@ VALUES = 4096  # of a program's tile: 32 per thread
 LAUNCHES = 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PLANNED)
 def _rope_kernel(
     x, positions, table, x_token, x_head, table_stride, positions_stride,
     H: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,

@@ -1,0 +1,143 @@
+"""V4's kinds of steps, run by a layer of zeros over requests that only the device knows are empty.
+
+The plan takes them for requests of the lengths it is told, so every kernel of such a step is
+launched as it will be; on the device their lengths are 0: nothing is written, little computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from openmla.cache import LayerCache
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.hardware import multiprocessors
+from openmla.layers.mla_v4 import MLAAttentionV4
+from openmla.plan import Batch, Plan, Workspace, make_plan
+
+ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at once
+
+
+class CompressedKind(NamedTuple):
+    """Requests alike: how many, new tokens and tokens in all of each, and how many columns their
+    tables have, of entries and of the window: callers may give more than a step needs."""
+
+    requests: int
+    new: int
+    length: int
+    columns: int
+    ring: int
+
+
+def run_compressed_steps(
+    config: MLAConfig,
+    cache: LayerCache,
+    workspace: Workspace,
+    max_requests: int,
+    max_tokens: int,
+    dtype: torch.dtype,
+    backend: str,
+) -> None:
+    """Every kind of step of a layer of the cache's ratio."""
+    layer = empty_layer(config, cache, dtype)
+    kinds = list(compressed_kinds(config, cache, max_requests, max_tokens))
+    for kind in kinds:
+        run_compressed(kind, layer, cache, workspace, dtype, backend)
+    indexer = getattr(layer.compressor, "indexer", None)
+    if indexer is not None and indexer.hadamard:  # keys are pooled by another kernel without it
+        indexer.hadamard = False
+        run_compressed(kinds[-1], layer, cache, workspace, dtype, backend)
+
+
+def compressed_kinds(
+    config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int
+) -> Iterator[CompressedKind]:
+    """Numbers of tokens that differ in how attention is cut, each in one request and in as many as
+    there may be; nothing before them, a full window, as many entries as an indexer chooses among,
+    all there is room for; tables as narrow as that allows and wider ones.
+
+    The largest steps come first: what others need fits into the memory they leave behind.
+    """
+    assert config.compressor is not None and cache.window is not None
+    span, ratio, BS = config.compressor.window, cache.ratio, cache.window.block_size
+    longest, per_block, blocks, most = config.max_positions, 0, 1, max_requests
+    if cache.compressed is not None and cache.state is not None:
+        per_block, blocks = cache.compressed.block_size, cache.compressed.num_blocks
+        longest = min(longest, blocks * per_block * ratio)
+        most = min(most, cache.state.num_blocks, max(blocks // 2, 1))
+    lengths = {span, longest}
+    if ratio == INDEXED_RATIO and config.indexer is not None:
+        lengths.add((config.indexer.topk + 1) * ratio)
+    widest_ring = -(-min(longest, max_tokens + span - 1) // BS) + 1
+    widest = max(-(-longest // (per_block * ratio)), -(-ENOUGH // per_block)) if per_block else 1
+    for T in numbers_of_tokens(max_tokens, multiprocessors(cache.window.data.device)):
+        for B in sorted({1, min(T, most)}):
+            new = T // B
+            own = -(-new // (per_block * ratio)) + 1 if per_block else 0
+            if new > longest or (B > 1 and B * own > blocks):  # no room for such a step
+                continue
+            for length in sorted({new, *(max(new, min(new + n, longest)) for n in lengths)}):
+                ring = -(-min(length, new + span - 1) // BS)
+                columns = -(-length // (per_block * ratio)) if per_block else 1
+                yield CompressedKind(B, new, length, columns, ring)
+                while B == 1 and length == new and 0 < columns * per_block < ENOUGH:
+                    columns *= 2
+                    yield CompressedKind(B, new, length, columns, ring)
+                yield CompressedKind(B, new, length, widest, widest_ring)
+
+
+def numbers_of_tokens(most: int, units: int) -> list[int]:
+    """Falling. Half as much again each time meets every power of two that a number of runs is
+    rounded up to; from two tokens per multiprocessor, of `units`, on nothing is cut."""
+    powers = [2**i for i in range(max(2 * units, 8).bit_length() + 1)]
+    numbers = {n for n in (*powers, *(3 * n // 2 for n in powers[1:])) if n < most}
+    return sorted({*numbers, most}, reverse=True)
+
+
+def empty_layer(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> MLAAttentionV4:
+    """A layer of the cache's ratio, all its weights 0."""
+    assert config.compressor is not None and config.indexer is not None
+    assert cache.window is not None
+    ratios, DI = config.compressor.ratios, config.indexer.head_dim
+    number = ratios.index(cache.ratio) if cache.ratio in ratios else len(ratios)
+    with torch.device("meta"):
+        layer = MLAAttentionV4(config, layer=number, hadamard=DI & (DI - 1) == 0)
+    layer = layer.to(dtype).to_empty(device=cache.window.data.device)
+    for parameter in layer.parameters():
+        parameter.zero_()
+    return layer
+
+
+def run_compressed(
+    kind: CompressedKind,
+    layer: MLAAttentionV4,
+    cache: LayerCache,
+    workspace: Workspace | None,
+    dtype: torch.dtype,
+    backend: str,
+) -> Plan:
+    """One forward; no slot and no state is written."""
+    assert cache.window is not None
+    device, B = cache.window.data.device, kind.requests
+    table = torch.zeros((B, kind.columns), dtype=torch.int32)
+    if cache.compressed is not None:  # no two requests finish the same entry
+        own = -(-kind.new // (cache.compressed.block_size * cache.ratio)) + 1
+        table += torch.arange(kind.columns, dtype=torch.int32)
+        table += own * torch.arange(B, dtype=torch.int32)[:, None]
+        table %= cache.compressed.num_blocks
+    ring = torch.arange(B * kind.ring, dtype=torch.int32).view(B, -1) % cache.window.num_blocks
+    batch = Batch(
+        [kind.new] * B,
+        [kind.length] * B,
+        table,
+        device_seq_lens=torch.zeros(B, dtype=torch.int32, device=device),
+        window_table=ring,
+        state_slots=torch.arange(B, dtype=torch.int32),
+    )
+    plan = make_plan(batch, layer.config, cache, dtype=dtype, backend=backend, workspace=workspace)
+    hidden = torch.zeros((plan.num_tokens, layer.config.hidden_size), dtype=dtype, device=device)
+    positions = torch.zeros(plan.num_tokens, dtype=torch.int64, device=device)
+    layer(hidden, positions, cache, plan)
+    return plan
