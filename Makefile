@@ -5,6 +5,8 @@
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 PYTHON ?= python3
+# Processes of `make test`.
+JOBS ?= 2
 BIN := .venv/bin
 
 .PHONY: demo test lint mutants table setup clean test-gpu bench-gpu
@@ -17,8 +19,9 @@ demo: setup
 	@echo "More of it: $(BIN)/openmla generate --model demo --attention sparse --compare"
 	@echo "            $(BIN)/openmla eval --model demo"
 
+# Several tests at a time, each with one thread: torch's threads gain nothing at these sizes.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

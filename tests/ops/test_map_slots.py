@@ -198,7 +198,9 @@ def test_odd_and_huge_sizes(change: dict[str, int], backend: str, device: str) -
 
 @pytest.mark.parametrize("backend", BACKENDS["map_slots"])
 @pytest.mark.parametrize(
-    "change", [{"num_blocks": 0}, {"block_table": lambda t: t[:, :0]}], ids=str
+    "change",
+    [{"num_blocks": 0}, {"block_table": lambda t: t[:, :0]}],
+    ids=["no blocks", "no columns"],
 )
 def test_nothing_to_find(change: dict[str, Any], backend: str, device: str) -> None:
     inputs = broken(make(device=device), **change)
