@@ -84,8 +84,9 @@ WHILE_SCORING = ["triton"] if "triton" in BACKENDS["index_select"] else []
 
 @pytest.fixture
 def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the tokens are."""
+    """However few the tokens are; the room for what is kept is soon full."""
     monkeypatch.setattr("openmla.backends.triton.index_select.suits", lambda *_: True)
+    monkeypatch.setattr("openmla.backends.triton.index_select.ROOM", 2048)
 
 
 @pytest.mark.usefixtures("while_scoring")

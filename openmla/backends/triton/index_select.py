@@ -35,7 +35,6 @@ from openmla.backends.triton._build import (
     Build,
     capability_of,
     cdiv,
-    next_power_of_2,
 )
 from openmla.backends.triton._index import (
     FP8,
@@ -53,7 +52,6 @@ from openmla.backends.triton.index_topk import (
     NOTHING,
     SPAN,
     first_positions,
-    middle,
     ordered_key,
     score_of,
 )
@@ -61,7 +59,7 @@ from openmla.cache.format import get_format
 from openmla.hardware import multiprocessors
 
 SCORES = 64 << 20  # bytes held at once where scores are written down
-ROOM = (1024, 4096)  # keys kept of a token, at the least and at the most
+ROOM = 4096  # keys kept of a token, twice K or more; half as many are scored between two looks
 TOKENS = 4  # of a program, at most: what is kept of them passes through registers together
 BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
 
@@ -129,47 +127,58 @@ def put_pairs(out, at, flags, positions, scores, WIDTH: tl.constexpr, ASM: tl.co
 
 
 @triton.jit
+def load_span(scores):
+    """Four times LANES of each row."""
+    return (
+        tl.load(scores), tl.load(scores + LANES), tl.load(scores + 2 * LANES),
+        tl.load(scores + 3 * LANES),
+    )  # fmt: skip
+
+
+@triton.jit
+def better_flags(values, j, ends, cut):
+    """Which are not at or below the cut: four counts in one, each of at most LANES."""
+    flags = tl.where((j < ends) & ~(values[0] <= cut), 1, 0)
+    flags += tl.where((j + LANES < ends) & ~(values[1] <= cut), 1 << 8, 0)
+    flags += tl.where((j + 2 * LANES < ends) & ~(values[2] <= cut), 1 << 16, 0)
+    return flags + tl.where((j + 3 * LANES < ends) & ~(values[3] <= cut), 1 << 24, 0)
+
+
+@triton.jit
+def put_span(kept, seen, values, j, flags, ROOM: tl.constexpr, ASM: tl.constexpr):
+    """Append them; the new numbers. Beyond ROOM the last places are written over."""
+    WIDTH: tl.constexpr = ROOM + SPAN
+    ranks = tl.cumsum(flags, 1)
+    totals = tl.sum(flags, 1, keep_dims=True)
+    to = kept + tl.minimum(seen, ROOM)
+    for i in tl.static_range(4):
+        at = (ranks >> (8 * i)) & 255
+        put_pairs(to, at, flags & (1 << (8 * i)), j + i * LANES, values[i], WIDTH, ASM)
+        to += (totals >> (8 * i)) & 255
+    pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
+    return seen + (pairs & 0xFFFF) + (pairs >> 16)
+
+
+@triton.jit
 def keep_better(
     kept, scores, start, stop, ends, held, cut,
     ASM: tl.constexpr, BLOCK_Q: tl.constexpr, STRETCH: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Append what is not at or below each row's cut, of keys start to stop - 1; the new numbers of
     those held. What is beyond ROOM is not kept."""
-    WIDTH: tl.constexpr = ROOM + SPAN
     row = tl.arange(0, BLOCK_Q)[:, None]
-    j = start + tl.arange(0, LANES)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
     ends, cut, seen = ends[:, None], cut[:, None], held[:, None]
-    scores += row * STRETCH + tl.arange(0, LANES)[None, :]
-    kept += row * (2 * WIDTH) - 1
-    values_0, values_1 = tl.load(scores), tl.load(scores + LANES)
-    values_2, values_3 = tl.load(scores + 2 * LANES), tl.load(scores + 3 * LANES)
-    for first in range(start, stop, SPAN):
-        # four counts in one, each of at most LANES
-        flags = tl.where((j < ends) & ~(values_0 <= cut), 1, 0)
-        flags += tl.where((j + LANES < ends) & ~(values_1 <= cut), 1 << 8, 0)
-        flags += tl.where((j + 2 * LANES < ends) & ~(values_2 <= cut), 1 << 16, 0)
-        flags += tl.where((j + 3 * LANES < ends) & ~(values_3 <= cut), 1 << 24, 0)
-        # the next ones are on their way meanwhile
-        more = first + SPAN < stop
-        scores += SPAN
-        next_0 = tl.load(scores, mask=more, other=0.0)
-        next_1 = tl.load(scores + LANES, mask=more, other=0.0)
-        next_2 = tl.load(scores + 2 * LANES, mask=more, other=0.0)
-        next_3 = tl.load(scores + 3 * LANES, mask=more, other=0.0)
-        ranks = tl.cumsum(flags, 1)
-        totals = tl.sum(flags, 1, keep_dims=True)
-        to = kept + tl.minimum(seen, ROOM)  # beyond it the last places are written over
-        put_pairs(to, ranks & 255, flags & 1, j, values_0, WIDTH, ASM)
-        to += totals & 255
-        put_pairs(to, (ranks >> 8) & 255, flags & (1 << 8), j + LANES, values_1, WIDTH, ASM)
-        to += (totals >> 8) & 255
-        put_pairs(to, (ranks >> 16) & 255, flags & (1 << 16), j + 2 * LANES, values_2, WIDTH, ASM)
-        to += (totals >> 16) & 255
-        put_pairs(to, (ranks >> 24) & 255, flags & (1 << 24), j + 3 * LANES, values_3, WIDTH, ASM)
-        pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
-        seen += (pairs & 0xFFFF) + (pairs >> 16)
-        values_0, values_1, values_2, values_3 = next_0, next_1, next_2, next_3
-        j += SPAN
+    scores += row * STRETCH + lane
+    kept += row * (2 * (ROOM + SPAN)) - 1
+    for first in range(start, stop, 2 * SPAN):
+        j = first + lane
+        values, more = load_span(scores), load_span(scores + SPAN)
+        flags = better_flags(values, j, ends, cut)
+        more_flags = better_flags(more, j + SPAN, ends, cut)
+        seen = put_span(kept, seen, values, j, flags, ROOM, ASM)
+        seen = put_span(kept, seen, more, j + SPAN, more_flags, ROOM, ASM)
+        scores += 2 * SPAN
     return tl.sum(seen, 1)
 
 
@@ -188,23 +197,35 @@ def least(keys):
 
 
 @triton.jit
-def cut_keys(keys_0, keys_1, keys_2, keys_3, wanted):
-    """The wanted-th highest key of each row, and how many are above: those that reach it are taken
-    before its equals are. Rows are searched side by side: a warp reads its own."""
+def cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
+    """The wanted-th highest of each row's `held` keys, and how many are above: those that reach it
+    are taken before its equals are. Rows are searched side by side: a warp reads its own."""
     lo = tl.minimum(
         tl.minimum(least(keys_0), least(keys_1)), tl.minimum(least(keys_2), least(keys_3))
     )
     hi = 1 + tl.max(tl.maximum(tl.maximum(keys_0, keys_1), tl.maximum(keys_2, keys_3)), 1)
-    reached = tl.full(lo.shape, 2147483647, tl.int32)
-    above = tl.zeros(lo.shape, tl.int32)
-    searching = hi > lo + 1
+    reached = held  # keys at or above lo, `wanted` or more
+    above = tl.zeros(lo.shape, tl.int32)  # at or above hi, fewer
+    # Where it would be if keys lay evenly between; an end that stays counts half the next time.
+    weight_lo = tl.full(lo.shape, 1.0, tl.float32)
+    weight_hi = weight_lo
+    moved = above  # the end that was: 1 or -1
+    searching = (hi > lo + 1) & (reached > wanted)
     while tl.max(searching.to(tl.int32), 0) > 0:
-        pivot = middle(lo, hi)
+        beyond = (reached - wanted + 0.5) * weight_lo
+        short = (wanted - above - 0.5) * weight_hi
+        width = (hi.to(tl.int64) - lo.to(tl.int64)).to(tl.float32)
+        step = tl.where(searching, width * (beyond / (beyond + short)), 0.0)
+        pivot = (lo.to(tl.int64) + step.to(tl.int64)).to(tl.int32)
+        pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
         floor = pivot[:, None]
         counts = (keys_0 >= floor).to(tl.int32) + (keys_1 >= floor).to(tl.int32)
         counts += (keys_2 >= floor).to(tl.int32) + (keys_3 >= floor).to(tl.int32)
         count = tl.sum(counts, 1)
         enough = count >= wanted
+        weight_lo = tl.where(enough, 1.0, tl.where(moved < 0, 0.5 * weight_lo, weight_lo))
+        weight_hi = tl.where(enough, tl.where(moved > 0, 0.5 * weight_hi, weight_hi), 1.0)
+        moved = tl.where(enough, 1, -1)
         lo = tl.where(searching & enough, pivot, lo)
         reached = tl.where(searching & enough, count, reached)
         hi = tl.where(searching & ~enough, pivot, hi)
@@ -253,7 +274,7 @@ def take_best(
     keys_2 = load_keys(kept, zero + 2 * PART, count, PART)
     keys_3 = load_keys(kept, zero + 3 * PART, count, PART)
     wanted = tl.minimum(held, K)
-    lo, above = cut_keys(keys_0, keys_1, keys_2, keys_3, wanted)
+    lo, above = cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted)
     floor, room = lo[:, None], (wanted - above)[:, None]
     before = tl.zeros((ROWS, 1), tl.int32)
     before = put_part(out, kept, keys_0, zero, before, floor, room, K, WIDTH, PART, ASM)
@@ -370,7 +391,7 @@ def run(
     layout = cache_write.layout_of(format, DI, cut=DI)
     aligned = cache_write.is_aligned(cache, layout)
     config, constants = constants_of(
-        shape, format, cache.shape[1], cdiv(T, max(block_table.shape[0], 1)), K, capability,
+        shape, format, cache.shape[1], cdiv(T, max(block_table.shape[0], 1)), capability,
         aligned=aligned,
     )  # fmt: skip
     slots = slots_of(config) * max(multiprocessors(q_idx.device), 1)
@@ -431,7 +452,6 @@ def constants_of(
     format: str,
     BS: int,
     tokens: int,
-    K: int,
     capability: int,
     *,
     aligned: bool,
@@ -440,9 +460,8 @@ def constants_of(
         shape, format, BS, min(tokens, TOKENS), capability, aligned=aligned
     )
     del constants["FILL"]
-    room = max(next_power_of_2(2 * K), ROOM[0])
-    constants["ROOM"] = room
-    constants["STRETCH"] = room // 2  # fits beside K
+    constants["ROOM"] = ROOM
+    constants["STRETCH"] = ROOM // 2  # fits beside K
     return config, constants
 
 
@@ -484,19 +503,19 @@ def in_turns(
 
 
 def builds() -> Iterator[Build]:
-    """The models' heads and choices."""
+    """The models' heads; nothing is compiled for K."""
     for capability in TARGETS:
-        for HI, K in ((64, 2048), (64, 512), (32, 2048)):
-            yield select_build(capability, FP8, "index_fp8", HI, 128, 64, K)
-        yield select_build(capability, torch.bfloat16, "index_fp8", 64, 128, 64, 2048)
-        yield select_build(capability, torch.bfloat16, "index_bf16", 64, 128, 64, 2048)
+        for HI in (64, 32):
+            yield select_build(capability, FP8, "index_fp8", HI, 128, 64)
+        yield select_build(capability, torch.bfloat16, "index_fp8", 64, 128, 64)
+        yield select_build(capability, torch.bfloat16, "index_bf16", 64, 128, 64)
 
 
 def select_build(
-    capability: int, dtype: torch.dtype, format: str, HI: int, DI: int, BS: int, K: int
+    capability: int, dtype: torch.dtype, format: str, HI: int, DI: int, BS: int
 ) -> Build:
     shape = index_logits.paged_shape(dtype, format, HI, DI, capability)
-    config, constants = constants_of(shape, format, BS, 4096, K, capability, aligned=True)
+    config, constants = constants_of(shape, format, BS, 4096, capability, aligned=True)
     types = {
         "scores": "*fp32",
         "kept": "*i32",
@@ -512,6 +531,6 @@ def select_build(
         for name in _index_select_kernel.arg_names
     }
     return Build(
-        f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}-K{K}", _index_select_kernel,
+        f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}", _index_select_kernel,
         signature, constants, config.num_warps, constants["STAGES"], capability,
     )  # fmt: skip
