@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def test_contract_while_scoring(case: IndexCase, K: int, backend: str, device: s
     positions, lens = run_or_skip(index_select, inputs, backend)
     wanted, wanted_lens = two_steps(inputs.double())
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
+
+
+def test_which_way() -> None:
+    """Chosen while scored: many scores, tokens that fill the machine and wait for no few last ones,
+    a K of which twice as many are kept."""
+    pytest.importorskip("triton")
+    suits = import_module("openmla.backends.triton.index_select").suits
+    assert suits(4096, 131072, 2048, tiles=1024, slots=264)
+    assert not suits(4096, 131072, 2049, tiles=1024, slots=264)
+    assert not suits(4096, 4096, 2048, tiles=1024, slots=264)
+    assert not suits(1200, 131072, 2048, tiles=300, slots=264)
+    assert not suits(64, 131072, 2048, tiles=16, slots=264)
 
 
 def scores_of(pattern: str, n: int) -> Tensor:

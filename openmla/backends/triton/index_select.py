@@ -437,7 +437,7 @@ def run(
 def suits(T: int, num_keys: int, K: int, tiles: int, slots: int) -> bool:
     """Whether to choose while scoring: there is much to write otherwise, and nobody waits long for
     the last tiles."""
-    if 4 * T * num_keys <= SCORES or ROOM[1] < 2 * K:
+    if 4 * T * num_keys <= SCORES or ROOM < 2 * K:
         return False
     return tiles >= BUSY * slots * cdiv(tiles, slots)
 
