@@ -102,13 +102,15 @@ def test_contract_while_scoring(case: IndexCase, K: int, backend: str, device: s
 
 
 def test_which_way() -> None:
-    """Chosen while scored: many scores, tokens that fill the machine and wait for no few last ones,
-    a K of which twice as many are kept."""
+    """Chosen while scored: long rows, tokens that fill the machine and wait for no few last ones, a
+    K of which twice as many are kept."""
     pytest.importorskip("triton")
     suits = import_module("openmla.backends.triton.index_select").suits
     assert suits(4096, 131072, 2048, tiles=1024, slots=264)
     assert not suits(4096, 131072, 2049, tiles=1024, slots=264)
-    assert not suits(4096, 4096, 2048, tiles=1024, slots=264)
+    assert not suits(4096, 65536, 2048, tiles=1024, slots=264)
+    assert suits(4096, 65536, 512, tiles=1024, slots=264)
+    assert not suits(400, 30000, 512, tiles=400, slots=264)  # 46 MiB
     assert not suits(1200, 131072, 2048, tiles=300, slots=264)
     assert not suits(64, 131072, 2048, tiles=16, slots=264)
 
@@ -318,4 +320,5 @@ def test_memory_on_cuda() -> None:
         num_keys=S, K=2048, backend="triton",
     )  # fmt: skip
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 256 << 20
+    # positions take 32 MiB of it
+    assert torch.cuda.max_memory_allocated() - before < 128 << 20
