@@ -24,8 +24,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_compare(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["generate", "--model", folder, "--prompt", "hello there", "--compare"]
+@pytest.mark.parametrize("capture", [[], ["--capture"], ["--no-capture"]], ids=str)
+def test_compare(folder: str, capture: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", folder, "--prompt", "hello there", "--compare", *capture]
     assert main([*arguments, "--max-new-tokens", "12", "--dtype", "fp32"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("hello there")

@@ -226,7 +226,8 @@ def _capture(step: Any) -> tuple[Any, Any]:
             out = step()
     except RuntimeError as reason:
         raise UnsupportedError(
-            f"attach: this model's decode step cannot be recorded: {reason} Leave capture=True out."
+            f"attach: this model's decode step cannot be recorded: {reason} "
+            "Leave capture=True out (openmla generate: --no-capture)."
         ) from reason
     graph.replay()
     return graph, out
