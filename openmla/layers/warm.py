@@ -11,8 +11,9 @@ from torch import Tensor
 from openmla.attention import IndexInputs, Projected, Raw, attend_step, select_step
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
+from openmla.hardware import multiprocessors
 from openmla.layers.rope import rope_table
-from openmla.layers.warm_v4 import run_compressed_steps
+from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.plan import Batch, Workspace, make_plan, reserve
 
@@ -69,8 +70,8 @@ def kinds_of_steps(
     config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int
 ) -> Iterator[Kind]:
     """One request and as many as there may be, short and long: cut into runs or not, choosing keys
-    or not; a few tokens each, as drafts are checked; prefill without context, with some, with more
-    than the workspace holds."""
+    or not; where keys are chosen, numbers of tokens between; prefill without context, with some,
+    with more than the workspace holds."""
     assert cache.latent is not None
     BS = cache.latent.block_size
     room = cache.latent.num_blocks * BS
@@ -79,9 +80,13 @@ def kinds_of_steps(
     for B in sorted({1, min(max_requests, max_tokens)}):
         for length in sorted({1, min(BS + 1, longest), longest}):
             yield Kind(B, 1, length, "absorbed")
-    for drafts in (2, 4, 8):  # indexers take so many together
-        if config.indexer is not None and drafts <= min(max_tokens, longest):
-            yield Kind(1, drafts, longest, "absorbed")
+    if config.indexer is not None:  # chosen rows are cut as the number of tokens wants
+        units = multiprocessors(cache.latent.data.device)
+        for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units):
+            if max_requests >= T:
+                yield Kind(T, 1, longest, "absorbed")
+            if longest >= T:  # and indexers take some of a request's together
+                yield Kind(1, T, longest, "absorbed")
     new = min(max_tokens, longest)
     for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
         for length in sorted({new, min(new + BS, longest), longest}):
