@@ -132,7 +132,8 @@ def merge_runs(
     runs are `fixed`, so is the order of the sum: empty ones at the end do not change it. Nor may
     the number of tokens: threads of a wider tile would add runs up in another order."""
     T, X, H, C = part.shape
-    block_c = min(next_power_of_2(C), 128 if fixed or X > 8 else 512)  # many runs: few tokens
+    narrow = fixed or X > 16 or (X > 8 and T * H < 256)  # few rows, which have many runs
+    block_c = min(next_power_of_2(C), 128 if narrow else 512)
     kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
         part,
         part_lse,

@@ -509,7 +509,6 @@ def builds() -> Iterator[Build]:
     for capability in TARGETS:
         for HI in (64, 32):
             yield select_build(capability, FP8, "index_fp8", HI, 128, 64)
-        yield select_build(capability, torch.bfloat16, "index_fp8", 64, 128, 64)
         yield select_build(capability, torch.bfloat16, "index_bf16", 64, 128, 64)
 
 
