@@ -136,7 +136,7 @@ def run_generate(arguments: Sequence[str]) -> int:
         cache_format=options.cache_format,
         index_format=options.index_format,
         backend=options.backend,
-        capture=device.startswith("cuda") if options.capture is None else options.capture,
+        capture=options.capture,
     )
     shown = prompt if len(prompt) < 400 else f"... {prompt[-300:]}"
     first_ones = {**choice, "told": {**choice["told"], "max_new_tokens": 2}}

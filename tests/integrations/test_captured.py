@@ -1,4 +1,4 @@
-"""attach(capture=True): a recorded decode step gives the model's own tokens, whatever comes."""
+"""attach(capture=True), or on a GPU: a recorded decode step gives the model's own tokens."""
 
 from __future__ import annotations
 
@@ -235,6 +235,90 @@ def test_a_full_pool_is_told_and_nothing_is_lost(device: str) -> None:
     with pytest.raises(CacheFullError):
         generate(model, ids, max_new_tokens=40)
     assert generate(model, ids, max_new_tokens=4).sequences.shape == (1, 14)
+
+
+@pytest.fixture
+def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, on any machine."""
+    monkeypatch.setattr("openmla.integrations.transformers._on_gpu", lambda module: True)
+
+
+@pytest.mark.usefixtures("by_default")
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_by_default(family: str, device: str) -> None:
+    """Recorded without being asked, but where a hook inside wants to see every step."""
+    model, ids, mask = on(device, model_of(family), *padded_prompts())
+    alone = generate(model, ids, mask)
+    attach(model)
+    assert torch.equal(generate(model, ids, mask).sequences, alone.sequences)
+    recordings = captured(model).recordings
+    assert recordings
+    around, inside = [], []
+    outer = model.register_forward_hook(lambda *_: around.append(1))
+    generate(model, ids, mask)
+    assert captured(model).recordings == recordings and around
+    inner = model.lm_head.register_forward_hook(lambda *_: inside.append(1))
+    assert torch.equal(generate(model, ids, mask).sequences, alone.sequences)
+    steps = alone.sequences.shape[1] - ids.shape[1]
+    assert captured(model).recordings == recordings and len(inside) == steps
+    inner.remove()
+    outer.remove()
+    assert torch.equal(generate(model, ids, mask).sequences, alone.sequences)
+    assert len(inside) == steps
+
+
+@pytest.mark.usefixtures("by_default")
+def test_by_default_only_where_it_can_be(device: str) -> None:
+    bare = make_model("deepseek_v3").model
+    attach(bare)
+    assert not isinstance(bare.forward, CapturedDecode)
+    mixed, ids = on(device, make_model("kimi_linear"), torch.arange(2, 12).view(1, 10))
+    alone = generate(mixed, ids, max_new_tokens=4)
+    attach(mixed)
+    assert torch.equal(generate(mixed, ids, max_new_tokens=4).sequences, alone.sequences)
+    assert captured(mixed).recordings == 0
+    refused = make_model("deepseek_v3").to(device)
+    attach(refused, capture=False)
+    assert not isinstance(refused.forward, CapturedDecode)
+
+
+def test_a_cpu_must_be_asked() -> None:
+    model = make_model("deepseek_v3")
+    attach(model)
+    assert not isinstance(model.forward, CapturedDecode)
+
+
+@pytest.mark.usefixtures("by_default")
+def test_compiled(device: str) -> None:
+    """torch.compile goes past it."""
+    model, ids = on(device, make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
+    expected = model(ids).logits
+    attach(model)
+    past = model(ids[:, :-1], use_cache=True).past_key_values
+    compiled = torch.compile(model, backend="eager")
+    step = {"past_key_values": past, "position_ids": torch.tensor([[9]], device=ids.device)}
+    actual = compiled(input_ids=ids[:, -1:], use_cache=True, **step).logits
+    assert torch.allclose(actual[:, -1], expected[:, -1], atol=1e-4)
+    assert captured(model).recordings == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+def test_what_waits_for_the_host_is_told_and_runs_on_cuda() -> None:
+    """A step that reads numbers back cannot be recorded: a warning, and the same tokens."""
+    model, ids = on("cuda", make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
+    alone = generate(model, ids, max_new_tokens=6)
+    attach(model)
+    forward = model.lm_head.forward
+
+    def asking(hidden: Tensor) -> Tensor:
+        assert float(hidden.sum()) == float(hidden.sum())
+        return forward(hidden)
+
+    model.lm_head.forward = asking
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        ours = generate(model, ids, max_new_tokens=6)
+    assert torch.equal(ours.sequences, alone.sequences)
+    assert torch.equal(generate(model, ids, max_new_tokens=6).sequences, alone.sequences)
 
 
 def test_what_cannot_be_recorded_is_told() -> None:

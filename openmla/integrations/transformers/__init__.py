@@ -31,7 +31,7 @@ from openmla.integrations.transformers.attention import (
     openmla_mask,
     openmla_sparse_mask,
 )
-from openmla.integrations.transformers.captured import CapturedDecode
+from openmla.integrations.transformers.captured import CapturedDecode, inner_hooks
 from openmla.integrations.transformers.compressed import CompressorStandIn, with_positions
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
@@ -124,7 +124,7 @@ def attach(
     num_blocks: int | None = None,
     backend: str = "auto",
     workspace: int | None = None,
-    capture: bool = False,
+    capture: bool | None = None,
 ) -> list[nn.Module]:
     """Run a model's MLA layers here from now on; returns those attention modules.
 
@@ -136,7 +136,9 @@ def attach(
 
     With `capture` a decode step (one new token per row) is recorded as a CUDA graph when it first
     comes and replayed from then on; it is recorded anew for another number of rows and whenever
-    the longest context has doubled. On a CPU the step runs over the same fixed tensors instead.
+    the longest context has doubled. By default that is done on a GPU, unless modules inside have
+    hooks, which a replayed step would not run. On a CPU, where it must be asked for, the step runs
+    over the same fixed tensors instead.
 
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
@@ -201,6 +203,7 @@ def attach(
         raise ConfigError(
             "attach: another attached model shares this config object. Give each its own copy."
         )
+    others = inner_hooks(model)
     AttentionInterface.register(NAME, openmla_attention)
     AttentionMaskInterface.register(NAME, openmla_mask)
     AttentionInterface.register(SPARSE_NAME, openmla_attention)
@@ -224,11 +227,17 @@ def attach(
                 _AfterPass(attachment), always_call=True
             )
         )
-    if capture:
-        attachment.handles.append(CapturedDecode(model, attachment))
+    if capture or (capture is None and _on_gpu(modules[0]) and hasattr(model, "lm_head")):
+        hooks = inner_hooks(model) - others
+        decode = CapturedDecode(model, attachment, asked=bool(capture), hooks=hooks)
+        attachment.handles.append(decode)
     attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
     text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
     return modules
+
+
+def _on_gpu(module: nn.Module) -> bool:
+    return next(module.parameters()).device.type == "cuda"
 
 
 def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:

@@ -5,11 +5,13 @@ what one waits for. A step of one new token per row always has the same shapes: 
 its inputs and in the plan's buffers differ. So the model's own forward is recorded once over fixed
 tensors; from then on a step takes blocks, fills the buffers and replays. Prompts and everything
 else go through the model's forward as before. Python runs only while recording: weights that are
-replaced between generations are noticed, a number inside a module that changes is not.
+replaced between generations are noticed, a number inside a module that changes is not. So where
+nobody asked for it, a model with hooks inside is left alone.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,10 +58,17 @@ class Recorded(NamedTuple):
 
 
 class CapturedDecode:
-    """Stands in for a model's forward; steps of one token per row are replayed."""
+    """Stands in for a model's forward; steps of one token per row are replayed.
 
-    def __init__(self, model: nn.Module, attachment: Attachment) -> None:
-        self.model, self.attachment = model, attachment
+    `asked`: it was asked for, and what stands in its way is an error; else the model's own forward
+    runs then. `hooks` inside are attach()'s own.
+    """
+
+    def __init__(
+        self, model: nn.Module, attachment: Attachment, *, asked: bool, hooks: set[int]
+    ) -> None:
+        self.model, self.attachment, self.asked, self.hooks = model, attachment, asked, hooks
+        self.recordable = True
         self.forward = model.forward
         self.recorded: Recorded | None = None
         self.recordings = 0
@@ -82,8 +91,10 @@ class CapturedDecode:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        layers = [] if args else _decoding(self.attachment, kwargs)
-        if not layers:
+        if args or torch.compiler.is_compiling():
+            return self.forward(*args, **kwargs)
+        layers = _decoding(self.attachment, kwargs, self.asked)
+        if not layers or not self._may(layers[0].session):
             return self.forward(*args, **kwargs)
         past, session = kwargs["past_key_values"], layers[0].session
         ids, columns = kwargs["input_ids"], [layer.columns for layer in layers]
@@ -110,6 +121,12 @@ class CapturedDecode:
             layer.steps, layer.columns = session.steps, seen + 1
         session.unfinished = False
         return recorded.result(logits=recorded.logits.clone(), past_key_values=past)
+
+    def _may(self, session: Session) -> bool:
+        """Whether Python may be left out; looked at once per generation."""
+        if self.asked or self.served() is session:
+            return True
+        return self.recordable and inner_hooks(self.model) <= self.hooks
 
     def _begin(self, session: Session, layers: list[PagedLayer], ids: Tensor) -> list[LayerCache]:
         """Blocks for the new tokens; copies of shared ones are made here, not in the graph."""
@@ -185,10 +202,11 @@ class CapturedDecode:
 
         if ids.device.type == "cuda":
             with _experts_one_by_one(self.model):
-                graph, out = _capture(step)
-            logits = out.logits
+                graph, out = self._capture(step)
         else:
             out = step()
+        logits = out.logits
+        if graph is None:  # written again and again, as ids are
             with torch.inference_mode(False):
                 logits = out.logits.clone()
         owner = weakref.ref(session) if session.decoded else None
@@ -196,6 +214,29 @@ class CapturedDecode:
             ids, positions, buffers, _places(caches), _weights(self.model), owner, graph,
             logits, type(out),
         )  # fmt: skip
+
+    def _capture(self, step: Callable[[], Any]) -> tuple[Any, Any]:
+        """Record what a step launches, then launch it once."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = step()
+        except RuntimeError as reason:
+            told = f"attach: this model's decode step cannot be recorded: {reason} "
+            if self.asked:
+                told += "Leave capture=True out (openmla generate: --no-capture)."
+                raise UnsupportedError(told) from reason
+            warnings.warn(f"{told}It runs as it is.", stacklevel=2)
+            self.recordable = False
+            return None, step()
+        graph.replay()
+        return graph, out
 
 
 @contextmanager
@@ -212,28 +253,19 @@ def _experts_one_by_one(model: Any) -> Iterator[None]:
         model.set_experts_implementation(found)
 
 
-def _capture(step: Any) -> tuple[Any, Any]:
-    """Record what a step launches, then launch it once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            out = step()
-    except RuntimeError as reason:
-        raise UnsupportedError(
-            f"attach: this model's decode step cannot be recorded: {reason} "
-            "Leave capture=True out (openmla generate: --no-capture)."
-        ) from reason
-    graph.replay()
-    return graph, out
+def inner_hooks(model: nn.Module) -> set[int]:
+    """Python that others put inside: hooks by their numbers, -1 for what accelerate wraps modules
+    in. Hooks of the model itself run around its forward, recorded or not."""
+    found: set[int] = set()
+    for module in model.modules():
+        if module is not model:
+            found.update(module._forward_hooks, module._forward_pre_hooks)
+            if hasattr(module, "_hf_hook"):
+                found.add(-1)
+    return found
 
 
-def _decoding(attachment: Attachment, kwargs: dict[str, Any]) -> list[PagedLayer]:
+def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> list[PagedLayer]:
     """The cache's layers if this is a step of one token per row as generate() takes it, or none."""
     ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
     past = kwargs.get("past_key_values")
@@ -247,6 +279,8 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any]) -> list[PagedLayer
     if len(layers) != len(attachment.modules):
         return []
     if len(past.layers) > len(layers):
+        if not strict:
+            return []
         raise UnsupportedError(
             "attach: capture is not supported where other layers than MLA's keep a state."
         )
@@ -259,6 +293,8 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any]) -> list[PagedLayer
         return []
     devices = {key[0] for key in session.plans}
     if len(devices) > 1:
+        if not strict:
+            return []
         raise UnsupportedError(
             f"attach: capture is not supported for layers on several devices, these are on "
             f"{', '.join(sorted(map(str, devices)))}."
