@@ -1,7 +1,7 @@
 """mha_ragged, sdpa: torch's own kernels. CPU flash per request; on CUDA flash or cuDNN.
 
 CUDA needs no host read: flash takes the ragged batch as it is. One request alone, square or not
-causal, goes to cuDNN on SM90, the faster of the two there (docs/backends.md has what was seen).
+causal, goes to cuDNN on SM90, the faster of the two there (docs/h200.md has what was seen).
 cuDNN's ragged form is not used: it plans anew on every call and aligns causal at the start.
 
 CPU runs in float32 at least: in 16 bits torch's kernel takes a shortcut in exp that puts lse
