@@ -237,7 +237,7 @@ def cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
 
 @triton.jit
 def put_part(
-    out, kept, keys, first, before, floor, room, K,
+    out, kept, keys, first, before, floor, room,
     WIDTH: tl.constexpr, PART: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Those above the floor and the first `room` equals, of PART: see take_best(). How many were
@@ -278,10 +278,10 @@ def take_best(
     lo, above = cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted)
     floor, room = lo[:, None], (wanted - above)[:, None]
     before = tl.zeros((ROWS, 1), tl.int32)
-    before = put_part(out, kept, keys_0, zero, before, floor, room, K, WIDTH, PART, ASM)
-    before = put_part(out, kept, keys_1, zero + PART, before, floor, room, K, WIDTH, PART, ASM)
-    before = put_part(out, kept, keys_2, zero + 2 * PART, before, floor, room, K, WIDTH, PART, ASM)
-    put_part(out, kept, keys_3, zero + 3 * PART, before, floor, room, K, WIDTH, PART, ASM)
+    before = put_part(out, kept, keys_0, zero, before, floor, room, WIDTH, PART, ASM)
+    before = put_part(out, kept, keys_1, zero + PART, before, floor, room, WIDTH, PART, ASM)
+    before = put_part(out, kept, keys_2, zero + 2 * PART, before, floor, room, WIDTH, PART, ASM)
+    put_part(out, kept, keys_3, zero + 3 * PART, before, floor, room, WIDTH, PART, ASM)
     return tl.where(held < K, cut, score_of(lo))
 
 
