@@ -92,10 +92,9 @@ def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("while_scoring")
 @pytest.mark.parametrize("backend", WHILE_SCORING)
-@pytest.mark.parametrize("K", [1, 7, 100])
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_contract_while_scoring(case: IndexCase, K: int, backend: str, device: str) -> None:
-    inputs = make(case, K=K, device=device)
+def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> None:
+    inputs = make(case, K=7, device=device)
     positions, lens = run_or_skip(index_select, inputs, backend)
     wanted, wanted_lens = two_steps(inputs.double())
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
