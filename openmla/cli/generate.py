@@ -142,7 +142,7 @@ def run_generate(arguments: Sequence[str]) -> int:
     first_ones = {**choice, "told": {**choice["told"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and device.startswith("cuda")
     if timed_on_gpu:
-        note("two tokens beforehand: kernels are compiled, the decode step is recorded")
+        note("two tokens beforehand, while which kernels are compiled")
         generate_once(model, ids, tokenizer, first_ones)
     ours = generate_once(model, ids, tokenizer, choice, before=shown)
     plan = attachment_of(model).last_plan

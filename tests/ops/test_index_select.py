@@ -80,9 +80,6 @@ def test_contract(case: IndexCase, K: int, backend: str, device: str) -> None:
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
 
 
-WHILE_SCORING = ["triton"] if "triton" in BACKENDS["index_select"] else []
-
-
 @pytest.fixture
 def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few the tokens are; the room for what is kept is soon full."""
@@ -91,7 +88,7 @@ def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("while_scoring")
-@pytest.mark.parametrize("backend", WHILE_SCORING)
+@pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> None:
     inputs = make(case, K=7, device=device)
@@ -134,7 +131,7 @@ PATTERNS = ["rising", "falling", "equal", "few", "random", "late", "nan", "nothi
 
 
 @pytest.mark.usefixtures("while_scoring")
-@pytest.mark.parametrize("backend", WHILE_SCORING)
+@pytest.mark.parametrize("backend", ["triton"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_contract_of_any_course(pattern: str, backend: str, device: str) -> None:
     """Scores that rise, so that nothing kept stays; equals; rows of several requests in one tile;

@@ -197,32 +197,41 @@ def run(
     )  # fmt: skip
     tiles = cdiv(T, constants["BLOCK_Q"])
     length = run_length(num_keys, tiles, config, q_idx.device)
-    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    inputs, strides = arguments_of(
+        q_idx, w_idx, cache, block_table, query_start_loc, row_lens, shape
+    )
     _index_logits_kernel[(tiles, cdiv(num_keys, length))](
         out,
-        as_stored(q_idx, shape),
-        w_idx,
-        as_stored(cache, shape),
-        table,
-        query_start_loc.contiguous(),
-        row_lens.contiguous(),
+        *inputs,
         T,
         B,
         N,
         num_keys,
         length,
-        q_idx.stride(0),
-        q_idx.stride(1),
-        w_idx.stride(0),
-        cache.stride(0),
-        cache.stride(1),
-        table.stride(0),
+        *strides,
         **constants,
         num_warps=config.num_warps,
         num_stages=constants["STAGES"],
         enable_fp_fusion=True,
     )
     return out
+
+
+def arguments_of(
+    q_idx: Tensor,
+    w_idx: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    row_lens: Tensor,
+    shape: Shape,
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Tensors as kernels over a paged cache take them, and their strides."""
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    q, keys = as_stored(q_idx, shape), as_stored(cache, shape)
+    tensors = (q, w_idx, keys, table, query_start_loc.contiguous(), row_lens.contiguous())
+    strides = (q.stride(0), q.stride(1), w_idx.stride(0), keys.stride(0), keys.stride(1))
+    return tensors, (*strides, table.stride(0))
 
 
 def paged_shape(dtype: torch.dtype, format: str, HI: int, DI: int, capability: int) -> Shape:
