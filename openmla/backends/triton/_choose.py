@@ -28,6 +28,7 @@ from openmla.backends.triton.index_topk import (
     NOTHING,
     SPAN,
     first_positions,
+    middle,
     ordered_key,
     score_of,
 )
@@ -175,26 +176,14 @@ def cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
     hi = 1 + tl.max(tl.maximum(tl.maximum(keys_0, keys_1), tl.maximum(keys_2, keys_3)), 1)
     reached = held  # keys at or above lo, `wanted` or more
     above = tl.zeros(lo.shape, tl.int32)  # at or above hi, fewer
-    # Where it would be if keys lay evenly between; an end that stays counts half the next time.
-    weight_lo = tl.full(lo.shape, 1.0, tl.float32)
-    weight_hi = weight_lo
-    moved = above  # the end that was: 1 or -1
     searching = (hi > lo + 1) & (reached > wanted)
     while tl.max(searching.to(tl.int32), 0) > 0:
-        beyond = (reached - wanted + 0.5) * weight_lo
-        short = (wanted - above - 0.5) * weight_hi
-        width = (hi.to(tl.int64) - lo.to(tl.int64)).to(tl.float32)
-        step = tl.where(searching, width * (beyond / (beyond + short)), 0.0)
-        pivot = (lo.to(tl.int64) + step.to(tl.int64)).to(tl.int32)
-        pivot = tl.minimum(tl.maximum(pivot, lo + 1), hi - 1)
+        pivot = middle(lo, hi)
         floor = pivot[:, None]
         counts = (keys_0 >= floor).to(tl.int32) + (keys_1 >= floor).to(tl.int32)
         counts += (keys_2 >= floor).to(tl.int32) + (keys_3 >= floor).to(tl.int32)
         count = tl.sum(counts, 1)
         enough = count >= wanted
-        weight_lo = tl.where(enough, 1.0, tl.where(moved < 0, 0.5 * weight_lo, weight_lo))
-        weight_hi = tl.where(enough, tl.where(moved > 0, 0.5 * weight_hi, weight_hi), 1.0)
-        moved = tl.where(enough, 1, -1)
         lo = tl.where(searching & enough, pivot, lo)
         reached = tl.where(searching & enough, count, reached)
         hi = tl.where(searching & ~enough, pivot, hi)
