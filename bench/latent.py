@@ -282,11 +282,9 @@ def tiles(title: str, ours: Contender) -> dict[str, Contender]:
 
 
 def _generic() -> Any:
-    """Not the kernels of few heads."""
+    """Not the kernels of few heads, nor of V4's rows."""
     module = import_module("openmla.backends.triton.mqa_sparse")
-    return patch.multiple(
-        module, fits_few_heads=lambda *_: False, fits_few_heads_v4=lambda *_: False
-    )
+    return patch.multiple(module, fits_few_heads=lambda *_: False, fits_v4=lambda *_: False)
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:

@@ -62,3 +62,4 @@ def test_default_rows_compile(op: str, target: int) -> None:
         assert 0 < report.registers <= 255, (build.name, report)
         assert report.shared <= SHARED_MEMORY[target], (build.name, report)
         assert report.spills <= SPILLS, (build.name, report)
+        assert not report.in_turn, build.name

@@ -40,7 +40,7 @@ WIDE: Any = {**SHORT, "C": 512, "R": 64}
 PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
 LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
 LISTED["contiguous"] = True
-# V4's rows as engines keep them: pages aligned to 16 bytes, which few heads have a kernel for
+# V4's rows as engines keep them: pages aligned to 16 bytes, which there are kernels for
 V4: Any = {"C": 512, "R": 0, "contiguous": True}
 NEAR = SegmentCase("window", span=128, ring=True, BS=64, format="fp8_dsv4")
 FAR = SegmentCase("positions", K=300, ratio=4, BS=64, format="fp8_dsv4")
@@ -144,6 +144,15 @@ CASES = [
     SparseCase("v4-64-heads", (1,), (999,), NEAR, replace(FAR, K=64), H=64, sink=SINKS, **V4),
     SparseCase("v4-prefix", (1, 3, 1), (9000, 257, 1), NEAR, POOLED, H=17, sink=SINKS, **V4),
     SparseCase("v4-window", (1, 3, 1), (3000, 128, 1), NEAR, H=8, sink=SINKS, padding=1, **V4),
+    # more tokens and heads than 16 heads at a time would do
+    SparseCase(
+        "v4-prompt", (9, 2, 0, 3), (1300, 70, 5, 512), NEAR, FAR, H=64, sink=SINKS, padding=2, **V4
+    ),
+    SparseCase("v4-100-heads", (8, 1), (3000, 1), NEAR, replace(FAR, K=129), H=100, **V4),
+    SparseCase("v4-33-heads", (12, 3), (3000, 128), NEAR, H=33, sink=SINKS, **V4),
+    SparseCase(
+        "v4-prompt-prefix", (3, 5, 1), (9000, 257, 1), NEAR, POOLED, H=128, sink=SINKS, **V4
+    ),
     SparseCase(
         "v4-small-blocks",
         (1, 2),
@@ -161,7 +170,10 @@ CASES = [
     SparseCase("v4-narrow", **SHORT, first=V4_RING, second=V4_ENTRIES, C=128, R=0),
     SparseCase("v4-192", **SHORT, first=V4_RING, second=V4_PREFIX, C=192, R=0),
 ]
-IN_ONE_RUN = ("packed-v3-positions-dense", "v4-17-heads", "v4-prefix", "v4-window")
+IN_ONE_RUN = (
+    "packed-v3-positions-dense", "v4-17-heads", "v4-prefix", "v4-window", "v4-prompt",
+    "v4-prompt-prefix", "v4-100-heads",
+)  # fmt: skip
 LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
 
 
@@ -273,10 +285,11 @@ def test_edge_rows(kind: str, backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-def test_edge_rows_behind_a_window(backend: str, device: str) -> None:
+@pytest.mark.parametrize("H", [5, 80])
+def test_edge_rows_behind_a_window(H: int, backend: str, device: str) -> None:
     """V4's rows: odd lists, and tables with holes, take nothing from the window."""
     second = replace(FAR, K=70)
-    inputs = SparseCase("edges", (7,), (600,), NEAR, second, sink=SINKS, H=5, **V4).make(device)
+    inputs = SparseCase("edges", (7,), (600,), NEAR, second, sink=SINKS, H=H, **V4).make(device)
     rows, row_lens = inputs["rows_2"], inputs["row_lens_2"]
     past = inputs["block_table_2"].shape[1] * second.BS
     odd = torch.tensor([-1, past, -(2**31), 2**31 - 1, past + 1, -77, -2] * 10, device=device)
@@ -293,9 +306,10 @@ def test_edge_rows_behind_a_window(backend: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-def test_v4_pages_may_be_padded(backend: str, device: str) -> None:
+@pytest.mark.parametrize("H", [16, 200])
+def test_v4_pages_may_be_padded(H: int, backend: str, device: str) -> None:
     """To multiples of 576 bytes, as engines have them; nothing of the padding is read."""
-    inputs = SparseCase("padded", (1, 2), (700, 3), NEAR, FAR, H=16, sink=SINKS, **V4).make(device)
+    inputs = SparseCase("padded", (1, 2), (700, 3), NEAR, FAR, H=H, sink=SINKS, **V4).make(device)
     expected = run_or_skip(mqa_sparse, inputs, backend)
     padded = inputs.clone()
     for name in ("cache", "cache_2"):
@@ -309,10 +323,53 @@ def test_v4_pages_may_be_padded(backend: str, device: str) -> None:
         assert torch.equal(one, other)
 
 
+def v4_scales(cache: Tensor) -> Tensor:
+    """The scale bytes of V4's pages, [N, BS, 7]."""
+    N, BS, _ = cache.shape
+    return cache.view(N, -1)[:, BS * 576 :].view(N, BS, 8)[..., :7]
+
+
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-def test_v4_offsets_beyond_int32(backend: str, device: str) -> None:
+@pytest.mark.parametrize("shift", [40, -40])
+@pytest.mark.parametrize("H", [5, 80])
+def test_v4_scales_may_be_large_or_small(H: int, shift: int, backend: str, device: str) -> None:
+    """Powers of two: with queries as much smaller the same weights, with outputs as much larger."""
+    inputs = SparseCase("scales", (8,), (700,), NEAR, FAR, H=H, sink=SINKS, **V4).make(device)
+    out, lse = run_or_skip(mqa_sparse, inputs, backend)
+    for name in ("cache", "cache_2"):
+        scales = v4_scales(inputs[name])
+        scales[scales != 255] += shift % 256
+    inputs["q_latent"][..., :448] *= 2.0**-shift
+    actual, actual_lse = inputs.run(mqa_sparse, backend=backend)
+    assert torch.equal(actual_lse, lse)
+    assert torch.equal(actual[..., :448], out[..., :448] * 2.0**shift)
+    assert torch.equal(actual[..., 448:], out[..., 448:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("H", [5, 200])
+@pytest.mark.parametrize("what", ["scale", "rope"])
+def test_nan_of_a_v4_row_is_seen(what: str, H: int, backend: str, device: str) -> None:
+    """A row marked as NaN, or with NaN in what is stored as it is; other tokens do not see it."""
+    inputs = SparseCase("nan", (1, 1), (700, 650), NEAR, FAR, H=H, **V4).make(device)
+    entry = int(inputs["rows_2"][0, 70])
+    block = int(inputs["block_table_2"][0, entry // 64])
+    if what == "scale":
+        v4_scales(inputs["cache_2"])[block, entry % 64] = 255
+    else:
+        N = inputs["cache_2"].shape[0]
+        inputs["cache_2"].view(N, -1)[block, (entry % 64) * 576 + 450 :][:2] = 255
+    out, lse = run_or_skip(mqa_sparse, inputs, backend)
+    assert lse[0].isnan().all()
+    assert out[0, :, :448].isnan().all()
+    assert out[1].isfinite().all() and lse[1].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("H", [2, 600])
+def test_v4_offsets_beyond_int32(H: int, backend: str, device: str) -> None:
     """Rows past byte 2^31 of a cache. Memory is reserved, hardly any of it is touched."""
-    case = SparseCase("far", (1,), (300,), NEAR, replace(FAR, K=50), H=2, **V4)
+    case = SparseCase("far", (1,), (300,), NEAR, replace(FAR, K=50), H=H, **V4)
     near = case.make(device)
     cache, table = near["cache_2"], near["block_table_2"]
     with poisoned_memory(False):
@@ -542,14 +599,15 @@ def test_a_token_has_its_own_bits(
 
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("H", [3, 64])
 def test_a_v4_token_has_its_own_bits(
-    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+    H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same of two segments, with a sink."""
     if backend == "triton" and device == "cpu":
         monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
     T = 8 if device == "cpu" else 90  # the interpreter takes a quarter of a second for each
-    lens: Any = {"query_lens": (1,) * T, "seq_lens": (290,) * T, "H": 3, "sink": SINKS}
+    lens: Any = {"query_lens": (1,) * T, "seq_lens": (290,) * T, "H": H, "sink": SINKS}
     inputs = SparseCase("many", first=NEAR, second=replace(FAR, K=70), **lens, **V4).make(device)
     options = {**inputs.scalars, "run_length": 64}
     whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
@@ -560,6 +618,17 @@ def test_a_v4_token_has_its_own_bits(
     few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
     for many, one in zip(whole, few, strict=True):
         assert torch.equal(many[:1], one)
+
+
+def test_triton_prompt_has_the_same_bits_every_time(device: str) -> None:
+    """Warps that hand tiles to one another do not depend on who is first."""
+    H, times = (64, 50) if device == "cuda" else (3, 2)
+    lens: Any = {"query_lens": (200,) if device == "cuda" else (4,), "seq_lens": (3000,)}
+    inputs = SparseCase("again", first=NEAR, second=FAR, H=H, sink=SINKS, **lens, **V4).make(device)
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    for _ in range(times):
+        for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in IN_ONE_RUN], ids=str)

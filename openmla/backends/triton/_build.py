@@ -104,6 +104,7 @@ class Report(NamedTuple):
     registers: int
     spills: int  # bytes stored
     shared: int
+    in_turn: bool = False  # matrix products that could overlap wait for one another
 
 
 def compile_build(build: Build) -> Report:
@@ -153,7 +154,8 @@ def compile_build(build: Build) -> Report:
         patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
         said = _ptxas(compiled.asm["ptx"], build.capability)
     registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
-    return Report(registers, 4 * spills if amd else spills, compiled.metadata.shared)
+    in_turn = "wgmma.mma_async instructions are serialized" in said
+    return Report(registers, 4 * spills if amd else spills, compiled.metadata.shared, in_turn)
 
 
 def _ptxas(text: str, arch: int) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _few_heads_v4 as few_heads_v4
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _many_heads_v4 as many_heads_v4
 from openmla.backends.triton._build import GFX942, TARGETS, TYPES, Build
+from openmla.backends.triton._launch_v4 import REGISTERS
 from openmla.backends.triton._tiles import LAYOUTS, PLAIN, Config, config_of, constants_of, shape_of
 
 
@@ -86,15 +89,6 @@ def few_heads_builds() -> Iterator[Build]:
 
 
 def few_heads_v4_builds() -> Iterator[Build]:
-    kernel = few_heads_v4._few_heads_v4_kernel
-    types = {
-        **dict.fromkeys(("sink", "out", "lse"), "*fp32"),
-        **dict.fromkeys(("words_1", "words_2", "names", "row_lens", "query_start_loc"), "*i32"),
-        **dict.fromkeys(("table_1", "table_2"), "*i32"),
-        "q": "*bf16",
-        "positions": "*i64",
-        "qk_scale": "fp32",
-    }
     for capability in TARGETS:
         if capability == GFX942:  # its matrix instructions are others
             continue
@@ -103,9 +97,33 @@ def few_heads_v4_builds() -> Iterator[Build]:
                 "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": 16, "SPLIT": True,
                 "SINK": False, "BLOCK_N": 64,
             }  # fmt: skip
-            signature = {
-                name: "constexpr" if name in constants else types.get(name, "i32")
-                for name in kernel.arg_names
-            }
             name = f"few-heads-window-{kind}-fp8_dsv4-H16"
-            yield Build(name, kernel, signature, constants, 4, 1, capability)
+            yield v4_build(name, few_heads_v4._few_heads_v4_kernel, constants, capability)
+
+
+def many_heads_v4_builds() -> Iterator[Build]:
+    for kind, BS in (("positions", 64), ("prefix", 2)):
+        for H, split in ((64, False), (128, True)):
+            constants = {
+                "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": H, "SPLIT": split,
+                "SINK": not split, "ODD_REGISTERS": REGISTERS[0], "LOAD_REGISTERS": REGISTERS[1],
+            }  # fmt: skip
+            name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
+            yield v4_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90)
+
+
+def v4_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
+    types = {
+        **dict.fromkeys(("sink", "lse"), "*fp32"),
+        **dict.fromkeys(("words_1", "words_2", "names", "row_lens", "query_start_loc"), "*i32"),
+        **dict.fromkeys(("table_1", "table_2"), "*i32"),
+        "q": "*bf16",
+        "out": "*fp32" if constants["SPLIT"] else "*bf16",
+        "positions": "*i64",
+        "qk_scale": "fp32",
+    }
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+    return Build(name, kernel, signature, constants, 4, 1, capability)

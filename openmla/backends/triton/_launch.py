@@ -172,7 +172,7 @@ def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
 
 
 class Runs(NamedTuple):
-    """How rows are cut for few heads: in so many runs, of so many rows if that is fixed; if split,
+    """How rows are cut: in so many runs, of so many rows if that is fixed; if split,
     into partial results of their own."""
 
     X: int
@@ -183,12 +183,13 @@ class Runs(NamedTuple):
 
 
 def cut_runs(
-    q: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *, width: int, run_length: int
-) -> Runs:
+    q: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *, width: int, run_length: int,
+    block_h: int = 16, block_n: int = FEW_HEADS_ROWS,
+) -> Runs:  # fmt: skip
     """Runs of whole blocks of rows, `width` of them at most."""
     T, H, _ = q.shape
-    length = cdiv(run_length, FEW_HEADS_ROWS) * FEW_HEADS_ROWS
-    X = num_runs(cdiv(H, 16) * T, cdiv(width, FEW_HEADS_ROWS), q.device, 16)
+    length = cdiv(run_length, block_n) * block_n
+    X = num_runs(cdiv(H, block_h) * T, cdiv(width, block_n), q.device, block_h)
     if length:
         X = max(cdiv(width, length), 1)
     # with fixed runs a sink's share is a product of its own, however many runs there are

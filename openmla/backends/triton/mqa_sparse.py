@@ -14,9 +14,16 @@ from openmla.backends.triton._latent_builds import (
     few_heads_builds,
     few_heads_v4_builds,
     latent_builds,
+    many_heads_v4_builds,
 )
-from openmla.backends.triton._launch import Rows, fits_few_heads, run_few_heads, run_latent
-from openmla.backends.triton._launch_v4 import fits_few_heads_v4, run_few_heads_v4
+from openmla.backends.triton._launch import (
+    Rows,
+    few_heads_pay,
+    fits_few_heads,
+    run_few_heads,
+    run_latent,
+)
+from openmla.backends.triton._launch_v4 import fits_many_heads_v4, fits_v4, many_heads_pay, run_v4
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
@@ -44,8 +51,10 @@ def run(
             q_latent, query_start_loc, rows[0], sink, scale=scale, run_length=run_length
         )
     width = sum(segment.width for segment in segments)
-    if fits_few_heads_v4(q_latent, rows, C, run_length):
-        return run_few_heads_v4(
+    v4 = fits_v4(q_latent, rows, C)
+    many = v4 and fits_many_heads_v4(q_latent) and many_heads_pay(q_latent, run_length)
+    if many or (v4 and few_heads_pay(q_latent, run_length)):
+        return run_v4(
             q_latent,
             query_start_loc,
             positions,
@@ -54,6 +63,7 @@ def run(
             scale=scale,
             width=width,
             run_length=run_length,
+            many=many,
         )
     return run_latent(
         q_latent,
@@ -72,3 +82,4 @@ def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
     yield from few_heads_builds()
     yield from few_heads_v4_builds()
+    yield from many_heads_v4_builds()
