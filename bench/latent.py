@@ -282,9 +282,10 @@ def tiles(title: str, ours: Contender) -> dict[str, Contender]:
 
 
 def _generic() -> Any:
-    """Not the kernels of few heads, nor of V4's rows."""
+    """Not the kernels of 16 or 64 heads a program."""
     module = import_module("openmla.backends.triton.mqa_sparse")
-    return patch.multiple(module, fits_few_heads=lambda *_: False, fits_v4=lambda *_: False)
+    never: Any = dict.fromkeys(("fits_few_heads", "fits_many_heads", "fits_v4"), lambda *_: False)
+    return patch.multiple(module, **never)
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:

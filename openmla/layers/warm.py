@@ -83,10 +83,13 @@ def kinds_of_steps(
     if config.indexer is not None:  # chosen rows are cut as the number of tokens wants
         units = multiprocessors(cache.latent.data.device)
         for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units):
-            if max_requests >= T:
-                yield Kind(T, 1, longest, "absorbed")
-            if longest >= T:  # and indexers take some of a request's together
-                yield Kind(1, T, longest, "absorbed")
+            for B in sorted({1, min(T, max_requests)}):  # indexers take a request's together
+                if longest >= T // B:
+                    yield Kind(B, T // B, longest, "absorbed")
+            # so long that chosen rows are decoded each time they are read
+            rare = min(room, config.max_positions, T * chosen // 4)
+            if rare > longest:
+                yield Kind(1, T, rare, "absorbed")
     new = min(max_tokens, longest)
     for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
         for length in sorted({new, min(new + BS, longest), longest}):

@@ -17,6 +17,8 @@ BALANCE = {"cuda": 180, "cpu": 7}
 # The share of those flops that sparse attention reaches, gathered or masked; products with weights
 # reach all of them. H200: bench/routes.py.
 SPARSE_SHARE = {"cuda": 0.42, "cpu": 1.0}
+# What gathering reaches with SM90's own kernel, of more than 16 heads and V3's widths.
+GATHERED_SHARE_SM90 = 0.75
 
 
 @lru_cache(maxsize=4096)
@@ -62,7 +64,14 @@ def choose_absorbed(
 
 
 def choose_sparse_absorbed(
-    config: MLAConfig, n: int, S: int, *, format: str, itemsize: int, device: str
+    config: MLAConfig,
+    n: int,
+    S: int,
+    *,
+    format: str,
+    itemsize: int,
+    device: str,
+    capability: tuple[int, int] | None = None,
 ) -> bool:
     """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked."""
     assert config.indexer is not None
@@ -72,8 +81,10 @@ def choose_sparse_absorbed(
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
+    own = capability == (9, 0) and H > 16 and (D, C) == (576, 512)
     absorbed = max(
-        gathered.flops / share + into_and_out_of_latent, BALANCE[device] * gathered.bytes
+        gathered.flops / (GATHERED_SHARE_SM90 if own else share) + into_and_out_of_latent,
+        BALANCE[device] * gathered.bytes,
     )
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
     visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
+from openmla.hardware import capability
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
@@ -142,6 +143,7 @@ def sparse_routes(
                 format=latent.format,
                 itemsize=dtype.itemsize,
                 device=latent.data.device.type,
+                capability=capability(latent.data.device),
             )
         else:
             gather = form != "expanded"

@@ -40,6 +40,10 @@ WIDE: Any = {**SHORT, "C": 512, "R": 64}
 PACKED = replace(POSITIONS, format="fp8_ds_mla", BS=64, K=300)
 LISTED: Any = {"query_lens": (1, 2, 0, 1), "seq_lens": (700, 70, 5, 300), "C": 512, "R": 64}
 LISTED["contiguous"] = True
+LISTED_16 = replace(PACKED, format="bf16")
+PROMPT: Any = {**LISTED, "query_lens": (9, 2, 0, 3)}
+MANY: Any = {**LISTED, "query_lens": (8, 1), "seq_lens": (700, 1)}
+DENSE_64: Any = {"C": 512, "R": 64, "H": 64, "contiguous": True}
 # V4's rows as engines keep them: pages aligned to 16 bytes, which there are kernels for
 V4: Any = {"C": 512, "R": 0, "contiguous": True}
 NEAR = SegmentCase("window", span=128, ring=True, BS=64, format="fp8_dsv4")
@@ -131,6 +135,11 @@ CASES = [
     SparseCase("packed-v3-slots-dense", **LISTED, first=replace(PACKED, kind="slots"), H=17),
     SparseCase("packed-v3-positions-dense", **LISTED, first=PACKED, H=16, sink=SINKS, padding=2),
     SparseCase("packed-v3-positions-block-1", **LISTED, first=replace(PACKED, BS=1), H=3),
+    # more tokens and heads than 16 heads at a time would do
+    SparseCase("v3-prompt", **PROMPT, first=LISTED_16, H=64, sink=SINKS, padding=2),
+    SparseCase("v3-slots-100-heads", **MANY, first=replace(LISTED_16, kind="slots", K=129), H=100),
+    SparseCase("packed-v3-prompt", **PROMPT, first=PACKED, H=64, sink=SINKS, padding=2),
+    SparseCase("packed-v3-100-heads", **MANY, first=replace(PACKED, kind="slots", K=129), H=100),
     SparseCase(
         "packed-window-bf16-positions",
         **SHORT,
@@ -172,7 +181,7 @@ CASES = [
 ]
 IN_ONE_RUN = (
     "packed-v3-positions-dense", "v4-17-heads", "v4-prefix", "v4-window", "v4-prompt",
-    "v4-prompt-prefix", "v4-100-heads",
+    "v4-prompt-prefix", "v4-100-heads", "v3-prompt", "packed-v3-prompt", "packed-v3-100-heads",
 )  # fmt: skip
 LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
 
@@ -251,9 +260,10 @@ def test_reference_equals_loops(case: SparseCase) -> None:
     assert_equals_loops(replace(case, H=min(case.H, len(SINKS) if case.sink else 2)).make())
 
 
-def edge_rows(kind: str, device: str) -> SparseInputs:
+def edge_rows(kind: str, device: str, format: str = "bf16", **options: Any) -> SparseInputs:
     """Every odd list there is, one per token, over rows that are all in use."""
-    case = SparseCase("edges", (12,), (60,), SegmentCase(kind), sink=SINKS, H=5)
+    part = SegmentCase(kind, format=format)
+    case = SparseCase("edges", (12,), (60,), part, sink=SINKS, **{"H": 5, **options})
     inputs = case.make(device)
     rows, row_lens = inputs["rows"], inputs["row_lens"]
     K = rows.shape[1]
@@ -276,8 +286,11 @@ def edge_rows(kind: str, device: str) -> SparseInputs:
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
 @pytest.mark.parametrize("kind", ["slots", "positions"])
-def test_edge_rows(kind: str, backend: str, device: str) -> None:
-    inputs = edge_rows(kind, device)
+@pytest.mark.parametrize(
+    "wide", [{}, DENSE_64, {**DENSE_64, "format": "fp8_ds_mla"}], ids=["", "v3", "packed-v3"]
+)
+def test_edge_rows(wide: dict[str, Any], kind: str, backend: str, device: str) -> None:
+    inputs = edge_rows(kind, device, **wide)
     out, lse = run_or_skip(mqa_sparse, inputs, backend)
     for t in (0, 1, 6, 9):
         assert (lse[t] == -torch.inf).all() and (out[t] == 0).all()
@@ -575,17 +588,25 @@ def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
 @pytest.mark.parametrize(
-    "first", [replace(PACKED, K=150), replace(POSITIONS, BS=16, K=150)], ids=["packed", "bf16"]
+    "first, H",
+    [
+        (replace(PACKED, K=150), 3),
+        (replace(POSITIONS, BS=16, K=150), 3),
+        (replace(PACKED, K=150), 64),
+        (replace(LISTED_16, K=150), 64),
+    ],
+    ids=["packed", "bf16", "packed-64-heads", "bf16-64-heads"],
 )
 def test_a_token_has_its_own_bits(
-    first: SegmentCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+    first: SegmentCase, H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With run_length the same token, alone and among others, gives the same bits; others so many
     that whatever is chosen by their number is chosen differently."""
     if backend == "triton" and device == "cpu":  # as if there were a machine to fill
         monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
-    lens: Any = {"query_lens": (1,) * 90, "seq_lens": (140,) * 90, "H": 3, "contiguous": True}
-    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    T = 90 if device == "cuda" or H == 3 else 2
+    lens: Any = {"query_lens": (1,) * T, "seq_lens": (140,) * T, "H": H, "contiguous": True}
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" or H > 3 else {}
     inputs = SparseCase("many", first=first, **lens, **width).make(device)
     options = {**inputs.scalars, "run_length": 128}
     whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
@@ -606,7 +627,7 @@ def test_a_v4_token_has_its_own_bits(
     """The same of two segments, with a sink."""
     if backend == "triton" and device == "cpu":
         monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
-    T = 8 if device == "cpu" else 90  # the interpreter takes a quarter of a second for each
+    T = 90 if device == "cuda" else 8 if H == 3 else 2  # the interpreter takes its time
     lens: Any = {"query_lens": (1,) * T, "seq_lens": (290,) * T, "H": H, "sink": SINKS}
     inputs = SparseCase("many", first=NEAR, second=replace(FAR, K=70), **lens, **V4).make(device)
     options = {**inputs.scalars, "run_length": 64}
@@ -620,11 +641,17 @@ def test_a_v4_token_has_its_own_bits(
         assert torch.equal(many[:1], one)
 
 
-def test_triton_prompt_has_the_same_bits_every_time(device: str) -> None:
+@pytest.mark.parametrize(
+    "parts", [(NEAR, FAR), (PACKED,), (LISTED_16,)], ids=["v4", "packed-v3", "v3"]
+)
+def test_triton_prompt_has_the_same_bits_every_time(
+    parts: tuple[SegmentCase, ...], device: str
+) -> None:
     """Warps that hand tiles to one another do not depend on who is first."""
-    H, times = (64, 50) if device == "cuda" else (3, 2)
-    lens: Any = {"query_lens": (200,) if device == "cuda" else (4,), "seq_lens": (3000,)}
-    inputs = SparseCase("again", first=NEAR, second=FAR, H=H, sink=SINKS, **lens, **V4).make(device)
+    (T, H, times), last = ((200, 64, 50) if device == "cuda" else (2, 3, 1)), len(parts) - 1
+    options: Any = {"C": 512, "R": 0 if last else 64, "contiguous": True, "sink": SINKS}
+    case = SparseCase("again", (T,), (3000,), parts[0], parts[1] if last else None, H=H, **options)
+    inputs = case.make(device)
     expected = run_or_skip(mqa_sparse, inputs, "triton")
     for _ in range(times):
         for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
@@ -674,10 +701,13 @@ def test_triton_takes_more_tokens_than_a_grid_holds(
 
 
 @pytest.mark.parametrize("run_length", [0, 16])
+@pytest.mark.parametrize("wide", [{}, DENSE_64], ids=["", "v3"])
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_nan_of_a_row_is_seen(backend: str, run_length: int, device: str) -> None:
+def test_nan_of_a_row_is_seen(
+    backend: str, wide: dict[str, Any], run_length: int, device: str
+) -> None:
     """One of many rows: it does not vanish where runs are merged, nor reach other tokens."""
-    case = SparseCase("nan", (1, 1), (70, 33), replace(SLOTS, K=64, BS=8))
+    case = SparseCase("nan", (1, 1), (70, 33), replace(SLOTS, K=64, BS=8), **wide)
     inputs = case.make(device)
     inputs = replace(inputs, scalars={**inputs.scalars, "run_length": run_length})
     slot = int(inputs["rows"][0, 3])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from openmla import PRESETS
-from openmla.plan.forms import choose_absorbed, decode_threshold
+from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed, decode_threshold
 
 
 def threshold(name: str, S: int, device: str = "cuda") -> int:
@@ -36,3 +39,15 @@ def test_threshold_nears_the_crossover_of_the_flops() -> None:
 
 def test_threshold_differs_by_model() -> None:
     assert len({threshold(n, 65536) for n in ("deepseek-v3", "glm-4.7-flash", "mistral-4")}) == 3
+
+
+@pytest.mark.parametrize("H", [16, 32, 128])
+def test_sm90_gathers_sooner_with_more_than_16_heads(H: int) -> None:
+    """Its kernel of 64 heads makes up for what 2048 rows for every token cost."""
+    config = replace(PRESETS["deepseek-v3.2"], num_heads=H)
+    what: Any = {"format": "bf16", "itemsize": 2, "device": "cuda"}
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        sooner = capability == (9, 0) and H > 16
+        near = choose_sparse_absorbed(config, 8192, 10240, **what, capability=capability)
+        assert near == sooner
+        assert choose_sparse_absorbed(config, 8192, 40960, **what, capability=capability)

@@ -10,9 +10,10 @@ import torch
 from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _few_heads_v4 as few_heads_v4
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _launch_v3, _launch_v4
+from openmla.backends.triton import _many_heads_v3 as many_heads_v3
 from openmla.backends.triton import _many_heads_v4 as many_heads_v4
 from openmla.backends.triton._build import GFX942, TARGETS, TYPES, Build
-from openmla.backends.triton._launch_v4 import REGISTERS
 from openmla.backends.triton._tiles import LAYOUTS, PLAIN, Config, config_of, constants_of, shape_of
 
 
@@ -68,24 +69,36 @@ def latent_build(
 
 
 def few_heads_builds() -> Iterator[Build]:
-    kernel = few_heads._few_heads_kernel
-    types = {
-        **dict.fromkeys(("floats", "sink", "out", "lse"), "*fp32"),
-        **dict.fromkeys(("words", "names", "row_lens", "query_start_loc", "table"), "*i32"),
-        "q": "*bf16",
-        "qk_scale": "fp32",
-    }
     for capability in TARGETS:
         if capability == GFX942:  # its matrix instructions are others
             continue
         for kind, BS in (("slots", 0), ("positions", 64)):
             constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
-            signature = {
-                name: "constexpr" if name in constants else types.get(name, "i32")
-                for name in kernel.arg_names
-            }
             name = f"few-heads-{kind}-fp8_ds_mla-H16"
-            yield Build(name, kernel, signature, constants, 4, 1, capability)
+            yield listed_build(name, few_heads._few_heads_kernel, constants, capability)
+
+
+def many_heads_v3_builds() -> Iterator[Build]:
+    for format, ROW in (("bf16", 288), ("fp8_ds_mla", 164)):
+        odd, load = _launch_v3.REGISTERS[format == "fp8_ds_mla"]
+        for kind, BS, split in (("slots", 0, False), ("positions", 64, True)):
+            constants = {
+                "PACKED": format == "fp8_ds_mla", "ROW": ROW, "BS": BS, "H": 128, "SPLIT": split,
+                "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
+            }  # fmt: skip
+            name = f"many-heads-{kind}-{format}-H128"
+            yield listed_build(name, many_heads_v3._many_heads_v3_kernel, constants, 90)
+
+
+def listed_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
+    types = {
+        **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
+        **dict.fromkeys(("words", "names", "row_lens", "query_start_loc", "table"), "*i32"),
+        "q": "*bf16",
+        "out": "*fp32" if constants["SPLIT"] else "*bf16",
+        "qk_scale": "fp32",
+    }
+    return listed(name, kernel, types, constants, capability)
 
 
 def few_heads_v4_builds() -> Iterator[Build]:
@@ -102,11 +115,12 @@ def few_heads_v4_builds() -> Iterator[Build]:
 
 
 def many_heads_v4_builds() -> Iterator[Build]:
+    odd, load = _launch_v4.REGISTERS
     for kind, BS in (("positions", 64), ("prefix", 2)):
         for H, split in ((64, False), (128, True)):
             constants = {
                 "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": H, "SPLIT": split,
-                "SINK": not split, "ODD_REGISTERS": REGISTERS[0], "LOAD_REGISTERS": REGISTERS[1],
+                "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
             }  # fmt: skip
             name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
             yield v4_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90)
@@ -122,6 +136,16 @@ def v4_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: i
         "positions": "*i64",
         "qk_scale": "fp32",
     }
+    return listed(name, kernel, types, constants, capability)
+
+
+def listed(
+    name: str,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    capability: int,
+) -> Build:
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names

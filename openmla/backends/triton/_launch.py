@@ -8,10 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import (
-    assembly,
     capability_of,
     cdiv,
     interpreted,
@@ -159,18 +157,6 @@ def few_heads_pay(q: Tensor, run_length: int) -> bool:
     return H <= 32 or alone
 
 
-def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
-    """Whether the kernel of few heads takes a segment: rows it knows, where it pays."""
-    if not assembly() or part.kind not in ("slots", "positions") or part.format != "fp8_ds_mla":
-        return False
-    if (q.shape[2], C, q.dtype) != (576, 512, torch.bfloat16) or not is_dense(part.cache):
-        return False
-    lies = part.cache.data_ptr() % 16 == 0 and part.cache.stride(1) % 16 == 0
-    # rows, not bytes, are counted in 32 bits; the first row is read for those that are not there
-    fits = 0 < part.cache.numel() < 2**33
-    return lies and fits and few_heads_pay(q, run_length)
-
-
 class Runs(NamedTuple):
     """How rows are cut: in so many runs, of so many rows if that is fixed; if split,
     into partial results of their own."""
@@ -198,68 +184,6 @@ def cut_runs(
         out = q.new_empty((T, X, H, 512), dtype=torch.float32)
         lse = q.new_empty((T, X, H), dtype=torch.float32)
     return Runs(X, length, split, out, lse)
-
-
-def run_few_heads(
-    q: Tensor,
-    query_start_loc: Tensor,
-    part: Rows,
-    sink: Tensor | None,
-    *,
-    scale: float,
-    run_length: int,
-) -> tuple[Tensor, Tensor]:
-    T, H, _ = q.shape
-    assert part.rows is not None and part.row_lens is not None
-    K = part.rows.shape[1]
-    out = q.new_empty((T, H, 512))
-    lse = q.new_empty((T, H), dtype=torch.float32)
-    if T == 0:
-        return out, lse
-    runs = cut_runs(q, out, lse, sink, width=K, run_length=run_length)
-    N, BS, W = part.cache.shape
-    row = part.cache.stride(1)
-    flat = part.cache.as_strided((N * BS, W), (row, 1))  # the last row may have no padding
-    query_start_loc = query_start_loc.contiguous()
-    names, table = in_order(part.rows), part.block_table
-    if part.kind == "slots":
-        N, BS, table = N * BS, 0, None
-    table = query_start_loc[None] if table is None else in_order(table)
-    for first_token in range(0, T, TOKENS):
-        few_heads._few_heads_kernel[(cdiv(H, 16), min(T - first_token, TOKENS), runs.X)](
-            q,
-            flat.view(torch.int32),
-            flat.view(torch.float32),
-            names,
-            in_order(part.row_lens),
-            query_start_loc,
-            table,
-            lse if sink is None else sink,
-            runs.target,
-            runs.target_lse,
-            query_start_loc.shape[0] - 1,
-            first_token,
-            N,
-            scale * LOG2E,
-            q.stride(0),
-            q.stride(1),
-            names.stride(0),
-            table.stride(0),
-            K,
-            table.shape[1],
-            runs.X,
-            runs.length,
-            ROW=row // 4,
-            BS=BS,
-            H=H,
-            SPLIT=runs.split,
-            SINK=sink is not None and not runs.split,
-            BLOCK_N=FEW_HEADS_ROWS,
-            num_warps=4,
-        )
-    if runs.split:
-        merge_runs(runs.target, runs.target_lse, sink, out, lse, fixed=bool(run_length))
-    return out, lse
 
 
 def flattened(part: Rows) -> Rows:

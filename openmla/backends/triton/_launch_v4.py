@@ -128,6 +128,7 @@ def run_v4(
             SINK=sink is not None and not runs.split,
             **constants,
             num_warps=4,
+            enable_fp_fusion=True,
         )
     if runs.split:
         fixed = bool(run_length)

@@ -14,15 +14,11 @@ from openmla.backends.triton._latent_builds import (
     few_heads_builds,
     few_heads_v4_builds,
     latent_builds,
+    many_heads_v3_builds,
     many_heads_v4_builds,
 )
-from openmla.backends.triton._launch import (
-    Rows,
-    few_heads_pay,
-    fits_few_heads,
-    run_few_heads,
-    run_latent,
-)
+from openmla.backends.triton._launch import Rows, few_heads_pay, run_latent
+from openmla.backends.triton._launch_v3 import fits_few_heads, fits_many_heads, run_v3
 from openmla.backends.triton._launch_v4 import fits_many_heads_v4, fits_v4, many_heads_pay, run_v4
 from openmla.backends.triton._tiles import why_not_latent
 
@@ -46,9 +42,16 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     rows = [Rows(*segment) for segment in segments]
     sink = None if sink is None else sink.contiguous()
-    if len(rows) == 1 and fits_few_heads(q_latent, rows[0], C, run_length):
-        return run_few_heads(
-            q_latent, query_start_loc, rows[0], sink, scale=scale, run_length=run_length
+    many = len(rows) == 1 and fits_many_heads(q_latent, rows[0], C, run_length)
+    if len(rows) == 1 and not many and fits_few_heads(q_latent, rows[0], C, run_length):
+        return run_v3(
+            q_latent,
+            query_start_loc,
+            rows[0],
+            sink,
+            scale=scale,
+            run_length=run_length,
+            many=False,
         )
     width = sum(segment.width for segment in segments)
     v4 = fits_v4(q_latent, rows, C)
@@ -65,11 +68,22 @@ def run(
             run_length=run_length,
             many=many,
         )
+    rows = decoded(q_latent, query_start_loc, rows, run_length)
+    if len(rows) == 1 and fits_many_heads(q_latent, rows[0], C, run_length):
+        return run_v3(
+            q_latent,
+            query_start_loc,
+            rows[0],
+            sink,
+            scale=scale,
+            run_length=run_length,
+            many=True,
+        )
     return run_latent(
         q_latent,
         query_start_loc,
         positions,
-        decoded(q_latent, query_start_loc, rows, run_length),
+        rows,
         sink=sink,
         C=C,
         scale=scale,
@@ -82,4 +96,5 @@ def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
     yield from few_heads_builds()
     yield from few_heads_v4_builds()
+    yield from many_heads_v3_builds()
     yield from many_heads_v4_builds()
