@@ -28,6 +28,7 @@ from openmla.hardware import multiprocessors
 LOG2E = 1.4426950408889634
 TOKENS = 65535  # of one launch: the second dimension of a grid has no more
 FEW_HEADS_ROWS = 64  # of a block, in the kernels of few heads
+MANY_HEADS_ROWS = 128  # of a step, in those of many
 
 
 class Rows(NamedTuple):
@@ -155,6 +156,13 @@ def few_heads_pay(q: Tensor, run_length: int) -> bool:
     T, H, _ = q.shape
     alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
     return H <= 32 or alone
+
+
+def has_many_heads(q: Tensor) -> bool:
+    """Whether there is a kernel of 64 heads: SM90's instructions, queries that can be copied as
+    they are, 16 bytes at a time."""
+    aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0
+    return aligned and capability_of(q.device) == 90
 
 
 class Runs(NamedTuple):

@@ -10,12 +10,12 @@ from torch import Tensor
 from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _launch as launch
 from openmla.backends.triton import _many_heads_v3 as many_heads_v3
-from openmla.backends.triton._build import assembly, capability_of, cdiv
+from openmla.backends.triton._build import assembly, cdiv
 from openmla.backends.triton._launch import Rows, in_order
 from openmla.hardware import multiprocessors
 
-MANY_HEADS_ROWS = 128  # of a step, in the kernel of many heads
-# of its odd and its loading warps, the even ones have the rest of 512; with others it spills
+# of the kernel of many heads: its odd and its loading warps, the even ones have the rest of 512;
+# with others it spills
 REGISTERS = {True: (192, 112), False: (224, 56)}  # packed rows, and those that are only copied
 
 
@@ -38,14 +38,12 @@ def fits_few_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
 
 
 def fits_many_heads(q: Tensor, part: Rows, C: int, run_length: int) -> bool:
-    """Whether 64 heads at a time do, and pay: SM90's instructions, queries that can be copied. Over
-    packed rows 16 at a time are faster where they leave nearly all of the machine idle (H200, 2048
-    rows: 10.8 and 12.8 us beside 13.6 and 15.0 for 1 and 2 tokens of 64 heads, 16.7 beside 14.6
-    for 4)."""
+    """Whether 64 heads at a time do, and pay. Over packed rows 16 at a time are faster where they
+    leave nearly all of the machine idle (H200, 2048 rows, 64 heads: 10.8 and 12.8 us beside 13.6
+    and 15.0 for 1 and 2 tokens, 16.7 beside 14.6 for 4)."""
     if part.format not in ("bf16", "fp8_ds_mla") or q.shape[1] <= 16:
         return False
-    aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0
-    if not aligned or capability_of(q.device) != 90 or not fits_v3(q, part, C):
+    if not launch.has_many_heads(q) or not fits_v3(q, part, C):
         return False
     busy = cdiv(q.shape[1], 16) * q.shape[0] > multiprocessors(q.device) // 12
     return part.format == "bf16" or run_length > 0 or busy
@@ -76,7 +74,7 @@ def run_v3(
     block_h, block_n = 16, launch.FEW_HEADS_ROWS
     tensors, constants = [words, flat.view(torch.float32)], {"BLOCK_N": block_n}
     if many:
-        kernel, block_h, block_n = many_heads_v3._many_heads_v3_kernel, 64, MANY_HEADS_ROWS
+        kernel, block_h, block_n = many_heads_v3._many_heads_v3_kernel, 64, launch.MANY_HEADS_ROWS
         packed = part.format == "fp8_ds_mla"
         odd, load = REGISTERS[packed]
         tensors = [words]

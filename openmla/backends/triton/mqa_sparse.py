@@ -17,9 +17,9 @@ from openmla.backends.triton._latent_builds import (
     many_heads_v3_builds,
     many_heads_v4_builds,
 )
-from openmla.backends.triton._launch import Rows, few_heads_pay, run_latent
+from openmla.backends.triton._launch import Rows, few_heads_pay, has_many_heads, run_latent
 from openmla.backends.triton._launch_v3 import fits_few_heads, fits_many_heads, run_v3
-from openmla.backends.triton._launch_v4 import fits_many_heads_v4, fits_v4, many_heads_pay, run_v4
+from openmla.backends.triton._launch_v4 import fits_v4, many_heads_pay, run_v4
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
@@ -55,7 +55,7 @@ def run(
         )
     width = sum(segment.width for segment in segments)
     v4 = fits_v4(q_latent, rows, C)
-    many = v4 and fits_many_heads_v4(q_latent) and many_heads_pay(q_latent, run_length)
+    many = v4 and has_many_heads(q_latent) and many_heads_pay(q_latent, run_length)
     if many or (v4 and few_heads_pay(q_latent, run_length)):
         return run_v4(
             q_latent,
