@@ -1,0 +1,19 @@
+"""After warmup() random steps ask for no other kernel, found without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="package triton is not installed")
+@pytest.mark.parametrize("model", ["sparse", "v4"])
+def test_random_steps_ask_for_no_other_kernel(model: str) -> None:
+    """In a process of its own: kernels are not launched there, which other tests would miss."""
+    command = [sys.executable, "-m", "tests.layers.kernel_keys", model]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 of them only then" in done.stdout
