@@ -24,7 +24,7 @@ from openmla.plan import reserve
 from tests.layers.v4 import layer_number, real_config
 
 UNITS = 132  # an H200's
-STEPS = 60
+STEPS = 100
 
 
 def keep_keys() -> set[tuple[str, str, str]]:
