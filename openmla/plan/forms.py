@@ -17,7 +17,8 @@ BALANCE = {"cuda": 180, "cpu": 7}
 # The share of those flops that sparse attention reaches, gathered or masked; products with weights
 # reach all of them. H200: bench/routes.py.
 SPARSE_SHARE = {"cuda": 0.42, "cpu": 1.0}
-# What gathering reaches with SM90's own kernel, of more than 16 heads and V3's widths.
+# What gathering reaches with SM90's own kernel, of more than 16 heads, V3's widths and
+# rows it knows.
 GATHERED_SHARE_SM90 = 0.75
 
 
@@ -81,7 +82,8 @@ def choose_sparse_absorbed(
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
-    own = capability == (9, 0) and H > 16 and (D, C) == (576, 512)
+    known = (D, C) == (576, 512) and format in ("bf16", "fp8_ds_mla")
+    own = capability == (9, 0) and H > 16 and known
     absorbed = max(
         gathered.flops / (GATHERED_SHARE_SM90 if own else share) + into_and_out_of_latent,
         BALANCE[device] * gathered.bytes,

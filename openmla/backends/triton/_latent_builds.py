@@ -75,7 +75,7 @@ def few_heads_builds() -> Iterator[Build]:
         for kind, BS in (("slots", 0), ("positions", 64)):
             constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
             name = f"few-heads-{kind}-fp8_ds_mla-H16"
-            yield listed_build(name, few_heads._few_heads_kernel, constants, capability)
+            yield heads_build(name, few_heads._few_heads_kernel, constants, capability)
 
 
 def many_heads_v3_builds() -> Iterator[Build]:
@@ -87,18 +87,7 @@ def many_heads_v3_builds() -> Iterator[Build]:
                 "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
             }  # fmt: skip
             name = f"many-heads-{kind}-{format}-H128"
-            yield listed_build(name, many_heads_v3._many_heads_v3_kernel, constants, 90)
-
-
-def listed_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
-    types = {
-        **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
-        **dict.fromkeys(("words", "names", "row_lens", "query_start_loc", "table"), "*i32"),
-        "q": "*bf16",
-        "out": "*fp32" if constants["SPLIT"] else "*bf16",
-        "qk_scale": "fp32",
-    }
-    return listed(name, kernel, types, constants, capability)
+            yield heads_build(name, many_heads_v3._many_heads_v3_kernel, constants, 90)
 
 
 def few_heads_v4_builds() -> Iterator[Build]:
@@ -111,7 +100,7 @@ def few_heads_v4_builds() -> Iterator[Build]:
                 "SINK": False, "BLOCK_N": 64,
             }  # fmt: skip
             name = f"few-heads-window-{kind}-fp8_dsv4-H16"
-            yield v4_build(name, few_heads_v4._few_heads_v4_kernel, constants, capability)
+            yield heads_build(name, few_heads_v4._few_heads_v4_kernel, constants, capability)
 
 
 def many_heads_v4_builds() -> Iterator[Build]:
@@ -123,29 +112,20 @@ def many_heads_v4_builds() -> Iterator[Build]:
                 "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
             }  # fmt: skip
             name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
-            yield v4_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90)
+            yield heads_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90)
 
 
-def v4_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
+def heads_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
+    """Of a kernel of 16 or 64 heads a program; they call the same things the same."""
     types = {
-        **dict.fromkeys(("sink", "lse"), "*fp32"),
-        **dict.fromkeys(("words_1", "words_2", "names", "row_lens", "query_start_loc"), "*i32"),
-        **dict.fromkeys(("table_1", "table_2"), "*i32"),
+        **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
+        **dict.fromkeys(("words", "words_1", "words_2", "names", "row_lens"), "*i32"),
+        **dict.fromkeys(("query_start_loc", "table", "table_1", "table_2"), "*i32"),
         "q": "*bf16",
         "out": "*fp32" if constants["SPLIT"] else "*bf16",
         "positions": "*i64",
         "qk_scale": "fp32",
     }
-    return listed(name, kernel, types, constants, capability)
-
-
-def listed(
-    name: str,
-    kernel: Any,
-    types: Mapping[str, str],
-    constants: Mapping[str, Any],
-    capability: int,
-) -> Build:
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names

@@ -42,8 +42,11 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     rows = [Rows(*segment) for segment in segments]
     sink = None if sink is None else sink.contiguous()
-    many = len(rows) == 1 and fits_many_heads(q_latent, rows[0], C, run_length)
-    if len(rows) == 1 and not many and fits_few_heads(q_latent, rows[0], C, run_length):
+    if (
+        len(rows) == 1
+        and fits_few_heads(q_latent, rows[0], C, run_length)
+        and not fits_many_heads(q_latent, rows[0], C, run_length)
+    ):
         return run_v3(
             q_latent,
             query_start_loc,
