@@ -18,7 +18,7 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.layers import MLAAttention, MLAAttentionV4, warmup
+from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, warmup
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "PagedCache",
     "Plan",
     "RopeConfig",
+    "RopeTable",
     "ShapeError",
     "UnsupportedError",
     "Workspace",

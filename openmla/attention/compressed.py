@@ -128,7 +128,8 @@ def _check_inputs(
 
 def _check_cache(cache: LayerCache, plan: Plan, pooled: Pooled | None) -> None:
     """What would otherwise come up when half of a step is written."""
-    if cache.geometry is not None and plan.geometry not in (None, cache.geometry):
+    here, planned = cache.geometry, plan.geometry
+    if here is not None and planned is not None and not here.serves(planned):
         raise ConfigError("step: cache must have the geometry the plan was made for, got another.")
     if pooled is not None and cache.state is not None:
         wide = torch.promote_types(pooled.kv.dtype, torch.float32)

@@ -21,6 +21,7 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
     if config.indexer is None or keys is None:
         what = "config must have an indexer" if keys else "cache must have index rows"
         raise ConfigError(f"select: {what}, got none.")
+    plan.check_cache(cache)
     HI, DI = config.indexer.num_heads, config.indexer.head_dim
     for name, tensor, shape in (
         ("q_idx", index.q_idx, (plan.num_tokens, HI, DI)),

@@ -35,6 +35,7 @@ def attend_step(
     latent = cache.latent
     if latent is None:
         raise ConfigError("step: cache must have latent rows, got none.")
+    plan.check_cache(cache)
     config, T = plan.config, plan.num_tokens
     shape = (T, config.num_heads, config.qk_nope_head_dim)
     if projected.q_nope.shape != shape:

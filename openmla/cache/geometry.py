@@ -77,6 +77,10 @@ class Geometry:
             index_format=index_format,
         )
 
+    def serves(self, planned: Geometry) -> bool:
+        """Whether a plan made for other caches holds for these: alike, and no smaller."""
+        return self == planned.grown(self.num_blocks, self.window_blocks, self.num_states)
+
     def grown(self, num_blocks: int, window_blocks: int, num_states: int) -> Geometry:
         return replace(
             self,

@@ -2,6 +2,7 @@
 
 from openmla.layers.mla import MLAAttention
 from openmla.layers.mla_v4 import MLAAttentionV4
+from openmla.layers.rope import RopeTable
 from openmla.layers.warm import warmup
 
-__all__ = ["MLAAttention", "MLAAttentionV4", "warmup"]
+__all__ = ["MLAAttention", "MLAAttentionV4", "RopeTable", "warmup"]

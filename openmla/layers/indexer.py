@@ -9,7 +9,6 @@ from openmla.attention import IndexInputs
 from openmla.cache import PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
-from openmla.layers.rope import rope_table
 from openmla.ops import index_write, rope
 from openmla.plan import Plan
 
@@ -44,13 +43,13 @@ class Indexer(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         q_resid: Tensor,  # [T, q_lora_rank], the normalised low-rank query
         positions: Tensor,  # [T] i64
+        table: Tensor,  # [num_positions, R] f32, the layer's
         keys: PagedCache,
         plan: Plan,
     ) -> IndexInputs:
         """Queries and weights of the tokens; their keys go straight into the cache."""
         config, indexer = self.config, self.indexer
         HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
-        table = rope_table(config.rope, R, config.max_positions, hidden.device)
         start = 0 if indexer.rope_side == "first" else DI - R
         index_write(
             keys.data,

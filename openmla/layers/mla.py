@@ -11,8 +11,8 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
-from openmla.layers.rope import rope_table
-from openmla.layers.weights import absorb, decode_weight, is_plain
+from openmla.layers.rope import RopeTable
+from openmla.layers.weights import absorb, decode_weight, is_plain, refuse_unabsorbable
 from openmla.plan import Plan
 
 GATED = ("axk2", "hy_v4")
@@ -28,10 +28,18 @@ class MLAAttention(nn.Module):
     Weights are for inference: no parameter requires grad. `kv_b_proj` may be replaced by a
     quantised linear; call refresh_weights() after that, and after changing its weight in any way
     but load_state_dict(). `layer` is its number in the model, which decides whether a sparse layer
-    has an indexer of its own or shares the selection of an earlier one.
+    has an indexer of its own or shares the selection of an earlier one. `rope_table` is another
+    layer's, to share it.
     """
 
-    def __init__(self, config: MLAConfig, *, layer: int = 0, hadamard: bool = False) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        *,
+        layer: int = 0,
+        hadamard: bool = False,
+        rope_table: RopeTable | None = None,
+    ) -> None:
         super().__init__()
         if config.compressor is not None:
             raise UnsupportedError(
@@ -58,6 +66,9 @@ class MLAAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = _linear(H * config.v_head_dim, hidden, bias)
+        self.rope_table: RopeTable | None = None
+        if config.rope.kind != "none":
+            self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
         # dense weights of a quantised kv_b_proj; a plain one is used in place
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
@@ -79,6 +90,7 @@ class MLAAttention(nn.Module):
     @property
     def absorbed(self) -> Absorbed:
         """kv_b_proj as attention uses it: views of its weight, or of the decoded one."""
+        refuse_unabsorbable(self.kv_b_proj, "MLAAttention: kv_b_proj")
         if self.kv_b_dense is None and not is_plain(self.kv_b_proj):
             self.refresh_weights()
         dense = self.kv_b_dense
@@ -91,7 +103,7 @@ class MLAAttention(nn.Module):
     ) -> tuple[Projected, Raw, Tensor | None]:
         """What attention takes, what is still to be done to it, and the low-rank query if any."""
         config = self.config
-        T, P, R = hidden.shape[0], config.qk_nope_head_dim, config.qk_rope_head_dim
+        T, P = hidden.shape[0], config.qk_nope_head_dim
         q_resid = None
         if config.q_lora_rank is None:
             q = self.q_proj(hidden)
@@ -105,9 +117,7 @@ class MLAAttention(nn.Module):
         if config.llama4_beta:
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
-        table = None
-        if config.rope.kind != "none":
-            table = rope_table(config.rope, R, config.max_positions, hidden.device)
+        table = None if self.rope_table is None else self.rope_table.table
         if plan.long_context is not None:  # the table's second half
             positions = positions + plan.long_context * config.max_positions
         norm = self.kv_a_layernorm
@@ -159,10 +169,11 @@ class MLAAttention(nn.Module):
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
+        plan.check_cache(cache)  # before the indexer writes
         projected, raw, q_resid = self.project(hidden, positions, plan)
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
-            index = self.indexer(hidden, q_resid, positions, cache.index, plan)
+            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
             selection = select_step(index, cache, plan)
         out = attend_step(projected, self.absorbed, cache, plan, selection=selection, raw=raw)
         return self.o_proj(out.flatten(1)), selection

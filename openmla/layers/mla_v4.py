@@ -11,7 +11,7 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.compressor import CompressedIndexer, Compressor
 from openmla.layers.norm import RMSNorm
-from openmla.layers.rope import rope_table
+from openmla.layers.rope import RopeTable
 from openmla.ops import rope
 from openmla.plan import Plan
 
@@ -36,10 +36,18 @@ class MLAAttentionV4(nn.Module):
     `layer` is its number in the model, which decides its compress ratio: 0, 4 or 128. Draft (MTP)
     layers, numbered past the model's, have none. Weights are for inference: no parameter requires
     grad. `hadamard` rotates indexer queries and keys, as the reference model does; caches must be
-    read as they were written.
+    read as they were written. `rope_table` is that of another layer with the same rope, to share
+    it: layers of ratio 0 have one, all others another.
     """
 
-    def __init__(self, config: MLAConfig, *, layer: int, hadamard: bool = True) -> None:
+    def __init__(
+        self,
+        config: MLAConfig,
+        *,
+        layer: int,
+        hadamard: bool = True,
+        rope_table: RopeTable | None = None,
+    ) -> None:
         super().__init__()
         compressor, q_lora_rank = config.compressor, config.q_lora_rank
         if compressor is None or q_lora_rank is None:
@@ -54,6 +62,8 @@ class MLAAttentionV4(nn.Module):
             raise UnsupportedError(
                 f"MLAAttentionV4: rope type {self.rope.kind!r} is not supported."
             )
+        R, positions = config.qk_rope_head_dim, config.max_positions
+        self.rope_table = RopeTable.shared(rope_table, self.rope, R, positions)
         hidden, H, D = config.hidden_size, config.num_heads, config.latent_dim
         G, rank = compressor.output_groups, compressor.output_lora_rank
         self.q_a_proj = nn.Linear(hidden, q_lora_rank, bias=False)
@@ -85,7 +95,7 @@ class MLAAttentionV4(nn.Module):
         config = self.config
         T, H = plan.num_tokens, config.num_heads
         D, R = config.latent_dim, config.qk_rope_head_dim
-        table = rope_table(self.rope, R, config.max_positions, hidden.device)
+        table = self.rope_table.table
         q_resid = self.q_a_norm(self.q_a_proj(hidden))
         q, rows = self.q_b_proj(q_resid).view(T, H, D), self.kv_proj(hidden)
         raw = Raw(

@@ -12,7 +12,6 @@ from openmla.attention import IndexInputs, Projected, Raw, attend_step, select_s
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
-from openmla.layers.rope import rope_table
 from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.plan import Batch, Workspace, make_plan, reserve
@@ -136,7 +135,8 @@ def run_step(
     projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
     table_of_angles = None
     if config.rope.kind != "none":
-        table_of_angles = rope_table(config.rope, R, config.max_positions, device)
+        tables = 2 if config.rope.kind == "longrope" else 1
+        table_of_angles = zeros(tables * config.max_positions, R, dtype=torch.float32)
     positions = zeros(T, dtype=torch.int64)
     raw = Raw(
         q, kv, zeros(C), positions, table_of_angles, config.rope.pairing, config.latent_eps,

@@ -1,13 +1,15 @@
-"""kv_b_proj as dense weights: views of a plain linear, or decoded once from a quantised one."""
+"""kv_b_proj as dense weights: views of a plain linear, or decoded from any other module."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from openmla.attention import Absorbed
 from openmla.config import MLAConfig
-from openmla.errors import ShapeError
+from openmla.errors import ShapeError, UnsupportedError
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,13 +28,58 @@ def absorb(weight: Tensor, config: MLAConfig) -> Absorbed:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a linear's own weight can be used as it is: 16 or more bits, no scales."""
-    weight = getattr(linear, "weight", None)
-    return isinstance(linear, nn.Linear) and isinstance(weight, Tensor) and weight.dtype in _PLAIN
+    """Whether a linear's own weight says all it does: 16 or more bits, no forward of its own."""
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        return False
+    if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's moves tensors
+        return False
+    return isinstance(linear.weight, Tensor) and linear.weight.dtype in _PLAIN
+
+
+def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
+    """Attention uses kv_b_proj's weight without calling it: hooks and biases would be lost."""
+    if any(module._forward_hooks or module._forward_pre_hooks for module in linear.modules()):
+        raise UnsupportedError(
+            f"{name} must have no forward hooks, which its weight cannot stand for (an adapter per "
+            "row, peft's adapter_names, is one). Remove them."
+        )
+    if isinstance(getattr(linear, "bias", None), Tensor):
+        raise UnsupportedError(f"{name} must have no bias: keys and values are its weight alone.")
+
+
+def state_of(linear: nn.Module) -> tuple[Any, ...]:
+    """What a linear's weight depends on, cheap to compare: its tensors, switches and numbers."""
+    found: list[Any] = []
+    for module in linear.modules():
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        found += [(name, _identity(tensor)) for name, tensor in tensors if tensor is not None]
+        own = {name: value for name, value in vars(module).items() if name not in _MODULE}
+        found += [(name, _frozen(value)) for name, value in own.items()]
+    return tuple(found)
+
+
+_MODULE = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are looked at apart
+
+
+def _identity(tensor: Tensor) -> tuple[int, ...]:
+    """Another one where a tensor was replaced, moved or written to."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _frozen(value: Any) -> Any:
+    """A value as something that can be compared; what is no plain data, by which object it is."""
+    if isinstance(value, Tensor):
+        return _identity(value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(entry)) for key, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(entry) for entry in value)
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
-    """A quantised linear's weight [out, C] in dtype.
+    """The weight [out, C] in dtype of a linear that is not plain: quantised, or with adapters.
 
     fp8 with `weight_scale_inv` or `weight_scale`: multiplied out, one scale per tensor, per row or
     per block of 128 x 128. Anything else: an identity is pushed through the linear itself, which
@@ -48,12 +95,13 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
             "weights: an fp8 kv_b_proj must have weight_scale_inv or weight_scale, got neither."
         )
     device = next((t.device for t in (*linear.parameters(), *linear.buffers())), None)
-    identity = torch.eye(C, dtype=dtype, device=device)
-    pushed = linear(identity)
-    bias = getattr(linear, "bias", None)
-    if isinstance(bias, Tensor):
-        pushed = pushed - bias
-    return pushed.T.to(dtype).contiguous()
+    pushed = linear(torch.eye(C + 1, C, dtype=dtype, device=device))
+    if bool(pushed[C].any()):  # what comes out where nothing went in
+        raise UnsupportedError(
+            "weights: kv_b_proj must have no bias, its adapters' included: keys and values are "
+            "its weight alone."
+        )
+    return pushed[:C].T.to(dtype).contiguous()
 
 
 def _spread(scale: Tensor, weight: Tensor, name: str) -> Tensor:

@@ -157,6 +157,8 @@ def captured_plan(
         sparse=sparse,
         backends=backends,
         problems=problems,
+        num_blocks=latent.num_blocks,
+        block_size=latent.block_size,
         run_length=fixed,
         long_context=buffers.get("long_context"),
     )

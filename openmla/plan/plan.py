@@ -119,6 +119,8 @@ def make_plan(
         sparse=sparse,
         backends=backends,
         problems=problems,
+        num_blocks=latent.num_blocks,
+        block_size=latent.block_size,
         run_length=fixed,
         workspace=workspace,
         long_context=long_context,
@@ -174,6 +176,29 @@ def _check_batch(batch: Batch, latent: PagedCache) -> None:
         )
     if batch.slot_mapping.device.type == "cpu":
         check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
+        if batch.block_table.device.type == "cpu" and batch.device_seq_lens is None:
+            _check_agreement(batch, latent.block_size)
+
+
+def _check_agreement(batch: Batch, BS: int) -> None:
+    """A row is written where its own request will look for it, or not at all."""
+    assert batch.slot_mapping is not None
+    query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
+    rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
+    ends = query_lens.cumsum(0)
+    # a token's position, counted from the end of its request
+    back = ends[rows] - torch.arange(len(rows))
+    positions = torch.tensor(batch.seq_lens, dtype=torch.int64)[rows] - back
+    slots = batch.slot_mapping
+    expected = batch.block_table[rows, positions // BS].long() * BS + positions % BS
+    wrong = (slots >= 0) & (slots != expected)
+    if bool(wrong.any()):
+        t = int(wrong.nonzero()[0])
+        raise ShapeError(
+            f"batch: slot_mapping must agree with block_table, which has position "
+            f"{int(positions[t])} of request {int(rows[t])} in slot {int(expected[t])}, "
+            f"got {int(slots[t])}."
+        )
 
 
 def _forms(

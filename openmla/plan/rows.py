@@ -35,10 +35,18 @@ def cumulative(lens: Sequence[int]) -> Tensor:
 
 
 def long_context_rows(batch: Batch, config: MLAConfig) -> Tensor | None:
-    """Which tokens use longrope's long factors: those of requests past the original length."""
+    """Which tokens use longrope's long factors: those of requests past the original length.
+
+    Lengths that only the device knows are compared there; `seq_lens` are their upper bounds.
+    """
     if config.rope.kind != "longrope":
         return None
     original = config.rope.original_positions
+    if batch.device_seq_lens is not None:
+        lens = batch.device_seq_lens
+        query_lens = torch.tensor(batch.query_lens)
+        rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
+        return (lens > original).long()[rows.to(lens.device)]
     flags = [int(original < S) for S in batch.seq_lens]
     if not any(flags):
         return None

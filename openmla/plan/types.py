@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from openmla.backends import BACKENDS, Problem, launches, why_not
-from openmla.cache import Geometry, cache_bytes
+from openmla.cache import Geometry, LayerCache, cache_bytes
 from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES, Workspace
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
@@ -179,7 +180,21 @@ class Plan:
     workspace: Workspace | None = None
     long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
     geometry: Geometry | None = None  # of V4's caches
+    num_blocks: int = 0  # of the others', and the tokens in each
+    block_size: int = 0
     run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes
+
+    def check_cache(self, cache: LayerCache) -> None:
+        """Raise unless the plan's slots and tables mean the same in this cache (V4's is checked by
+        its geometry)."""
+        for part in (cache.latent, cache.index):
+            if part is not None and (
+                part.block_size != self.block_size or part.num_blocks < self.num_blocks
+            ):
+                raise ConfigError(
+                    f"step: cache must have {self.num_blocks} blocks of {self.block_size} tokens "
+                    f"as planned, got {part.num_blocks} of {part.block_size}."
+                )
 
     @property
     def mapped(self) -> bool:

@@ -165,3 +165,11 @@ def test_refusals_write_nothing() -> None:
     with pytest.raises(ConfigError, match="step: cache must have latent rows, got none"):
         attend_step(short, absorb(step.weight, CONFIG), LayerCache(), plan)
     assert torch.equal(before.view(torch.int32), step.cache.latent.data.view(torch.int32))
+    new = torch.zeros(25, C + R, dtype=torch.float64)
+    whole = Projected(step.q[:, :, :P], step.q[:, :, P:], new[:, :C], new[:, C:])
+    for num_blocks, block_size in ((60, 8), (59, 4)):
+        other = allocate_cache(CONFIG, num_blocks=num_blocks, block_size=block_size, format="fp32")
+        message = f"cache must have 60 blocks of 4 tokens as planned, got {num_blocks} of"
+        with pytest.raises(ConfigError, match=message):
+            attend_step(whole, absorb(step.weight, CONFIG), other, plan)
+        assert other.latent is not None and not other.latent.data.any()

@@ -11,7 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openmla import PRESETS, MLAAttention, ShapeError, UnsupportedError, warmup
+from openmla import (
+    PRESETS,
+    Batch,
+    MLAAttention,
+    RopeTable,
+    ShapeError,
+    UnsupportedError,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+    warmup,
+)
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import decode_weight
 from tests.layers.families import FAMILIES, Peer, make_peer
@@ -196,10 +207,43 @@ def test_longrope_switches_past_the_original_length() -> None:
     torch.testing.assert_close(alone.output("short"), server.output("short"))
     short_only = replace(config, rope=replace(config.rope, long_factor=config.rope.short_factor))
     layer.config = short_only
+    layer.rope_table = RopeTable(short_only.rope, config.qk_rope_head_dim, config.max_positions)
     other = Server(layer, hidden)
     other.step([("short", 10), ("long", 24)])
     torch.testing.assert_close(other.output("short"), server.output("short"))
     assert not torch.allclose(other.output("long"), server.output("long"), atol=1e-3)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_longrope_by_lengths_that_only_the_device_knows(captured: bool) -> None:
+    """Factors follow the true lengths, not the upper bounds that were planned with."""
+    config = PRESETS["tiny-minicpm3"]
+    config = replace(config, max_positions=64, rope=replace(config.rope, original_positions=16))
+    layer = MLAAttention(config)
+    cache = allocate_cache(config, num_blocks=16, block_size=8, format="fp32")
+    table = torch.arange(16, dtype=torch.int32).view(2, 8)
+    hidden, positions = torch.randn(3, config.hidden_size), torch.tensor([18, 19, 9])
+    slots = torch.tensor([18, 19, 64 + 9])
+    into = None
+    if captured:
+        into = plan_buffers(config, cache, max_requests=2, max_tokens=4, max_blocks=8)
+    rows = []
+    for lens in ({}, {"device_seq_lens": torch.tensor([20, 10], dtype=torch.int32)}):
+        bounds = [40, 40] if lens else [20, 10]
+        batch = Batch([2, 1], bounds, table, slots, **lens)
+        plan = make_plan(batch, config, cache, form="absorbed", into=into)
+        assert plan.long_context is not None
+        assert plan.long_context[:3].tolist() == [1, 1, 0]
+        fill = plan.num_tokens - 3  # a captured step's empty tokens
+        layer(
+            torch.cat([hidden, hidden.new_zeros(fill, config.hidden_size)]),
+            torch.cat([positions, positions.new_zeros(fill)]),
+            cache,
+            plan,
+        )
+        assert cache.latent is not None
+        rows.append(cache.latent.data.flatten(0, 1)[slots].clone())
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -207,7 +251,7 @@ def test_rope_tables_equal_transformers(family: str) -> None:
     """cos and sin to the last bit where the family is given as cos and sin."""
     peer = make_peer(family)
     config = peer.ours.config
-    table = rope_table(config.rope, 8, config.max_positions, torch.device("cpu"))[:512]
+    table = rope_table(config.rope, 8, config.max_positions)[:512]
     theirs = peer.rotary(torch.zeros(1), torch.arange(512)[None])
     if isinstance(theirs, Tensor):  # deepseek_v2: one complex tensor
         torch.testing.assert_close(table, torch.cat([theirs[0].real, theirs[0].imag], dim=1))

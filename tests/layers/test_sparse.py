@@ -299,6 +299,13 @@ def test_missing_parts_are_told_and_nothing_is_written() -> None:
     with pytest.raises(ConfigError, match="plan: index rows must be in 200 blocks of 4"):
         make_plan(batch, config, LayerCache(latent=cache.latent, index=other))
     plan = make_plan(batch, config, cache, dtype=torch.float32)
+    wide = allocate_cache(
+        config, num_blocks=200, block_size=8, format="fp32", index_format="index_fp32"
+    )
+    with pytest.raises(ConfigError, match="must have 200 blocks of 4 tokens as planned, got 200"):
+        peer.ours(hidden, torch.arange(30), wide, plan)
+    assert not any(part.data.any() for part in wide.parts)
+    plan = make_plan(batch, config, cache, dtype=torch.float32)
     before = [part.data.view(torch.uint8).clone() for part in (cache.latent, cache.index)]
     positions = torch.arange(30)
     with pytest.raises(ConfigError, match="MLAAttention: cache must have index rows for this"):

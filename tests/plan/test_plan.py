@@ -307,6 +307,11 @@ def test_bad_batches(changes: dict[str, Any], message: str) -> None:
         ({"slot_mapping": SLOTS + 254}, "slot_mapping must be below N*BS=256, got 257"),
         ({"slot_mapping": SLOTS // 2}, "slot_mapping must name each slot once, got 1 twice"),
         ({"block_table": TABLE.to("meta")}, "block_table must be on cpu or cpu, got meta"),
+        (
+            {"slot_mapping": torch.tensor([3, -1, 10])},
+            "slot_mapping must agree with block_table, which has position 7 of request 1 in "
+            "slot 3, got 10.",
+        ),
     ],
 )
 def test_bad_values(changes: dict[str, Any], message: str) -> None:
