@@ -18,8 +18,9 @@ class BlockPool:
     does all it says or raises and changes nothing.
 
     With a `window`, a request keeps only blocks that its next tokens can see, each its last
-    `window` positions; take() releases the others, of all requests. A request may then be cut by
-    `rollback` tokens at most, counted from the longest it has been.
+    `window` positions; take() releases the others, of all requests but those in `busy`: their
+    tokens are still being computed. A request may then be cut by `rollback` tokens at most, counted
+    from the longest it has been.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class BlockPool:
         self._first: dict[Hashable, int] = {}  # blocks of the request released before those
         self._lens: dict[Hashable, int] = {}
         self._longest: dict[Hashable, int] = {}
+        self.busy: set[Hashable] = set()
 
     @property
     def num_free(self) -> int:
@@ -110,6 +112,8 @@ class BlockPool:
             return {}
         passed = {}
         for request, length in self._lens.items():
+            if request in self.busy and request not in wanted:
+                continue
             longest = max(self._longest[request], length + wanted.get(request, 0))
             oldest = min(length, longest - self.rollback) - (self.window - 1)
             blocks = oldest // self.block_size - self._first[request]

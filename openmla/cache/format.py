@@ -76,6 +76,11 @@ class CacheFormat:
         # moved as raw bytes: torch has no index_put for fp8 on every device
         raw_view(cache)[slots // BS, slots % BS] = raw_view(encoded)
 
+    def move(self, cache: Tensor, sources: Tensor, targets: Tensor, D: int) -> None:
+        """Copy the bytes of rows at slots `sources` to `targets` [n], all valid and distinct."""
+        BS, data = cache.shape[1], raw_view(cache)
+        data[targets // BS, targets % BS] = data[sources // BS, sources % BS]
+
     def read(
         self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
     ) -> Tensor:
@@ -135,8 +140,9 @@ class ScalesBehind(CacheFormat):
     """Packed rows whose scales stand after the values of the whole block.
 
     The bytes of one block are BS x values, row after row, then BS x scales. Declared as [N, BS, W],
-    but a row's bytes are not neighbours: pages must be contiguous inside, and only write() and
-    read() know where things are. encode() and decode() have a row's values and scales side by side.
+    but a row's bytes are not neighbours: pages must be contiguous inside, and only write(), move()
+    and read() know where things are. encode() and decode() have a row's values and scales side by
+    side.
     """
 
     def value_bytes(self, D: int) -> int:
@@ -157,6 +163,11 @@ class ScalesBehind(CacheFormat):
         parts = self.encode(rows, kv_scale).split([n, W - n], -1)
         for region, part in zip(self._regions(cache, rows.shape[-1]), parts, strict=True):
             region[slots // BS, slots % BS] = part
+
+    def move(self, cache: Tensor, sources: Tensor, targets: Tensor, D: int) -> None:
+        BS = cache.shape[1]
+        for region in self._regions(cache, D):
+            region[targets // BS, targets % BS] = region[sources // BS, sources % BS]
 
     def read(
         self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int

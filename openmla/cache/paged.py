@@ -83,6 +83,11 @@ class PagedCache:
             data = self.data.view(torch.uint8)
             data[list(targets)] = data[list(sources)]
 
+    def move_rows(self, sources: Tensor, targets: Tensor, D: int) -> None:
+        """Copy rows of D values from slots to slots, [n] i64 on any device, bytes as they are."""
+        device = self.data.device
+        self.layout.move(self.data, sources.to(device), targets.to(device), D)
+
 
 @dataclass(frozen=True)
 class LayerCache:

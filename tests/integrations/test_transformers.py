@@ -502,13 +502,11 @@ def test_refusals() -> None:
         past = model(ids).past_key_values
         with pytest.raises(ShapeError, match="the cache holds 2 sequences, got a batch of 1"):
             model(ids[:1], past_key_values=past)
-        holes = mask.clone()
-        holes[0, 5] = 0
-        with pytest.raises(ShapeError, match="attention_mask must not have holes, row 0 has one"):
-            model(ids, attention_mask=holes)
-        hidden = torch.cat([torch.zeros_like(mask), mask[:, :1]], dim=1)
-        with pytest.raises(ShapeError, match="attention_mask must show the tokens that are cached"):
-            model(ids[:, :1], attention_mask=hidden, past_key_values=past)
+        padded = model(ids, attention_mask=mask).past_key_values
+        with pytest.raises(ShapeError, match="must not show what is not cached, column 0"):
+            model(ids[:, :1], attention_mask=mask.new_ones(2, 21), past_key_values=padded)
+        with pytest.raises(ShapeError, match=r"attention_mask must be \[2, 21\] with 20 columns"):
+            model(ids[:, :1], attention_mask=mask.new_ones(2, 19), past_key_values=past)
     with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
         generate(model, ids.flip(1), padded_prompts(B=2)[1].flip(1))
     with pytest.raises(UnsupportedError, match="caches of Static"):

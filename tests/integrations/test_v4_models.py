@@ -237,7 +237,7 @@ def test_a_pass_that_failed() -> None:
     handle.remove()
     assert relative(model(ids).logits, expected) < 1e-5
     model.model(ids, use_cache=False)
-    assert attachment_of(model).passing is None
+    assert attachment_of(model).current.own_cache is None
     with pytest.raises(ConfigError, match="the last pass over this cache failed half-way"):
         model(ids[:, 12:], past_key_values=past)
     past.reset()

@@ -26,6 +26,7 @@ from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.huggingface import FAMILIES
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.attention import (
     openmla_attention,
     openmla_mask,
@@ -35,7 +36,6 @@ from openmla.integrations.transformers.captured import CapturedDecode, inner_hoo
 from openmla.integrations.transformers.compressed import CompressorStandIn, with_positions
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
-from openmla.integrations.transformers.session import Attachment
 
 __all__ = ["REFUSED", "SUPPORTED", "Attachment", "PagedLayer", "attach", "attachment_of", "detach"]
 
@@ -69,8 +69,9 @@ def _before_forward(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
-    attachment.storing = attachment.compressible = None
-    attachment.positions = kwargs.get("position_ids")
+    current = attachment.current
+    current.storing = current.compressible = None
+    current.positions = kwargs.get("position_ids")
     implementation = module.config._attn_implementation
     if implementation != attachment.name:
         raise ConfigError(
@@ -79,12 +80,12 @@ def _before_forward(
         )
     past = kwargs.get("past_key_values")
     if past is not None or module is attachment.modules[0]:
-        attachment.passing = None  # of an earlier pass that failed
+        current.own_cache = None  # of an earlier pass that failed
     if past is None and attachment.config.indexer is not None:
         # an indexer can only be watched with a cache: one for this pass, gone after it
-        if attachment.passing is None:
-            attachment.passing = Cache(layers=[])
-        past = attachment.passing
+        if current.own_cache is None:
+            current.own_cache = Cache(layers=[])
+        past = current.own_cache
         kwargs = {**kwargs, "past_key_values": past}
     if past is not None:
         install_layer(attachment, int(module.layer_idx), past)
@@ -98,21 +99,34 @@ class _AfterPass:
         self.attachment = attachment
 
     def __call__(self, *args: Any) -> None:
-        self.attachment.passing = None
+        self.attachment.current.own_cache = None
 
 
 def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """generate() continues from the last column, so padding there would be continued."""
     mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
     generating = isinstance(keep, int) and keep == 1  # what generate() asks for
-    if generating and isinstance(mask, Tensor) and mask.dim() == 2:
-        ids = kwargs.get("input_ids")
-        looking_is_free = mask.device.type == "cpu" or (ids is not None and ids.shape[1] > 1)
-        if looking_is_free and bool((mask[:, 1:] < mask[:, :-1]).any()):
-            raise ShapeError(
-                "attach: prompts must be padded on the left to generate, got padding on the right. "
-                'Set tokenizer.padding_side = "left".'
-            )
+    if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
+        return
+    ids = kwargs.get("input_ids")
+    if mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
+        return  # a prompt is longer
+    if mask.shape[0] == 1:
+        return  # a token that only looks like padding: transformers makes an assistant's mask so
+    if bool(((mask[:, -1] == 0) & mask.any(dim=1)).any()):
+        raise ShapeError(
+            "attach: prompts must be padded on the left to generate, got padding on the right. "
+            'Set tokenizer.padding_side = "left".'
+        )
+
+
+def _refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and getattr(model.config, "output_attentions", False)):
+        raise UnsupportedError(
+            "attach: output_attentions=True is not supported: attention weights are never all in "
+            "memory. Call detach(model) to see them."
+        )
 
 
 def attach(
@@ -220,6 +234,10 @@ def attach(
     attachment.handles.append(
         model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
     )
+    for outer in {model, getattr(model, "base_model", model)}:  # which may be called by itself
+        attachment.handles.append(
+            outer.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
+        )
     if ours.indexer is not None:
         attachment.handles.append(
             # on the inner model, which may be called by itself
@@ -267,7 +285,7 @@ def _watch_indexers(attachment: Attachment) -> None:
         module.expand_kv = keep_latents  # type: ignore[assignment]
         indexer = module.indexer
         if isinstance(indexer, nn.Module):
-            watch = IndexerWatch(attachment.config)
+            watch = IndexerWatch(attachment)
             attachment.watches[int(module.layer_idx)] = watch  # type: ignore[arg-type]
             watch.hook(indexer)
             attachment.handles.append(watch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 
 from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import attend_v4
-from openmla.integrations.transformers.session import Attachment, new_spans
+from openmla.integrations.transformers.masks import read_mask
 from openmla.ops import mha_ragged
 
 if TYPE_CHECKING:
@@ -39,11 +41,12 @@ def openmla_attention(
             "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
         )
     B, H, S, E = query.shape
-    layer, attachment.storing = attachment.storing, None
+    current = attachment.current
+    layer, current.storing = current.storing, None
     if attachment.config.indexer is not None:
         attention_mask = _padding_of(attention_mask)
-        if layer is not None and attachment.passing is not None:
-            _refuse_packed(attachment.positions, attention_mask)
+        if layer is not None and current.own_cache is not None:
+            _refuse_packed(current.positions, attention_mask)
     q = query.transpose(1, 2).reshape(B * S, H, E)
     if layer is None:
         return _without_cache(attachment, q, key, value, attention_mask), None
@@ -52,9 +55,10 @@ def openmla_attention(
         session.begin(B, S, attention_mask)
     layer.steps = session.steps
     layer.columns += S
-    out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
+    with attachment.using_caches(query.device):
+        out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
     if module is attachment.modules[-1]:
-        session.unfinished = False
+        session.finish()
     picked = session.picked
     return _unpacked(out, None if picked is None else picked.to(out.device), B, S), None
 
@@ -71,7 +75,6 @@ def _attend(
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
     assert layer.latents is not None
-    cache.copy_blocks(*session.copies)
     kv_c, k_pe = (part.flatten(0, 1) for part in layer.latents)
     layer.latents = None
     picked = session.picked
@@ -120,7 +123,7 @@ def _refuse_packed(positions: Tensor | None, padding: Tensor | None) -> None:
     """Several sequences in one row, told by positions alone, would attend to one another."""
     if padding is not None or positions is None or positions.shape[-1] == 1:
         return
-    if len(_packed_spans(positions)) > positions.shape[0]:
+    if len(_packed_lens(positions)) > positions.shape[0]:
         raise UnsupportedError(
             "attach: sequences packed into one row are not supported for sparse models. "
             "Give them as rows of a batch."
@@ -141,12 +144,15 @@ def _without_cache(
 ) -> Tensor:
     """A forward pass without past_key_values: the module expanded everything itself."""
     B, H, S, _ = key.shape
-    spans = [(b * S + i, b * S + j) for b, (i, j) in enumerate(new_spans(B, S, mask, [0] * B))]
-    if mask is None and attachment.positions is not None:
-        spans = _packed_spans(attachment.positions.expand(B, S))
-    picked = torch.cat([torch.arange(i, j) for i, j in spans]).to(q.device)
+    columns, positions = read_mask(B, S, mask, [[] for _ in range(B)]), attachment.current.positions
+    picked, lens = torch.arange(B * S), [S] * B
+    if columns is not None:
+        picked = columns.new.flatten().nonzero().flatten()
+        lens = columns.new.sum(dim=1).tolist()
+    elif mask is None and positions is not None:
+        lens = _packed_lens(positions.expand(B, S))
+    picked = picked.to(q.device)
     k, v = (part.transpose(1, 2).reshape(B * S, H, -1)[picked] for part in (key, value))
-    lens = [stop - start for start, stop in spans]
     start_loc = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int().to(q.device)
     out, _ = mha_ragged(
         q[picked],
@@ -162,12 +168,12 @@ def _without_cache(
     return _unpacked(out, picked, B, S)
 
 
-def _packed_spans(positions: Tensor) -> list[tuple[int, int]]:
+def _packed_lens(positions: Tensor) -> list[int]:
     """Sequences packed into one row: a new one begins wherever positions do not go on by one."""
     flat = positions.flatten().tolist()
     S = positions.shape[1]
     starts = [t for t in range(len(flat)) if t % S == 0 or flat[t] != flat[t - 1] + 1]
-    return list(zip(starts, [*starts[1:], len(flat)], strict=True))
+    return [stop - start for start, stop in pairwise([*starts, len(flat)])]
 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

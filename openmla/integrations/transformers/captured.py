@@ -5,8 +5,9 @@ what one waits for. A step of one new token per row always has the same shapes: 
 its inputs and in the plan's buffers differ. So the model's own forward is recorded once over fixed
 tensors; from then on a step takes blocks, fills the buffers and replays. Prompts and everything
 else go through the model's forward as before. Python runs only while recording: weights that are
-replaced between generations are noticed, a number inside a module that changes is not. So where
-nobody asked for it, a model with hooks inside is left alone.
+replaced between generations are noticed, and adapters that are switched at any time; another
+number inside a module that changes is not. So where nobody asked for it, a model with hooks inside
+is left alone. Threads take turns: one graph's tensors serve one step at a time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from torch import Tensor, nn
 
 from openmla.cache import LayerCache
 from openmla.errors import UnsupportedError
+from openmla.integrations.transformers.masks import read_mask
 from openmla.integrations.transformers.paged_layer import PagedLayer
 from openmla.plan import plan_buffers
 
 if TYPE_CHECKING:
-    from openmla.integrations.transformers.session import Attachment, Session
+    from openmla.integrations.transformers.attachment import Attachment
+    from openmla.integrations.transformers.session import Session
 
 UNDERSTOOD = (
     "attention_mask",
@@ -51,7 +54,8 @@ class Recorded(NamedTuple):
     buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
     places: tuple[int, ...]  # of the caches; if they move, the graph is of no use
     weights: tuple[int, ...]  # where they are; looked at once per generation
-    decoded_by: weakref.ref[Session] | None  # whose decoded weights it reads, if any
+    decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is no plain linear, as it reads them
+    switches: tuple[Any, ...]  # of adapters
     graph: Any  # None on a CPU, where the step runs instead
     logits: Tensor  # [B, 1, vocabulary]
     result: type  # what the model's forward returns, which would hold on to the cache
@@ -73,6 +77,7 @@ class CapturedDecode:
         self.recorded: Recorded | None = None
         self.recordings = 0
         self.served: Callable[[], Session | None] = lambda: None  # the session of the last step
+        self.adapters: list[Any] = []  # modules, as of the last recording
         update_wrapper(self, self.forward)  # generate() looks at the signature
         model.forward = self
 
@@ -91,21 +96,29 @@ class CapturedDecode:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self.forward(*args, **kwargs)
-        layers = _decoding(self.attachment, kwargs, self.asked)
-        if not layers or not self._may(layers[0].session):
-            return self.forward(*args, **kwargs)
+        with self.attachment.lock:
+            layers = [] if args else _decoding(self.attachment, kwargs, self.asked)
+            if not layers or not self._may(layers[0].session):
+                self.served = lambda: None  # what is looked at once per generation, anew
+                return self.forward(*args, **kwargs)
+            return self._step(layers, kwargs)
+
+    def _step(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
+        """One new token per row, replayed, or recorded where nothing fits it yet."""
         past, session = kwargs["past_key_values"], layers[0].session
         ids, columns = kwargs["input_ids"], [layer.columns for layer in layers]
         positions = kwargs["position_ids"].expand(ids.shape)
-        self.attachment.positions = positions
+        self.attachment.current.positions = positions
         caches = self._begin(session, layers, ids)
         recorded = self.recorded
         if self.served() is not session and recorded is not None:  # another generation
-            recorded = recorded if recorded.weights == _weights(self.model) else None
+            same = recorded.weights == _weights(self.model) and _same_decoded(recorded, session)
+            recorded = recorded if same else None
         self.served = weakref.ref(session)
-        if recorded is None or not _serves(recorded, session, ids, caches):
+        serves = recorded is not None and _serves(recorded, session, ids, caches)
+        if recorded is None or not serves or recorded.switches != _switches(self.adapters):
             self.recorded = None  # its memory, before more is taken
             recorded = self.recorded = self._record(past, session, layers, caches, ids, positions)
         else:
@@ -119,7 +132,7 @@ class CapturedDecode:
                 recorded.logits.copy_(out.logits)
         for layer, seen in zip(layers, columns, strict=True):
             layer.steps, layer.columns = session.steps, seen + 1
-        session.unfinished = False
+        session.finish()
         return recorded.result(logits=recorded.logits.clone(), past_key_values=past)
 
     def _may(self, session: Session) -> bool:
@@ -129,15 +142,12 @@ class CapturedDecode:
         return self.recordable and inner_hooks(self.model) <= self.hooks
 
     def _begin(self, session: Session, layers: list[PagedLayer], ids: Tensor) -> list[LayerCache]:
-        """Blocks for the new tokens; copies of shared ones are made here, not in the graph."""
+        """Blocks for the new tokens; _decoding() has looked at the mask."""
         session.begin(ids.shape[0], 1, None)
         dtype = session.dtype
         assert dtype is not None  # a prompt came before
-        caches = [self.attachment.cache(layer.layer, ids.device, dtype) for layer in layers]
-        for cache in caches:
-            cache.copy_blocks(*session.copies)
-        session.copies = tuple([] for _ in session.copies)
-        return caches
+        with self.attachment.using_caches(ids.device):
+            return [self.attachment.cache(layer.layer, ids.device, dtype) for layer in layers]
 
     def _plan(
         self,
@@ -193,6 +203,7 @@ class CapturedDecode:
         self._plan(session, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]
         graph, self.recordings = None, self.recordings + 1
+        self.adapters = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
 
         def step() -> Any:
             out = self._pass(ids, positions, past, session, layers)
@@ -209,10 +220,10 @@ class CapturedDecode:
         if graph is None:  # written again and again, as ids are
             with torch.inference_mode(False):
                 logits = out.logits.clone()
-        owner = weakref.ref(session) if session.decoded else None
+        decoded = tuple(session.decoded.values())
         return Recorded(
-            ids, positions, buffers, _places(caches), _weights(self.model), owner, graph,
-            logits, type(out),
+            ids, positions, buffers, _places(caches), _weights(self.model), decoded,
+            _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
 
     def _capture(self, step: Callable[[], Any]) -> tuple[Any, Any]:
@@ -225,7 +236,8 @@ class CapturedDecode:
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # other threads go on: what they allocate meanwhile is no part of this
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = step()
         except RuntimeError as reason:
             told = f"attach: this model's decode step cannot be recorded: {reason} "
@@ -291,6 +303,8 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
         return []
     if any(layer.steps != session.steps for layer in layers):
         return []
+    if read_mask(ids.shape[0], 1, kwargs.get("attention_mask"), session.columns) is not None:
+        return []  # a column that is no token, or tokens hidden: not the step that was recorded
     devices = {key[0] for key in session.plans}
     if len(devices) > 1:
         if not strict:
@@ -312,7 +326,13 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
             for buffers in recorded.buffers.values()
         )
         and recorded.places == _places(caches)
-        and (not session.decoded or _decoded_by(recorded) is session)
+        and len(recorded.decoded) == len(session.decoded)
+        and all(
+            state == known
+            for (state, _), (known, _) in zip(
+                recorded.decoded, session.decoded.values(), strict=True
+            )
+        )
     )
 
 
@@ -325,8 +345,27 @@ def _weights(model: nn.Module) -> tuple[int, ...]:
     return tuple(parameter.data_ptr() for parameter in model.parameters())
 
 
-def _decoded_by(recorded: Recorded) -> Session | None:
-    return None if recorded.decoded_by is None else recorded.decoded_by()
+def _same_decoded(recorded: Recorded, session: Session) -> bool:
+    """By their values: a weight may have been written to in a way that leaves no trace."""
+    decoded = session.decoded.values()
+    return len(recorded.decoded) == len(decoded) and all(
+        torch.equal(one, other)
+        for (_, one), (_, other) in zip(recorded.decoded, decoded, strict=True)
+    )
+
+
+def _switches(adapters: list[Any]) -> tuple[Any, ...]:
+    """What peft's layers ask before they add an adapter: looked at in every step."""
+    return tuple(
+        (
+            module._disable_adapters,
+            str(module.active_adapter),
+            str(getattr(module, "merged_adapters", "")),
+            str(getattr(module, "scaling", "")),
+            len(module._forward_pre_hooks),
+        )
+        for module in adapters
+    )
 
 
 def _most_blocks(session: Session) -> int:

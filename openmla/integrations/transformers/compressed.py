@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from openmla.attention import IndexInputs, Pooled, attend_compressed
 from openmla.errors import ShapeError
-from openmla.layers.rope import rope_table
 from openmla.ops import rope
 
 if TYPE_CHECKING:
+    from openmla.integrations.transformers.attachment import Attachment
     from openmla.integrations.transformers.paged_layer import PagedLayer
-    from openmla.integrations.transformers.session import Attachment
 
 
 class Compressible(NamedTuple):
@@ -68,12 +67,12 @@ class CompressorStandIn:
         pooled = _projected(self.compressor, hidden)
         indexer = getattr(self.compressor, "indexer", None)
         if indexer is None:
-            self.attachment.compressible = Compressible(pooled)
+            self.attachment.current.compressible = Compressible(pooled)
         else:
             config = self.attachment.config.indexer
             assert config is not None
             query = indexer.q_b_proj(q_residual.flatten(0, 1))
-            self.attachment.compressible = Compressible(
+            self.attachment.current.compressible = Compressible(
                 pooled,
                 _projected(indexer, hidden),
                 query.view(-1, config.num_heads, config.head_dim),
@@ -111,7 +110,6 @@ def attend_v4(
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
-    cache.copy_blocks(*session.copies)
     step = plan.compressed
     assert step is not None and layer.latents is not None
     config = plan.config
@@ -120,7 +118,8 @@ def attend_v4(
     q = query.transpose(1, 2).reshape(B * S, H, D)
     raw = layer.latents[0].flatten(0, 1)
     layer.latents = None
-    inputs, attachment.compressible = attachment.compressible, None
+    current = attachment.current
+    inputs, current.compressible = current.compressible, None
     picked = session.picked
     if picked is not None:
         picked = picked.to(query.device)
@@ -128,7 +127,7 @@ def attend_v4(
         inputs = inputs and inputs.picked(picked)
     R, table, index = config.qk_rope_head_dim, None, None
     if cache.ratio:  # the module itself rotates queries and raw rows
-        table = rope_table(config.compressor.rope, R, config.max_positions, query.device)
+        table = attachment.table(query.device)
     if inputs is not None and inputs.index_query is not None and step.chunks:
         assert table is not None
         assert inputs.index_weights is not None and config.indexer is not None
@@ -167,17 +166,18 @@ def with_positions(
     return args, {**kwargs, "position_ids": positions}
 
 
-def check_positions(
-    positions: Tensor | None, spans: list[tuple[int, int]], lens: list[int]
-) -> None:
-    """Tokens stand at their places in their own sequences; looked at where that is cheap."""
+def check_positions(positions: Tensor | None, new: Tensor, lens: list[int]) -> None:
+    """Tokens stand at their places in their own sequences; looked at where that is cheap.
+
+    `new` [B, S] says which columns are tokens, `lens` how many each row has already.
+    """
     if positions is None or (positions.device.type != "cpu" and positions.shape[-1] == 1):
         return
-    rows = positions.expand(len(spans), positions.shape[-1]).tolist()
-    for b, ((start, stop), before) in enumerate(zip(spans, lens, strict=True)):
-        if rows[b][start:stop] != list(range(before, before + stop - start)):
+    rows = positions.expand(new.shape).cpu()
+    for b, before in enumerate(lens):
+        given = rows[b][new[b]].tolist()
+        if given != list(range(before, before + len(given))):
             raise ShapeError(
                 f"attach: position_ids must count each sequence's own tokens for deepseek_v4, "
-                f"row {b} goes on at {before} with {stop - start} tokens, "
-                f"got {rows[b][start:stop][:4]}..."
+                f"row {b} goes on at {before} with {len(given)} tokens, got {given[:4]}..."
             )

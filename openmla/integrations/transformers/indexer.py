@@ -8,24 +8,23 @@ key, which costs nothing and is not looked at.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from openmla.attention import IndexInputs
-from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.attachment import Attachment
 
 
 @dataclass
 class IndexerWatch:
-    """What one indexer module computed in the pass under way."""
+    """Keeps what one indexer module computes for the pass under way."""
 
-    config: MLAConfig
-    rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
-    query: Tensor | None = None  # [B, S, HI * DI], before rope
-    weights: Tensor | None = None  # [B, S, HI]
+    attachment: Attachment
     before: Any = None
     followed: dict[str, tuple[nn.Module, Any]] = field(default_factory=dict)
 
@@ -44,45 +43,52 @@ class IndexerWatch:
         for name, keep in (("wq_b", self._keep_query), ("weights_proj", self._keep_weights)):
             linear = getattr(indexer, name)
             known = self.followed.get(name)
-            if known is None or known[0] is not linear:
-                if known is not None:
-                    known[1].remove()
-                self.followed[name] = (linear, linear.register_forward_hook(keep))
+            if known is not None and known[0] is linear:
+                continue
+            with self.attachment.lock:  # one thread hooks it
+                known = self.followed.get(name)
+                if known is None or known[0] is not linear:
+                    if known is not None:
+                        known[1].remove()
+                    self.followed[name] = (linear, linear.register_forward_hook(keep))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._follow(module)
-        self.rotation = kwargs["position_embeddings"] if len(args) < 3 else args[2]
+        rotation = kwargs["position_embeddings"] if len(args) < 3 else args[2]
+        self.attachment.current.index_rotation = rotation
 
     def _keep_query(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        self.query = out
+        self.attachment.current.index_query = out
 
     def _keep_weights(self, module: nn.Module, args: Any, out: Tensor) -> None:
-        self.weights = out
+        self.attachment.current.index_weights = out
 
     def take(self, k_idx: Tensor, picked: Tensor | None) -> IndexInputs:
         """This pass's inputs, tokens packed; k_idx [B, S, DI] is rotated already."""
-        indexer = self.config.indexer
+        indexer, current = self.attachment.config.indexer, self.attachment.current
         assert indexer is not None
-        if self.rotation is None or self.query is None or self.weights is None:
+        rotation, query = current.index_rotation, current.index_query
+        weights = current.index_weights
+        if rotation is None or query is None or weights is None:
             raise UnsupportedError(
                 "attach: this model's indexer is not called as transformers 5.17's."
             )
         HI, DI = indexer.num_heads, indexer.head_dim
-        q_idx = self._rotated(self.query.unflatten(-1, (HI, DI))).flatten(0, 1)
+        q_idx = self._rotated(query.unflatten(-1, (HI, DI)), rotation).flatten(0, 1)
         wide = torch.promote_types(q_idx.dtype, torch.float32)
-        w_idx = self.weights.flatten(0, 1).to(wide) * (HI**-0.5 * DI**-0.5)
+        w_idx = weights.flatten(0, 1).to(wide) * (HI**-0.5 * DI**-0.5)
         keys = k_idx.flatten(0, 1)
-        self.rotation = self.query = self.weights = None
+        current.index_rotation = current.index_query = current.index_weights = None
         if picked is not None:
             q_idx, w_idx, keys = q_idx[picked], w_idx[picked], keys[picked]
         return IndexInputs(q_idx, w_idx, keys)
 
-    def _rotated(self, q: Tensor) -> Tensor:
+    def _rotated(self, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """As transformers rotates its keys: pairs end up with their first members in front."""
-        indexer = self.config.indexer
-        assert indexer is not None and self.rotation is not None
-        R = self.config.qk_rope_head_dim
-        cos, sin = (part.unsqueeze(2) for part in self.rotation)
+        config = self.attachment.config
+        indexer, R = config.indexer, config.qk_rope_head_dim
+        assert indexer is not None
+        cos, sin = (part.unsqueeze(2) for part in rotation)
         if indexer.rope_side == "first":
             turned, rest = q[..., :R], q[..., R:]
         else:

@@ -16,7 +16,8 @@ from transformers.cache_utils import (
 )
 
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations.transformers.session import Attachment, Session
+from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.session import Session
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -54,7 +55,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.session.attachment.detached:
             raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
         self.latents = (key_states[:, 0], value_states[:, 0])  # [B, S, C], [B, S, R]
-        self.session.attachment.storing = self
+        self.session.attachment.current.storing = self
         return key_states[:, :, :1], value_states[:, :, :1]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

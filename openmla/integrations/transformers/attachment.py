@@ -1,0 +1,261 @@
+"""Attachment: what attach() set up on a model, for all passes; Pass: what belongs to one of them.
+
+Several threads may run passes over one model, each with a cache of its own. What they share, block
+pool and caches, is locked; what a pass hands from one of its modules to the next is a Pass, one per
+thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from openmla.cache import BlockPool, CompressedPool, Geometry, LayerCache, allocate_cache
+from openmla.config import MLAConfig
+from openmla.errors import CacheFullError, ConfigError, UnsupportedError
+from openmla.integrations.transformers.compressed import Compressible
+from openmla.layers.rope import rope_table
+from openmla.plan import Plan
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.indexer import IndexerWatch
+    from openmla.integrations.transformers.paged_layer import PagedLayer
+
+FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
+ROLLBACK = 32  # tokens a V4 sequence can be cropped by
+NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(eq=False)
+class Pass:
+    """What one forward pass hands from module to module; a thread has one pass at a time."""
+
+    positions: Tensor | None = None  # as the model was given them
+    storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
+    own_cache: Any = None  # of a pass that was given none
+    compressible: Compressible | None = None  # what a V4 layer will pool
+    index_rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
+    index_query: Tensor | None = None  # [B, S, HI * DI], before rope
+    index_weights: Tensor | None = None  # [B, S, HI]
+
+
+@dataclass(eq=False)
+class Attachment:
+    """Everything attach() set up on one model: the shared block pool, caches per layer, options."""
+
+    config: MLAConfig
+    modules: list[nn.Module]
+    num_blocks: int
+    block_size: int
+    format: str | None  # None: the model's dtype
+    index_format: str
+    backend: str
+    workspace_tokens: int | None
+    may_grow: bool
+    detached: bool = False
+    handles: list[Any] = field(default_factory=list)
+    previous: list[tuple[Any, Any]] = field(default_factory=list)
+    names: Any = field(default_factory=count)
+    name: str = "openmla"  # of the attention function
+    watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
+
+    def __post_init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        """Everything that passes change."""
+        self.pool = self._new_pool()
+        self.busy: set[Any] = set()  # requests of passes under way
+        for pool in self.pools:
+            pool.busy = self.busy
+        self.caches: dict[int, LayerCache] = {}
+        self.last_plan: Plan | None = None
+        self.lock = threading.RLock()  # of caches: held while a layer attends
+        self._pool_lock = threading.Lock()
+        self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone
+        self._passes = threading.local()
+        self._streams: dict[torch.device, Any] = {}  # where caches were last used
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a model that is copied or saved: caches and their requests stay with the original."""
+        fields = self.__dataclass_fields__
+        return {name: value for name, value in vars(self).items() if name in fields}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        twin = Attachment.__new__(Attachment)
+        memo[id(self)] = twin
+        twin.__setstate__({name: deepcopy(v, memo) for name, v in self.__getstate__().items()})
+        return twin
+
+    def _new_pool(self) -> BlockPool | CompressedPool:
+        if self.config.compressor is None:
+            return BlockPool(self.num_blocks, self.block_size)
+        return CompressedPool(
+            Geometry.for_model(
+                self.config,
+                num_blocks=self.num_blocks,
+                block_size=self.block_size,
+                max_requests=FIRST_REQUESTS,
+                max_tokens=FIRST_TOKENS,
+                window_block_size=64,
+                rollback=ROLLBACK,
+                format="",
+                index_format="",
+            )
+        )
+
+    @property
+    def current(self) -> Pass:
+        """The pass that this thread is in, or will begin."""
+        found: Pass | None = getattr(self._passes, "current", None)
+        if found is None:
+            found = self._passes.current = Pass()
+        return found
+
+    @property
+    def pools(self) -> tuple[BlockPool, ...]:
+        """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
+        return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
+        """The pool, for this thread alone. Not to be nested, and nothing in it waits for a lock."""
+        with self._pool_lock:
+            yield self.pool
+        self._free_dropped()
+
+    def drop(self, requests: Sequence[int]) -> None:
+        """Free a session's requests. The garbage collector calls this, wherever a thread happens to
+        be: if the pool is in use, whoever uses it frees them afterwards."""
+        self._dropped.append(requests)
+        self._free_dropped()
+
+    def _free_dropped(self) -> None:
+        while self._dropped and self._pool_lock.acquire(blocking=False):
+            try:
+                for request in self._dropped.popleft() if self._dropped else ():
+                    self.busy.discard(request)
+                    self.pool.free(request)
+            finally:
+                self._pool_lock.release()
+
+    @contextmanager
+    def using_caches(self, device: torch.device) -> Iterator[None]:
+        """Caches for this thread alone, behind what other streams have launched on them."""
+        with self.lock:
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                stream, last = torch.cuda.current_stream(device), self._streams.get(device)
+                if last is not None and last != stream:
+                    stream.wait_stream(last)
+                self._streams[device] = stream
+            yield
+
+    def take(self, wanted: dict[int, int]) -> tuple[list[tuple[int, int]], ...]:
+        """Blocks for new tokens, what to copy first; pools that may grow do instead of being full.
+
+        Windows and states always may: they are bounded by the number of sequences. Called with the
+        pool locked.
+        """
+        for pool in self.pools:
+            while not _fits(pool, wanted, raising=pool is self.pools[0] and not self.may_grow):
+                pool.grow(2 * pool.num_blocks)
+        taken = self.pool.take(wanted)
+        return (taken,) if isinstance(taken, list) else taken
+
+    def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
+        """One layer's cache, as many blocks as the pool has by now."""
+        format = self.format or NATURAL_FORMATS.get(dtype)
+        if format is None:
+            raise UnsupportedError(
+                f"attach: a {dtype} model has no cache format of its own. Give cache_format."
+            )
+        with self.lock:
+            kept = self.caches.get(layer)
+            if kept is None:
+                kept = allocate_cache(
+                    self.config,
+                    num_blocks=self.pool.num_blocks,
+                    block_size=self.pool.block_size,
+                    format=format,
+                    index_format=self.index_format,
+                    layer=layer,
+                    max_requests=FIRST_REQUESTS,
+                    max_tokens=FIRST_TOKENS,
+                    rollback=ROLLBACK,
+                    device=device,
+                )
+            rows = kept.latent or kept.window
+            assert rows is not None
+            if rows.format != format or rows.data.device != device:
+                raise ConfigError(
+                    f"attach: the cache is {rows.format} on {rows.data.device}, the "
+                    f"model wants {format} on {device} now. Call detach(model), then attach(model)."
+                )
+            kept = self.caches[layer] = self._grown(kept)
+            return kept
+
+    def copy(
+        self, copies: tuple[list[tuple[int, int]], ...], sources: Tensor, targets: Tensor
+    ) -> None:
+        """Carry out what take() asked for in every layer, then move rows from slot to slot."""
+        if not any(copies) and sources.numel() == 0:
+            return
+        for layer, kept in self.caches.items():
+            cache = self.caches[layer] = self._grown(kept)
+            with self.using_caches(cache.parts[0].data.device):
+                cache.copy_blocks(*copies)
+                if sources.numel():
+                    assert cache.latent is not None  # V4 moves no rows
+                    cache.latent.move_rows(sources, targets, self.config.latent_dim)
+                    if cache.index is not None:
+                        assert self.config.indexer is not None
+                        cache.index.move_rows(sources, targets, self.config.indexer.head_dim)
+
+    def _grown(self, cache: LayerCache) -> LayerCache:
+        return cache.grown(*(pool.num_blocks for pool in self.pools))
+
+    def table(self, device: torch.device) -> Tensor:
+        """Angles of V4's entries; modules rotate all else themselves."""
+        compressor = self.config.compressor
+        assert compressor is not None
+        found = self._tables.get(device)
+        if found is None:
+            R = self.config.qk_rope_head_dim
+            found = rope_table(compressor.rope, R, self.config.max_positions).to(device)
+            if type(found) is Tensor:  # a tracer's stand-in would stay for eager passes
+                self._tables[device] = found
+        return found
+
+    def used_bytes(self) -> int:
+        """Bytes of the blocks that requests hold, over all layers."""
+        used = [pool.num_blocks - pool.num_free for pool in self.pools]
+        total = 0
+        for cache in list(self.caches.values()):
+            for part in cache.parts:
+                lifetime = 1 if part is cache.window else 2 if part is cache.state else 0
+                total += used[lifetime] * part.data[0].numel() * part.data.element_size()
+        return total
+
+
+def _fits(pool: BlockPool, wanted: dict[int, int], *, raising: bool) -> bool:
+    try:
+        pool.check(wanted)
+    except CacheFullError:
+        if raising:
+            raise
+        return False
+    return True

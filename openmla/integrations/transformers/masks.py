@@ -1,0 +1,93 @@
+"""What transformers' attention masks say of a batch: which columns are tokens, which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError, UnsupportedError
+
+Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
+
+
+class Columns(NamedTuple):
+    """A mask that says more than "everything is a token"."""
+
+    new: Tensor  # [B, S] bool on the CPU: which of the new columns are tokens
+    hidden: list[list[int]]  # per row: cached tokens, by position, that are hidden from now on
+
+
+def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Columns | None:
+    """What a mask [B, columns] says of S new columns and of the cached ones before them.
+
+    None where there is nothing to say: every new column is a token, and the cached ones are what
+    they were. Their number and the sum of their places tell that, so a step of one token per row
+    reads 2 B integers back from a GPU and no more. Columns that are not tokens may be anywhere.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2:
+        raise UnsupportedError(
+            f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
+            "Square masks are not supported."
+        )
+    past = sum(length for _, length in cached[0]) if cached else 0
+    if mask.shape[0] != B or mask.shape[1] not in (S, past + S):
+        raise ShapeError(
+            f"attach: attention_mask must be [{B}, {past + S}] with {past} columns cached, "
+            f"got {tuple(mask.shape)}."
+        )
+    whole = mask.shape[1] > S  # or of the new columns only
+    real = mask.to(torch.bool)
+    expected = [_count_and_sum([*(runs if whole else ()), (True, S)]) for runs in cached]
+    places = torch.arange(mask.shape[1], device=mask.device)
+    if torch.stack([real.sum(dim=1), (real * places).sum(dim=1)], dim=1).tolist() == expected:
+        return None
+    real = real.cpu()
+    hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
+    return Columns(real[:, -S:], hidden)
+
+
+def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
+    """Cached tokens, by position, that a mask does not show any more."""
+    hidden = []
+    for b, runs in enumerate(cached):
+        tokens = torch.tensor([is_token for is_token, length in runs for _ in range(length)])
+        shown = now[b]
+        if bool((shown & ~tokens).any()):
+            column = int((shown & ~tokens).nonzero()[0])
+            raise ShapeError(
+                f"attach: attention_mask must not show what is not cached, column {column} of row "
+                f"{b} was not a token when it came."
+            )
+        hidden.append((~shown)[tokens].nonzero().flatten().tolist())
+    return hidden
+
+
+def _count_and_sum(runs: Runs) -> list[int]:
+    """How many tokens a row has, and the sum of the columns they are in."""
+    column = count = total = 0
+    for is_token, length in runs:
+        if is_token:
+            count += length
+            total += length * (2 * column + length - 1) // 2
+        column += length
+    return [count, total]
+
+
+def runs_of(columns: Sequence[bool]) -> Runs:
+    """Columns one by one, as runs."""
+    return [(is_token, len(list(group))) for is_token, group in groupby(columns)]
+
+
+def hide_tokens(runs: Runs, positions: Sequence[int]) -> Runs:
+    """A row's runs with the tokens at some positions not tokens any more."""
+    columns = [is_token for is_token, length in runs for _ in range(length)]
+    places = [column for column, is_token in enumerate(columns) if is_token]
+    for position in positions:
+        columns[places[position]] = False
+    return runs_of(columns)

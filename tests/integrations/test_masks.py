@@ -1,0 +1,211 @@
+"""Attention masks: columns that are no tokens anywhere, and tokens that are hidden later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError
+from openmla.integrations.transformers import attach, attachment_of
+from openmla.integrations.transformers.masks import Runs, hide_tokens, read_mask, runs_of
+from tests.integrations import test_sparse_models
+from tests.integrations.models import VOCAB, make_model, padded_prompts
+from tests.integrations.test_captured import model_of
+from tests.integrations.test_v4_models import make_v4
+
+FAMILIES = ("deepseek_v3", "deepseek_v32")
+
+
+def positions_of(mask: Tensor) -> Tensor:
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+def test_what_a_mask_says() -> None:
+    """Every mask of two rows of four columns, of which two are cached."""
+    for bits in range(256):
+        mask = torch.tensor([[bits >> (4 * b + j) & 1 for j in range(4)] for b in range(2)])
+        cached: list[Runs] = [[(True, 2)], [(False, 1), (True, 1)]]
+        if mask[1, 0]:
+            with pytest.raises(ShapeError, match="column 0 of row 1 was not a token"):
+                read_mask(2, 2, mask, cached)
+            continue
+        found = read_mask(2, 2, mask, cached)
+        if found is None:
+            assert mask.tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
+            continue
+        assert torch.equal(found.new, mask[:, 2:].bool())
+        assert found.hidden == [
+            [p for p in range(2) if not mask[0, p]], [] if mask[1, 1] else [0]
+        ]  # fmt: skip
+
+
+def test_runs() -> None:
+    runs = runs_of([False, True, True, False, True])
+    assert runs == [(False, 1), (True, 2), (False, 1), (True, 1)]
+    assert hide_tokens(runs, [1, 2]) == [(False, 1), (True, 1), (False, 3)]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_holes(family: str, cached: bool, device: str) -> None:
+    """Columns that are no tokens, anywhere: the others see one another and nothing else."""
+    model = model_of(family).to(device)
+    ids, mask = (part.to(device) for part in padded_prompts(B=3, S=40))
+    mask[0, 5] = mask[0, 17:20] = mask[1, 30] = mask[2, ::7] = 0
+    expected = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    attach(model, block_size=4)
+    ours = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=cached).logits
+    torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("last", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cached_tokens_hidden_later(family: str, last: int, device: str) -> None:
+    """A second turn hides tokens of the first, here and there, and may end in one that is none."""
+    model = model_of(family).to(device)
+    ids, mask = (part.to(device) for part in padded_prompts(B=3, S=40))
+    new = torch.randint(2, VOCAB, (3, 6), generator=torch.Generator().manual_seed(3)).to(device)
+    later = torch.cat([mask, torch.ones_like(new)], dim=1)
+    later[0, 39] = later[1, 10:22] = later[2, 8] = later[2, 41] = 0
+    later[1, -1] = last
+
+    def run() -> Tensor:
+        past = model(ids, attention_mask=mask, position_ids=positions_of(mask)).past_key_values
+        where = positions_of(later)[:, 40:]
+        logits: Tensor = model(
+            new, attention_mask=later, position_ids=where, past_key_values=past
+        ).logits[:, -1]
+        again = torch.cat([later, later.new_ones(3, 1)], dim=1)
+        more = model(
+            new[:, :1],
+            attention_mask=again,
+            position_ids=positions_of(again)[:, -1:],
+            past_key_values=past,
+        ).logits[:, -1]
+        return torch.stack([logits, more])
+
+    expected = run()
+    attach(model, block_size=4)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
+    pool = attachment_of(model).pool
+    assert pool.num_free == pool.num_blocks
+
+
+@pytest.mark.parametrize("index_format", ["index_fp8", "index_bf16"])
+@pytest.mark.parametrize("format", ["fp8_ds_mla", "bf16"])
+def test_rows_move_as_they_are_stored(format: str, index_format: str) -> None:
+    """Hiding and showing nothing new: a lossy cache answers as one that never had the tokens."""
+    model = test_sparse_models.make_model("deepseek_v32", kv_lora_rank=128, index_head_dim=128)
+    attach(model, block_size=4, cache_format=format, index_format=index_format)
+    ids, _ = padded_prompts(B=1, S=30)
+    shown = torch.ones_like(ids)
+    shown[0, 3] = shown[0, 9:14] = 0
+    where = torch.arange(30)[None]
+    past = model(ids[:, :29], position_ids=where[:, :29]).past_key_values
+    hidden = model(
+        ids[:, 29:], attention_mask=shown, position_ids=where[:, 29:], past_key_values=past
+    ).logits
+    kept = shown[0, :29].bool()
+    rows = attachment_of(model).caches[0]
+    pool = attachment_of(model).pool
+    request = pool.requests[0]
+    held = int(kept.sum()) + 1
+    assert pool.seq_len(request) == held and rows.latent is not None and rows.index is not None
+    slots = pool.slot_mapping([(request, 0, held)])  # type: ignore[union-attr]
+    fresh = model(ids[:, :29], position_ids=where[:, :29]).past_key_values
+    whole = pool.slot_mapping([(fresh.layers[0].session.requests[0], 0, 29)])  # type: ignore[union-attr]
+    for part, D in ((rows.latent, 136), (rows.index, 128)):
+        one = torch.tensor(1.0)
+        wide = part.layout.read(part.data, slots[: held - 1], one, torch.float32, D)
+        assert torch.equal(wide, part.layout.read(part.data, whole[kept], one, torch.float32, D))
+    assert hidden.isfinite().all()
+
+
+def test_a_full_pool_hides_nothing() -> None:
+    """What cannot be had is told, and the cache is as it was."""
+    model = make_model("deepseek_v3")
+    attach(model, block_size=4, num_blocks=6)
+    ids, mask = padded_prompts(B=1, S=22)
+    past = model(ids).past_key_values
+    expected = model(ids[:, :1], past_key_values=past).logits
+    past.crop(-1)
+    later = torch.cat([mask, mask[:, :1]], dim=1)
+    later[0, 2] = 0
+    from openmla.errors import CacheFullError
+
+    with pytest.raises(CacheFullError):
+        model(ids[:, :1], attention_mask=later, past_key_values=past)
+    again = model(ids[:, :1], past_key_values=past).logits
+    torch.testing.assert_close(again, expected)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "deepseek_v32"])
+def test_left_padding_column_by_column(family: str, capture: bool, device: str) -> None:
+    """prefill_chunk_size=1: padding comes as single columns, which a decode step looks like."""
+    model = model_of(family).to(device)
+    ids, mask = (part.to(device) for part in padded_prompts(B=3, S=14))
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    attach(model, block_size=4, capture=capture)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=1, **options), expected)
+
+
+def test_a_chat_whose_rows_end_at_different_times(device: str) -> None:
+    """generate() fills a finished row with pad tokens, which the next turn's mask hides."""
+    model = make_model("deepseek_v3").to(device)
+    ids, mask = (part.to(device) for part in padded_prompts(B=2, S=12))
+    turn = torch.tensor([[0, 8, 9], [11, 12, 13]], device=device)
+    ends = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1]], device=device)
+
+    def chat() -> Tensor:
+        first = model.generate(
+            ids, attention_mask=mask, max_new_tokens=6, do_sample=False,
+            return_dict_in_generate=True,
+        )  # fmt: skip
+        shown = torch.cat([mask, ends, turn.ne(0).long()], dim=1)
+        both = torch.cat([first.sequences, turn], dim=1)
+        out: Tensor = model.generate(
+            both, attention_mask=shown, past_key_values=first.past_key_values,
+            max_new_tokens=6, do_sample=False,
+        )  # fmt: skip
+        return out
+
+    expected = chat()
+    attach(model, block_size=4)
+    assert torch.equal(chat(), expected)
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_assistants_that_draft_pad_tokens(seed: int, same: bool, device: str) -> None:
+    """transformers guesses an assistant's mask from its tokens: drafted pads look like padding."""
+    model = make_model("deepseek_v3", seed).to(device)
+    assistant = make_model("deepseek_v3", seed if same else 7).to(device)
+    ids = padded_prompts(B=1, seed=seed)[0].to(device)
+    options = {"max_new_tokens": 30, "do_sample": False}
+    pad = int(model.generate(ids, **options)[0, ids.shape[1] + 4])
+    for either in (model, assistant):
+        either.generation_config.pad_token_id = pad
+    expected = model.generate(ids, **options)
+    assert (expected[0, ids.shape[1] :] == pad).any()
+    attach(model, block_size=4)
+    attach(assistant, block_size=4)
+    ours = model.generate(ids, assistant_model=assistant, **options)
+    assert torch.equal(ours, expected)
+
+
+def test_v4_takes_nothing_out() -> None:
+    model = make_v4()
+    attach(model)
+    ids = torch.arange(2, 12)[None]
+    past, where = model(ids).past_key_values, torch.tensor([[10]])
+    mask = torch.ones(1, 11, dtype=torch.long)
+    mask[0, 4] = 0
+    with pytest.raises(ShapeError, match="none can be taken out again"):
+        model(ids[:, :1], attention_mask=mask, position_ids=where, past_key_values=past)
+    mask = torch.ones(1, 11, dtype=torch.long)
+    mask[0, -1] = 0
+    with pytest.raises(ShapeError, match="must show the last column of every row"):
+        model(ids[:, :1], attention_mask=mask, position_ids=where, past_key_values=past)
