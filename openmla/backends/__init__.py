@@ -6,12 +6,11 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
+from openmla.backends.requirements import explain_failure, missing
 from openmla.errors import ConfigError, UnsupportedError
 
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -32,14 +31,6 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_sparse": ("flashmla", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "rope": ("triton", "reference"),
-}
-
-
-# Packages that are not installed with this one, and from which version up to which; looked for by
-# name, before any is imported. Triton's range is what CI compiles.
-REQUIRES: dict[str, tuple[str, str, str]] = {
-    "flashmla": ("flash_mla", "", ""),
-    "triton": ("triton", "3.6", "3.8"),
 }
 
 
@@ -95,12 +86,16 @@ def why_not(problem: Problem, backend: str) -> str | None:
     """Why a backend cannot run a problem, or None if it can."""
     if backend not in BACKENDS[problem.op]:
         return f"has no {problem.op}"
-    missing = _missing(*REQUIRES[backend]) if backend in REQUIRES else None
-    if missing is not None:
-        return missing
     if RUNS_ON.get(backend, problem.device) != problem.device and not _interpreted():
         return f"runs on {RUNS_ON[backend]}, this is {problem.device}"
-    reason: str | None = load(problem.op, backend).why_not(problem)
+    reason: str | None = missing(backend)
+    if reason is not None:
+        return reason
+    try:
+        reason = load(problem.op, backend).why_not(problem)
+    except Exception as error:
+        explain_failure(problem.op, error)
+        raise
     return reason
 
 
@@ -108,20 +103,6 @@ def _interpreted() -> bool:
     """Whether Triton's interpreter is on, which runs kernels on CPU tensors."""
     triton = sys.modules.get("triton")
     return triton is not None and bool(triton.knobs.runtime.interpret)
-
-
-def _missing(package: str, first: str, last: str) -> str | None:
-    if find_spec(package) is None:
-        return f"package {package} is not installed"
-    if first:
-        found = version(package)
-        if not _numbers(first) <= _numbers(found) < _numbers(last):
-            return f"needs {package}>={first},<{last}, this is {found}"
-    return None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")[:2])
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 PACKAGES = (
@@ -48,6 +49,7 @@ def examine() -> dict[str, Any]:
         "gpus": _guarded(_gpus),
         "cpu_bf16": _guarded(_cpu_bf16),
         "ops": _guarded(_ops),
+        "advice": _guarded(_advice),
     }
 
 
@@ -87,7 +89,20 @@ def _packages() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    if found["triton"] is None and find_spec("triton") is not None:  # ROCm's and XPU's wheels
+        from openmla.backends.requirements import version_of
+
+        found["triton"] = version_of("triton")
     return found
+
+
+def _advice() -> str | None:
+    """What to install for this machine's GPU, if anything."""
+    import torch
+
+    from openmla.backends.requirements import without_kernels
+
+    return without_kernels("cuda") if torch.cuda.is_available() else None
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -186,11 +201,14 @@ def render(report: dict[str, Any]) -> str:
         for index, gpu in enumerate(gpus):
             lines += _section(f"gpu {index}", gpu)
     lines += ["", "bf16 matrix products on this CPU", f"  {report['cpu_bf16']}"]
-    if isinstance(report["ops"], str):
-        return "\n".join([*lines, "", "ops", f"  {report['ops']}"])
-    for device, rows in report["ops"].items():
+    ops = report["ops"]
+    if isinstance(ops, str):
+        lines += ["", "ops", f"  {ops}"]
+    for device, rows in {} if isinstance(ops, str) else ops.items():
         lines += ["", f"ops on {device} (bf16, DeepSeek-V3 shapes; best backend first)"]
         lines += _matrix(rows)
+    if report["advice"] is not None:
+        lines += ["", "advice", f"  {report['advice']}"]
     return "\n".join(lines).lstrip("\n")
 
 

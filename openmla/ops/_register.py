@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from openmla.backends.requirements import explain_failure
 from openmla.errors import ShapeError, UnsupportedError
 
 # One library object for the life of the process. Library.define, not torch.library.custom_op,
@@ -124,16 +125,20 @@ def check_scale(op: str, scale: float) -> None:
         raise ShapeError(f"{op}: scale must be positive, got {scale}.")
 
 
-def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+def on_its_device(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """Run where the first tensor is. torch's own ops go there by themselves, but a kernel of Triton
     starts on the current device, whichever its pointers belong to."""
 
     def started(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return run(*args, **kwargs)
-        with torch.cuda.device(device):
-            return run(*args, **kwargs)
+        try:
+            if device.type != "cuda" or device.index == torch.cuda.current_device():
+                return run(*args, **kwargs)
+            with torch.cuda.device(device):
+                return run(*args, **kwargs)
+        except Exception as error:
+            explain_failure(op, error)
+            raise
 
     return started
 
@@ -142,6 +147,6 @@ def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> 
     """Define openmla::<op> from a schema line; returns the overload to call."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, on_its_device(run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, on_its_device(name, run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"openmla::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.openmla, name).default

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, select
+from openmla.backends import Problem
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO, MLAConfig
@@ -15,7 +15,7 @@ from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.hardware import capability
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
-from openmla.plan.problems import index_problem, named
+from openmla.plan.problems import chosen, index_problem
 from openmla.plan.rows import cumulative
 from openmla.plan.sparse import query_bytes, row_lens, score_chunks, true_row_lens
 from openmla.plan.types import CompressedPlan, Plan
@@ -63,7 +63,7 @@ def plan_compressed(
         check_slots("batch", slots, window.num_blocks * window.block_size)
     captured = None if into is None else captured_step(batch, config, cache, step, into)
     problems = find_compressed_problems(config, cache, window, dtype, captured or step)
-    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    backends = chosen(problems, backend)
     step, slots = upload((step, slots), window.data.device)
     if into is not None and captured is not None:
         slots = fill_buffers(into, step, slots)

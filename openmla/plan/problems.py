@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from openmla.backends import BACKENDS, Problem, select, why_not
+from openmla.backends.requirements import warn_of_reference
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import IndexerConfig, MLAConfig
 from openmla.errors import ConfigError
@@ -38,13 +39,21 @@ def _known(backend: str) -> str:
     return "auto"
 
 
+def chosen(problems: Sequence[Problem], backend: str) -> dict[str, str]:
+    """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
+    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    if backend == "auto" and "reference" in backends.values():
+        warn_of_reference("plan", problems[0].device)
+    return backends
+
+
 def choose_backends(
     problems: Sequence[Problem], backend: str, num_chosen: int
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
     """Who runs each op. Where few tokens attend to listed rows and the one that does it takes
     positions as well as slots, it is given positions: nothing maps them. With many tokens a launch
     does not count, and slots are cheaper to read, unless rows are decoded once for all tokens."""
-    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    backends = chosen(problems, backend)
     if "map_slots" not in backends:
         return tuple(problems), backends
     attending = next(problem for problem in problems if problem.op == "mqa_sparse")

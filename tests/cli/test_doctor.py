@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from openmla.backends import BACKENDS, REQUIRES, all_backends
+from openmla.backends import BACKENDS, all_backends
+from openmla.backends.requirements import REQUIRES
 from openmla.cli import doctor
 from openmla.cli.__main__ import main
 
@@ -28,7 +29,7 @@ def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_report_has_a_reason_in_every_empty_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"machine", "packages", "gpus", "cpu_bf16", "ops"}
+    assert set(report) == {"machine", "packages", "gpus", "cpu_bf16", "ops", "advice"}
     for op, cells in report["ops"]["cpu"].items():
         assert tuple(cells) == all_backends()
         for backend, cell in cells.items():
@@ -58,11 +59,20 @@ def test_report_prints_whatever_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise RuntimeError("no such thing")
 
-    for probe in ("_machine", "_packages", "_gpus", "_cpu_bf16", "_ops"):
+    for probe in ("_machine", "_packages", "_gpus", "_cpu_bf16", "_ops", "_advice"):
         monkeypatch.setattr(doctor, probe, broken)
     report = doctor.examine()
     text = doctor.render(report)
-    assert text.count("failed: RuntimeError: no such thing") == 5
+    assert text.count("failed: RuntimeError: no such thing") == 6
+
+
+def test_a_gpu_without_kernels_is_told_with_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: None)
+    advice = doctor._advice()
+    assert advice is not None and advice.endswith('not installed. pip install "openmla[triton]"')
+    report = {**doctor.examine(), "ops": {}, "gpus": [], "advice": advice}
+    assert doctor.render(report).endswith(f"advice\n  {advice}")
 
 
 def test_the_installed_command_runs() -> None:

@@ -154,7 +154,7 @@ def test_reasons(changes: dict[str, Any], reason: str | None) -> None:
 
 def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by name, before anything is imported; asking for it by name tells why not."""
-    monkeypatch.setattr("openmla.backends.find_spec", lambda name: None)
+    monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: None)
     assert why_not(FITS, "flashmla") == "package flash_mla is not installed"
     select.cache_clear()
     assert select(FITS) == "reference"

@@ -26,7 +26,7 @@ def test_an_op_goes_to_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", switch)
-    where = on_its_device(lambda _: current[0])
+    where = on_its_device("op", lambda _: current[0])
     for index in (0, 1):
         assert where(SimpleNamespace(device=torch.device("cuda", index))) == index
     assert where(torch.zeros(1)) == 0 and current == [0]

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
 
 from openmla.backends import all_backends
+from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.huggingface import FAMILIES
@@ -212,6 +213,8 @@ def attach(
         )
     if capture and not hasattr(model, "lm_head"):
         raise ConfigError("attach: capture needs a model with a language head.")
+    if backend == "auto":
+        warn_of_reference("attach", next(modules[0].parameters()).device.type)
     text_config = modules[0].config
     if str(text_config._attn_implementation) in (NAME, SPARSE_NAME):  # type: ignore[union-attr]
         raise ConfigError(
