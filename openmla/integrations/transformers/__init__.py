@@ -6,9 +6,10 @@ attention function to attend. attach() registers that function ("openmla", with 
 never builds a square mask), puts paged layers into the cache objects as they come by, and names the
 function in the model's config. No class is patched and no parameter copied.
 
-Sparse models (with an indexer) cache expanded keys and values, and score every key in one matrix.
-There, each module's expand_kv is shadowed on the instance, so that its cache gets the latents, and
-its indexer is watched: see indexer.py. DeepSeek V4's compressors are shadowed: see compressed.py.
+Sparse models (with an indexer) score every key in one matrix and expand every cached latent in
+every step (transformers 5.17 caches them expanded). There, each module's expand_kv is shadowed on
+the instance, so that latents stay latents, and its indexer is watched: see indexer.py. DeepSeek
+V4's compressors are shadowed: see compressed.py.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ SUPPORTED = (
     "youtu",
 )
 REFUSED = {
+    "bailing_hybrid": "it has not been compared with its own attention yet",
+    "mistral_large4": "layers without rope have rows of another width, and queries a learned scale",
     "glm5_next": "its indexer scores pools of tokens, not tokens",
 }
 

@@ -71,7 +71,7 @@ class IndexerWatch:
         weights = current.index_weights
         if rotation is None or query is None or weights is None:
             raise UnsupportedError(
-                "attach: this model's indexer is not called as transformers 5.17's."
+                "attach: this model's indexer is not called as it is in transformers 5.17 to 5.22."
             )
         HI, DI = indexer.num_heads, indexer.head_dim
         q_idx = self._rotated(query.unflatten(-1, (HI, DI)), rotation).flatten(0, 1)
