@@ -83,3 +83,7 @@ def padded_prompts(B: int = 5, S: int = 20, seed: int = 0) -> tuple[torch.Tensor
     for b in range(B):
         mask[b, : 3 * b] = 0
     return ids * mask, mask
+
+
+def on(device: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(device) for tensor in tensors)

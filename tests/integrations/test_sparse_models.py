@@ -20,6 +20,7 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
+from tests.integrations.models import on  # noqa: E402
 
 K = 24
 FIELDS: dict[str, Any] = {
@@ -105,13 +106,15 @@ UNEVEN = (60, K, K - 1, K + 1, 3)  # longer than, equal to, around and shorter t
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_same_tokens(family: str, seed: int) -> None:
+def test_same_tokens(family: str, seed: int, device: str) -> None:
     """64 new tokens for a left-padded batch of five, greedy, in blocks of 4 and of 64."""
-    model = make_model(family, seed)
-    ids, mask = prompts(UNEVEN, seed=seed)
+    model = make_model(family, seed).to(device)
+    ids, mask = on(device, *prompts(UNEVEN, seed=seed))
     expected = generate(model, ids, mask)
     # the model agrees with itself under another padding, or nobody could agree with it
-    assert torch.equal(generate(model, *prompts(UNEVEN, padding=7, seed=seed)), expected)
+    assert torch.equal(
+        generate(model, *on(device, *prompts(UNEVEN, padding=7, seed=seed))), expected
+    )
     for block_size in (4, 64):
         modules = attach(model, block_size=block_size)
         assert len(modules) == 3
@@ -123,9 +126,9 @@ def test_same_tokens(family: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunk_edges_around_the_top_k(family: str) -> None:
-    model = make_model(family)
-    ids, mask = prompts((70,))
+def test_chunk_edges_around_the_top_k(family: str, device: str) -> None:
+    model = make_model(family).to(device)
+    ids, mask = on(device, *prompts((70,)))
     expected = generate(model, ids, mask, max_new_tokens=16)
     attach(model, block_size=4, workspace=16)
     for chunk in (K - 1, K, K + 1, 2 * K, 7):
@@ -135,19 +138,19 @@ def test_chunk_edges_around_the_top_k(family: str) -> None:
 
 @pytest.mark.parametrize("length", [5, K - 17, K - 16, K, K + 40])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_contexts_that_grow_past_the_top_k(family: str, length: int) -> None:
+def test_contexts_that_grow_past_the_top_k(family: str, length: int, device: str) -> None:
     """Short of K throughout, reaching it, starting at it, far past it."""
-    model = make_model(family, seed=3)
-    ids, mask = prompts((length,) * 2, seed=4)
+    model = make_model(family, seed=3).to(device)
+    ids, mask = on(device, *prompts((length,) * 2, seed=4))
     expected = generate(model, ids, mask, max_new_tokens=16)
     attach(model, block_size=4)
     assert torch.equal(generate(model, ids, mask, max_new_tokens=16), expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_with_and_without_a_cache(family: str) -> None:
-    model = make_model(family)
-    ids, mask = prompts(UNEVEN)
+def test_logits_with_and_without_a_cache(family: str, device: str) -> None:
+    model = make_model(family).to(device)
+    ids, mask = on(device, *prompts(UNEVEN))
     real = mask.bool()
     with torch.no_grad():
         expected = model(ids, attention_mask=mask, use_cache=False).logits[real]
@@ -161,15 +164,15 @@ def test_logits_with_and_without_a_cache(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_beams_sampling_and_kept_caches(family: str) -> None:
-    model = make_model(family)
-    ids, mask = prompts((40, 30))
+def test_beams_sampling_and_kept_caches(family: str, device: str) -> None:
+    model = make_model(family).to(device)
+    ids, mask = on(device, *prompts((40, 30)))
     options: dict[str, Any] = {"max_new_tokens": 20}
     beams = generate(model, ids, mask, num_beams=3, **options)
     torch.manual_seed(5)
     sampled = generate(model, ids, mask, do_sample=True, **options)
     first = model(ids, attention_mask=mask, use_cache=True)
-    more = torch.randint(2, 97, (2, 5))
+    more = torch.randint(2, 97, (2, 5)).to(device)
     longer = torch.cat([mask, torch.ones_like(more)], 1)
     expected = model(more, attention_mask=longer, past_key_values=first.past_key_values).logits
     attach(model, block_size=4)
@@ -178,7 +181,7 @@ def test_beams_sampling_and_kept_caches(family: str) -> None:
     assert torch.equal(generate(model, ids, mask, do_sample=True, **options), sampled)
     past = model(ids, attention_mask=mask, use_cache=True).past_key_values
     twin = copy.deepcopy(past)
-    other = torch.randint(2, 97, (2, 9))
+    other = torch.randint(2, 97, (2, 9)).to(device)
     model(other, attention_mask=torch.cat([mask, torch.ones_like(other)], 1), past_key_values=twin)
     actual = model(more, attention_mask=longer, past_key_values=past).logits
     assert (actual - expected).norm() < 1e-5 * expected.norm()

@@ -25,7 +25,7 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.models import MODELS, OUTSIDE, make_model, padded_prompts  # noqa: E402
+from tests.integrations.models import MODELS, OUTSIDE, make_model, on, padded_prompts  # noqa: E402
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
@@ -48,10 +48,10 @@ def worst_logits(actual: Any, expected: Any) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", MODELS)
-def test_same_tokens(family: str, seed: int) -> None:
+def test_same_tokens(family: str, seed: int, device: str) -> None:
     """64 new tokens for a left-padded batch of five: greedy and beam search."""
-    model = make_model(family, seed)
-    ids, mask = padded_prompts(seed=seed)
+    model = make_model(family, seed).to(device)
+    ids, mask = on(device, *padded_prompts(seed=seed))
     greedy, beams = generate(model, ids, mask), generate(model, ids, mask, num_beams=3)
     modules = attach(model, block_size=4)
     assert modules and all(hasattr(module, "kv_b_proj") for module in modules)
@@ -142,9 +142,9 @@ def test_cache_calls_move_no_bytes() -> None:
     assert pool.num_free == 64
 
 
-def test_sampling_continuing_and_chunked_prefill() -> None:
-    model = make_model("deepseek_v3")
-    ids, mask = padded_prompts()
+def test_sampling_continuing_and_chunked_prefill(device: str) -> None:
+    model = make_model("deepseek_v3").to(device)
+    ids, mask = on(device, *padded_prompts())
 
     def sampled() -> Any:
         torch.manual_seed(7)
@@ -152,7 +152,7 @@ def test_sampling_continuing_and_chunked_prefill() -> None:
 
     def continued() -> Any:
         first = generate(model, ids[:1], max_new_tokens=10)
-        longer = torch.cat([first.sequences, torch.full((1, 3), 5)], dim=1)
+        longer = torch.cat([first.sequences, torch.full((1, 3), 5, device=device)], dim=1)
         return generate(
             model, longer, max_new_tokens=10, past_key_values=first.past_key_values
         ).sequences
@@ -166,10 +166,13 @@ def test_sampling_continuing_and_chunked_prefill() -> None:
         assert torch.equal(call(), tokens)
 
 
-def test_assisted_decoding() -> None:
+def test_assisted_decoding(device: str) -> None:
     """Drafts are verified several tokens at a time and cut back: crop frees blocks."""
-    model, assistant = make_model("deepseek_v3", 0), make_model("deepseek_v3", 1)
-    ids, _ = padded_prompts(B=1)
+    model, assistant = (
+        make_model("deepseek_v3", 0).to(device),
+        make_model("deepseek_v3", 1).to(device),
+    )
+    ids, _ = on(device, *padded_prompts(B=1))
     expected = generate(model, ids, max_new_tokens=30).sequences
     attach(model, block_size=4)
     attach(assistant, block_size=4)
@@ -204,9 +207,9 @@ def test_prefix_reuse_shares_blocks() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_bare_forward_with_and_without_cache(side: str) -> None:
-    model = make_model("deepseek_v3")
-    ids, mask = padded_prompts()
+def test_bare_forward_with_and_without_cache(side: str, device: str) -> None:
+    model = make_model("deepseek_v3").to(device)
+    ids, mask = on(device, *padded_prompts())
     if side == "right":
         ids, mask = ids.flip(1), mask.flip(1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -431,9 +434,9 @@ def test_crop_after_right_padding_drops_columns_not_tokens() -> None:
     torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_chunked_prefill_of_a_padded_batch() -> None:
-    model = make_model("deepseek_v3")
-    ids, mask = padded_prompts()
+def test_chunked_prefill_of_a_padded_batch(device: str) -> None:
+    model = make_model("deepseek_v3").to(device)
+    ids, mask = on(device, *padded_prompts())
     options: dict[str, Any] = {"max_new_tokens": 8, "prefill_chunk_size": 6}
     expected = generate(model, ids, mask, **options).sequences
     attach(model, block_size=4)

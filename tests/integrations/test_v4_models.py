@@ -14,6 +14,7 @@ from openmla import CacheFullError, ConfigError, ShapeError
 transformers = pytest.importorskip("transformers")
 
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
+from tests.integrations.models import on  # noqa: E402
 
 VOCAB = 97
 FIELDS: dict[str, Any] = {
@@ -78,9 +79,9 @@ def generate(model: Any, ids: Tensor, mask: Tensor | None = None, n: int = 64, *
 
 
 @pytest.mark.parametrize("seed, S", [(0, 600), (1, 130), (2, 3), (3, 257)])
-def test_generates_what_transformers_does(seed: int, S: int) -> None:
-    model = make_v4(seed)
-    ids, _ = prompts((S,) * 4, seed)
+def test_generates_what_transformers_does(seed: int, S: int, device: str) -> None:
+    model = make_v4(seed).to(device)
+    ids, _ = on(device, *prompts((S,) * 4, seed))
     expected = generate(model, ids)
     attach(model)
     assert torch.equal(generate(model, ids), expected)
@@ -89,10 +90,10 @@ def test_generates_what_transformers_does(seed: int, S: int) -> None:
 
 
 @pytest.mark.parametrize("seed, lens", [(0, (600, 5, 129, 372)), (1, (1, 127, 128, 200))])
-def test_padded_rows_are_the_rows_alone(seed: int, lens: tuple[int, ...]) -> None:
+def test_padded_rows_are_the_rows_alone(seed: int, lens: tuple[int, ...], device: str) -> None:
     """Against one unpadded row at a time: transformers' own padded batch is not the same."""
-    model = make_v4(seed)
-    ids, mask = prompts(lens, seed)
+    model = make_v4(seed).to(device)
+    ids, mask = on(device, *prompts(lens, seed))
     rows = [ids[b : b + 1, -n:] for b, n in enumerate(lens)]
     expected = [generate(model, row)[0] for row in rows]
     logits = [model(row).logits[0] for row in rows]
@@ -111,9 +112,9 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("steps", [(127, 1, 1, 71), (128, 4, 68), (3, 1, 120, 76), (1,) * 20])
-def test_any_cut_is_one_pass(steps: tuple[int, ...]) -> None:
-    model = make_v4()
-    ids, _ = prompts((sum(steps),) * 2)
+def test_any_cut_is_one_pass(steps: tuple[int, ...], device: str) -> None:
+    model = make_v4().to(device)
+    ids, _ = on(device, *prompts((sum(steps),) * 2))
     expected = model(ids, use_cache=False).logits
     attach(model)
     past, parts, start = None, [], 0
@@ -155,11 +156,11 @@ def test_rows_move_repeat_copy_and_crop() -> None:
     assert pool.num_free == pool.num_blocks and not pool.requests
 
 
-def test_beams() -> None:
+def test_beams(device: str) -> None:
     """Beam search, which transformers' own V4 cache gets wrong: the best beams score as they
     say, each run alone."""
-    model = make_v4(5)
-    ids, _ = prompts((40, 40))
+    model = make_v4(5).to(device)
+    ids, _ = on(device, *prompts((40, 40)))
     plain = deepcopy(model)
     attach(model)
     options = {"num_beams": 3, "return_dict_in_generate": True, "output_scores": True}
