@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openmla.backends.triton._few_heads import LN2, LOG2E, thread_barrier
+from openmla.backends.triton._versions import async_load
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -100,15 +101,15 @@ def load_queries(
     heads = first_head + gl.arange(0, 64, gl.SliceLayout(1, COPY))
     at = q + (heads * q_head)[:, None] + gl.arange(0, 256, gl.SliceLayout(0, COPY))[None, :]
     there, at = gl.broadcast((heads < last_head)[:, None], at)
-    async_copy.async_copy_global_to_shared(q_left, at, mask=there)
-    async_copy.async_copy_global_to_shared(q_right, at + 256, mask=there)
+    async_load(q_left, at, mask=there)
+    async_load(q_right, at + 256, mask=there)
     rope = q_right.slice(192, 64, 1)
     if ROPE:
         rope = q_rope
         at = q + 512 + (heads * q_head)[:, None]
         at += gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
         there, at = gl.broadcast((heads < last_head)[:, None], at)
-        async_copy.async_copy_global_to_shared(rope, at, mask=there)
+        async_load(rope, at, mask=there)
     async_copy.commit_group()
     async_copy.wait_group(0)
     thread_barrier()

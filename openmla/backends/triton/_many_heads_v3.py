@@ -53,6 +53,7 @@ from openmla.backends.triton._many_heads import (
     tell,
     wait_for,
 )
+from openmla.backends.triton._versions import async_load, reinterpret
 
 
 @gluon.jit
@@ -79,7 +80,7 @@ def copy_columns(
     at += (gl.maximum(row, 0).to(gl.int64) * (2 * ROW))[:, None]
     at += gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY))[None, :]
     there, at = gl.broadcast((row >= 0)[:, None], at)
-    async_copy.async_copy_global_to_shared(tile, at, mask=there)
+    async_load(tile, at, mask=there)
 
 
 @gluon.jit
@@ -126,10 +127,10 @@ def decode_partition(
     k1_left, k1_right, k1_rope = k1
     rope0_copied, rope1_copied = copied
     words, names, table, M, num_blocks = rows
-    left0 = k0_left._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    right0 = k0_right._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    left1 = k1_left._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    right1 = k1_right._reinterpret(gl.int32, [64, 128], WORD_TILE)
+    left0 = reinterpret(k0_left, gl.int32, [64, 128], WORD_TILE)
+    right0 = reinterpret(k0_right, gl.int32, [64, 128], WORD_TILE)
+    left1 = reinterpret(k1_left, gl.int32, [64, 128], WORD_TILE)
+    right1 = reinterpret(k1_right, gl.int32, [64, 128], WORD_TILE)
     j = lo + gl.arange(0, 128, FOUND)
     block, offset = look_up(load_names(names, j, hi), table, M, BS)
     note_rows(block, offset, num_blocks, row_line, bias.index(0), BS)

@@ -53,6 +53,7 @@ from openmla.backends.triton._many_heads import (
     tell,
     wait_for,
 )
+from openmla.backends.triton._versions import async_load, reinterpret
 
 ABSENT = gl.constexpr(-(2**62))  # where no scales are: the other cache may be at lower addresses
 
@@ -130,7 +131,7 @@ def copy_rope(tile, words, row_line, scale_line, half: gl.constexpr, copied):
     at += (row_line.slice(64 * half, 64).load(SLICE) * 8)[:, None]
     at += gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
     there, at = gl.broadcast(there[:, None], at)
-    async_copy.async_copy_global_to_shared(tile.slice(192, 64, 1), at, mask=there)
+    async_load(tile.slice(192, 64, 1), at, mask=there)
     async_copy.mbarrier_arrive(copied, increment_count=False)
 
 
@@ -145,10 +146,10 @@ def load_partition(
     k1_left, k1_right = k1
     rope0_copied, rope1_copied = copied
     names, n_1, newest, table_1, M_1, table_2, M_2, words, page_1, N_1, page_2, N_2, apart = rows
-    left0 = k0_left._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    right0 = k0_right._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    left1 = k1_left._reinterpret(gl.int32, [64, 128], WORD_TILE)
-    right1 = k1_right._reinterpret(gl.int32, [64, 128], WORD_TILE)
+    left0 = reinterpret(k0_left, gl.int32, [64, 128], WORD_TILE)
+    right0 = reinterpret(k0_right, gl.int32, [64, 128], WORD_TILE)
+    left1 = reinterpret(k1_left, gl.int32, [64, 128], WORD_TILE)
+    right1 = reinterpret(k1_right, gl.int32, [64, 128], WORD_TILE)
     j = lo + gl.arange(0, 128, FOUND)
     name = load_names(names, j, n_1, hi, LISTED)
     block, offset = look_up(j, name, n_1, hi, newest, table_1, M_1, table_2, M_2, BS_1, BS_2)
