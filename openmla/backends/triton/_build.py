@@ -46,6 +46,7 @@ class Build(NamedTuple):
     num_warps: int
     num_stages: int
     capability: int  # the target it is meant for
+    fp_fusion: bool  # as its launch has it: Triton's default depends on the version
     maxnreg: int | None = None
 
 
@@ -144,7 +145,11 @@ def compile_build(build: Build) -> Report:
         constants[(index["ASM"],)] = False
     kind = GluonASTSource if isinstance(build.kernel, GluonJITFunction) else ASTSource
     source = kind(build.kernel, dict(build.signature), constants, attrs)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options: dict[str, Any] = {
+        "num_warps": build.num_warps,
+        "num_stages": build.num_stages,
+        "enable_fp_fusion": build.fp_fusion,
+    }
     if build.maxnreg is not None and not amd:
         options["maxnreg"] = build.maxnreg
     compiled = triton.compile(source, target=target, options=options)
@@ -152,23 +157,25 @@ def compile_build(build: Build) -> Report:
     said = compiled.asm["amdgcn"] if amd else ""
     if not amd:
         patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-        said = _ptxas(compiled.asm["ptx"], build.capability)
+        said = _ptxas(compiled.asm["ptx"], build)
     registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
     in_turn = "wgmma.mma_async instructions are serialized" in said
     return Report(registers, 4 * spills if amd else spills, compiled.metadata.shared, in_turn)
 
 
-def _ptxas(text: str, arch: int) -> str:
-    """What the assembler says of a kernel's text."""
+def _ptxas(text: str, build: Build) -> str:
+    """What the assembler says of a kernel's text, called as Triton calls it."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(text)
         ptx.flush()
+        arch = build.capability
         suffix = "a" if arch in (90, 100, 120) else ""
         command = [
             get_ptxas(arch).path,
             "-v",
+            *([] if build.fp_fusion else ["--fmad=false"]),
             f"--gpu-name=sm_{arch}{suffix}",
             ptx.name,
             "-o",

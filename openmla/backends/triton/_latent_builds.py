@@ -10,7 +10,7 @@ import torch
 from openmla.backends.triton import _few_heads as few_heads
 from openmla.backends.triton import _few_heads_v4 as few_heads_v4
 from openmla.backends.triton import _latent as kernels
-from openmla.backends.triton import _launch_v3, _launch_v4
+from openmla.backends.triton import _launch, _launch_v3, _launch_v4
 from openmla.backends.triton import _many_heads_v3 as many_heads_v3
 from openmla.backends.triton import _many_heads_v4 as many_heads_v4
 from openmla.backends.triton._build import GFX942, TARGETS, TYPES, Build
@@ -64,8 +64,24 @@ def latent_build(
             signature[name] = "fp32" if name == "qk_scale" else "i32"
     return Build(
         f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel, signature,
-        constants, config.num_warps, config.num_stages, capability,
+        constants, config.num_warps, config.num_stages, capability, _launch.FP_FUSION,
     )  # fmt: skip
+
+
+def merge_builds() -> Iterator[Build]:
+    """Runs the planner cut, and those cut by how busy the machine is."""
+    for capability in TARGETS:
+        for H, fixed in ((128, True), (16, False)):
+            constants = _launch.merge_constants(64, 8, H, 512, sink=not fixed, fixed=fixed)
+            types = {"out": "*bf16", "X": "i32"}
+            signature = {
+                name: "constexpr" if name in constants else types.get(name, "*fp32")
+                for name in kernels._merge_runs_kernel.arg_names
+            }
+            yield Build(
+                f"merge-runs-H{H}-{'fixed' if fixed else 'free'}", kernels._merge_runs_kernel,
+                signature, constants, 4, 3, capability, _launch.FP_FUSION,
+            )  # fmt: skip
 
 
 def few_heads_builds() -> Iterator[Build]:
@@ -75,7 +91,9 @@ def few_heads_builds() -> Iterator[Build]:
         for kind, BS in (("slots", 0), ("positions", 64)):
             constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False, "BLOCK_N": 64}
             name = f"few-heads-{kind}-fp8_ds_mla-H16"
-            yield heads_build(name, few_heads._few_heads_kernel, constants, capability)
+            yield heads_build(
+                name, few_heads._few_heads_kernel, constants, capability, _launch_v3.FP_FUSION
+            )
 
 
 def many_heads_v3_builds() -> Iterator[Build]:
@@ -87,7 +105,9 @@ def many_heads_v3_builds() -> Iterator[Build]:
                 "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
             }  # fmt: skip
             name = f"many-heads-{kind}-{format}-H128"
-            yield heads_build(name, many_heads_v3._many_heads_v3_kernel, constants, 90)
+            yield heads_build(
+                name, many_heads_v3._many_heads_v3_kernel, constants, 90, _launch_v3.FP_FUSION
+            )
 
 
 def few_heads_v4_builds() -> Iterator[Build]:
@@ -100,7 +120,9 @@ def few_heads_v4_builds() -> Iterator[Build]:
                 "SINK": False, "BLOCK_N": 64,
             }  # fmt: skip
             name = f"few-heads-window-{kind}-fp8_dsv4-H16"
-            yield heads_build(name, few_heads_v4._few_heads_v4_kernel, constants, capability)
+            yield heads_build(
+                name, few_heads_v4._few_heads_v4_kernel, constants, capability, _launch_v4.FP_FUSION
+            )
 
 
 def many_heads_v4_builds() -> Iterator[Build]:
@@ -112,10 +134,14 @@ def many_heads_v4_builds() -> Iterator[Build]:
                 "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
             }  # fmt: skip
             name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
-            yield heads_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90)
+            yield heads_build(
+                name, many_heads_v4._many_heads_v4_kernel, constants, 90, _launch_v4.FP_FUSION
+            )
 
 
-def heads_build(name: str, kernel: Any, constants: Mapping[str, Any], capability: int) -> Build:
+def heads_build(
+    name: str, kernel: Any, constants: Mapping[str, Any], capability: int, fp_fusion: bool
+) -> Build:
     """Of a kernel of 16 or 64 heads a program; they call the same things the same."""
     types = {
         **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
@@ -130,4 +156,4 @@ def heads_build(name: str, kernel: Any, constants: Mapping[str, Any], capability
         name: "constexpr" if name in constants else types.get(name, "i32")
         for name in kernel.arg_names
     }
-    return Build(name, kernel, signature, constants, 4, 1, capability)
+    return Build(name, kernel, signature, constants, 4, 1, capability, fp_fusion)

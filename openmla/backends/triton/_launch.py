@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from openmla.backends.triton._tiles import (
 from openmla.hardware import multiprocessors
 
 LOG2E = 1.4426950408889634
+FP_FUSION = True
 TOKENS = 65535  # of one launch: the second dimension of a grid has no more
 FEW_HEADS_ROWS = 64  # of a block, in the kernels of few heads
 MANY_HEADS_ROWS = 128  # of a step, in those of many
@@ -116,7 +117,7 @@ def run_latent(
             **constants,
             num_warps=config.num_warps,
             num_stages=config.num_stages,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     if split:
         fixed = bool(run_length) or split_starts is not None
@@ -131,23 +132,30 @@ def merge_runs(
     runs are `fixed`, so is the order of the sum: empty ones at the end do not change it. Nor may
     the number of tokens: threads of a wider tile would add runs up in another order."""
     T, X, H, C = part.shape
-    narrow = fixed or X > 16 or (X > 8 and T * H < 256)  # few rows, which have many runs
-    block_c = min(next_power_of_2(C), 128 if narrow else 512)
-    kernels._merge_runs_kernel[(T * H, cdiv(C, block_c))](
+    constants = merge_constants(T, X, H, C, sink=sink is not None, fixed=fixed)
+    kernels._merge_runs_kernel[(T * H, cdiv(C, constants["BLOCK_C"]))](
         part,
         part_lse,
         lse if sink is None else sink,
         out,
         lse,
         X,
-        H=H,
-        C=C,
-        SINK=sink is not None,
-        BLOCK_X=16 if fixed else min(next_power_of_2(X), 16),
-        BLOCK_C=block_c,
+        **constants,
         num_warps=4,
-        enable_fp_fusion=True,
+        num_stages=3,
+        enable_fp_fusion=FP_FUSION,
     )
+
+
+def merge_constants(T: int, X: int, H: int, C: int, *, sink: bool, fixed: bool) -> dict[str, Any]:
+    narrow = fixed or X > 16 or (X > 8 and T * H < 256)  # few rows, which have many runs
+    return {
+        "H": H,
+        "C": C,
+        "SINK": sink,
+        "BLOCK_X": 16 if fixed else min(next_power_of_2(X), 16),
+        "BLOCK_C": min(next_power_of_2(C), 128 if narrow else 512),
+    }
 
 
 def few_heads_pay(q: Tensor, run_length: int) -> bool:

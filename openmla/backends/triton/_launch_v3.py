@@ -17,6 +17,7 @@ from openmla.hardware import multiprocessors
 # of the kernel of many heads: its odd and its loading warps, the even ones have the rest of 512;
 # with others it spills
 REGISTERS = {True: (192, 112), False: (224, 56)}  # packed rows, and those that are only copied
+FP_FUSION = True
 
 
 def fits_v3(q: Tensor, part: Rows, C: int) -> bool:
@@ -117,7 +118,7 @@ def run_v3(
             SINK=sink is not None and not runs.split,
             **constants,
             num_warps=4,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     if runs.split:
         launch.merge_runs(runs.target, runs.target_lse, sink, out, lse, fixed=bool(run_length))

@@ -17,6 +17,7 @@ from openmla.hardware import multiprocessors
 # of the kernel of many heads: its odd and its loading warps, the even ones have the rest of 512;
 # with others it spills
 REGISTERS = (192, 112)
+FP_FUSION = True
 
 
 def fits_v4(q: Tensor, parts: Sequence[Rows], C: int) -> bool:
@@ -121,7 +122,7 @@ def run_v4(
             SINK=sink is not None and not runs.split,
             **constants,
             num_warps=4,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     if runs.split:
         fixed = bool(run_length)

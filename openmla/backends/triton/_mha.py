@@ -50,6 +50,7 @@ SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 CHANGING = ("T", "B", "mask_token", "tiles_stride")
 SLICED = ("query_start_loc", "key_start_loc", "mask")
 WIDEST = 512
+FP_FUSION = True
 
 
 class Config(NamedTuple):
@@ -354,7 +355,7 @@ def run_mha(
             **list_constants(config),
             num_warps=8,
             num_stages=1,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     constants = constants_of(
         q.dtype, H, E, V, config, (k.stride(0), v.stride(0)), causal=causal, bits=bits,
@@ -382,7 +383,7 @@ def run_mha(
         **constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
     return out.to(q.dtype), lse
 
@@ -452,8 +453,9 @@ def mha_build(
     }
     name = f"mha-{'bits' if bits else 'causal' if causal else 'all'}-E{E}-V{V}-{TYPES[dtype]}"
     return Build(
-        name, _mha_kernel, signature, constants, config.num_warps, config.num_stages, capability
-    )
+        name, _mha_kernel, signature, constants, config.num_warps, config.num_stages, capability,
+        FP_FUSION,
+    )  # fmt: skip
 
 
 def list_build(capability: int) -> Build:
@@ -465,7 +467,9 @@ def list_build(capability: int) -> Build:
         name: "constexpr" if name in constants else pointers.get(name, "i32")
         for name in _list_tiles_kernel.arg_names
     }
-    return Build("list-tiles", _list_tiles_kernel, signature, constants, 8, 1, capability)
+    return Build(
+        "list-tiles", _list_tiles_kernel, signature, constants, 8, 1, capability, FP_FUSION
+    )
 
 
 # V3 and V3.2, GLM-5: the sparse ones. Mistral 4, MiniCPM3, and one that torch's kernels refuse.

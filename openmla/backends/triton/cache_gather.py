@@ -28,6 +28,7 @@ from openmla.cache.format import get_format
 BLOCK_B = 32  # requests looked at together, however many there are: nothing is compiled for B
 
 LAUNCHES = 1
+FP_FUSION = False  # a row's values do not depend on what else was compiled
 
 
 @triton.jit
@@ -192,7 +193,7 @@ def run(
         **constants,
         num_warps=num_warps,
         num_stages=1,
-        enable_fp_fusion=False,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -243,5 +244,5 @@ def gather_build(
     }
     return Build(
         f"gather-{format}-D{D}", _cache_gather_kernel, signature, constants, num_warps, 1,
-        capability,
+        capability, FP_FUSION,
     )  # fmt: skip

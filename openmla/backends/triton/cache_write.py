@@ -45,6 +45,7 @@ KINDS = {
 INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 
 LAUNCHES = 1
+FP_FUSION = False  # a row's bytes do not depend on what else was compiled
 
 
 class Layout(NamedTuple):
@@ -305,7 +306,7 @@ def run(
         **constants,
         num_warps=num_warps_of(constants),
         num_stages=1,
-        enable_fp_fusion=False,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -379,5 +380,5 @@ def write_build(
     }
     return Build(
         f"write-{format}-C{C}-R{R}", _cache_write_kernel, signature, constants,
-        num_warps_of(constants), 1, capability,
+        num_warps_of(constants), 1, capability, FP_FUSION,
     )  # fmt: skip

@@ -41,6 +41,7 @@ from openmla.backends.triton.index_write import _hadamard
 from openmla.cache.format import get_format, state_rows
 
 LAUNCHES = 1
+FP_FUSION = False  # an entry's bytes do not depend on what else was compiled
 ELEMENTS = 4096  # of a tile of tokens
 TOKENS = 8  # of a tile, at most
 LOWEST = tl.constexpr(-1.0e38)  # below every score; -inf less itself would be NaN
@@ -420,7 +421,7 @@ def run(
         **constants,
         num_warps=num_warps_of(constants),
         num_stages=1,
-        enable_fp_fusion=False,  # an entry's bytes do not depend on what else was compiled
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -492,5 +493,6 @@ def compress_build(
     }
     name = f"compress-{format}-D{D}-ratio{ratio}{'-hadamard' * hadamard}"
     return Build(
-        name, _compress_kv_kernel, signature, constants, num_warps_of(constants), 1, capability
-    )
+        name, _compress_kv_kernel, signature, constants, num_warps_of(constants), 1, capability,
+        FP_FUSION,
+    )  # fmt: skip

@@ -45,6 +45,7 @@ from openmla.backends.triton.cache_write import INDEX
 from openmla.cache.format import GROUP, get_format
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit
@@ -212,7 +213,7 @@ def run(
         **constants,
         num_warps=config.num_warps,
         num_stages=constants["STAGES"],
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
     return out
 
@@ -294,5 +295,5 @@ def paged_build(
     }
     return Build(
         f"logits-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}-n{tokens}", _index_logits_kernel,
-        signature, constants, config.num_warps, constants["STAGES"], capability,
+        signature, constants, config.num_warps, constants["STAGES"], capability, FP_FUSION,
     )  # fmt: skip

@@ -40,6 +40,7 @@ from openmla.backends.triton._index import (
 )
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=PLANNED)
@@ -145,7 +146,7 @@ def run(
         **constants,
         num_warps=config.num_warps,
         num_stages=constants["STAGES"],
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
     return out
 
@@ -179,5 +180,5 @@ def ragged_build(capability: int, dtype: torch.dtype, HI: int, DI: int, tokens: 
     }
     return Build(
         f"ragged-{str(dtype)[6:]}-HI{HI}-DI{DI}-n{tokens}", _index_logits_ragged_kernel, signature,
-        constants, config.num_warps, constants["STAGES"], capability,
+        constants, config.num_warps, constants["STAGES"], capability, FP_FUSION,
     )  # fmt: skip

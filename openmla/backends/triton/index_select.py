@@ -26,6 +26,7 @@ SCORES = 64 << 20  # bytes held at once where scores are written down
 ROOM = 4096  # keys kept of a token, twice K or more; half as many are scored between two looks
 TOKENS = 4  # of a program, at most: what is kept of them passes through registers together
 LONG = 48  # times K keys. H200: at 32 the other way is 1 to 5 % faster, at 64 this one 2 %
+FP_FUSION = True
 BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
 
 
@@ -84,7 +85,7 @@ def run(
         **constants,
         num_warps=config.num_warps,
         num_stages=constants["STAGES"],
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
     return positions, lens
 
@@ -187,5 +188,5 @@ def select_build(
     }
     return Build(
         f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}", _index_select_kernel,
-        signature, constants, config.num_warps, constants["STAGES"], capability,
+        signature, constants, config.num_warps, constants["STAGES"], capability, FP_FUSION,
     )  # fmt: skip

@@ -46,6 +46,7 @@ SAMPLE = 4096
 POINTERS = ("row_starts", "row_lens", "topk_positions", "topk_lens")
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 class Config(NamedTuple):
@@ -481,7 +482,7 @@ def choose_rows(
         num_warps=config.num_warps,
         num_stages=1,
         **({"maxnreg": config.maxnreg} if assembly() else {}),
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -514,5 +515,5 @@ def topk_build(capability: int, config: Config, dtype: torch.dtype = torch.float
     signature |= {"logits": "*" + TYPES[dtype], "candidates": "*i64"}
     return Build(
         f"topk-{TYPES[dtype]}-{config.block}-{config.num_warps}", _index_topk_kernel, signature,
-        constants, config.num_warps, 1, capability, config.maxnreg,
+        constants, config.num_warps, 1, capability, FP_FUSION, config.maxnreg,
     )  # fmt: skip

@@ -35,6 +35,7 @@ from openmla.backends.triton.cache_write import (
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
+FP_FUSION = False  # a key's bytes do not depend on what else was compiled
 
 
 @triton.jit
@@ -167,7 +168,7 @@ def run(
         **constants,
         num_warps=cache_write.num_warps_of(constants),
         num_stages=1,
-        enable_fp_fusion=False,  # a key's bytes do not depend on what else was compiled
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -222,5 +223,5 @@ def write_build(
     }
     return Build(
         f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", _index_write_kernel, signature,
-        constants, cache_write.num_warps_of(constants), 1, capability,
+        constants, cache_write.num_warps_of(constants), 1, capability, FP_FUSION,
     )  # fmt: skip

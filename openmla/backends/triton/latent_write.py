@@ -36,6 +36,7 @@ from openmla.backends.triton.cache_write import round_to, store_row, widen
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
+FP_FUSION = False  # a row's bytes do not depend on what else was compiled
 ELEMENTS = 4096  # of a row
 QUERIES = 1024  # elements of a tile of heads: a program has more heads at the price of time alone
 
@@ -192,7 +193,7 @@ def run(
         **constants,
         num_warps=4,
         num_stages=1,
-        enable_fp_fusion=False,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -251,4 +252,4 @@ def write_build(
         for name in _latent_write_kernel.arg_names
     }
     name = f"latent-write-{format}-H{H}-E{E}"
-    return Build(name, _latent_write_kernel, signature, constants, 4, 1, capability)
+    return Build(name, _latent_write_kernel, signature, constants, 4, 1, capability, FP_FUSION)

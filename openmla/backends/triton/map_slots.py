@@ -25,6 +25,7 @@ from openmla.backends.triton._latent import request_of
 POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit(
@@ -106,7 +107,7 @@ def run(
             **constants,
             num_warps=num_warps_of(constants),
             num_stages=1,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     return slots, lens
 
@@ -150,5 +151,5 @@ def map_build(
     }
     return Build(
         f"map-K{K}-cp{cp_size}", _map_slots_kernel, signature, constants,
-        num_warps_of(constants), 1, capability,
+        num_warps_of(constants), 1, capability, FP_FUSION,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from openmla.backends.triton._build import (
 from openmla.backends.triton.cache_write import round_to, widen
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
         **constants,
         num_warps=4,
         num_stages=1,
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -138,5 +139,6 @@ def merge_build(capability: int, H: int, V: int, dtype: torch.dtype = torch.bflo
         for name in _merge_states_kernel.arg_names
     }
     return Build(
-        f"merge-H{H}-V{V}", _merge_states_kernel, signature, constants, 4, 1, capability
+        f"merge-H{H}-V{V}", _merge_states_kernel, signature, constants, 4, 1, capability,
+        FP_FUSION,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._latent_builds import latent_builds
+from openmla.backends.triton._latent_builds import latent_builds, merge_builds
 from openmla.backends.triton._launch import Rows, run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
@@ -49,3 +49,4 @@ def run(
 
 def builds() -> Iterator[Build]:
     yield from latent_builds("paged")
+    yield from merge_builds()

@@ -25,6 +25,7 @@ from openmla.backends.triton._build import PLANNED, TARGETS, Build, next_power_o
 POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit(do_not_specialize=["K", "num_words"], do_not_specialize_on_alignment=PLANNED)
@@ -72,7 +73,7 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
             **constants,
             num_warps=num_warps_of(constants),
             num_stages=1,
-            enable_fp_fusion=True,
+            enable_fp_fusion=FP_FUSION,
         )
     return mask
 
@@ -108,4 +109,5 @@ def pack_build(capability: int, K: int) -> Build:
         num_warps_of(constants),
         1,
         capability,
+        FP_FUSION,
     )

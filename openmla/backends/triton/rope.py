@@ -34,6 +34,7 @@ from openmla.backends.triton.merge_states import _wide
 VALUES = 4096  # of a program's tile: 32 per thread
 
 LAUNCHES = 1
+FP_FUSION = True
 
 
 @triton.jit(do_not_specialize_on_alignment=PLANNED)
@@ -95,7 +96,7 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
         **constants,
         num_warps=num_warps,
         num_stages=1,
-        enable_fp_fusion=True,
+        enable_fp_fusion=FP_FUSION,
     )
 
 
@@ -134,5 +135,6 @@ def rope_build(
         for name in _rope_kernel.arg_names
     }
     return Build(
-        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature, constants, num_warps, 1, capability
-    )
+        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature, constants, num_warps, 1, capability,
+        FP_FUSION,
+    )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Launches and ahead-of-time builds of one kernel say the same; read from the sources.
+
+Triton's default for fused multiply-adds changes between versions, and results with it: every launch
+states what it wants, and its build is compiled so.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+FOLDER = Path(__file__).resolve().parents[2] / "openmla" / "backends" / "triton"
+FILES = sorted(FOLDER.glob("*.py"))
+
+
+def launches(tree: ast.AST) -> Iterator[ast.Call]:
+    """Calls of kernel[grid]; `kernel` or a name that ends so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+            launched = node.func.value
+            if "kernel" in ast.unparse(launched).rpartition(".")[2]:
+                yield node
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                yield path, node
+
+
+def launchers() -> Iterator[tuple[Path, ast.FunctionDef, ast.Call]]:
+    for path, function in functions():
+        yield from ((path, function, call) for call in launches(function))
+
+
+def kernels_of(function: ast.FunctionDef) -> set[str]:
+    """The kernels a function names, of which it launches one or another."""
+    names = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+    return {name for name in names if name.startswith("_") and name.endswith("_kernel")}
+
+
+def test_every_launch_states_fp_fusion() -> None:
+    launched: set[str] = set()
+    for path, function, call in launchers():
+        launched |= kernels_of(function)
+        stated = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        where = f"{path.name}: {function.name}"
+        assert stated.get("enable_fp_fusion") == "FP_FUSION", f"{where} must pass FP_FUSION"
+    defined = {function.name for _, function in functions() if function.name.endswith("_kernel")}
+    assert launched == defined  # none is missed here
+
+
+def test_builds_have_the_fp_fusion_of_their_launch() -> None:
+    from openmla.backends.triton._build import all_builds
+
+    wanted: dict[str, bool] = {}
+    for path, function, _ in launchers():
+        own = import_module(f"openmla.backends.triton.{path.stem}").FP_FUSION
+        for kernel in kernels_of(function):
+            assert wanted.setdefault(kernel, own) == own, kernel
+    built = {(build.kernel.fn.__name__, build.fp_fusion) for build in all_builds()}
+    assert built == set(wanted.items())
