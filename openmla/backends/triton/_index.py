@@ -44,8 +44,9 @@ def load_queries(
     HI: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     ASM: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of some heads of the tokens from t on, [BLOCK_Q * BLOCK_H, BLOCK_D], zeros
-    around."""
+    """Some columns of some heads of the tokens from t on, [BLOCK_D, BLOCK_Q * BLOCK_H], zeros
+    around. Transposed here, ahead of the loop over keys: Triton 3.9 would keep what is transposed
+    inside one in registers and store it to shared memory with every tile of keys."""
     row = tl.arange(0, BLOCK_Q * BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     token = t + row // BLOCK_H
@@ -55,7 +56,7 @@ def load_queries(
     tile = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
     if tile.dtype == tl.uint8:
         tile = decode_e4m3(tile, dtype, ASM)
-    return tile.to(dtype)
+    return tl.trans(tile.to(dtype))
 
 
 @triton.jit
@@ -97,8 +98,8 @@ def add_heads(products, weights, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr):
 @triton.jit
 def multiply(keys, queries, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """[BLOCK_N, BLOCK_Q * BLOCK_H] dot products, in float32."""
-    zero = tl.zeros([keys.shape[0], queries.shape[0]], tl.float32)
-    return dot(keys, tl.trans(queries), zero, PRECISION, UPCAST)
+    zero = tl.zeros([keys.shape[0], queries.shape[1]], tl.float32)
+    return dot(keys, queries, zero, PRECISION, UPCAST)
 
 
 @triton.jit
