@@ -90,7 +90,7 @@ def _fold(largest, total, total_rest, weighted, weighted_rest, values, z, live):
 def _load_fold(at, there, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """A softmax under way as the state has it, or one that has seen nothing."""
     d = tl.arange(0, BLOCK_D)
-    mask = (d < D) & there
+    mask = d < tl.where(there, D, 0)  # 3.9's interpreter takes no mask made of a scalar condition
     largest = tl.load(at + d, mask=mask, other=LOWEST)
     total = tl.load(at + D + d, mask=mask, other=0.0)
     weighted = tl.load(at + 2 * D + d, mask=mask, other=0.0)

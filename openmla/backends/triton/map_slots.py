@@ -43,6 +43,8 @@ def _map_slots_kernel(
     row = positions + t.to(tl.int64) * row_stride
     table = block_table + tl.minimum(b, B - 1).to(tl.int64) * table_stride
     out = slots + t.to(tl.int64) * out_stride
+    # of no request none; 3.9's interpreter takes no mask made of a scalar condition
+    columns = tl.where(b < B, M, 0)
     found = 0
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -50,7 +52,7 @@ def _map_slots_kernel(
         turn = p.to(tl.uint32) // INTERLEAVE
         local = turn // CP_SIZE * INTERLEAVE + p.to(tl.uint32) % INTERLEAVE
         column = (local // BS).to(tl.int32)
-        mine = (p >= 0) & ((turn % CP_SIZE).to(tl.int32) == cp_rank) & (column < M) & (b < B)
+        mine = (p >= 0) & ((turn % CP_SIZE).to(tl.int32) == cp_rank) & (column < columns)
         block = tl.load(table + column.to(tl.int64) * column_stride, mask=mine, other=-1)
         mine &= (block >= 0) & (block < num_blocks)
         slot = tl.where(mine, block * BS + (local % BS).to(tl.int32), -1)
