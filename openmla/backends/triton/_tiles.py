@@ -16,6 +16,7 @@ from openmla.backends.triton._build import (
     nearest_target,
     next_power_of_2,
 )
+from openmla.backends.triton._versions import DISABLE_LICM_STOPS_TRITON
 from openmla.cache.format import GROUP
 
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
@@ -122,10 +123,12 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
             return Config(64, 64, 8, 2, hoist=segments[0][0] != "paged")
         if wide and layouts & {PACKED, V4}:  # on SM100 products of 64 heads spill here
             return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
-        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512, hoist=False)
+        hoist = DISABLE_LICM_STOPS_TRITON and not layouts & {PACKED, V4}
+        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512, hoist=hoist)
     named = any(kind == "positions" for kind, _ in segments)
     if few:
-        return Config(16, 32 if small or (named and not wide) else 64, 4, 2, 256, hoist=False)
+        block_n = 32 if small or (named and not wide) else 64
+        return Config(16, block_n, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
     if not wide:
         return Config(32, 64, 8, 2)
     if not hopper:

@@ -1,9 +1,10 @@
-"""What Triton 3.6 to 3.9 call differently: the names the installed version has.
+"""What differs from Triton 3.6 to 3.9: names the installed version has, and one habit.
 
-Kernels call these as they would call Gluon's own. The newer name is looked for first: 3.9 keeps one
-of the old ones, which only raises.
+Kernels call the names as they would call Gluon's own. The newer one is looked for first: 3.9 keeps
+an old one that only raises.
 """
 
+import triton
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
@@ -18,3 +19,8 @@ if hasattr(shared_memory_descriptor, "reinterpret"):
     reinterpret = shared_memory_descriptor.reinterpret  # 3.9
 else:
     reinterpret = shared_memory_descriptor._reinterpret
+
+# Whether a loop's disable_licm stops Triton's own passes too, not only LLVM's: then tiles that are
+# the same in every round, such as queries, are kept in registers and stored to shared memory in
+# each of them. No name tells.
+DISABLE_LICM_STOPS_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
