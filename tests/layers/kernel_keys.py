@@ -125,6 +125,7 @@ def main() -> int:
         steps = {"sparse": sparse, "v4": v4}[sys.argv[1]]()
         next(steps)
         known = set(keys)
+        assert known, "warmup asked for no kernel: is Triton refused?"
         for _ in range(STEPS):
             one = next(steps)
             for name, specialization, options in keys - known:
