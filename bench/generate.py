@@ -30,6 +30,9 @@ from openmla.integrations.transformers import attach, attachment_of
 from openmla.ops import cache_gather
 
 PREFILL = 1024
+# How far logits may be from transformers'. Seen: 0.016 to 0.035 in bf16 (H200, 27 layers), 2e-6 in
+# float32 (CPU). One key of 512 that is lost changes them by 0.046: float32 is the sharp one.
+LIMITS = {torch.bfloat16: 0.07, torch.float32: 1e-5}
 
 
 def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
@@ -185,7 +188,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             "transformers": lambda: step(plain, theirs, plain.forward),
         }
         expected = calls["transformers"]().double()
-        limit, errors = 100 * torch.finfo(dtype).eps, {"transformers": 0.0}
+        limit, errors = LIMITS[dtype], {"transformers": 0.0}
         for name in ("openmla", "captured"):
             error = float((calls[name]().double() - expected).norm() / expected.norm())
             errors[name] = error

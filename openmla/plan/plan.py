@@ -46,10 +46,16 @@ def make_plan(
     `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `form` "absorbed"
     or "expanded" forces one form on all requests; "auto" takes the cheaper per request.
     `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
-    default_workspace_tokens) bounds the context rows gathered at once. `batch_invariant` cuts the
-    keys of absorbed rows, chosen ones too, at fixed positions of the row itself; how prefill is cut
-    into chunks depends on the batch. `into` takes the buffers of plan_buffers() and fills them, so
-    that addresses stay for graph replay; such a plan is absorbed only.
+    default_workspace_tokens) bounds the context rows gathered at once. `into` takes the buffers of
+    plan_buffers() and fills them, so that addresses stay for graph replay; such a plan is absorbed
+    only.
+
+    `batch_invariant` cuts the keys of absorbed rows, chosen ones too, at fixed positions of the row
+    itself: mqa_paged and mqa_sparse give the same query over the same keys the same bits, whatever
+    stands beside it. It does not make a step invariant. The products around those two ops, by the
+    absorbed weights (torch.bmm) and in the layer's linears, take other kernels for other numbers of
+    rows, so a decode row's bits still change with its neighbours; and how prefill is cut into
+    chunks depends on the batch.
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     """
