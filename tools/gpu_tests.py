@@ -26,6 +26,8 @@ WITHOUT_A_GPU = {
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",
     "tests/layers/test_v4_histories.py": "which rows a step names; test_v4.py attends there",
     "tests/layers/test_v4_refusals.py": "what is refused before anything runs",
+    "tests/ops/test_flashmla.py": "the adapter without its package",
+    "tests/ops/test_register.py": "devices that are pretended",
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_compressed.py": "host integers",

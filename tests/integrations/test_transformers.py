@@ -46,6 +46,8 @@ def worst_logits(actual: Any, expected: Any) -> float:
     )
 
 
+# by default on a GPU, and some families' own code waits for the host in every step
+@pytest.mark.filterwarnings("ignore:attach. this model's decode step cannot be recorded")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("family", MODELS)
 def test_same_tokens(family: str, seed: int, device: str) -> None:

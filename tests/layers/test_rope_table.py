@@ -80,8 +80,8 @@ def test_compiled_steps_take_the_table_as_it_is() -> None:
     assert seen and not any("cos" in name or "outer" in name for name in seen)
 
 
-def test_moves_with_the_layer_and_stays_float32() -> None:
-    layer = filled()
+def test_moves_with_the_layer_and_stays_float32(device: str) -> None:
+    layer = filled().to(device)
     table = layer.rope_table
     assert table is not None
     before = table.table.clone()
@@ -89,11 +89,11 @@ def test_moves_with_the_layer_and_stays_float32() -> None:
         assert moved.rope_table is not None and moved.rope_table.table.dtype == torch.float32
         assert torch.equal(moved.rope_table.table, before)
     assert not any("rope" in name for name in layer.state_dict())
-    emptied = layer.to("meta").to_empty(device="cpu").rope_table
+    emptied = layer.to("meta").to_empty(device=device).rope_table
     assert emptied is not None and torch.equal(emptied.table, before)
     with torch.device("meta"):
         made = MLAAttention(CONFIG)
-    made = made.to_empty(device="cpu")
+    made = made.to_empty(device=device)
     assert made.rope_table is not None and torch.equal(made.rope_table.table, before)
 
 
