@@ -1,4 +1,8 @@
 # Two commands: `make demo` shows what this does, `make test` checks it. Both set themselves up.
+#
+#     make test TORCH=2.15.0 TRANSFORMERS=5.22.2 TRITON=3.9.0
+#
+# takes other versions, any of them, in an environment of its own; so does every target below.
 
 # bf16 matrix products die with an illegal instruction on CPUs whose AMX is masked, unless this is
 # set before torch loads. `openmla doctor` tells whether a machine needs it.
@@ -7,9 +11,17 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 PYTHON ?= python3
 # Processes of `make test`.
 JOBS ?= 2
-BIN := .venv/bin
+space := $(subst ,, )
+VERSIONS := $(if $(TORCH),--torch $(TORCH)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) \
+	$(if $(TRITON),--triton $(TRITON))
+NAMES := $(if $(TORCH),torch$(TORCH)) $(if $(TRANSFORMERS),transformers$(TRANSFORMERS)) \
+	$(if $(TRITON),triton$(TRITON))
+VENV := $(subst $(space),-,$(strip .venv $(NAMES)))
+BIN := $(VENV)/bin
+# Several tests at a time, each with one thread: torch's threads gain nothing at these sizes.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint mutants table setup clean test-gpu bench-gpu
+.PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -19,9 +31,15 @@ demo: setup
 	@echo "More of it: $(BIN)/openmla generate --model demo --attention sparse --compare"
 	@echo "            $(BIN)/openmla eval --model demo"
 
-# Several tests at a time, each with one thread: torch's threads gain nothing at these sizes.
+# What every commit passes. test-fast is for the inner loop, test-all has everything.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) -m "not slow"
+
+test-fast: setup
+	$(PYTEST) -m "not slow" -k "not interpreter and not compile" $(FAST)
+
+test-all: lint
+	$(PYTEST)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -43,12 +61,12 @@ bench-gpu:
 mutants: setup
 	$(BIN)/python tools/mutants.py
 
-# Writes the support table of README.md anew.
+# Writes the tables of README.md anew.
 table: setup
 	$(BIN)/python tools/support_table.py
 
 setup:
-	@$(PYTHON) tools/setup_env.py
+	@$(PYTHON) tools/setup_env.py $(VERSIONS)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

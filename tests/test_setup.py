@@ -22,12 +22,8 @@ def playground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "setup_env.py").write_bytes((ROOT / "tools/setup_env.py").read_bytes())
-    venv = tmp_path / ".venv"
     monkeypatch.setattr(setup_env, "ROOT", tmp_path)
-    monkeypatch.setattr(setup_env, "VENV", venv)
-    monkeypatch.setattr(setup_env, "VENV_PYTHON", venv / "bin" / "python")
-    monkeypatch.setattr(setup_env, "STAMP", venv / "openmla-setup")
-    monkeypatch.setattr(setup_env, "announce_torch", lambda: None)
+    monkeypatch.setattr(setup_env, "announce_torch", lambda venv, constraints: None)
     commands: list[list[str]] = []
 
     def run(command: list[str], what: str) -> None:
@@ -40,31 +36,55 @@ def playground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str
 
 
 def test_second_run_does_nothing(playground: list[list[str]]) -> None:
-    setup_env.main()
-    assert len(playground) == 2 and "--without-pip" in playground[0] and "install" in playground[1]
-    setup_env.main()
-    assert len(playground) == 2
+    setup_env.main([])
+    assert len(playground) == 3 and "--without-pip" in playground[0] and "install" in playground[1]
+    assert "triton==3.6.0" in playground[2]
+    setup_env.main([])
+    assert len(playground) == 3
 
 
 def test_changed_requirements_install_again(playground: list[list[str]]) -> None:
-    setup_env.main()
+    setup_env.main([])
     (setup_env.ROOT / "constraints.txt").write_text("torch==2.13.0\n# other\n")
-    setup_env.main()
-    assert len(playground) == 3 and "install" in playground[2]
+    setup_env.main([])
+    assert len(playground) == 5 and "install" in playground[3]
 
 
 def test_half_made_environment_is_rebuilt(
     playground: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (setup_env.VENV / "bin").mkdir(parents=True)
-    leftover = setup_env.VENV / "leftover"
+    venv = setup_env.ROOT / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    leftover = venv / "leftover"
     leftover.touch()
-    setup_env.main()
-    assert not leftover.exists() and len(playground) == 2
+    setup_env.main([])
+    assert not leftover.exists() and len(playground) == 3
     assert "half-made .venv" in capsys.readouterr().out
-    setup_env.VENV_PYTHON.unlink()
-    setup_env.main()
-    assert len(playground) == 4
+    setup_env.interpreter(venv).unlink()
+    setup_env.main([])
+    assert len(playground) == 6
+
+
+def test_other_versions_have_an_environment_of_their_own(playground: list[list[str]]) -> None:
+    setup_env.main([])
+    setup_env.main(["--torch", "2.15.0", "--triton", "3.9.0"])
+    venv = setup_env.ROOT / ".venv-torch2.15.0-triton3.9.0"
+    assert len(playground) == 6 and setup_env.complete(venv)
+    kept = (venv / "constraints.txt").read_text().splitlines()
+    assert kept[-2:] == ["torch==2.15.0", "triton==3.9.0"] and "triton<3.10" not in kept
+    assert "transformers==5.22.2" in kept and "torch==2.13.0" not in kept
+    setup_env.main(["--torch", "2.15.0", "--triton", "3.9.0"])
+    setup_env.main([])
+    assert len(playground) == 6
+
+
+def test_make_uses_the_environment_of_the_versions_it_is_given() -> None:
+    command = ["make", "-n", "test", "TORCH=2.15.0", "TRITON=3.9.0"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "setup_env.py --torch 2.15.0 --triton 3.9.0" in printed
+    assert ".venv-torch2.15.0-triton3.9.0/bin/python -m pytest" in printed
+    usual = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert " .venv/bin/python -m pytest" in usual
 
 
 def test_missing_pip_is_told(
@@ -76,19 +96,30 @@ def test_missing_pip_is_told(
     assert "pip is missing" in capsys.readouterr().out
 
 
-def test_requirements_resolve_without_local_wheels(tmp_path: Path) -> None:
-    """As a new machine would see them: no local wheels, so torch may be the GPU build."""
+def resolve(tmp_path: Path, *pins: str) -> dict[str, str]:
+    """What pip would install on a new machine: no local wheels, so torch may be a GPU build."""
     environment = {**os.environ, "PIP_FIND_LINKS": str(tmp_path)}  # empty would mean "as set"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
-    command += ["--quiet", "--report", "-", "-c", "constraints.txt", ".[triton,hf,dev]"]
+    command += ["--quiet", "--report", "-", ".[triton,hf,dev]", *pins]
     resolved = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if "Connection" in resolved.stderr or "Temporary failure" in resolved.stderr:
         pytest.skip(f"no package index in reach: {resolved.stderr.strip().splitlines()[-1]}")
     assert resolved.returncode == 0, resolved.stderr
-    versions = {
+    return {
         item["metadata"]["name"].lower(): item["metadata"]["version"]
         for item in json.loads(resolved.stdout)["install"]
     }
+
+
+def test_requirements_resolve_without_local_wheels(tmp_path: Path) -> None:
+    versions = resolve(tmp_path, "-c", "constraints.txt")
     assert versions["torch"].split("+")[0] == "2.13.0"
-    assert versions["transformers"] == "5.17.0"
-    assert versions["triton"].startswith(("3.6.", "3.7."))
+    assert versions["transformers"] == "5.22.2"
+    assert versions["triton"].startswith("3.")
+
+
+@pytest.mark.slow
+def test_the_triton_extra_resolves_beside_todays_torch(tmp_path: Path) -> None:
+    """torch 2.15's GPU build pins Triton 3.9, which was out of the extra's range once."""
+    versions = resolve(tmp_path, "torch==2.15.0")
+    assert versions["torch"] == "2.15.0" and versions["triton"] == "3.9.0"

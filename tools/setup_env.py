@@ -1,43 +1,77 @@
 """Makes .venv with what `make demo` and `make test` need. Run again, it finds nothing to do.
 
-Standard library only, no root, no python3-venv package: the environment is made without pip and
-filled by the pip of the Python that runs this.
+    python3 tools/setup_env.py --torch 2.15.0 --transformers 5.22.2 --triton 3.9.0
+
+makes another one for these versions, any of them, in a folder that is named after them; that is
+what `make test TORCH=2.15.0` does. Standard library only, no root, no python3-venv package: the
+environment is made without pip and filled by the pip of the Python that runs this.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-VENV_PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "openmla-setup"
 EXTRAS = ".[triton,hf,dev]"
+PACKAGES = ("torch", "transformers", "triton")
+# The oldest Triton that kernels are written for, beside the environment's own: a test compiles some
+# with it, in a process that finds it first. Linux alone has it.
+OLDEST_TRITON = "3.6.0"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="setup_env")
+    for package in PACKAGES:
+        parser.add_argument(f"--{package}", default="", help="a version other than the usual one")
+    options = vars(parser.parse_args(arguments))
+    versions = {package: options[package] for package in PACKAGES if options[package]}
     require_python()
-    wanted = fingerprint()
-    if complete() and STAMP.read_text() == wanted:
+    venv = ROOT / "-".join([".venv", *(name + number for name, number in versions.items())])
+    constraints = constraints_for(versions)
+    wanted = fingerprint(constraints)
+    if complete(venv) and stamp(venv).read_text() == wanted:
         return
     require_pip()
-    if not complete():
-        if VENV.exists():
-            say("found a half-made .venv, building it anew")
-            shutil.rmtree(VENV)
-        say("making .venv")
-        run([sys.executable, "-m", "venv", "--without-pip", str(VENV)], "Python's venv module")
-    announce_torch()
+    if not complete(venv):
+        if venv.exists():
+            say(f"found a half-made {venv.name}, building it anew")
+            shutil.rmtree(venv)
+        say(f"making {venv.name}")
+        run([sys.executable, "-m", "venv", "--without-pip", str(venv)], "Python's venv module")
+    announce_torch(venv, constraints)
     say("installing (the first time takes some minutes)")
-    constraints = str(ROOT / "constraints.txt")
-    run(pip("install", "-c", constraints, "-e", EXTRAS), "pip install")
-    STAMP.write_text(wanted)
+    kept = venv / "constraints.txt"
+    kept.write_text(constraints)
+    run(pip(venv, "install", "-c", str(kept), "-e", EXTRAS), "pip install")
+    if platform.system() == "Linux":
+        oldest = ("--no-deps", "--upgrade", "--target", str(venv / "oldest-triton"))
+        run(pip(venv, "install", *oldest, f"triton=={OLDEST_TRITON}"), "pip install")
+    stamp(venv).write_text(wanted)
     say("ready")
+
+
+def constraints_for(versions: dict[str, str]) -> str:
+    """constraints.txt with these versions in the place of its own."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    for package, version in versions.items():
+        lines = [line for line in lines if not line.startswith((f"{package}=", f"{package}<"))]
+        lines.append(f"{package}=={version}")
+    return "\n".join(lines) + "\n"
+
+
+def interpreter(venv: Path) -> Path:
+    return venv / "bin" / "python"
+
+
+def stamp(venv: Path) -> Path:
+    return venv / "openmla-setup"
 
 
 def say(text: str) -> None:
@@ -71,9 +105,9 @@ def require_pip() -> None:
         )
 
 
-def pip(*arguments: str) -> list[str]:
+def pip(venv: Path, *arguments: str) -> list[str]:
     quiet = "--disable-pip-version-check"
-    return [sys.executable, "-m", "pip", "--python", str(VENV_PYTHON), quiet, *arguments]
+    return [sys.executable, "-m", "pip", "--python", str(interpreter(venv)), quiet, *arguments]
 
 
 def run(command: list[str], what: str) -> None:
@@ -95,30 +129,30 @@ def run(command: list[str], what: str) -> None:
         stop(f"{what} failed; its own words are above. Mend that and run make again.")
 
 
-def fingerprint() -> str:
+def fingerprint(constraints: str) -> str:
     """Changes when the requirements or the interpreter change."""
-    digest = hashlib.sha256()
-    for name in ("pyproject.toml", "constraints.txt", "tools/setup_env.py"):
+    digest = hashlib.sha256(constraints.encode())
+    for name in ("pyproject.toml", "tools/setup_env.py"):
         digest.update((ROOT / name).read_bytes())
     digest.update(f"{sys.version} {platform.machine()} {ROOT}".encode())
     return digest.hexdigest()
 
 
-def complete() -> bool:
+def complete(venv: Path) -> bool:
     """Whether an earlier set-up ran to its end and its interpreter still starts."""
-    if not STAMP.exists():
+    if not stamp(venv).exists():
         return False
     try:
-        return subprocess.run([str(VENV_PYTHON), "-c", ""]).returncode == 0
+        return subprocess.run([str(interpreter(venv)), "-c", ""]).returncode == 0
     except OSError:
         return False
 
 
-def announce_torch() -> None:
+def announce_torch(venv: Path, constraints: str) -> None:
     """Say beforehand when torch will bring gigabytes of GPU libraries."""
-    pins = (ROOT / "constraints.txt").read_text().split()
+    pins = constraints.split()
     version = next(pin.partition("==")[2] for pin in pins if pin.startswith("torch=="))
-    seen = subprocess.run(pip("index", "versions", "torch"), capture_output=True, text=True)
+    seen = subprocess.run(pip(venv, "index", "versions", "torch"), capture_output=True, text=True)
     if seen.returncode != 0:
         say("pip cannot see torch. Check the network and pip's index settings.")
         return  # the install below will say exactly what is wrong

@@ -1,0 +1,46 @@
+"""A few kernels with the oldest Triton there is support for; other tests have the newest."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST = Path(sys.prefix) / "oldest-triton"
+# One of every kind: what versions differ in is used by the last two.
+CODE = """
+import sys
+import triton
+from importlib import import_module
+from openmla.backends.requirements import REQUIRES, missing
+from openmla.backends.triton._build import SHARED_MEMORY, compile_build
+
+assert triton.__version__.startswith(REQUIRES["triton"].oldest), triton.__version__
+assert missing("triton") is None
+for op, part in (
+    ("merge_states", ""), ("index_logits_ragged", "HI64"), ("mqa_sparse", "many-heads-window"),
+    ("mqa_sparse", "many-heads-slots"),
+):
+    builds = import_module(f"openmla.backends.triton.{op}").builds()
+    build = next(b for b in builds if b.capability == 90 and part in b.name)
+    report = compile_build(build)
+    assert report.spills <= 64 and report.shared <= SHARED_MEMORY[90], (build.name, report)
+    print(build.name, report)
+"""
+
+
+@pytest.mark.skipif(not OLDEST.exists(), reason="tools/setup_env.py puts the oldest Triton there")
+def test_a_few_kernels_compile() -> None:
+    path = os.pathsep.join([str(OLDEST), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    child = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert len(child.stdout.splitlines()) == 4
