@@ -12,8 +12,8 @@ PYTHON ?= python3
 # Processes of `make test`.
 JOBS ?= 2
 space := $(subst ,, )
-VERSIONS := $(if $(TORCH),--torch $(TORCH)) $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) \
-	$(if $(TRITON),--triton $(TRITON))
+VERSIONS := $(strip $(if $(TORCH),--torch $(TORCH)) \
+	$(if $(TRANSFORMERS),--transformers $(TRANSFORMERS)) $(if $(TRITON),--triton $(TRITON)))
 NAMES := $(if $(TORCH),torch$(TORCH)) $(if $(TRANSFORMERS),transformers$(TRANSFORMERS)) \
 	$(if $(TRITON),triton$(TRITON))
 VENV := $(subst $(space),-,$(strip .venv $(NAMES)))

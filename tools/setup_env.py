@@ -39,12 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if complete(venv) and stamp(venv).read_text() == wanted:
         return
     require_pip()
-    if not complete(venv):
-        if venv.exists():
-            say(f"found a half-made {venv.name}, building it anew")
-            shutil.rmtree(venv)
-        say(f"making {venv.name}")
-        run([sys.executable, "-m", "venv", "--without-pip", str(venv)], "Python's venv module")
+    if venv.exists():  # pip keeps what it finds, so another set of requirements begins anew too
+        say(f"{venv.name} is half-made or of other requirements, building it anew")
+        shutil.rmtree(venv)
+    say(f"making {venv.name}")
+    run([sys.executable, "-m", "venv", "--without-pip", str(venv)], "Python's venv module")
     announce_torch(venv, constraints)
     say("installing (the first time takes some minutes)")
     kept = venv / "constraints.txt"
