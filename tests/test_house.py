@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from openmla.backends import BACKENDS
-from tools.support_table import README, with_table
+from tools.support_table import README, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openmla"
@@ -116,7 +116,7 @@ def test_one_name_in_four_places() -> None:
 
 
 def test_readme_table_is_fresh() -> None:
-    assert README.read_text() == with_table(README.read_text()), "run: make table"
+    assert README.read_text() == with_tables(README.read_text()), "run: make table"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

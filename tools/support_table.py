@@ -1,14 +1,22 @@
-"""Writes the support table of README.md from the tree; tests fail while it is stale."""
+"""Writes the tables of README.md: ops and backends from the tree, versions from a results file.
+
+Tests fail while they are stale.
+"""
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from openmla.backends import BACKENDS, all_backends
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-BEGIN, END = "<!-- support table: make table -->", "<!-- end of support table -->"
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+COMPATIBILITY = ROOT / "bench" / "results" / "compatibility.json"
+SUPPORT = "<!-- support table: make table -->", "<!-- end of support table -->"
+VERSIONS = "<!-- versions: make table -->", "<!-- end of versions -->"
 
 
 def support_table() -> str:
@@ -24,12 +32,25 @@ def support_table() -> str:
     return "\n".join(lines)
 
 
-def with_table(readme: str) -> str:
-    """README's text with the part between the markers replaced."""
-    head, _, rest = readme.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{support_table()}\n{END}{tail}"
+def compatibility_table() -> str:
+    """One row per run: versions, machine, the command, and what it said."""
+    runs: list[dict[str, Any]] = json.loads(COMPATIBILITY.read_text())["runs"]
+    columns = ("python", "torch", "triton", "transformers", "machine", "command", "result")
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for run in runs:
+        cells = [f"`{run[name]}`" if name == "command" else run[name] for name in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def with_tables(readme: str) -> str:
+    """README's text with the parts between the markers replaced."""
+    for (begin, end), table in ((SUPPORT, support_table()), (VERSIONS, compatibility_table())):
+        head, _, rest = readme.partition(begin)
+        _, _, tail = rest.partition(end)
+        readme = f"{head}{begin}\n{table}\n{end}{tail}"
+    return readme
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_tables(README.read_text()))

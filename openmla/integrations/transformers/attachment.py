@@ -134,9 +134,11 @@ class Attachment:
     @contextmanager
     def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
         """The pool, for this thread alone. Not to be nested, and nothing in it waits for a lock."""
-        with self._pool_lock:
-            yield self.pool
-        self._free_dropped()
+        try:
+            with self._pool_lock:
+                yield self.pool
+        finally:
+            self._free_dropped()
 
     def drop(self, requests: Sequence[int]) -> None:
         """Free a session's requests. The garbage collector calls this, wherever a thread happens to
