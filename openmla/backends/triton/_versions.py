@@ -1,4 +1,4 @@
-"""What differs from Triton 3.6 to 3.9: names the installed version has, and one habit.
+"""What differs from Triton 3.6 to 3.9: names the installed version has, and habits.
 
 Kernels call the names as they would call Gluon's own. The newer one is looked for first: 3.9 keeps
 an old one that only raises.
@@ -20,7 +20,13 @@ if hasattr(shared_memory_descriptor, "reinterpret"):
 else:
     reinterpret = shared_memory_descriptor._reinterpret
 
+RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
+# What follows no name tells.
+
 # Whether a loop's disable_licm stops Triton's own passes too, not only LLVM's: then tiles that are
 # the same in every round, such as queries, are kept in registers and stored to shared memory in
-# each of them. No name tells.
-DISABLE_LICM_STOPS_TRITON = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)
+# each of them.
+DISABLE_LICM_STOPS_TRITON = RELEASE >= (3, 9)
+
+# Whether LLVM joins branches that other versions keep apart, so that values of both take registers.
+JOINS_BRANCHES = RELEASE == (3, 8)

@@ -38,6 +38,7 @@ from openmla.backends.triton._build import (
     assembly,
     capability_of,
 )
+from openmla.backends.triton._versions import JOINS_BRANCHES
 from openmla.backends.triton.cache_write import widen
 from openmla.hardware import multiprocessors
 
@@ -58,7 +59,7 @@ class Config(NamedTuple):
 
 # H200: 8 warps for few rows and 2 or 3 programs for many were tried and lost.
 FEW = Config(4096, 16, 1, None)
-MANY = Config(4096, 8, 4, 64)
+MANY = Config(4096, 8, 3, 80) if JOINS_BRANCHES else Config(4096, 8, 4, 64)  # or it spills
 LARGE = Config(8192, 16, 1, None)
 AMD = Config(4096, 8, 2, None)
 
@@ -220,7 +221,8 @@ def keep_row(
     warp = up_to(WARPS, n)[:, None]
     offs = warp * stretch + tl.arange(0, LANES)[None, :]
     stop = (warp + 1) * stretch
-    stop = tl.where(stop < end, stop, end)
+    # said again: 3.8 forgets it in between, and loads would be of one element each
+    stop = tl.multiple_of(tl.where(stop < end, stop, end), [ALIGN, ALIGN])
     n = tl.minimum(stop - skew, n)  # where each warp's own ends
     seen = tl.zeros((WARPS, 1), tl.int32)
     for _ in range(0, stretch, SPAN):
