@@ -111,6 +111,7 @@ def resolve(tmp_path: Path, *pins: str) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_requirements_resolve_without_local_wheels(tmp_path: Path) -> None:
     versions = resolve(tmp_path, "-c", "constraints.txt")
     assert versions["torch"].split("+")[0] == "2.13.0"

@@ -235,13 +235,15 @@ EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 @pytest.mark.parametrize(
     ("arguments", "stated"),
     [
-        (
+        pytest.param(
             "absorbed fp32 index_fp32 4096 131072 1",
             ["4096 tokens choose 2048 of up to 131072 keys", "8 turns"],
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "expanded fp32 index_fp32 16384 16384 1",
             ["masked    16384 tokens", "32.0 MiB of mask at most"],
+            marks=pytest.mark.slow,
         ),
         ("absorbed bf16 index_fp8 2048 4096 64", ["2048 tokens choose 2048 of up to 4096"]),
     ],
