@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmla.errors import ShapeError
 from openmla.integrations.transformers import attach, attachment_of
-from openmla.integrations.transformers.masks import Runs, hide_tokens, read_mask, runs_of
+from openmla.integrations.transformers.masks import Runs, add_runs, hide_tokens, read_mask, runs_of
 from tests.integrations import test_sparse_models
 from tests.integrations.models import VOCAB, make_model, padded_prompts
 from tests.integrations.test_captured import model_of
@@ -43,6 +43,9 @@ def test_what_a_mask_says() -> None:
 def test_runs() -> None:
     runs = runs_of([False, True, True, False, True])
     assert runs == [(False, 1), (True, 2), (False, 1), (True, 1)]
+    add_runs(runs, [(True, 2), (False, 1)])
+    assert runs == [(False, 1), (True, 2), (False, 1), (True, 3), (False, 1)]
+    runs = runs_of([False, True, True, False, True])
     assert hide_tokens(runs, [1, 2]) == [(False, 1), (True, 1), (False, 3)]
 
 

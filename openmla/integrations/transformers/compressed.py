@@ -9,6 +9,7 @@ function, rotates its output back and projects it, as before.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -166,16 +167,19 @@ def with_positions(
     return args, {**kwargs, "position_ids": positions}
 
 
-def check_positions(positions: Tensor | None, new: Tensor, lens: list[int]) -> None:
+def check_positions(
+    positions: Tensor | None, new: list[list[tuple[bool, int]]], lens: list[int]
+) -> None:
     """Tokens stand at their places in their own sequences; looked at where that is cheap.
 
-    `new` [B, S] says which columns are tokens, `lens` how many each row has already.
+    `new` has the runs of each row's new columns (is a token, how many), `lens` the tokens before.
     """
     if positions is None or (positions.device.type != "cpu" and positions.shape[-1] == 1):
         return
-    rows = positions.expand(new.shape).cpu()
+    rows = positions.expand(len(new), positions.shape[-1]).tolist()
     for b, before in enumerate(lens):
-        given = rows[b][new[b]].tolist()
+        tokens = [is_token for is_token, length in new[b] for _ in range(length)]
+        given = list(compress(rows[b], tokens))
         if given != list(range(before, before + len(given))):
             raise ShapeError(
                 f"attach: position_ids must count each sequence's own tokens for deepseek_v4, "

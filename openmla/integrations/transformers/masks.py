@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
 
+COUNT = 1 << 40  # more than columns can sum up to; 2^20 of them fit a sum of 64 bits
 Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
 
 
@@ -26,7 +27,7 @@ def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Co
 
     None where there is nothing to say: every new column is a token, and the cached ones are what
     they were. Their number and the sum of their places tell that, so a step of one token per row
-    reads 2 B integers back from a GPU and no more. Columns that are not tokens may be anywhere.
+    reads B integers back from a GPU and no more. Columns that are not tokens may be anywhere.
     """
     if mask is None:
         return None
@@ -44,8 +45,8 @@ def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Co
     whole = mask.shape[1] > S  # or of the new columns only
     real = mask.to(torch.bool)
     expected = [_count_and_sum([*(runs if whole else ()), (True, S)]) for runs in cached]
-    places = torch.arange(mask.shape[1], device=mask.device)
-    if torch.stack([real.sum(dim=1), (real * places).sum(dim=1)], dim=1).tolist() == expected:
+    weights = torch.arange(COUNT, COUNT + mask.shape[1], device=mask.device)
+    if (real * weights).sum(dim=1).tolist() == expected:
         return None
     real = real.cpu()
     hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
@@ -68,15 +69,27 @@ def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
     return hidden
 
 
-def _count_and_sum(runs: Runs) -> list[int]:
-    """How many tokens a row has, and the sum of the columns they are in."""
+def _count_and_sum(runs: Runs) -> int:
+    """How many tokens a row has, times COUNT, and the sum of the columns they are in."""
     column = count = total = 0
     for is_token, length in runs:
         if is_token:
             count += length
             total += length * (2 * column + length - 1) // 2
         column += length
-    return [count, total]
+    return COUNT * count + total
+
+
+def num_tokens(runs: Runs) -> int:
+    return sum(length for is_token, length in runs if is_token)
+
+
+def add_runs(runs: Runs, new: Runs) -> None:
+    """Append columns to a row; runs of one kind become one, or each token would add a run."""
+    for is_token, length in new:
+        if runs and runs[-1][0] == is_token:
+            length += runs.pop()[1]
+        runs.append((is_token, length))
 
 
 def runs_of(columns: Sequence[bool]) -> Runs:

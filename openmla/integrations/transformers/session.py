@@ -16,7 +16,9 @@ from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import check_positions
 from openmla.integrations.transformers.masks import (
     Runs,
+    add_runs,
     hide_tokens,
+    num_tokens,
     read_mask,
     runs_of,
 )
@@ -141,21 +143,21 @@ class Session:
                 f"attach: the cache holds {len(cached)} sequences, got a batch of {B}."
             )
         found = read_mask(B, S, mask, cached)
-        new = torch.ones((B, S), dtype=torch.bool) if found is None else found.new
-        hidden = [[] for _ in range(B)] if found is None else found.hidden
+        # in plain steps every row is one run: this is the host's time in every token
+        new = [[(True, S)]] * B if found is None else [runs_of(row) for row in found.new.tolist()]
+        hidden = [[]] * B if found is None else found.hidden
         requests = [next(attachment.names) for _ in range(B)] if fresh else self.requests
         with attachment.lock, attachment.bookkeeping() as pool:
             if isinstance(pool, CompressedPool):
                 lens = [pool.seq_len(request) for request in requests]
                 check_positions(attachment.current.positions, new, lens)
-                begun = torch.tensor(lens) > 0
-                if bool((begun & ~new[:, -1]).any()):
+                if any(n > 0 and not runs[-1][0] for n, runs in zip(lens, new, strict=True)):
                     raise ShapeError(
                         "attach: attention_mask must show the last column of every row for "
                         "deepseek_v4 once something is cached."
                     )
-            self._take(pool, requests, new.sum(dim=1).tolist(), hidden)
-            self.entries, self.picked = self._entries(pool, requests, new, fresh)
+            self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
+            self.entries, self.picked = self._entries(pool, requests, new, S, fresh)
             if fresh:
                 self.requests += requests
                 self.columns = cached
@@ -163,7 +165,7 @@ class Session:
             for b in range(B):
                 if hidden[b]:
                     self.columns[b] = hide_tokens(self.columns[b], hidden[b])
-                self.columns[b] += runs_of(new[b].tolist())
+                add_runs(self.columns[b], new[b])
             self.describe()
         self.plans = {}
         self.steps += 1
@@ -223,7 +225,12 @@ class Session:
             pool.free(name)
 
     def _entries(
-        self, pool: BlockPool | CompressedPool, requests: Sequence[int], new: Tensor, fresh: bool
+        self,
+        pool: BlockPool | CompressedPool,
+        requests: Sequence[int],
+        new: Sequence[Runs],
+        S: int,
+        fresh: bool,
     ) -> tuple[list[Entry], Tensor | None]:
         """The pass's queries, and which columns of the batch they are; None: all, in order.
 
@@ -232,18 +239,18 @@ class Session:
         prompts that are padded on the right, nobody can want to know.
         """
         lens = [pool.seq_len(request) for request in requests]
-        B, S = new.shape
-        if bool(new.all()):
+        if all(runs == [(True, S)] for runs in new):
             return [Entry(r, n - S, n) for r, n in zip(requests, lens, strict=True)], None
         entries: list[Entry] = []
         picked: list[int] = []
         for b, request in enumerate(requests):
-            tokens = new[b].nonzero().flatten().tolist()
-            stop = lens[b] - len(tokens)
-            mine = [] if tokens else [Entry(request, stop, stop)]
-            unread = (tokens[-1] if tokens else 0) if fresh and B > 1 else S  # and all behind it
+            stop = lens[b] - num_tokens(new[b])
+            mine = [] if stop < lens[b] else [Entry(request, stop, stop)]
+            unread = S  # from here on nobody reads what a column gives that is no token
+            if fresh and len(requests) > 1 and not new[b][-1][0]:
+                unread = S - new[b][-1][1]
             column = 0
-            for is_token, length in runs_of(new[b].tolist()):
+            for is_token, length in new[b]:
                 columns = range(b * S + column, b * S + column + length)
                 if is_token:
                     mine.append(Entry(request, stop, stop + length))
