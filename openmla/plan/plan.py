@@ -188,14 +188,17 @@ def _check_batch(batch: Batch, latent: PagedCache) -> None:
 
 def _check_agreement(batch: Batch, BS: int) -> None:
     """A row is written where its own request will look for it, or not at all."""
-    assert batch.slot_mapping is not None
-    query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
-    rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
-    ends = query_lens.cumsum(0)
-    # a token's position, counted from the end of its request
-    back = ends[rows] - torch.arange(len(rows))
-    positions = torch.tensor(batch.seq_lens, dtype=torch.int64)[rows] - back
-    slots = batch.slot_mapping
+    slots, lens = batch.slot_mapping, torch.tensor(batch.seq_lens, dtype=torch.int64)
+    assert slots is not None
+    if slots.numel() == 0:
+        return
+    if min(batch.query_lens) == max(batch.query_lens) == 1:  # plain decode, at every step
+        rows, positions = torch.arange(len(lens)), lens - 1
+    else:
+        query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(lens)), query_lens)
+        # counted back from the end of the request
+        positions = lens[rows] - (query_lens.cumsum(0)[rows] - torch.arange(len(rows)))
     expected = batch.block_table[rows, positions // BS].long() * BS + positions % BS
     wrong = (slots >= 0) & (slots != expected)
     if bool(wrong.any()):

@@ -211,16 +211,17 @@ class Attachment:
             return kept
 
     def copy(
-        self, copies: tuple[list[tuple[int, int]], ...], sources: Tensor, targets: Tensor
+        self,
+        copies: tuple[list[tuple[int, int]], ...],
+        sources: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> None:
         """Carry out what take() asked for in every layer, then move rows from slot to slot."""
-        if not any(copies) and sources.numel() == 0:
-            return
         for layer, kept in self.caches.items():
             cache = self.caches[layer] = self._grown(kept)
             with self.using_caches(cache.parts[0].data.device):
                 cache.copy_blocks(*copies)
-                if sources.numel():
+                if sources is not None and targets is not None:
                     assert cache.latent is not None  # V4 moves no rows
                     cache.latent.move_rows(sources, targets, self.config.latent_dim)
                     if cache.index is not None:

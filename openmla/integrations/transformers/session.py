@@ -215,12 +215,11 @@ class Session:
                 pool.share(name, request)
                 pool.free(name)
             raise
-        none = torch.empty(0, dtype=torch.int64)
-        sources, targets = (
-            pool.slot_mapping(spans) if isinstance(pool, BlockPool) else none
-            for spans in (old, new)
-        )
-        self.attachment.copy(copies, sources, targets)
+        if held:
+            assert isinstance(pool, BlockPool)
+            self.attachment.copy(copies, pool.slot_mapping(old), pool.slot_mapping(new))
+        elif any(copies):
+            self.attachment.copy(copies)
         for name in held.values():
             pool.free(name)
 
