@@ -21,9 +21,9 @@ BIN := $(VENV)/bin
 # Several tests at a time, each with one thread: torch's threads gain nothing at these sizes.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# What every op, plan and cache means, and how attach() behaves in threads and with masks.
+# What every op, plan and cache means, by the reference; and what masks mean to attach().
 FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test_house.py \
-	tests/test_readme.py tests/integrations/test_masks.py tests/integrations/test_threads.py
+	tests/test_readme.py tests/integrations/test_masks.py
 
 .PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu
 
