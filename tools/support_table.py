@@ -38,7 +38,9 @@ def compatibility_table() -> str:
     columns = ("python", "torch", "triton", "transformers", "machine", "command", "result")
     lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     for run in runs:
-        cells = [f"`{run[name]}`" if name == "command" else run[name] for name in columns]
+        cells = [
+            f"`{run[name]}`" if name == "command" and run[name] else run[name] for name in columns
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
