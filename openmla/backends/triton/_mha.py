@@ -42,6 +42,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
 )
 from openmla.backends.triton._latent import LN2, LOG2E, dot
+from openmla.backends.triton._versions import JOINS_BRANCHES
 
 ALL, EDGE, BITS = (tl.constexpr(i) for i in range(3))  # which keys of a tile a query sees
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -84,7 +85,10 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
         block_m, num_warps = {**dict.fromkeys(SMALL, 32), GFX942: 16}.get(target, 64), 8
     room = SHARED_MEMORY[target] - 1024 - 2 * block_m * columns
     row = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
-    for block_n in (128, 64, 32) if late else (64, 32):
+    lengths = (128, 64, 32) if late else (64, 32)
+    if JOINS_BRANCHES and not late and block_m == 128:
+        lengths = (32,)  # or registers spill
+    for block_n in lengths:
         weights = 2 * block_m * block_n if num_warps == 4 else 0  # pass through memory there
         tiles = (room - weights) // (block_n * row)
         if tiles >= (3 if late else 2):

@@ -37,6 +37,7 @@ from openmla.backends.triton._build import (
     Build,
     assembly,
     capability_of,
+    nearest_target,
 )
 from openmla.backends.triton._versions import JOINS_BRANCHES
 from openmla.backends.triton.cache_write import widen
@@ -60,6 +61,7 @@ class Config(NamedTuple):
 # H200: 8 warps for few rows and 2 or 3 programs for many were tried and lost.
 FEW = Config(4096, 16, 1, None)
 MANY = Config(4096, 8, 3, 80) if JOINS_BRANCHES else Config(4096, 8, 4, 64)  # or it spills
+MANY_ELSEWHERE = Config(4096, 8, 2, 128) if JOINS_BRANCHES else MANY  # not on SM90
 LARGE = Config(8192, 16, 1, None)
 AMD = Config(4096, 8, 2, None)
 
@@ -71,7 +73,9 @@ def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
         return LARGE
     if capability == GFX942:
         return AMD
-    return FEW if multiprocessors >= T else MANY
+    if multiprocessors >= T:
+        return FEW
+    return MANY if nearest_target(capability) == 90 else MANY_ELSEWHERE
 
 
 LANES = tl.constexpr(128)  # columns a warp reads at once
