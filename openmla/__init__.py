@@ -18,6 +18,7 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
+from openmla.integrations import attach, detach
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, warmup
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers
 
@@ -47,6 +48,8 @@ __all__ = [
     "UnsupportedError",
     "Workspace",
     "allocate_cache",
+    "attach",
+    "detach",
     "make_plan",
     "ops",
     "plan_buffers",

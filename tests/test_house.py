@@ -37,7 +37,12 @@ ONLY_IN = {
     "triton": ("backends/triton", "backends/gluon"),
     "flash_mla": ("backends/flashmla",),
     "flashinfer": ("backends/flashinfer",),
-    "transformers": ("integrations/transformers/", "cli/models.py", "cli/eval.py"),
+    "transformers": (
+        "integrations/__init__.py",
+        "integrations/transformers/",
+        "cli/models.py",
+        "cli/eval.py",
+    ),
     "safetensors": ("integrations/transformers/", "cli/models.py"),
     "vllm": ("integrations/vllm.py",),
     "torch.distributed": ("parallel",),

@@ -28,6 +28,11 @@ from openmla.testing import PagedCase, RaggedCase
 inputs = PagedCase("blocked", (1, 2), (33, 7)).make()
 out, lse = inputs.run(openmla.ops.mqa_paged, backend="auto")
 assert out.isfinite().all() and lse.isfinite().all()
+try:
+    openmla.attach(torch.nn.Linear(1, 1))
+    raise SystemExit("attached without transformers")
+except openmla.UnsupportedError as error:
+    assert 'pip install "openmla[hf]"' in str(error), error
 out, lse = RaggedCase("blocked", (5,), (5,)).make().run(openmla.ops.mha_ragged, backend="auto")
 print("fine")
 """

@@ -116,7 +116,7 @@ def test_same_tokens(family: str, seed: int, device: str) -> None:
         generate(model, *on(device, *prompts(UNEVEN, padding=7, seed=seed))), expected
     )
     for block_size in (4, 64):
-        modules = attach(model, block_size=block_size)
+        modules = attachment_of(attach(model, block_size=block_size)).modules
         assert len(modules) == 3
         assert torch.equal(generate(model, ids, mask), expected)
         plan = attachment_of(model).last_plan
@@ -344,6 +344,19 @@ def test_float64_models() -> None:
     assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_packed_into_rows(family: str) -> None:
+    """Told apart by their positions alone, in a pass without a cache."""
+    model = make_model(family)
+    ids = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+    positions = torch.stack([torch.arange(60), torch.cat([torch.arange(12), torch.arange(48)])])
+    expected = model(ids, position_ids=positions, use_cache=False).logits
+    attach(model, block_size=4)
+    actual = model(ids, position_ids=positions, use_cache=False).logits
+    assert (actual - expected).norm() / expected.norm() < 1e-5
+    assert attachment_of(model).pool.num_free == attachment_of(model).pool.num_blocks
+
+
 def test_refusals() -> None:
     model = make_model("deepseek_v32")
     with pytest.raises(ConfigError, match="'bf16' is not known for index rows"):
@@ -353,9 +366,8 @@ def test_refusals() -> None:
     assert not hasattr(model.model.layers[0].self_attn, "openmla")
     attach(model)
     ids, _ = prompts((30,))
-    packed = torch.cat([torch.arange(12), torch.arange(18)])[None]
-    with pytest.raises(UnsupportedError, match="packed into one row are not supported for sparse"):
-        model(ids, position_ids=packed, use_cache=False)
+    with pytest.raises(ConfigError, match="'openmla_sparse' was chosen without attach"):
+        type(model)(model.config).eval().requires_grad_(False)(ids)
     square = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     key = "deepseek_sparse_attention"
     if not transformers.__version__.startswith("5.17."):

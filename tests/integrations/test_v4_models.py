@@ -249,6 +249,40 @@ def test_a_pass_that_failed() -> None:
     assert not attachment_of(model).pool.requests
 
 
+def test_a_mask_by_position_and_of_the_inner_model() -> None:
+    model = make_v4()
+    ids, mask = prompts((40, 30))
+    expected = model(ids[1:, 10:]).logits[0]
+    inner = model.model(ids[1:, 10:]).last_hidden_state[0]
+    attach(model)
+    assert relative(model(ids, mask).logits[1, 10:], expected) < 1e-5
+    actual = model.model(ids, attention_mask=mask).last_hidden_state[1, 10:]
+    assert relative(actual, inner) < 1e-5
+    with pytest.raises(TypeError, match="multiple values"):
+        model(ids, mask, input_ids=ids)
+
+
+def test_a_row_of_padding_only() -> None:
+    """Its tokens mean nothing; the other rows' are what they are without it."""
+    model = make_v4()
+    ids, mask = prompts((40, 30))
+    mask[1] = 0
+    expected = generate(model, ids[:1], n=8)
+    attach(model)
+    assert torch.equal(generate(model, ids, mask, n=8)[:1], expected)
+    beams: dict[str, Any] = {"num_beams": 2, "n": 4}
+    assert torch.equal(generate(model, ids, mask, **beams)[:1], generate(model, ids[:1], **beams))
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_past_the_positions_of_the_config(capture: bool) -> None:
+    model = make_v4(max_position_embeddings=64)
+    ids, _ = prompts((60,))
+    expected = generate(model, ids, n=80)
+    attach(model, capture=capture)
+    assert torch.equal(generate(model, ids, n=80), expected)
+
+
 def _fail(*args: Any) -> None:
     raise RuntimeError("planted")
 

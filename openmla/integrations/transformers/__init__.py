@@ -15,11 +15,14 @@ V4's compressors are shadowed: see compressed.py.
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from openmla.backends import all_backends
@@ -40,6 +43,8 @@ from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
 
 __all__ = ["REFUSED", "SUPPORTED", "Attachment", "PagedLayer", "attach", "attachment_of", "detach"]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 NAME = "openmla"
 SPARSE_NAME = "openmla_sparse"
@@ -68,6 +73,7 @@ REFUSED = {
 }
 
 
+@torch.compiler.disable
 def _before_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -84,7 +90,7 @@ def _before_forward(
         )
     past = kwargs.get("past_key_values")
     if past is not None or module is attachment.modules[0]:
-        current.own_cache = None  # of an earlier pass that failed
+        current.own_cache = None  # of an earlier call of a module by itself
     if past is None and attachment.config.indexer is not None:
         # an indexer can only be watched with a cache: one for this pass, gone after it
         if current.own_cache is None:
@@ -96,14 +102,37 @@ def _before_forward(
     return args, kwargs
 
 
+class _ByName:
+    """Turns arguments given by position into named ones, which is how other hooks look for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = signature(model.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        named = dict(zip(self.names, args, strict=False))
+        if len(named) < len(args) or named.keys() & kwargs.keys():
+            return None  # too many, or twice: forward itself says so
+        return (), {**named, **kwargs}
+
+
 class _AfterPass:
-    """Lets go of the cache of a pass that was given none, failed or not."""
+    """Ends a pass: lets go of a cache that was its own and, if it failed, of what it had taken."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
 
-    def __call__(self, *args: Any) -> None:
-        self.attachment.current.own_cache = None
+    def __call__(self, model: nn.Module, args: Any, result: Any) -> None:
+        current = self.attachment.current
+        session, current.session, current.own_cache = current.session, None, None
+        if session is None or not session.unfinished:
+            return
+        if result is None:  # an exception is on its way
+            session.fail()
+        else:  # the model left its last layers out
+            session.finish()
 
 
 def _refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,7 +163,7 @@ def _refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def attach(
-    model: nn.Module,
+    model: Model,
     *,
     cache_format: str | None = None,
     index_format: str = "index_fp32",
@@ -143,8 +172,8 @@ def attach(
     backend: str = "auto",
     workspace: int | None = None,
     capture: bool | None = None,
-) -> list[nn.Module]:
-    """Run a model's MLA layers here from now on; returns those attention modules.
+) -> Model:
+    """Run a model's MLA layers here from now on; returns the model.
 
     `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
@@ -218,19 +247,20 @@ def attach(
         raise ConfigError("attach: capture needs a model with a language head.")
     if backend == "auto":
         warn_of_reference("attach", next(modules[0].parameters()).device.type)
-    text_config = modules[0].config
-    if str(text_config._attn_implementation) in (NAME, SPARSE_NAME):  # type: ignore[union-attr]
-        raise ConfigError(
-            "attach: another attached model shares this config object. Give each its own copy."
-        )
     others = inner_hooks(model)
     AttentionInterface.register(NAME, openmla_attention)
     AttentionMaskInterface.register(NAME, openmla_mask)
     AttentionInterface.register(SPARSE_NAME, openmla_attention)
     AttentionMaskInterface.register(SPARSE_NAME, openmla_sparse_mask)
+    outers = list(dict.fromkeys((model, getattr(model, "base_model", model))))
+    for outer in outers:  # each may be called by itself
+        handle = outer.register_forward_pre_hook(_ByName(outer), with_kwargs=True)
+        attachment.handles.append(handle)
     if ours.compressor is not None:
         _stand_in(attachment)
-        attachment.handles.append(model.register_forward_pre_hook(with_positions, with_kwargs=True))
+        for outer in outers:
+            handle = outer.register_forward_pre_hook(with_positions, with_kwargs=True)
+            attachment.handles.append(handle)
     elif ours.indexer is not None:
         _watch_indexers(attachment)
     for module in modules:
@@ -240,24 +270,34 @@ def attach(
     attachment.handles.append(
         model.register_forward_pre_hook(_refuse_right_padding, with_kwargs=True)
     )
-    for outer in {model, getattr(model, "base_model", model)}:  # which may be called by itself
+    for outer in outers:
         attachment.handles.append(
             outer.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
         )
-    if ours.indexer is not None:
-        attachment.handles.append(
-            # on the inner model, which may be called by itself
-            getattr(model, "base_model", model).register_forward_hook(
-                _AfterPass(attachment), always_call=True
-            )
-        )
+    attachment.handles.append(
+        outers[-1].register_forward_hook(_AfterPass(attachment), always_call=True)
+    )
     if capture or (capture is None and _on_gpu(modules[0]) and hasattr(model, "lm_head")):
         hooks = inner_hooks(model) - others
         decode = CapturedDecode(model, attachment, asked=bool(capture), hooks=hooks)
         attachment.handles.append(decode)
-    attachment.previous.append((text_config, text_config._attn_implementation))  # type: ignore[union-attr]
-    text_config._attn_implementation = attachment.name  # type: ignore[union-attr]
-    return modules
+    text_config = _own_config(model, modules[0].config)
+    attachment.previous = (text_config, text_config._attn_implementation)
+    text_config._attn_implementation = attachment.name
+    return model
+
+
+def _own_config(model: nn.Module, text_config: Any) -> Any:
+    """Give a model its own copy of its config objects, which other models may share; returns the
+    copy of the one that its attention modules have."""
+    copies: dict[int, Any] = {}
+    deepcopy(model.config, copies)
+    deepcopy(text_config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                setattr(module, name, copies[id(value)])
+    return copies[id(text_config)]
 
 
 def _on_gpu(module: nn.Module) -> bool:
@@ -297,18 +337,20 @@ def _watch_indexers(attachment: Attachment) -> None:
             attachment.handles.append(watch)
 
 
-def detach(model: nn.Module) -> None:
-    """Undo attach(): the model attends by itself again. Caches made in between are lost."""
+def detach(model: Model) -> Model:
+    """Undo attach(): the model attends by itself again; returns it. Caches made in between are
+    lost."""
     attachment = attachment_of(model)
     for handle in attachment.handles:
         handle.remove()
-    for text_config, implementation in attachment.previous:
-        text_config._attn_implementation = implementation
+    text_config, implementation = attachment.previous
+    text_config._attn_implementation = implementation
     for module in attachment.modules:
         del module.openmla
         if attachment.config.indexer is not None and attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
+    return model
 
 
 def attachment_of(model: nn.Module) -> Attachment:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from openmla.plan import Plan
 if TYPE_CHECKING:
     from openmla.integrations.transformers.indexer import IndexerWatch
     from openmla.integrations.transformers.paged_layer import PagedLayer
+    from openmla.integrations.transformers.session import Session
 
 FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
 ROLLBACK = 32  # tokens a V4 sequence can be cropped by
@@ -41,6 +42,7 @@ class Pass:
 
     positions: Tensor | None = None  # as the model was given them
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
+    session: Session | None = None  # of the pass under way
     own_cache: Any = None  # of a pass that was given none
     compressible: Compressible | None = None  # what a V4 layer will pool
     index_rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
@@ -63,7 +65,7 @@ class Attachment:
     may_grow: bool
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
-    previous: list[tuple[Any, Any]] = field(default_factory=list)
+    previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
     names: Any = field(default_factory=count)
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
@@ -188,18 +190,7 @@ class Attachment:
         with self.lock:
             kept = self.caches.get(layer)
             if kept is None:
-                kept = allocate_cache(
-                    self.config,
-                    num_blocks=self.pool.num_blocks,
-                    block_size=self.pool.block_size,
-                    format=format,
-                    index_format=self.index_format,
-                    layer=layer,
-                    max_requests=FIRST_REQUESTS,
-                    max_tokens=FIRST_TOKENS,
-                    rollback=ROLLBACK,
-                    device=device,
-                )
+                kept = self._new_cache(layer, format, device)
             rows = kept.latent or kept.window
             assert rows is not None
             if rows.format != format or rows.data.device != device:
@@ -209,6 +200,21 @@ class Attachment:
                 )
             kept = self.caches[layer] = self._grown(kept)
             return kept
+
+    def _new_cache(self, layer: int, format: str, device: torch.device) -> LayerCache:
+        with torch.inference_mode(False):  # passes in either mode write to it
+            return allocate_cache(
+                self.config,
+                num_blocks=self.pool.num_blocks,
+                block_size=self.pool.block_size,
+                format=format,
+                index_format=self.index_format,
+                layer=layer,
+                max_requests=FIRST_REQUESTS,
+                max_tokens=FIRST_TOKENS,
+                rollback=ROLLBACK,
+                device=device,
+            )
 
     def copy(
         self,
@@ -229,7 +235,14 @@ class Attachment:
                         cache.index.move_rows(sources, targets, self.config.indexer.head_dim)
 
     def _grown(self, cache: LayerCache) -> LayerCache:
-        return cache.grown(*(pool.num_blocks for pool in self.pools))
+        with torch.inference_mode(False):
+            return cache.grown(*(pool.num_blocks for pool in self.pools))
+
+    def reach(self, length: int) -> None:
+        """Count on sequences of so many tokens; transformers goes on past the config's limit."""
+        if length > self.config.max_positions:
+            longer = max(2 * self.config.max_positions, length)
+            self.config, self._tables = replace(self.config, max_positions=longer), {}
 
     def table(self, device: torch.device) -> Tensor:
         """Angles of V4's entries; modules rotate all else themselves."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
 
 
+@torch.compiler.disable  # bookkeeping on the host, which changes in every pass
 def openmla_attention(
     module: nn.Module,
     query: Tensor,  # [B, H, S, P + R]
@@ -29,30 +30,33 @@ def openmla_attention(
 ) -> tuple[Tensor, None]:  # [B, S, H, V]
     """The attention function transformers calls by name."""
     attachment = getattr(module, "openmla", None)
-    if not isinstance(attachment, Attachment):
-        raise ConfigError(
-            "attach: attention 'openmla' was chosen without attach(model). A model that shares its "
-            "config object with an attached one needs its own copy."
-        )
     if kwargs.get("dropout"):
         raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
     if torch.is_grad_enabled() and query.requires_grad:
         raise UnsupportedError(
             "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
         )
-    B, H, S, E = query.shape
-    current = attachment.current
+    B, _, S, _ = query.shape
+    if not isinstance(attachment, Attachment):  # a layer made from an attached model's config
+        if hasattr(attention_mask, "openmla_padding"):
+            raise ConfigError(
+                "attach: attention 'openmla_sparse' was chosen without attach(model). A model made "
+                "from an attached one's config must be attached, too."
+            )
+        return _expanded(query, key, value, attention_mask, None, float(kwargs["scaling"])), None
+    current, config = attachment.current, attachment.config
     layer, current.storing = current.storing, None
-    if attachment.config.indexer is not None:
+    packed = None
+    if config.indexer is not None:
         attention_mask = _padding_of(attention_mask)
-        if layer is not None and current.own_cache is not None:
-            _refuse_packed(current.positions, attention_mask)
-    q = query.transpose(1, 2).reshape(B * S, H, E)
+        if layer is not None and current.own_cache is not None and config.compressor is None:
+            packed = _packed_lens(B, S, current.positions, attention_mask)
     if layer is None:
-        return _without_cache(attachment, q, key, value, attention_mask), None
+        positions = current.positions
+        return _expanded(query, key, value, attention_mask, positions, config.scale), None
     session = layer.session
     if layer.steps == session.steps:
-        session.begin(B, S, attention_mask)
+        session.begin(B, S, attention_mask, packed)
     layer.steps = session.steps
     layer.columns += S
     with attachment.using_caches(query.device):
@@ -119,17 +123,6 @@ def _padding_of(mask: Tensor | None) -> Tensor | None:
     return padding
 
 
-def _refuse_packed(positions: Tensor | None, padding: Tensor | None) -> None:
-    """Several sequences in one row, told by positions alone, would attend to one another."""
-    if padding is not None or positions is None or positions.shape[-1] == 1:
-        return
-    if len(_packed_lens(positions)) > positions.shape[0]:
-        raise UnsupportedError(
-            "attach: sequences packed into one row are not supported for sparse models. "
-            "Give them as rows of a batch."
-        )
-
-
 def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
     """Tokens back in their batch rows; padding rows are 0."""
     if picked is not None:
@@ -139,41 +132,56 @@ def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
     return out.reshape(B, S, *out.shape[1:])
 
 
-def _without_cache(
-    attachment: Attachment, q: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> Tensor:
-    """A forward pass without past_key_values: the module expanded everything itself."""
-    B, H, S, _ = key.shape
-    columns, positions = read_mask(B, S, mask, [[] for _ in range(B)]), attachment.current.positions
-    picked, lens = torch.arange(B * S), [S] * B
-    if columns is not None:
-        picked = columns.new.flatten().nonzero().flatten()
-        lens = columns.new.sum(dim=1).tolist()
-    elif mask is None and positions is not None:
-        lens = _packed_lens(positions.expand(B, S))
-    picked = picked.to(q.device)
-    k, v = (part.transpose(1, 2).reshape(B * S, H, -1)[picked] for part in (key, value))
-    start_loc = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0).int().to(q.device)
+def _expanded(
+    query: Tensor,  # [B, H, S, E]
+    key: Tensor,  # [B, H, T, E], the last S of them the queries' own
+    value: Tensor,
+    mask: Tensor | None,  # [B, T]
+    positions: Tensor | None,
+    scale: float,
+) -> Tensor:  # [B, S, H, V]
+    """A module that expanded everything itself: without past_key_values, or with a cache that is
+    not ours (the draft layers of generate(use_mtp=True))."""
+    B, H, S, E = query.shape
+    T = key.shape[2]
+    found = read_mask(B, T, mask, [[] for _ in range(B)])
+    seen = torch.ones((B, T), dtype=torch.bool) if found is None else found.new
+    new = seen[:, T - S :]
+    picked, rows = (columns.flatten().nonzero().flatten() for columns in (new, seen))
+    lens, key_lens = new.sum(dim=1).tolist(), seen.sum(dim=1).tolist()
+    packed = _packed_lens(B, S, positions, mask) if S == T else None
+    if packed is not None:
+        lens = key_lens = packed
+    picked, rows = picked.to(query.device), rows.to(query.device)
+    q = query.transpose(1, 2).reshape(B * S, H, E)[picked]
+    k, v = (part.transpose(1, 2).reshape(B * T, H, -1)[rows] for part in (key, value))
+    start_loc, key_start_loc = (
+        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(query.device)
+        for counts in (lens, key_lens)
+    )
     out, _ = mha_ragged(
-        q[picked],
+        q,
         k,
         v,
         start_loc,
-        start_loc,
-        scale=attachment.config.scale,
+        key_start_loc,
+        scale=scale,
         causal=True,
         max_query_len=max(lens),
-        max_key_len=max(lens),
+        max_key_len=max(key_lens),
     )
     return _unpacked(out, picked, B, S)
 
 
-def _packed_lens(positions: Tensor) -> list[int]:
-    """Sequences packed into one row: a new one begins wherever positions do not go on by one."""
-    flat = positions.flatten().tolist()
-    S = positions.shape[1]
+def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) -> list[int] | None:
+    """Sequences packed into rows, told by positions alone: a new one begins wherever they do not
+    go on by one. None: each row is one."""
+    if mask is not None or positions is None or S == 1:
+        return None
+    flat = positions.expand(B, S).flatten().tolist()
     starts = [t for t in range(len(flat)) if t % S == 0 or flat[t] != flat[t - 1] + 1]
-    return [stop - start for start, stop in pairwise([*starts, len(flat)])]
+    lens = [stop - start for start, stop in pairwise([*starts, len(flat)])]
+    return lens if len(lens) > B else None
 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -52,7 +52,7 @@ class Recorded(NamedTuple):
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
     buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
-    places: tuple[int, ...]  # of the caches; if they move, the graph is of no use
+    places: tuple[int, ...]  # of caches and angles; if they move, the graph is of no use
     weights: tuple[int, ...]  # where they are; looked at once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is no plain linear, as it reads them
     switches: tuple[Any, ...]  # of adapters
@@ -107,6 +107,15 @@ class CapturedDecode:
 
     def _step(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
         """One new token per row, replayed, or recorded where nothing fits it yet."""
+        session, before = layers[0].session, layers[0].session.steps
+        try:
+            return self._replay(layers, kwargs)
+        except BaseException:
+            if session.steps > before:  # it had begun
+                session.fail()
+            raise
+
+    def _replay(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
         past, session = kwargs["past_key_values"], layers[0].session
         ids, columns = kwargs["input_ids"], [layer.columns for layer in layers]
         positions = kwargs["position_ids"].expand(ids.shape)
@@ -222,8 +231,8 @@ class CapturedDecode:
                 logits = out.logits.clone()
         decoded = tuple(session.decoded.values())
         return Recorded(
-            ids, positions, buffers, _places(caches), _weights(self.model), decoded,
-            _switches(self.adapters), graph, logits, type(out),
+            ids, positions, buffers, _places(caches, self.attachment), _weights(self.model),
+            decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
 
     def _capture(self, step: Callable[[], Any]) -> tuple[Any, Any]:
@@ -325,7 +334,7 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
             _most_blocks(session) <= buffers["block_table"].shape[1]
             for buffers in recorded.buffers.values()
         )
-        and recorded.places == _places(caches)
+        and recorded.places == _places(caches, session.attachment)
         and len(recorded.decoded) == len(session.decoded)
         and all(
             state == known
@@ -373,5 +382,8 @@ def _most_blocks(session: Session) -> int:
     return max(session.batch.block_table.shape[1], 1)
 
 
-def _places(caches: list[LayerCache]) -> tuple[int, ...]:
-    return tuple(part.data.data_ptr() for cache in caches for part in cache.parts)
+def _places(caches: list[LayerCache], attachment: Attachment) -> tuple[int, ...]:
+    parts = [part.data for cache in caches for part in cache.parts]
+    if attachment.config.compressor is not None:
+        parts.append(attachment.table(parts[0].device))
+    return tuple(part.data_ptr() for part in parts)

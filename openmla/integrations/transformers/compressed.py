@@ -8,6 +8,7 @@ function, rotates its output back and projects it, as before.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,8 +160,8 @@ def with_positions(
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
-    given = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
-    given = args[0] if given is None and args else given
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    given = embeds if ids is None else ids
     if given is None:
         return None
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
@@ -168,11 +169,15 @@ def with_positions(
 
 
 def check_positions(
-    positions: Tensor | None, new: list[list[tuple[bool, int]]], lens: list[int]
+    positions: Tensor | None,
+    new: list[list[tuple[bool, int]]],
+    lens: list[int],
+    late: Collection[int],
 ) -> None:
     """Tokens stand at their places in their own sequences; looked at where that is cheap.
 
-    `new` has the runs of each row's new columns (is a token, how many), `lens` the tokens before.
+    `new` has the runs of each row's new columns (is a token, how many), `lens` the tokens before,
+    `late` the rows whose prompt was padding only: generate() counts those from 1.
     """
     if positions is None or (positions.device.type != "cpu" and positions.shape[-1] == 1):
         return
@@ -180,7 +185,8 @@ def check_positions(
     for b, before in enumerate(lens):
         tokens = [is_token for is_token, length in new[b] for _ in range(length)]
         given = list(compress(rows[b], tokens))
-        if given != list(range(before, before + len(given))):
+        first = before + (b in late)
+        if given != list(range(first, first + len(given))):
             raise ShapeError(
                 f"attach: position_ids must count each sequence's own tokens for deepseek_v4, "
                 f"row {b} goes on at {before} with {len(given)} tokens, got {given[:4]}..."

@@ -99,7 +99,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.columns -= surplus
 
     def reset(self) -> None:
-        if self._leads():
+        if self.session.leader == self.layer:
             self.session.clear()
         self.columns = 0
 

@@ -47,6 +47,7 @@ class Session:
         self.attachment = attachment
         self.requests: list[int] = []
         self.columns: list[Runs] = []  # per row
+        self.late: set[int] = set()  # rows whose prompt was padding only
         # kv_b_proj that is no plain linear, by layer: what it was then, and its weight
         self.decoded: dict[int, tuple[Any, Tensor]] = {}
         self.steps = 0
@@ -66,7 +67,7 @@ class Session:
         memo[id(self)] = twin
         twin.steps, twin.leader, twin.dtype = self.steps, self.leader, self.dtype
         twin.requests += self._shared(range(len(self.requests)))
-        twin.columns = [list(runs) for runs in self.columns]
+        twin.columns, twin.late = [list(runs) for runs in self.columns], set(self.late)
         return twin
 
     def _shared(self, rows: Sequence[int]) -> list[int]:
@@ -87,6 +88,7 @@ class Session:
         self.attachment.drop(tuple(self.requests))
         self.requests[:] = fresh
         self.columns = [list(self.columns[row]) for row in rows]
+        self.late = {b for b, row in enumerate(rows) if row in self.late}
 
     def truncate(self, num_columns: int) -> None:
         """Drop the last columns of every row; some of them may be padding."""
@@ -104,10 +106,19 @@ class Session:
         self.columns = columns
 
     def clear(self) -> None:
+        self._free()
+        self.unfinished = False
+
+    def fail(self) -> None:
+        """A pass ended half-way: layers disagree on what they hold, so nothing is kept."""
+        self._free()
+        self.attachment.current.session = None
+        self.plans, self.batch, self.picked, self.selection = {}, None, None, None
+
+    def _free(self) -> None:
         self.attachment.drop(tuple(self.requests))
         self.requests.clear()
         self.columns.clear()
-        self.unfinished = False
 
     def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> Absorbed:
         """The module's kv_b_proj as it is now: views of its weight, or what it does, decoded.
@@ -129,14 +140,21 @@ class Session:
         assert isinstance(weight, Tensor)
         return absorb(weight, self.attachment.config)
 
-    def begin(self, B: int, S: int, mask: Tensor | None) -> None:
-        """A new forward pass: find padding, take blocks, describe the batch."""
+    def begin(
+        self, B: int, S: int, mask: Tensor | None, packed: Sequence[int] | None = None
+    ) -> None:
+        """A new forward pass: find padding, take blocks, describe the batch.
+
+        `packed`: lengths of the sequences that rows consist of, where those are not rows.
+        """
         if self.unfinished:
             raise ConfigError(
                 "attach: the last pass over this cache failed half-way, so layers disagree on what "
                 "it holds. Make a new one."
             )
         attachment, fresh = self.attachment, not self.requests
+        if packed is not None:
+            B = len(packed)
         cached = [[] for _ in range(B)] if fresh else self.columns
         if len(cached) != B:
             raise ShapeError(
@@ -145,12 +163,19 @@ class Session:
         found = read_mask(B, S, mask, cached)
         # in plain steps every row is one run: this is the host's time in every token
         new = [[(True, S)]] * B if found is None else [runs_of(row) for row in found.new.tolist()]
+        if packed is not None:
+            new = [[(True, length)] for length in packed]
         hidden = [[]] * B if found is None else found.hidden
         requests = [next(attachment.names) for _ in range(B)] if fresh else self.requests
         with attachment.lock, attachment.bookkeeping() as pool:
             if isinstance(pool, CompressedPool):
                 lens = [pool.seq_len(request) for request in requests]
-                check_positions(attachment.current.positions, new, lens)
+                if fresh:
+                    self.late = {b for b, runs in enumerate(new) if num_tokens(runs) == 0}
+                late = set() if fresh else self.late
+                check_positions(attachment.current.positions, new, lens, late)
+                ends = [n + num_tokens(runs) for n, runs in zip(lens, new, strict=True)]
+                attachment.reach(max(ends))
                 if any(n > 0 and not runs[-1][0] for n, runs in zip(lens, new, strict=True)):
                     raise ShapeError(
                         "attach: attention_mask must show the last column of every row for "
@@ -162,6 +187,7 @@ class Session:
                 self.requests += requests
                 self.columns = cached
             attachment.busy.update(requests)
+            attachment.current.session = self
             for b in range(B):
                 if hidden[b]:
                     self.columns[b] = hide_tokens(self.columns[b], hidden[b])
@@ -174,6 +200,7 @@ class Session:
     def finish(self) -> None:
         """The pass's last layer has attended."""
         self.unfinished = False
+        self.attachment.current.session = None
         self.attachment.busy.difference_update(self.requests)
 
     def _take(
@@ -238,8 +265,9 @@ class Session:
         prompts that are padded on the right, nobody can want to know.
         """
         lens = [pool.seq_len(request) for request in requests]
-        if all(runs == [(True, S)] for runs in new):
-            return [Entry(r, n - S, n) for r, n in zip(requests, lens, strict=True)], None
+        if all(len(runs) == 1 and runs[0][0] for runs in new):
+            begins = [n - runs[0][1] for n, runs in zip(lens, new, strict=True)]
+            return list(map(Entry, requests, begins, lens)), None
         entries: list[Entry] = []
         picked: list[int] = []
         for b, request in enumerate(requests):
