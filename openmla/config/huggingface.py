@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+from openmla.config.sources import Fields, text_fields
 from openmla.errors import ConfigError
-
-Fields = Mapping[str, Any]
 
 
 class Family(NamedTuple):
@@ -84,49 +82,19 @@ V4_LAYER_RATIOS = {
 
 def read_config(source: Fields | str | os.PathLike[str] | Any) -> MLAConfig:
     """See MLAConfig.from_hf."""
-    fields = _fields(source)
-    text = fields.get("text_config")
-    if isinstance(text, Mapping):  # kimi_k25 and other multimodal wrappers
-        fields = {"model_type": "deepseek_v3", **text}
-    elif fields.get("model_type") == "kimi_k25":
-        raise ConfigError("config: text_config must be given for kimi_k25, got None.")
+    fields, wrapper = text_fields(source)
     model_type = fields.get("model_type")
+    if wrapper is None and model_type == "kimi_k25":
+        raise ConfigError("config: text_config must be given for kimi_k25, got None.")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        of = "" if wrapper is None else f", the text model of {wrapper!r},"
         raise ConfigError(
-            f"config: model_type {model_type!r} is not supported. "
+            f"config: model_type {model_type!r}{of} is not supported. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     if model_type == "deepseek_v4":
         return _read_v4(fields)
     return _read_latent(fields, model_type, FAMILIES[model_type])
-
-
-def _fields(source: Any) -> Fields:
-    if isinstance(source, Mapping):
-        return source
-    if isinstance(source, str | os.PathLike):
-        path = os.fspath(source)
-        if os.path.isdir(path):
-            path = os.path.join(path, "config.json")
-        try:
-            with open(path, encoding="utf-8") as file:
-                loaded = json.load(file)
-        except OSError as error:
-            raise ConfigError(
-                f"config: cannot read {path!r}: {error.strerror}. Give a config.json or its folder."
-            ) from error
-        except ValueError as error:
-            raise ConfigError(f"config: {path!r} is not valid JSON: {error}.") from error
-        if not isinstance(loaded, dict):
-            raise ConfigError(f"config: {path!r} must hold a JSON object, got {loaded!r}.")
-        return loaded
-    to_dict: Callable[[], Fields] | None = getattr(source, "to_dict", None)
-    if to_dict is None:
-        raise ConfigError(
-            "config: source must be a dict, a path or a transformers config, "
-            f"got {type(source).__name__}."
-        )
-    return to_dict()
 
 
 def _integer(fields: Fields, name: str, default: int | None = None) -> int:

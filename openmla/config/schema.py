@@ -344,8 +344,9 @@ class MLAConfig:
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str] | Any) -> MLAConfig:
         """From a config.json (its path, or its folder's), its dict, or a transformers config.
 
-        The same model gives the same MLAConfig whichever way it comes. Anything about attention
-        that is not understood raises ConfigError naming field and value.
+        The same model gives the same MLAConfig whichever way it comes. The config of a model
+        around a text model (vision, audio) is read by its text part. Anything about attention that
+        is not understood raises ConfigError naming field and value.
         """
         from openmla.config.huggingface import read_config
 

@@ -1,0 +1,68 @@
+"""A configuration as a dict, from config.json, dict or object, down to its text model's part."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from openmla.errors import ConfigError
+
+Fields = Mapping[str, Any]
+
+# Where wrappers around a text model (vision, audio) keep its config.
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+# The text model a wrapper means when its text part does not say.
+UNSAID_TEXT = {"kimi_k25": "deepseek_v3"}
+
+
+def text_fields(source: Any) -> tuple[Fields, str | None]:
+    """The fields of the text model, and the model_type of the wrapper around it, if any."""
+    wrapper = None
+    text_config: Callable[[], Any] | None = getattr(source, "get_text_config", None)
+    if text_config is not None:
+        try:
+            text = text_config()
+        except ValueError as error:  # a model with more than one
+            raise ConfigError(f"config: text_config must be one, got several: {error}") from error
+        if text is not source:
+            wrapper, source = str(getattr(source, "model_type", None)), text
+    fields = _fields(source)
+    while name := next((n for n in TEXT_PARTS if isinstance(fields.get(n), Mapping)), None):
+        wrapper, fields = str(fields.get("model_type") or wrapper), fields[name]
+        if fields.get("model_type") is None and not any(part in fields for part in TEXT_PARTS):
+            if wrapper not in UNSAID_TEXT:
+                raise ConfigError(
+                    f"config: {name} of {wrapper!r} must have a model_type, got None."
+                )
+            fields = {**fields, "model_type": UNSAID_TEXT[wrapper]}
+    return fields, wrapper
+
+
+def _fields(source: Any) -> Fields:
+    if isinstance(source, Mapping):
+        return source
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        if os.path.isdir(path):
+            path = os.path.join(path, "config.json")
+        try:
+            with open(path, encoding="utf-8") as file:
+                loaded = json.load(file)
+        except OSError as error:
+            raise ConfigError(
+                f"config: cannot read {path!r}: {error.strerror}. Give a config.json or its folder."
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"config: {path!r} is not valid JSON: {error}.") from error
+        if not isinstance(loaded, dict):
+            raise ConfigError(f"config: {path!r} must hold a JSON object, got {loaded!r}.")
+        return loaded
+    to_dict: Callable[[], Fields] | None = getattr(source, "to_dict", None)
+    if to_dict is None:
+        raise ConfigError(
+            "config: source must be a dict, a path or a transformers config, "
+            f"got {type(source).__name__}."
+        )
+    return to_dict()
