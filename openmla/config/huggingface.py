@@ -25,6 +25,7 @@ class Family(NamedTuple):
     scaled_latents: bool = False
     layers_per_block: int = 1
     needs_rope_fields: bool = False
+    head_gate: bool = False
 
 
 FAMILIES = {
@@ -37,6 +38,7 @@ FAMILIES = {
     "minicpm3": Family(pairing="halves"),
     "kimi_linear": Family(rope_kind="none"),
     "mistral4": Family(needs_rope_fields=True),
+    "bailing_hybrid": Family(default_theta=6e6, head_gate=True),
     "longcat_flash": Family(
         default_theta=1e7, needs_q_lora=True, scaled_latents=True, layers_per_block=2
     ),
@@ -253,6 +255,22 @@ def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
     _expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
 
 
+def _refuse_other_bailing(fields: Fields) -> None:
+    """Ling 3.0 is read; Ling 2.5 and 2.6 (no gate, no KDA layers) have the same model_type."""
+    architectures = fields.get("architectures")
+    kda = fields.get("short_conv_kernel_size") is not None  # of KDA layers, in every Ling 3.0
+    if not kda or "V2_5" in str(architectures):
+        raise ConfigError(
+            "config: bailing_hybrid must be Ling 3.0 (short_conv_kernel_size given), "
+            f"got architectures {architectures!r}. Ling 2.5 is not supported."
+        )
+    gate = "gated_attention_proj_granularity_type"
+    _expect(fields, gate, "head_wise", "(other gates are not supported)")
+    _expect(fields, "use_mla_nope", False, "for bailing_hybrid")
+    _expect(fields, "rope_interleave", True, "for bailing_hybrid")
+    _expect(fields, "use_qkv_bias", False, "for bailing_hybrid")
+
+
 def _num_layers(fields: Fields, family: Family) -> int:
     if family.layers_per_block == 1:
         return _integer(fields, "num_hidden_layers")
@@ -269,6 +287,8 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
     if family.needs_q_lora and q_lora_rank is None:
         raise ConfigError(f"config: q_lora_rank must be an integer for {model_type}, got None.")
     _refuse_foreign_fields(fields, num_heads)
+    if model_type == "bailing_hybrid":
+        _refuse_other_bailing(fields)
     rope_fields = _rope_fields(fields)
     if family.needs_rope_fields and "factor" not in rope_fields:
         raise ConfigError(f"config: rope_parameters must be given for {model_type}, got None.")
@@ -307,6 +327,7 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
         latent_factor=(hidden_size / kv_lora_rank) ** 0.5 if scale_latent else 1.0,
         llama4_beta=beta,
         llama4_positions=_integer(rope_fields, "original_max_position_embeddings") if beta else 0,
+        head_gate=family.head_gate,
         indexer=_read_indexer(fields, family, num_layers),
     )
 
@@ -319,7 +340,7 @@ def _v_head_dim(fields: Fields, model_type: str, hidden_size: int, num_heads: in
 
 
 def _max_positions(fields: Fields) -> int:
-    # kimi_linear checkpoints say model_max_length
+    # kimi_linear and bailing_hybrid checkpoints may say model_max_length
     fallback = fields.get("model_max_length")
     return _integer(fields, "max_position_embeddings", fallback)
 

@@ -204,8 +204,10 @@ class MLAConfig:
     `num_heads` is the count on this rank. `num_layers` counts attention layers (LongCat has two
     per block). `q_factor` and `latent_factor` multiply the query and the latent (LongCat).
     The whole query is multiplied by 1 + llama4_beta * ln(1 + floor(p / llama4_positions)) when
-    llama4_beta is not 0 (Mistral 4). `latent_eps` is the config's rms_norm_eps, as engines use
-    it; transformers fixes 1e-6 for the two latent norms of most families.
+    llama4_beta is not 0 (Mistral 4). With `head_gate` each head's output is multiplied by the
+    sigmoid of a number projected from the hidden state (Ling 3.0). `latent_eps` is the config's
+    rms_norm_eps, as engines use it; transformers fixes 1e-6 for the two latent norms of most
+    families.
     """
 
     model_type: str
@@ -225,6 +227,7 @@ class MLAConfig:
     latent_factor: float = 1.0
     llama4_beta: float = 0.0
     llama4_positions: int = 0
+    head_gate: bool = False
     indexer: IndexerConfig | None = None
     compressor: CompressorConfig | None = None
 
@@ -298,6 +301,7 @@ class MLAConfig:
         )
 
     def _check_compressor(self, compressor: CompressorConfig) -> None:
+        _require(not self.head_gate, "head_gate", "False with a compressor", self.head_gate)
         _require(
             len(compressor.ratios) == self.num_layers,
             "compress_ratios",

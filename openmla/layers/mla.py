@@ -1,4 +1,4 @@
-"""MLAAttention: the layer of V2, V3, R1, V3.2, Kimi-K2, GLM, LongCat, MiniCPM3, Mistral 4."""
+"""MLAAttention: of V2, V3, R1, V3.2, Kimi-K2, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ class MLAAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj = _linear(H * config.v_head_dim, hidden, bias)
+        self.g_proj = _linear(hidden, H) if config.head_gate else None
         self.rope_table: RopeTable | None = None
         if config.rope.kind != "none":
             self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
@@ -176,4 +177,7 @@ class MLAAttention(nn.Module):
             index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
             selection = select_step(index, cache, plan)
         out = attend_step(projected, self.absorbed, cache, plan, selection=selection, raw=raw)
+        if self.g_proj is not None:
+            gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
+            out = out * gate[:, :, None]
         return self.o_proj(out.flatten(1)), selection

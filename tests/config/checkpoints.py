@@ -176,6 +176,38 @@ _MISTRAL4: Json = {
         "max_position_embeddings": 1048576,
     },
 }
+LING_3_TINY: Json = {
+    "architectures": ["BailingMoeV3ForCausalLM"],
+    "model_type": "bailing_hybrid",
+    "hidden_size": 1536,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 192,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 131072,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-06,
+    "rope_interleave": True,
+    "rope_parameters": {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 6000000,
+        "rope_type": "default",
+    },
+    "rope_theta": 6000000,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "layer_group_size": 4,
+    "short_conv_kernel_size": 4,
+    "kda_safe_gate": True,
+    "kda_lower_bound": -5.0,
+    "use_mla_nope": False,
+    "use_qkv_bias": False,
+}
 
 _TINY: Json = {
     "hidden_size": 64,

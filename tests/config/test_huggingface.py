@@ -300,6 +300,8 @@ def test_default_configs_of_transformers_are_read(model_type: str, tmp_path: Pat
     """Every family, with whatever defaults its class has; Kimi K2 is deepseek_v3 there."""
     from transformers import CONFIG_MAPPING
 
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
     theirs = CONFIG_MAPPING[model_type]()
     ours = MLAConfig.from_hf(theirs)
     assert ours.num_heads == theirs.num_attention_heads and ours.model_type == model_type

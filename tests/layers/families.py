@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -59,6 +60,17 @@ FAMILIES: dict[str, Json] = {
 }
 
 
+# with a gate per head
+GATED: dict[str, Json] = {
+    "bailing_hybrid": {
+        **{name: value for name, value in _V3.items() if not name.startswith("rope")},
+        "architectures": ["BailingMoeV3ForCausalLM"],
+        "model_type": "bailing_hybrid",
+        "q_lora_rank": None,
+        "rope_theta": 6000000.0,
+        "short_conv_kernel_size": 4,
+    },
+}
 _TINY_INDEX: Json = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 24}
 SPARSE: dict[str, Json] = {
     "deepseek_v32": {**_V3, "model_type": "deepseek_v32", **_TINY_INDEX},
@@ -99,7 +111,9 @@ def make_peer(family: str, seed: int = 0) -> Peer:
     """Both modules with the same random weights of unit gain."""
     from transformers import CONFIG_MAPPING
 
-    fields = {**FAMILIES, **SPARSE}[family]
+    fields = {**FAMILIES, **GATED, **SPARSE}[family]
+    if fields["model_type"] not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {fields['model_type']}")
     given = {name: value for name, value in fields.items() if name != "model_type"}
     config = CONFIG_MAPPING[fields["model_type"]](**given)
     config._attn_implementation = "sdpa"

@@ -25,11 +25,12 @@ from openmla import (
 )
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import decode_weight
-from tests.layers.families import FAMILIES, Peer, make_peer
+from tests.layers.families import FAMILIES, GATED, Peer, make_peer
 from tests.layers.serving import Server
 
 pytest.importorskip("transformers")
 BLOCK = 4
+DENSE = [*FAMILIES, *GATED]
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -69,7 +70,7 @@ WAYS = ["full", "token-by-token", "multi-token", "1", "page-1", "page", "page+1"
 
 @pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_equals_transformers(family: str, way: str, form: str) -> None:
     """Whatever the steps and the form, the outputs are the module's over the whole sequence."""
     peer, hidden = make_peer(family), sequence(90)
@@ -81,7 +82,7 @@ def test_equals_transformers(family: str, way: str, form: str) -> None:
             break  # no workspace in that form
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_mixed_batches(family: str, device: str) -> None:
     """Prefill, extension, decode and idle requests in one step, in any order."""
     peer = make_peer(family)
@@ -246,7 +247,7 @@ def test_longrope_by_lengths_that_only_the_device_knows(captured: bool) -> None:
     assert torch.equal(*rows)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE)
 def test_rope_tables_equal_transformers(family: str) -> None:
     """cos and sin to the last bit where the family is given as cos and sin."""
     peer = make_peer(family)
