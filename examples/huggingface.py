@@ -10,7 +10,7 @@ import time
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from openmla.integrations.transformers import attach
+import openmla
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
         return out, time.perf_counter() - start
 
     before, plain = timed()
-    attach(model)
+    model = openmla.attach(model)
     after, attached = timed()
     same = "the same" if torch.equal(before, after) else "DIFFERENT"
     print("20 tokens after a prompt of 2000:")
