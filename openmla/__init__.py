@@ -1,4 +1,4 @@
-"""Multi-head latent attention for inference: every MLA model, every machine."""
+"""Multi-head latent attention (MLA) for inference, from plain PyTorch to Hopper kernels."""
 
 from openmla import ops
 from openmla.cache import (
