@@ -1,4 +1,4 @@
-"""One cached attention of DeepSeek-V2-Lite's shape, in every cache format, against float64.
+"""One cached attention of DeepSeek-V2-Lite's shape, in every cache format for it, against float64.
 
 A prompt's latent rows go into a paged cache; then one new token attends to all of them.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 import openmla
+from openmla.cache import latent_formats
 from openmla.ops import cache_write, mqa_paged
 
 PROMPT, BLOCK_SIZE = 2000, 64
@@ -26,8 +27,9 @@ def main() -> None:
 
     expanded = H * (config.qk_head_dim + config.v_head_dim) * 2
     print(f"\nlatent attention over {PROMPT} cached tokens, {H} heads, rows of {C} + {R}")
-    print(f"  {'format':<8}{'bytes/token':>12}{'of expanded K/V':>17}{'error':>10}")
-    for name, layout in openmla.FORMATS.items():
+    print(f"  {'format':<18}{'bytes/token':>12}{'of expanded K/V':>17}{'error':>10}")
+    for name in latent_formats(config):
+        layout = openmla.FORMATS[name]
         pool = openmla.BlockPool(num_blocks=40, block_size=BLOCK_SIZE)
         pool.take({"prompt": PROMPT})
         cache = openmla.allocate_cache(
@@ -56,7 +58,7 @@ def main() -> None:
         )
         error = (out[0].double() - truth).norm() / truth.norm()
         size = layout.row_bytes(D)
-        print(f"  {name:<8}{size:>12}{size / expanded:>16.1%}{error:>11.1e}")
+        print(f"  {name:<18}{size:>12}{size / expanded:>16.1%}{error:>11.1e}")
     print(f"  error: relative, against float64 before any rounding; expanded: {expanded} bytes")
 
 

@@ -4,7 +4,7 @@ from openmla.cache.blocks import BlockPool
 from openmla.cache.compressed import CompressedPool
 from openmla.cache.format import FORMATS, CacheFormat
 from openmla.cache.geometry import Geometry, cache_bytes
-from openmla.cache.paged import LayerCache, PagedCache, allocate_cache
+from openmla.cache.paged import LayerCache, PagedCache, allocate_cache, check_formats, latent_formats
 
 __all__ = [
     "FORMATS",
@@ -16,4 +16,6 @@ __all__ = [
     "PagedCache",
     "allocate_cache",
     "cache_bytes",
+    "check_formats",
+    "latent_formats",
 ]

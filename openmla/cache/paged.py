@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.format import GROUP, CacheFormat, PackedLatent, check_pages, get_format
+from openmla.cache.format import (
+    FORMATS,
+    GROUP,
+    V4_GROUP,
+    V4_ROPE,
+    CacheFormat,
+    PackedLatent,
+    PackedV4,
+    check_pages,
+    get_format,
+)
 from openmla.cache.geometry import Geometry, layer_parts
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
@@ -155,6 +165,41 @@ class LayerCache:
         return replace(self, **larger)
 
 
+def latent_formats(config: MLAConfig) -> tuple[str, ...]:
+    """The formats made for a model's rows: unpacked ones, and the packed ones of its kind."""
+    C, D, R = config.kv_lora_rank, config.latent_dim, config.qk_rope_head_dim
+    v4 = config.compressor is not None
+
+    def fits(layout: CacheFormat) -> bool:
+        if isinstance(layout, PackedV4):
+            return v4 and D > V4_ROPE >= R and D % V4_GROUP == 0
+        if isinstance(layout, PackedLatent):
+            return not v4 and C % GROUP == 0 and R < GROUP
+        return layout.holds == "latent"
+
+    return tuple(name for name, layout in FORMATS.items() if fits(layout))
+
+
+def check_formats(config: MLAConfig, format: str, index_format: str) -> None:
+    """ConfigError unless these can hold a model's rows and, of a sparse one, its indexer keys."""
+    layout = get_format(format, "latent")
+    index_layout = get_format(index_format, "index")
+    if isinstance(layout, PackedLatent):
+        if config.compressor is not None:
+            raise ConfigError(
+                f"cache: format {format} would quantise the rotated columns of "
+                f"{config.model_type}. Use fp8_dsv4."
+            )
+        if config.kv_lora_rank % GROUP:
+            raise ConfigError(
+                f"cache: format {format} needs kv_lora_rank to be a multiple of {GROUP}, "
+                f"got {config.kv_lora_rank}."
+            )
+    layout.width(config.latent_dim)  # or its error
+    if config.indexer is not None:
+        index_layout.width(config.indexer.head_dim)
+
+
 def allocate_cache(
     config: MLAConfig,
     *,
@@ -189,13 +234,8 @@ def allocate_cache(
         raise ConfigError(f"cache: kv_scale must be positive and finite, got {kv_scale!r}.")
     if kv_scale != 1 and not layout.scaled:
         raise ConfigError(f"cache: kv_scale must be 1 for format {format}, got {kv_scale!r}.")
-    get_format(index_format, "index")
+    check_formats(config, format, index_format)
     if config.compressor is not None:
-        if isinstance(layout, PackedLatent):
-            raise ConfigError(
-                f"cache: format {format} would quantise the rotated columns of "
-                f"{config.model_type}. Use fp8_dsv4."
-            )
         geometry = Geometry.for_model(
             config,
             num_blocks=num_blocks,
@@ -209,11 +249,6 @@ def allocate_cache(
         )
         ratio = config.compressor.ratio(layer)
         return _allocate_compressed(config, geometry, ratio, kv_scale, torch.device(device))
-    if isinstance(layout, PackedLatent) and config.kv_lora_rank % GROUP:
-        raise ConfigError(
-            f"cache: format {format} needs kv_lora_rank to be a multiple of {GROUP}, "
-            f"got {config.kv_lora_rank}."
-        )
 
     def pages(name: str, D: int, scale: float) -> PagedCache:
         return _new_cache(name, num_blocks, block_size, D, scale, torch.device(device))
