@@ -4,7 +4,13 @@ from openmla.cache.blocks import BlockPool
 from openmla.cache.compressed import CompressedPool
 from openmla.cache.format import FORMATS, CacheFormat
 from openmla.cache.geometry import Geometry, cache_bytes
-from openmla.cache.paged import LayerCache, PagedCache, allocate_cache, check_formats, latent_formats
+from openmla.cache.paged import (
+    LayerCache,
+    PagedCache,
+    allocate_cache,
+    check_formats,
+    latent_formats,
+)
 
 __all__ = [
     "FORMATS",

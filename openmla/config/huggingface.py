@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+from openmla.config.schema import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    CompressorConfig,
+    IndexerConfig,
+    MLAConfig,
+    RopeConfig,
+    is_finite,
+    require_size,
+)
 from openmla.config.sources import Fields, text_fields
 from openmla.errors import ConfigError
 
@@ -112,9 +120,17 @@ def _number(fields: Fields, name: str, default: float | None = None) -> float:
     value = fields.get(name)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise ConfigError(f"config: {name} must be a number, got {value!r}.")
+    if not is_finite(value):
+        raise ConfigError(f"config: {name} must be a finite number, got {value!r}.")
+    assert value is not None
     return float(value)
+
+
+def _share(fields: Fields, name: str, default: float | None = None) -> float:
+    value = _number(fields, name, default)
+    if not 0 <= value <= 1:
+        raise ConfigError(f"config: {name} must be from 0 to 1, got {value!r}.")
+    return value
 
 
 def _flag(fields: Fields, name: str, default: bool) -> bool:
@@ -169,10 +185,11 @@ def _read_rope(rope: Fields, fields: Fields, family: Family) -> RopeConfig:
         return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # or its error
     max_positions = _integer(fields, "max_position_embeddings")
     original = _integer(rope, "original_max_position_embeddings", max_positions)
-    if original <= 0:
-        raise ConfigError(
-            f"config: original_max_position_embeddings must be positive, got {original}."
-        )
+    for name, value in (
+        ("max_position_embeddings", max_positions),
+        ("original_max_position_embeddings", original),
+    ):
+        require_size(name, value, most=MAX_POSITIONS)
     factor = _number(rope, "factor", max(max_positions / original, 1.0))
     attention_factor = rope.get("attention_factor")
     if attention_factor is not None:
@@ -206,7 +223,7 @@ def _read_rope(rope: Fields, fields: Fields, family: Family) -> RopeConfig:
 
 def _factors(rope: Fields, name: str) -> tuple[float, ...]:
     value = rope.get(name)
-    if not isinstance(value, list | tuple) or not all(isinstance(f, int | float) for f in value):
+    if not isinstance(value, list | tuple) or not all(map(is_finite, value)):
         raise ConfigError(f"config: rope {name} must be a list of numbers, got {value!r}.")
     return tuple(float(factor) for factor in value)
 
@@ -272,15 +289,16 @@ def _refuse_other_bailing(fields: Fields) -> None:
 
 
 def _num_layers(fields: Fields, family: Family) -> int:
-    if family.layers_per_block == 1:
-        return _integer(fields, "num_hidden_layers")
     # LongCat: num_layers counts blocks; num_hidden_layers, where given, counts attentions
-    blocks = _integer(fields, "num_layers")
+    name = "num_hidden_layers" if family.layers_per_block == 1 else "num_layers"
+    blocks = _integer(fields, name)
+    require_size(name, blocks, most=MAX_LAYERS // family.layers_per_block)
     return blocks * family.layers_per_block
 
 
 def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
     hidden_size = _integer(fields, "hidden_size")
+    require_size("hidden_size", hidden_size)  # before it is divided
     num_heads = _integer(fields, "num_attention_heads")
     kv_lora_rank = _integer(fields, "kv_lora_rank")
     q_lora_rank = None if fields.get("q_lora_rank") is None else _integer(fields, "q_lora_rank")
@@ -294,11 +312,13 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
         raise ConfigError(f"config: rope_parameters must be given for {model_type}, got None.")
     R = _integer(fields, "qk_rope_head_dim")
     P = _integer(fields, "qk_nope_head_dim")
+    for name, value in (("qk_rope_head_dim", R), ("qk_nope_head_dim", P)):
+        require_size(name, value, least=0)
     _expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
     if model_type == "longcat_flash":
         _expect(fields, "head_dim", R, "= qk_rope_head_dim")  # there it is the rope's width
     if model_type == "mistral4" and rope_fields.get("partial_rotary_factor") is not None:
-        partial = _number(rope_fields, "partial_rotary_factor")
+        partial = _share(rope_fields, "partial_rotary_factor")
         if int(partial * (P + R)) != R:
             raise ConfigError(
                 f"config: partial_rotary_factor must be {R}/{P + R} "
@@ -347,11 +367,12 @@ def _max_positions(fields: Fields) -> int:
 
 def _read_v4(fields: Fields) -> MLAConfig:
     D = _integer(fields, "head_dim")
-    num_layers = _integer(fields, "num_hidden_layers")
+    num_layers = _num_layers(fields, FAMILIES["deepseek_v4"])
+    require_size("head_dim", D)
     _expect(fields, "num_key_value_heads", 1, "for deepseek_v4")
     R = fields.get("qk_rope_head_dim")
     if R is None:
-        R = int(D * _number(fields, "partial_rotary_factor", 1 / 8))
+        R = int(D * _share(fields, "partial_rotary_factor", 1 / 8))
     if not isinstance(R, int) or isinstance(R, bool) or R > D:
         raise ConfigError(f"config: qk_rope_head_dim must be at most head_dim={D}, got {R!r}.")
     main, compressed = _v4_ropes(fields)

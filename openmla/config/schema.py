@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,11 @@ from openmla.errors import ConfigError
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
+# Far above every model there is. Memory is taken by these numbers, so a config that was damaged or
+# made up must not choose them: a tuple per layer, a table of angles per position.
+MAX_LAYERS = 100_000
+MAX_POSITIONS = 2**24
+MAX_WIDTH = 2**20  # of anything else that is counted
 INDEXED_RATIO = 4  # of V4's layers: windows overlap and an indexer chooses among entries
 
 
@@ -24,13 +30,22 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold, whatever its type and size."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max  # False for NaN
+
+
+def _is_positive(value: Any) -> bool:
+    return is_finite(value) and bool(value > 0)
+
+
+def require_size(field: str, value: Any, *, least: int = 1, most: int = MAX_WIDTH) -> None:
+    """A ConfigError unless a value is an integer in its bounds."""
+    what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    _require(_is_int(value) and value >= least, field, what, value)
+    _require(value <= most, field, f"at most {most}", value)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -83,12 +98,8 @@ class RopeConfig:
             ok = value == 0 or _is_positive(value)
             _require(ok, f"rope {name}", "zero or a positive number", value)
         if self.kind in ("yarn", "longrope"):
-            _require(
-                _is_int(self.original_positions) and self.original_positions > 1,
-                "rope original_max_position_embeddings",
-                "an integer above 1",
-                self.original_positions,
-            )
+            field = "rope original_max_position_embeddings"
+            require_size(field, self.original_positions, least=2, most=MAX_POSITIONS)
         if self.kind == "yarn":
             _require(_is_positive(self.beta_slow), "rope beta_slow", "positive", self.beta_slow)
             _require(
@@ -152,8 +163,7 @@ class IndexerConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "topk"):
-            value = getattr(self, name)
-            _require(_is_int(value) and value > 0, f"indexer {name}", "a positive integer", value)
+            require_size(f"indexer {name}", getattr(self, name))
         _require(self.pairing in PAIRINGS, "indexer pairing", "pairs or halves", self.pairing)
         _require(self.rope_side in ("first", "last"), "rope_side", "first or last", self.rope_side)
         _require(_is_positive(self.norm_eps), "indexer norm_eps", "positive", self.norm_eps)
@@ -188,8 +198,7 @@ class CompressorConfig:
             _require(ok, f"compress_ratios[{layer}]", "0, 1, 4 or 128", ratio)
         object.__setattr__(self, "ratios", tuple(0 if r == 1 else r for r in self.ratios))
         for name in ("window", "output_groups", "output_lora_rank"):
-            value = getattr(self, name)
-            _require(_is_int(value) and value > 0, name, "a positive integer", value)
+            require_size(name, getattr(self, name))
 
     def ratio(self, layer: int) -> int:
         """Tokens per compressed entry of a layer, 0 where it has none."""
@@ -232,27 +241,15 @@ class MLAConfig:
     compressor: CompressorConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "hidden_size",
-            "num_layers",
-            "num_heads",
-            "kv_lora_rank",
-            "v_head_dim",
-            "max_positions",
-        ):
-            value = getattr(self, name)
-            _require(_is_int(value) and value > 0, name, "a positive integer", value)
+        for name in ("hidden_size", "num_heads", "kv_lora_rank", "v_head_dim"):
+            require_size(name, getattr(self, name))
+        require_size("num_layers", self.num_layers, most=MAX_LAYERS)
+        require_size("max_positions", self.max_positions, most=MAX_POSITIONS)
         for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
-            value = getattr(self, name)
-            _require(_is_int(value) and value >= 0, name, "an integer of at least 0", value)
+            require_size(name, getattr(self, name), least=0)
         _require(self.qk_head_dim > 0, "qk_nope_head_dim + qk_rope_head_dim", "positive", 0)
         if self.q_lora_rank is not None:
-            _require(
-                _is_int(self.q_lora_rank) and self.q_lora_rank > 0,
-                "q_lora_rank",
-                "a positive integer or None",
-                self.q_lora_rank,
-            )
+            require_size("q_lora_rank", self.q_lora_rank)
         for name in ("latent_eps", "q_factor", "latent_factor"):
             value = getattr(self, name)
             _require(_is_positive(value), name, "a positive number", value)

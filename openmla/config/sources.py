@@ -24,7 +24,7 @@ def text_fields(source: Any) -> tuple[Fields, str | None]:
     if text_config is not None:
         try:
             text = text_config()
-        except ValueError as error:  # a model with more than one
+        except (ValueError, RecursionError) as error:  # a model with more than one
             raise ConfigError(f"config: text_config must be one, got several: {error}") from error
         if text is not source:
             wrapper, source = str(getattr(source, "model_type", None)), text
@@ -54,10 +54,12 @@ def _fields(source: Any) -> Fields:
             raise ConfigError(
                 f"config: cannot read {path!r}: {error.strerror}. Give a config.json or its folder."
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config: {path!r} is not valid JSON: {error}.") from error
         if not isinstance(loaded, dict):
-            raise ConfigError(f"config: {path!r} must hold a JSON object, got {loaded!r}.")
+            raise ConfigError(
+                f"config: {path!r} must hold a JSON object, got a {type(loaded).__name__}."
+            )
         return loaded
     to_dict: Callable[[], Fields] | None = getattr(source, "to_dict", None)
     if to_dict is None:

@@ -307,3 +307,51 @@ def test_default_configs_of_transformers_are_read(model_type: str, tmp_path: Pat
     assert ours.num_heads == theirs.num_attention_heads and ours.model_type == model_type
     theirs.save_pretrained(tmp_path)
     assert MLAConfig.from_hf(tmp_path) == ours
+
+
+NONSENSE: list[Any] = [math.nan, math.inf, -math.inf, -1, 0, 1.5, 2**40, 10**400, True, "x", [], {}]
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name.startswith("tiny")])
+def test_nonsense_in_any_field_is_a_sentence_or_no_matter(name: str) -> None:
+    """Nothing but ConfigError comes out, and nothing is made in sizes that nobody has."""
+    fields = CHECKPOINTS[name]
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    for value in NONSENSE:
+        tries = [{**fields, field: value} for field in fields]
+        tries += [{**fields, "rope_scaling": {**rope, field: value}} for field in rope]
+        for changed in tries:
+            try:
+                MLAConfig.from_hf(changed)
+            except ConfigError as error:
+                assert str(error).startswith("config: ") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers must be at most 100000, got 1099511"),
+        (
+            {"max_position_embeddings": 2**40},
+            "max_position(s|_embeddings) must be at most 16777216",
+        ),
+        ({"hidden_size": 2**40}, "hidden_size must be at most 1048576"),
+        ({"qk_nope_head_dim": 2**40}, "qk_nope_head_dim must be at most 1048576"),
+        ({"num_attention_heads": 2**40, "num_key_value_heads": None}, "num_heads must be at most"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number, got 1000"),
+        ({"hidden_size": math.inf}, "hidden_size must be an integer, got inf"),
+    ],
+)
+def test_sizes_have_bounds(changes: dict[str, Any], message: str) -> None:
+    """Before memory is taken by them: a layer's list of 2**40 entries would be all of it."""
+    for name in ("tiny-v3", "tiny-v3.2", "tiny-v4"):
+        if changes.keys() <= CHECKPOINTS[name].keys():
+            with pytest.raises(ConfigError, match=message):
+                MLAConfig.from_hf({**CHECKPOINTS[name], **changes})
+
+
+def test_a_config_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        MLAConfig.from_hf(tmp_path)
