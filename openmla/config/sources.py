@@ -24,7 +24,7 @@ def text_fields(source: Any) -> tuple[Fields, str | None]:
     if text_config is not None:
         try:
             text = text_config()
-        except (ValueError, RecursionError) as error:  # a model with more than one
+        except ValueError as error:  # a model with more than one
             raise ConfigError(f"config: text_config must be one, got several: {error}") from error
         if text is not source:
             wrapper, source = str(getattr(source, "model_type", None)), text
