@@ -1,1 +1,9 @@
-"""Benchmarks, one file per op: python -m bench.<op>. A number is a ratio inside one run."""
+"""Comparisons with other packages on a GPU, and results: python3 -m bench.<name>.
+
+What `openmla bench` runs is part of the package, in openmla/bench; python3 -m bench.rope
+finds it there.
+"""
+
+from openmla import bench
+
+__path__ += bench.__path__

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.harness import describe_machine
 from bench.latent import kept_rows, timed
+from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.errors import UnsupportedError
 from openmla.ops import index_logits, index_select, index_topk

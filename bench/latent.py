@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from bench.harness import describe_machine
+from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.ops import Segment, cache_gather, mqa_paged, mqa_sparse
 from openmla.plan.splits import run_length, split_bounds

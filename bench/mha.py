@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.harness import describe_machine
 from bench.latent import timed
+from openmla.bench.harness import describe_machine
 from openmla.errors import UnsupportedError
 from openmla.ops import mha_ragged
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import describe_machine, time_once
 from bench.latent import kept_rows
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
 from openmla.attention import Absorbed, Projected, Selection, attend_step
+from openmla.bench.harness import describe_machine, time_once
 from openmla.errors import UnsupportedError
 from openmla.ops import map_slots
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import describe_machine
 from bench.latent import timed
+from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.errors import UnsupportedError
 from openmla.ops import (

@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 import openmla
 
 
-def main() -> None:
+def main(prompt_tokens: int = 2000) -> None:
     torch.manual_seed(0)
     config = DeepseekV3Config(
         vocab_size=1024,
@@ -28,7 +28,7 @@ def main() -> None:
         pad_token_id=0,
     )
     model = DeepseekV3ForCausalLM(config).eval()
-    prompt = torch.randint(1, 1024, (1, 2000))
+    prompt = torch.randint(1, 1024, (1, prompt_tokens))
 
     def timed() -> tuple[torch.Tensor, float]:
         start = time.perf_counter()
@@ -40,7 +40,7 @@ def main() -> None:
     model = openmla.attach(model)
     after, attached = timed()
     same = "the same" if torch.equal(before, after) else "DIFFERENT"
-    print("20 tokens after a prompt of 2000:")
+    print(f"20 tokens after a prompt of {prompt_tokens}:")
     print(f"  {plain:.1f} s alone, {attached:.1f} s attached, tokens {same}")
 
 

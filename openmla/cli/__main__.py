@@ -3,61 +3,87 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+import torch
+
+from openmla import __version__
+from openmla.cli.options import Parser, eval_options, generate_options
 from openmla.errors import OpenMLAError, UnsupportedError
+
+COMMANDS = {
+    "doctor": "what this machine can run, and why not the rest",
+    "generate": "text from a Hugging Face MLA model on disk",
+    "eval": "bits per byte for every cache format",
+    "bench": "time the backends of an op, a step, or a whole model",
+}
+INTERRUPTED, PIPE_CLOSED = 130, 141  # what shells show for SIGINT and SIGPIPE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line and run one subcommand; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="openmla", description="Multi-head latent attention for inference."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    doctor = commands.add_parser("doctor", help="what this machine can run, and why not the rest")
-    doctor.add_argument("--json", action="store_true", help="print one JSON object")
-    doctor.add_argument(
-        "--compile", metavar="TARGET", help="compile every kernel: all, or one such as sm_90"
-    )
-    bench = commands.add_parser(
-        "bench", help="time the backends of an op, or a step", add_help=False
-    )
-    bench.add_argument("name", help="an op of the support table, or step")
-    help_text = "text from a Hugging Face MLA model on disk"
-    commands.add_parser("generate", help=help_text, add_help=False)
-    commands.add_parser("eval", help="bits per byte for every cache format", add_help=False)
-    options, rest = parser.parse_known_args(arguments)
-    if rest and options.command == "doctor":
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    """Run one subcommand; returns the exit status: 2 after a sentence about what is wrong."""
     try:
-        if options.command == "bench":
-            from openmla.cli.bench import run_bench
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        except OpenMLAError as error:
+            print(f"openmla: {_one_line(error)}", file=sys.stderr)
+            return 2
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            print(f"openmla: out of memory: {_one_line(error)}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("openmla: interrupted.", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read this has left, as `| head` does
+        # the interpreter flushes its own stream once more when it ends
+        if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
+        return PIPE_CLOSED
 
-            return run_bench(options.name, rest)
-        if options.command in ("generate", "eval"):
-            if find_spec("transformers") is None:
-                raise UnsupportedError(
-                    f'{options.command}: needs transformers: pip install "openmla[hf]".'
-                )
-            if options.command == "eval":
-                from openmla.cli.eval import run_eval
 
-                return run_eval(rest)
-            from openmla.cli.generate import run_generate
-
-            return run_generate(rest)
-        if options.compile:
-            from openmla.cli.compile import run_compile
-
-            return run_compile(options.compile)
+def _run(arguments: Sequence[str]) -> int:
+    parser = Parser(
+        prog="openmla",
+        description="Multi-head latent attention for inference.",
+        epilog="commands, each with a --help of its own:\n"
+        + "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"openmla {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command is told")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "doctor":
         from openmla.cli.doctor import run_doctor
 
-        return run_doctor(as_json=options.json)
-    except OpenMLAError as error:
-        print(f"openmla: {error}", file=sys.stderr)
-        return 2
+        return run_doctor(chosen.arguments)
+    if chosen.command == "bench":
+        from openmla.cli.bench import run_bench
+
+        return run_bench(chosen.arguments)
+    read = generate_options if chosen.command == "generate" else eval_options
+    options = read(chosen.arguments)
+    for package in ("transformers", "safetensors"):
+        if find_spec(package) is None:
+            raise UnsupportedError(f'{chosen.command}: needs {package}: pip install "openmla[hf]".')
+    if chosen.command == "generate":
+        from openmla.cli.generate import run_generate
+
+        return run_generate(options)
+    from openmla.cli.eval import run_eval
+
+    return run_eval(options)
+
+
+def _one_line(error: Exception) -> str:
+    """Errors that list backends and their reasons, or quote others, have several."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines()]
+    return "; ".join(line for line in lines if line).replace(":; ", ": ")
 
 
 if __name__ == "__main__":

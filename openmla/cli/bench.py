@@ -1,28 +1,45 @@
-"""`openmla bench <name>`: runs a benchmark of the source tree this package was installed from."""
+"""`openmla bench <name>`: times the backends of an op, a decode step, or a whole model."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-import openmla
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.backends import BACKENDS
+from openmla.cli.options import Parser
+from openmla.errors import UnsupportedError
+
+WHOLE = {
+    "step": "one decode step of a layer, against transformers' module and expanded caches",
+    "generate": "decode of a whole random model, against plain transformers",
+}
 
 
-def run_bench(name: str, arguments: Sequence[str]) -> int:
-    """Benchmarks live beside the package, not in it: bench/<name>.py of a clone."""
-    root = Path(openmla.__file__).resolve().parent.parent
-    names = sorted(path.stem for path in (root / "bench").glob("[!_]*.py"))
-    names = [found for found in names if found != "harness"]
-    if not names:
+def names() -> tuple[str, ...]:
+    """What there is to run: the files of openmla/bench."""
+    folder = Path(__file__).parent.parent / "bench"
+    found = {path.stem for path in folder.glob("[!_]*.py")} - {"harness"}
+    return (*sorted(found & set(BACKENDS)), *(name for name in WHOLE if name in found))
+
+
+def run_bench(arguments: Sequence[str]) -> int:
+    """Hand the rest of the command line to openmla/bench/<name>.py."""
+    listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
+    parser = Parser(
+        prog="openmla bench",
+        description="Contenders are checked, then timed in turns in one process.",
+        epilog="names, each with a --help of its own:\n" + "\n".join(listed),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=names(), metavar="name", help="what to time, see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="shapes and options of it")
+    chosen = parser.parse_args(arguments)
+    if chosen.name in WHOLE and find_spec("transformers") is None:
         raise UnsupportedError(
-            "bench: the benchmarks are not installed with the package. Run this from a clone, "
-            "installed with pip install -e ."
+            f'bench: {chosen.name} needs transformers: pip install "openmla[hf]".'
         )
-    if name not in names:
-        raise ConfigError(f"bench: {name!r} is not known. Known: {', '.join(names)}.")
-    sys.path.insert(0, str(root))
-    import_module(f"bench.{name}").run(arguments)
+    import_module(f"openmla.bench.{chosen.name}").run(chosen.arguments)
     return 0

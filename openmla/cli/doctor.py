@@ -12,7 +12,8 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -24,8 +25,8 @@ PACKAGES = (
     "transformers",
     "safetensors",
     "flash_mla",
-    "flashinfer-python",
 )
+WIDTH = 100  # of the report's lines
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
 ISA_VALUE = "AVX512_CORE_BF16"
 MATMUL = (
@@ -34,10 +35,22 @@ MATMUL = (
 )
 
 
-def run_doctor(*, as_json: bool) -> int:
-    """Print the report; always succeeds."""
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Print the report, which always succeeds, or compile."""
+    from openmla.cli.options import Parser
+
+    parser = Parser(prog="openmla doctor", description="What this machine can run, and why not.")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--compile", metavar="TARGET", help="compile every kernel: all, or one such as sm_90"
+    )
+    options = parser.parse_args(arguments)
+    if options.compile:
+        from openmla.cli.compile import run_compile
+
+        return run_compile(options.compile)
     report = examine()
-    print(json.dumps(report, indent=2) if as_json else render(report))
+    print(json.dumps(report, indent=2) if options.json else render(report))
     return 0
 
 
@@ -155,11 +168,11 @@ def _matmul_survives(environment: dict[str, str]) -> bool:
 
 
 def _ops() -> dict[str, dict[str, dict[str, str]]]:
-    """device -> op -> backend -> "yes", or why not; for DeepSeek-V3's shapes in bf16."""
+    """device -> op -> its backends, best first -> "yes", or why not; V3's shapes in bf16."""
     import torch
 
     from openmla import hardware
-    from openmla.backends import BACKENDS, Problem, all_backends, why_not
+    from openmla.backends import BACKENDS, Problem, why_not
 
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", 0)] if torch.cuda.is_available() else []
@@ -183,7 +196,7 @@ def _ops() -> dict[str, dict[str, dict[str, str]]]:
                 max_query_len=1,
                 kinds=("slots",) if op == "mqa_sparse" else (),
             )
-            rows[op] = {name: why_not(problem, name) or "yes" for name in all_backends()}
+            rows[op] = {name: why_not(problem, name) or "yes" for name in BACKENDS[op]}
     return answer
 
 
@@ -194,40 +207,49 @@ def render(report: dict[str, Any]) -> str:
         lines += _section(title, report[title])
     gpus = report["gpus"]
     if gpus == []:
-        lines += ["", "gpus", "  none that torch sees; everything here runs on the CPU too"]
-    elif isinstance(gpus, str):
-        lines += ["", "gpus", f"  {gpus}"]
+        gpus = "none that torch sees; everything here runs on the CPU too"
+    if isinstance(gpus, str):
+        lines += _section("gpus", gpus)
     else:
         for index, gpu in enumerate(gpus):
             lines += _section(f"gpu {index}", gpu)
-    lines += ["", "bf16 matrix products on this CPU", f"  {report['cpu_bf16']}"]
+    lines += _section("bf16 matrix products on this CPU", report["cpu_bf16"])
     ops = report["ops"]
     if isinstance(ops, str):
-        lines += ["", "ops", f"  {ops}"]
+        lines += _section("ops", ops)
     for device, rows in {} if isinstance(ops, str) else ops.items():
-        lines += ["", f"ops on {device} (bf16, DeepSeek-V3 shapes; best backend first)"]
-        lines += _matrix(rows)
+        title = f"ops on {device} (bf16, DeepSeek-V3 shapes; the first backend named is taken)"
+        lines += _section(title, {op: _backends(cells) for op, cells in rows.items()})
     if report["advice"] is not None:
-        lines += ["", "advice", f"  {report['advice']}"]
+        lines += _section("advice", report["advice"])
     return "\n".join(lines).lstrip("\n")
 
 
 def _section(title: str, content: Any) -> list[str]:
+    """A title and, indented under it, a text or named values, none wider than a terminal."""
     if isinstance(content, str):
-        return ["", title, f"  {content}"]
-    width = max(map(len, content))
-    return ["", title] + [
-        f"  {name:<{width}}  {'not installed' if value is None else value}"
-        for name, value in content.items()
-    ]
+        return ["", title, *_wrapped("  ", content)]
+    width = max(map(len, content), default=0)
+    lines = ["", title]
+    for name, value in content.items():
+        text = "not installed" if value is None else str(value)
+        lines += _wrapped(f"  {name:<{width}}  ", text)
+    return lines
 
 
-def _matrix(rows: dict[str, dict[str, str]]) -> list[str]:
-    backends = list(next(iter(rows.values())))
-    table = [["", *backends]]
-    table += [[op, *(cells[name] for name in backends)] for op, cells in rows.items()]
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return [
-        ("  " + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row))).rstrip()
-        for row in table
-    ]
+def _wrapped(start: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_on_hyphens=False,
+    ) or [start.rstrip()]
+
+
+def _backends(cells: dict[str, str]) -> str:
+    """Those that can, best first, then why the others cannot."""
+    able = [name for name, cell in cells.items() if cell == "yes"]
+    others = [f"not {name}: {cell}" for name, cell in cells.items() if cell != "yes"]
+    shown = ", ".join(able) or "none"
+    return f"{shown} ({'; '.join(others)})" if others else shown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -16,37 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from openmla.cache.format import GROUP, get_format
+from openmla.cache import check_formats, latent_formats
+from openmla.cli.checkpoint import check_tokens, checked_device, open_checkpoint, read_text
 from openmla.cli.models import (
-    DTYPES,
-    can_be_dense,
+    attentions,
+    check_attention,
     demo_text,
     load_model,
     load_tokenizer,
-    model_folder,
     note,
+    read_config,
 )
+from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations.transformers import REFUSED, attach, attachment_of, detach
+from openmla.integrations.transformers import attach, attachment_of, detach
 
-FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_ds_mla")
+FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_ds_mla", "fp8_dsv4")
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="openmla eval", description=__doc__)
-    parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
-    parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
-    parser.add_argument("--windows", type=int, default=4, help="how many stretches of the text")
-    parser.add_argument("--context", type=int, help="tokens of a stretch; default: 4096 at most")
-    parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
-    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
-    parser.add_argument("--attention", choices=("dense", "sparse"), help="default: what there is")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--plot", help="a picture of bits per byte along the context, as .png")
-    return parser.parse_args(arguments)
+USUAL_CONTEXT = 4096
 
 
 class Result(NamedTuple):
@@ -58,44 +45,31 @@ class Result(NamedTuple):
     bytes_per_token: float
 
 
-def run_eval(arguments: Sequence[str]) -> int:
-    """Measure every combination, print a table and a small plot."""
-    options = parse_arguments(arguments)
-    folder = model_folder(options.model)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+def run_eval(options: argparse.Namespace) -> int:
+    """Check everything, measure every combination, print a table and a small plot."""
+    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    device = checked_device(options.device)
     if options.text is None and options.model != "demo":
         raise ConfigError("eval: --text must be a file, got none. Only the demo brings its own.")
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('eval: --plot needs matplotlib: pip install "openmla[plot]".')
-    text = Path(options.text).read_text(encoding="utf-8") if options.text else demo_text()
-    tokenizer = load_tokenizer(folder)
+    text = read_text("eval: --text", options.text) if options.text else demo_text()
+    config = read_config(checkpoint.folder)
+    check_attention(options.attention, config)
+    formats = chosen_formats(options.formats, options.index_format, checkpoint.config)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    windows = cut_windows(tokenizer, text, options, config)
+    num_bytes = sum(
+        len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
+        for row in windows
+    )
     results: list[Result] = []
-    num_bytes = 0
-    for attention in [options.attention] if options.attention else ["dense", "sparse"]:
-        if attention == "dense" and options.attention is None and not can_be_dense(folder):
-            note(f"{folder.name} is left out as dense")
-            continue
-        model = load_model(folder, device, options.dtype, dense=attention == "dense")
-        found = "sparse" if hasattr(model.config, "index_topk") else "dense"
-        refused = found != attention or model.config.model_type in REFUSED
-        if refused and options.attention is None:
-            note(f"{model.config.model_type} is left out as {attention}")
-            continue
-        if found != attention:
-            raise UnsupportedError(
-                f"eval: {model.config.model_type} has no {attention} attention. Leave it out."
-            )
-        windows = cut_windows(tokenizer, text, options, model.config)
-        num_bytes = sum(
-            len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
-            for row in windows
-        )
-        for format in chosen_formats(options.formats, model.config):
+    for attention in [options.attention] if options.attention else attentions(config):
+        model = load_model(checkpoint, device, options.dtype, dense=attention == "dense")
+        for format in formats:
             attach(model, cache_format=format, index_format=options.index_format)
             results.append(measure(model, windows.to(device), attention, format))
             detach(model)
-    if not results:
-        raise UnsupportedError(f"eval: {folder.name} cannot be attached to.")
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
@@ -103,25 +77,29 @@ def run_eval(arguments: Sequence[str]) -> int:
     return 0
 
 
-def chosen_formats(named: str | None, config: Any) -> list[str]:
-    """The formats asked for, checked before anything is measured, or all the model can use."""
-    if named is not None:
-        return [get_format(name, "latent").name for name in named.split(",")]
-    packed = getattr(config, "kv_lora_rank", 0) % GROUP == 0
-    return [name for name in FORMATS if packed or not get_format(name).packed]
+def chosen_formats(named: str | None, index_format: str, config: MLAConfig) -> list[str]:
+    """The formats asked for, checked before anything is loaded, or all the model can use."""
+    usual = [name for name in FORMATS if name in latent_formats(config)]
+    chosen = usual if named is None else named.split(",")
+    for name in chosen:
+        check_formats(config, name, index_format)
+    return chosen
 
 
 def cut_windows(
     tokenizer: Any, text: str, options: argparse.Namespace, config: Any
 ) -> Tensor:  # [windows, context]
     """Stretches of the text, evenly spread."""
-    ids = torch.tensor(tokenizer.encode(text))
-    context = options.context or min(config.max_position_embeddings, 4096)
-    if context < 2 or options.windows < 1 or len(ids) < context:
+    tokens = tokenizer.encode(text)
+    check_tokens(tokens, getattr(config, "vocab_size", None))
+    ids, room = torch.tensor(tokens), config.max_position_embeddings
+    context = options.context or min(room, USUAL_CONTEXT, len(ids))
+    if not 2 <= context <= len(ids):
         raise ConfigError(
-            f"eval: --windows must be at least 1 and --context from 2 to the text's {len(ids)} "
-            f"tokens, got {options.windows} and {context}."
+            f"eval: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
         )
+    if context > room:
+        note(f"warning: windows of {context} tokens, more than the model's context of {room}")
     starts = torch.linspace(0, len(ids) - context, options.windows).long()
     return torch.stack([ids[start : start + context] for start in starts.tolist()])
 

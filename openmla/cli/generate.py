@@ -5,54 +5,38 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from openmla.cache import check_formats
+from openmla.cli.checkpoint import (
+    check_backend,
+    check_tokens,
+    checked_device,
+    open_checkpoint,
+    read_text,
+)
 from openmla.cli.models import (
-    DTYPES,
     ByteTokenizer,
-    add_attention_option,
+    check_attention,
     demo_prompt,
     load_model,
     load_tokenizer,
-    model_folder,
     note,
-    wants_dense,
+    read_config,
 )
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
+SHOWN = 300  # characters of a long prompt
 THE_MODELS = ("rope", "latent_write")  # what an attached model does itself
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="openmla generate", description=__doc__)
-    parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
-    parser.add_argument("--prompt", help="the text to continue, or @FILE; the demo has one")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument(
-        "--temperature", type=float, help="0 takes the likeliest token; default: 0, the demo 0.7"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice, if temperature > 0")
-    add_attention_option(parser)
-    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
-    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument(
-        "--capture", action=argparse.BooleanOptionalAction,
-        help="record the decode step as one CUDA graph; default: on a GPU",
-    )  # fmt: skip
-    parser.add_argument("--compare", action="store_true", help="run plain transformers too")
-    return parser.parse_args(arguments)
+BOLD, DIM = "1", "2"  # of a terminal's escape sequences
 
 
 class Run(NamedTuple):
@@ -68,13 +52,12 @@ class Run(NamedTuple):
 class Watch:
     """A streamer that prints text as it comes and keeps the time of every token."""
 
-    def __init__(self, tokenizer: Any, before: str | None) -> None:
-        """`before` is shown in front of the first token; None shows nothing at all."""
-        self.tokenizer, self.before = tokenizer, before
+    def __init__(self, tokenizer: Any, *, shown: bool, num_tokens: int) -> None:
+        self.tokenizer, self.shown, self.num_tokens = tokenizer, shown, num_tokens
         self.tokens: list[int] = []
         self.times = [time.perf_counter()]
         self.decoder = tokenizer.stream() if isinstance(tokenizer, ByteTokenizer) else None
-        self.shown = ""
+        self.decoded = ""
         self.prompt_passed = False
 
     def put(self, value: Tensor) -> None:
@@ -84,9 +67,11 @@ class Watch:
         self.times.append(time.perf_counter())
         new = value.flatten().tolist()
         self.tokens += new
-        if self.before is not None:
-            print(self.before + self._text(new), end="", flush=True)
-            self.before = ""
+        if self.shown:
+            print(self._text(new), end="", flush=True)
+        elif sys.stderr.isatty():
+            line = f"\r{len(self.tokens)} of {self.num_tokens} tokens"
+            print(line, end="", file=sys.stderr, flush=True)
 
     def _text(self, new: list[int]) -> str:
         if self.decoder is not None:
@@ -95,40 +80,34 @@ class Watch:
         whole: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if whole.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""  # half a character
-        fresh, self.shown = whole[len(self.shown) :], whole
+        fresh, self.decoded = whole[len(self.decoded) :], whole
         return fresh
 
     def end(self) -> None:
-        if self.before is not None:
+        if self.shown:
             print(flush=True)
+        elif sys.stderr.isatty():
+            print(file=sys.stderr, flush=True)
 
 
-def run_generate(arguments: Sequence[str]) -> int:
-    """Load, generate, and close with a short table."""
-    options = parse_arguments(arguments)
-    folder = model_folder(options.model)
-    prompt = options.prompt
-    if prompt is None and options.model == "demo":
-        prompt = demo_prompt()
-    if not prompt:
-        raise ConfigError("generate: --prompt must be given, and not be empty.")
-    if options.max_new_tokens < 1:
-        raise ConfigError(
-            f"generate: --max-new-tokens must be positive, got {options.max_new_tokens}."
-        )
-    if prompt.startswith("@"):
-        prompt = Path(prompt[1:]).read_text(encoding="utf-8")
-        if not prompt:
-            raise ConfigError(f"generate: {options.prompt[1:]} must not be empty.")
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dense = wants_dense(options.model, options.attention)
-    model = load_model(folder, device, options.dtype, dense=dense)
-    if options.attention == "sparse" and not hasattr(model.config, "index_topk"):
-        raise UnsupportedError(
-            f"generate: {model.config.model_type} has no sparse attention. Leave the option out."
-        )
-    tokenizer = load_tokenizer(folder)
-    ids = torch.tensor([tokenizer.encode(prompt)], device=device)
+def run_generate(options: argparse.Namespace) -> int:
+    """Check everything, load, generate, and close with a short table."""
+    prompt = read_prompt(options)
+    device = checked_device(options.device)
+    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    config = read_config(checkpoint.folder)
+    check_attention(options.attention, config)
+    check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
+    check_backend(options.backend, checkpoint.config, device, options.cache_format)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    tokens = tokenizer.encode(prompt)
+    check_tokens(tokens, getattr(config, "vocab_size", None))
+    asked, room = len(tokens) + options.max_new_tokens, checkpoint.config.max_positions
+    if asked > room:
+        note(f"warning: {asked} tokens with the prompt, more than the model's context of {room}")
+    dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
+    model = load_model(checkpoint, device, options.dtype, dense=dense)
+    ids = torch.tensor([tokens], device=device)
     model(ids[:, :8], use_cache=False)  # the first pass of a process is slow, whoever runs it
     choice = sampling(options)
     attach(
@@ -138,13 +117,13 @@ def run_generate(arguments: Sequence[str]) -> int:
         backend=options.backend,
         capture=options.capture,
     )
-    shown = prompt if len(prompt) < 400 else f"... {prompt[-300:]}"
     first_ones = {**choice, "told": {**choice["told"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and device.startswith("cuda")
     if timed_on_gpu:
         note("two tokens beforehand, while which kernels are compiled")
         generate_once(model, ids, tokenizer, first_ones)
-    ours = generate_once(model, ids, tokenizer, choice, before=shown)
+    print_prompt(prompt)
+    ours = generate_once(model, ids, tokenizer, choice, shown=True)
     plan = attachment_of(model).last_plan
     lines = plan.explain().splitlines() if plan is not None else []
     explanation = "\n".join(line for line in lines if not line.startswith(THE_MODELS))
@@ -156,6 +135,7 @@ def run_generate(arguments: Sequence[str]) -> int:
             generate_once(model, ids, tokenizer, first_ones)
         runs["transformers"] = generate_once(model, ids, tokenizer, choice)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    print(f"\n{heading('times')}")
     print_table(runs, ids.shape[1])
     print(f"\nlast step ({dtype})\n{explanation}")
     if plan is not None and plan.sparse is not None:
@@ -163,6 +143,41 @@ def run_generate(arguments: Sequence[str]) -> int:
     if options.compare:
         print(f"\n{verdict(runs['openmla'], runs['transformers'])}")
     return 0
+
+
+def read_prompt(options: argparse.Namespace) -> str:
+    """The text to continue: given, in a file, or the demo's."""
+    prompt: str | None = options.prompt
+    if prompt is None and options.model == "demo":
+        return demo_prompt()
+    if not prompt:
+        raise ConfigError("generate: --prompt must be given, and not be empty.")
+    if prompt.startswith("@"):
+        return read_text("generate: --prompt", prompt[1:])
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no text
+        raise ConfigError(f"generate: --prompt must be text in UTF-8: {error}.") from error
+    return prompt
+
+
+def print_prompt(prompt: str) -> None:
+    """The prompt, or the end of a long one, under a heading that tells it from what follows."""
+    if len(prompt) <= SHOWN + 100:
+        print(f"{heading('prompt')}\n{styled(prompt, DIM)}")
+    else:
+        print(heading(f"prompt, the last {SHOWN} of {len(prompt)} characters"))
+        print(styled(prompt[-SHOWN:], DIM))
+    print(heading("generated"), flush=True)
+
+
+def heading(text: str) -> str:
+    return styled(f"--- {text} ---", BOLD)
+
+
+def styled(text: str, style: str) -> str:
+    """Text in a terminal's style; as it is where a file or another program reads it."""
+    return f"\033[{style}m{text}\033[0m" if sys.stdout.isatty() else text
 
 
 def keys_attended(plan: Plan) -> str:
@@ -188,14 +203,14 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate_once(
-    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], before: str | None = None
+    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], *, shown: bool = False
 ) -> Run:
     """One generation, prefill and decode timed apart, with progress while prefilling."""
     on_gpu = ids.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     progress = model.register_forward_pre_hook(PrefillProgress(ids.shape[1]), with_kwargs=True)
-    watch = Watch(tokenizer, before)
+    watch = Watch(tokenizer, shown=shown, num_tokens=choice["told"]["max_new_tokens"])
     options: dict[str, Any] = {}
     if ids.shape[1] > PREFILL_CHUNK:
         options["prefill_chunk_size"] = PREFILL_CHUNK
@@ -236,18 +251,25 @@ class PrefillProgress:
 
 def cache_bytes(model: Any, out: Any) -> int:
     """What the cache object really holds: our used blocks, or the sum of its tensors."""
-    if hasattr(next(m for m in model.modules() if hasattr(m, "kv_b_proj")), "openmla"):
+    if any(hasattr(module, "openmla") for module in model.modules()):
         return attachment_of(model).used_bytes()
-    return sum(
-        part.numel() * part.element_size()
-        for layer in out.past_key_values.layers
-        for part in vars(layer).values()
-        if isinstance(part, Tensor)
-    )
+    layers = out.past_key_values.layers
+    # V4 keeps one tensor as keys and as values: by address, so that it counts once
+    parts = {part.data_ptr(): part for part in tensors_in([vars(layer) for layer in layers])}
+    return sum(part.numel() * part.element_size() for part in parts.values())
+
+
+def tensors_in(holder: Any) -> Iterator[Tensor]:
+    """Tensors in a cache: in its layers' fields and, for V4, in dicts of those."""
+    if isinstance(holder, Tensor):
+        yield holder
+    elif isinstance(holder, list | tuple | dict):
+        for part in holder.values() if isinstance(holder, dict) else holder:
+            yield from tensors_in(part)
 
 
 def print_table(runs: dict[str, Run], prompt: int) -> None:
-    print(f"\n{'':<24}" + "".join(f"{name:>16}" for name in runs))
+    print(f"{'':<24}" + "".join(f"{name:>16}" for name in runs))
     each = list(runs.values())
     decoded = [
         f"{(len(run.tokens) - 1) / run.decode_s:.1f} tok/s" if run.decode_s else "-" for run in each
@@ -264,10 +286,22 @@ def print_table(runs: dict[str, Run], prompt: int) -> None:
 
 
 def verdict(ours: Run, theirs: Run) -> str:
-    """What was faster and by how much, in a sentence or two."""
+    """What was faster and by how much, in two plain sentences."""
     same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
-    text = f"openmla and plain transformers: {same} of {len(theirs.tokens)} tokens the same"
+    told = [told_time("prefill", ours.prefill_s, theirs.prefill_s)]
     if ours.decode_s and theirs.decode_s:
-        text += f", decode {theirs.decode_s / ours.decode_s:.2f} x as fast"
-    text += f", prefill {theirs.prefill_s / ours.prefill_s:.2f} x as fast"
-    return f"{text}, cache {ours.cache_bytes / theirs.cache_bytes:.2f} x the size."
+        told.insert(0, told_time("decode", ours.decode_s, theirs.decode_s))
+    size = ours.cache_bytes / theirs.cache_bytes
+    share = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
+    told.append(f"the cache takes {share} the memory")
+    return (
+        f"openmla and plain transformers: {same} of {len(theirs.tokens)} tokens the same.\n"
+        f"With openmla {', '.join(told[:-1])}, and {told[-1]}."
+    )
+
+
+def told_time(what: str, ours: float, theirs: float) -> str:
+    """A ratio of times as one would say it."""
+    if ours <= theirs:
+        return f"{what} is {theirs / ours:.1f} times as fast"
+    return f"{what} takes {ours / theirs:.1f} times as long"

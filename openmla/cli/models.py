@@ -6,9 +6,10 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers loads: nothing is ever downloaded
 
-import argparse
 import codecs
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.deepseek_v3 import DeepseekV3Config
-from transformers.utils.logging import disable_progress_bar
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
 
+from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers import REFUSED, SUPPORTED
 
-DEMO = Path(__file__).parent.parent / "demo"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+LONG = 2**29  # bytes of weights from which on transformers shows how far it is
 
 
 class ByteTokenizer:
@@ -39,30 +43,41 @@ class ByteTokenizer:
         return codecs.getincrementaldecoder("utf-8")(errors="replace")
 
 
-def model_folder(name: str) -> Path:
-    """The folder behind --model: "demo", or a path."""
-    folder = DEMO if name == "demo" else Path(name)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
-    return folder
+def read_config(folder: Path) -> Any:
+    """transformers' config of a model that attach() takes."""
+    try:
+        with _only_errors():
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            quantised = getattr(config, "quantization_config", None)
+            known = quantised is None or AutoHfQuantizer.supports_quant_method(quantised)
+    except Exception as error:  # of many kinds: whatever a field was not
+        raise ConfigError(
+            f"{folder.name}: transformers cannot read config.json: {type(error).__name__}: {error}"
+        ) from error
+    kind = config.model_type
+    if kind in REFUSED:
+        raise UnsupportedError(f"{folder.name}: {kind} is not supported: {REFUSED[kind]}.")
+    if kind not in SUPPORTED:
+        raise UnsupportedError(f"{folder.name}: {kind!r} is not an MLA model known here.")
+    if not known:
+        raise UnsupportedError(
+            f"{folder.name}: quantization_config must be one transformers knows, got {quantised!r}."
+        )
+    return config
 
 
-def add_attention_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--attention",
-        choices=("dense", "sparse"),
-        help="of a V3.2 checkpoint, with or without its indexer; default: sparse, the demo dense",
-    )
+def attentions(config: Any) -> tuple[str, ...]:
+    """The forms a checkpoint has: a V3.2 can leave its indexer."""
+    if not hasattr(config, "index_topk"):
+        return ("dense",)
+    return ("dense", "sparse") if config.model_type == "deepseek_v32" else ("sparse",)
 
 
-def wants_dense(name: str, attention: str | None) -> bool:
-    return attention == "dense" or (attention is None and name == "demo")
-
-
-def can_be_dense(folder: Path) -> bool:
-    """Whether a checkpoint has a dense form: it is dense, or a V3.2 that can leave its indexer."""
-    config = AutoConfig.from_pretrained(folder)
-    return config.model_type == "deepseek_v32" or not hasattr(config, "index_topk")
+def check_attention(asked: str | None, config: Any) -> None:
+    if asked is not None and asked not in attentions(config):
+        raise UnsupportedError(
+            f"{config.model_type} has no {asked} attention. Leave --attention out."
+        )
 
 
 def demo_text() -> str:
@@ -77,44 +92,118 @@ def demo_prompt() -> str:
     return text[start : text.rindex("\n", start, start + 3600) + 1]
 
 
-def load_model(
-    folder: Path, device: str, dtype_name: str | None = None, *, dense: bool = False
-) -> Any:
-    """A causal language model, for inference. `dense`: a V3.2 checkpoint without its indexer."""
-    config = AutoConfig.from_pretrained(folder)
-    wanted = DTYPES[dtype_name] if dtype_name else getattr(config, "dtype", None) or torch.float32
+def compute_dtype(config: Any, device: str, asked: str | None) -> torch.dtype:
+    """What a model computes in: as asked or as the checkpoint says, if this machine can."""
+    wanted = DTYPES[asked] if asked else getattr(config, "dtype", None) or torch.float32
+    if wanted not in DTYPES.values():
+        raise ConfigError(
+            f"config: dtype must be float32, bfloat16 or float16, got {wanted}. Give --dtype."
+        )
     if device == "cpu" and wanted == torch.bfloat16 and not cpu_bf16_works():
         note("bf16 matrix products die on this CPU: using float32 (openmla doctor tells more)")
-        wanted = torch.float32
-    sparse = hasattr(config, "index_topk")
-    if dense and not can_be_dense(folder):
-        raise UnsupportedError(f"{config.model_type} has no dense attention. Leave the option out.")
-    dense = dense and sparse
-    kind = f"{config.model_type}, dense" if dense else config.model_type
-    note(f"loading {folder.name} ({kind}) as {str(wanted).removeprefix('torch.')} on {device}")
-    disable_progress_bar()  # transformers', for a file read in a blink
-    if dense:
-        model = _without_indexer(folder, config, wanted)
-    else:
-        model = model_class(config.model_type).from_pretrained(folder, dtype=wanted)
+        return torch.float32
+    return wanted
+
+
+def load_model(
+    checkpoint: Checkpoint | Path,
+    device: str,
+    dtype_name: str | None = None,
+    *,
+    dense: bool = False,
+) -> Any:
+    """A causal language model, for inference. `dense`: a V3.2 checkpoint without its indexer."""
+    if isinstance(checkpoint, Path):
+        checkpoint = open_checkpoint(str(checkpoint))
+    folder = checkpoint.folder
+    config = read_config(folder)
+    check_attention("dense" if dense else None, config)
+    wanted = compute_dtype(config, device, dtype_name)
+    stripped = dense and hasattr(config, "index_topk")
+    if stripped and getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{folder.name}: quantised weights cannot leave their indexer. Use --attention sparse."
+        )
+    kind = f"{config.model_type}, dense" if stripped else config.model_type
+    size = f", {checkpoint.num_bytes / 2**30:.1f} GiB" if checkpoint.num_bytes >= LONG else ""
+    name = str(wanted).removeprefix("torch.")
+    note(f"loading {folder.name} ({kind}{size}) as {name} on {device}")
+    cls = model_class("deepseek_v3" if stripped else config.model_type)
+    try:
+        with _only_errors(bars=checkpoint.num_bytes >= LONG):
+            if stripped:
+                config = _without_indexer(config)
+                _check_shapes(cls, config, checkpoint)
+                model, info = cls.from_pretrained(
+                    None,
+                    config=config,
+                    state_dict=_weights_without_indexer(checkpoint),
+                    dtype=wanted,
+                    output_loading_info=True,
+                )
+            else:
+                _check_shapes(cls, config, checkpoint)
+                model, info = cls.from_pretrained(
+                    folder,
+                    config=config,
+                    dtype=wanted,
+                    use_safetensors=bool(checkpoint.files),
+                    output_loading_info=True,
+                )
+    except (ConfigError, UnsupportedError):
+        raise
+    except Exception as error:  # torch's, safetensors' and those of packages that decode weights
+        raise UnsupportedError(
+            f"{folder.name}: transformers cannot load it: {type(error).__name__}: {error}"
+        ) from error
+    _check_loaded(folder, info)
     return model.to(device).eval().requires_grad_(False)
 
 
-def _without_indexer(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    """The checkpoint as `deepseek_v3`: the same weights but for the indexers'."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UnsupportedError(
-            f"{folder.name} must hold .safetensors to be read without its indexer."
+def _check_shapes(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
+    """Shapes by the config against those in the files, before memory is taken for either."""
+    if getattr(config, "quantization_config", None) is not None:
+        return  # stored in other shapes
+    with torch.device("meta"):
+        expected = {name: tuple(value.shape) for name, value in cls(config).state_dict().items()}
+    for name, shape in expected.items():
+        found = checkpoint.shapes.get(name, shape)
+        if found != shape:
+            raise ConfigError(
+                f"{checkpoint.folder.name}: {name} must be {list(shape)} by config.json, "
+                f"got {list(found)} in the weights."
+            )
+
+
+def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
+    """Every tensor of the model came from the checkpoint; transformers would make up the rest.
+
+    It has already taken from these lists what it ties, and what a class says may be left over.
+    """
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing:
+        raise ConfigError(
+            f"{folder.name}: weights must hold every tensor of the model, got none for "
+            f"{len(missing)} of them, the first {missing[0]}."
         )
-    weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    kept = {name: tensor for name, tensor in weights.items() if ".indexer." not in name}
+    if unused:
+        note(f"warning: {len(unused)} tensors are not used, the first {unused[0]}")
+
+
+def _weights_without_indexer(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    if not checkpoint.files:
+        raise UnsupportedError(
+            f"{checkpoint.folder.name}: weights must be safetensors to leave the indexer out."
+        )
+    weights = {name: value for file in checkpoint.files for name, value in load_file(file).items()}
+    return {name: tensor for name, tensor in weights.items() if ".indexer." not in name}
+
+
+def _without_indexer(config: Any) -> Any:
+    """The config as `deepseek_v3`: the same weights but for the indexers'."""
     known = set(DeepseekV3Config().to_dict()) - {"model_type", "architectures", "dtype"}
     fields = {name: value for name, value in config.to_dict().items() if name in known}
-    cls = model_class("deepseek_v3")
-    return cls.from_pretrained(
-        None, config=DeepseekV3Config(**fields), state_dict=kept, dtype=dtype
-    )
+    return DeepseekV3Config(**fields)
 
 
 def model_class(model_type: str) -> Any:
@@ -129,10 +218,32 @@ def model_class(model_type: str) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return AutoTokenizer.from_pretrained(folder)
-    note("no tokenizer in the folder: one token per byte")
-    return ByteTokenizer()
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        note("no tokenizer in the folder: one token per byte")
+        return ByteTokenizer()
+    try:
+        with _only_errors():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by the kind of tokenizer
+        raise ConfigError(
+            f"{folder.name}: transformers cannot load the tokenizer: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+@contextmanager
+def _only_errors(bars: bool = False) -> Iterator[None]:
+    """transformers' warnings left out, and its bars but for long work: all of it is told here."""
+    verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shown:
+            logging.enable_progress_bar()
 
 
 def note(text: str) -> None:

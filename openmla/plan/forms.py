@@ -12,7 +12,8 @@ from openmla.ops.mqa_paged import cost as mqa_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
 
 # Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
-# server CPU: 190 GFLOP/s over 28 GB/s (bench/harness.py measures both). Only the order matters.
+# server CPU: 190 GFLOP/s over 28 GB/s (openmla/bench/harness.py measures both). Only the
+# order matters.
 BALANCE = {"cuda": 180, "cpu": 7}
 # The share of those flops that sparse attention reaches, gathered or masked; products with weights
 # reach all of them. H200: bench/routes.py.

@@ -208,7 +208,7 @@ class RaggedCase:
         return Inputs(tensors, scalars, ("q", "k", "v"))
 
 
-# Shapes of benchmarks, named after models and phases; bench/ takes them from here.
+# Shapes of benchmarks, named after models and phases; openmla/bench takes them from here.
 _V3_ROWS: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True}
 PAGED_SHAPES = {
     "tiny-decode-b4-s256": PagedCase("", (1,) * 4, (256,) * 4, BS=64, contiguous=True),

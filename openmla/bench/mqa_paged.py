@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
 from openmla.testing import PAGED_SHAPES, Inputs, PagedCase, budget_used

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import map_slots
 from openmla.ops.map_slots import cost
 from openmla.testing import Inputs, start_loc

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import (
+from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAAttention, allocate_cache, make_plan
+from openmla.attention import Projected
+from openmla.bench.harness import (
     argument_parser,
     describe_machine,
     measure_roofs,
@@ -26,8 +28,7 @@ from bench.harness import (
     tabulate,
     time_round_robin,
 )
-from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAAttention, allocate_cache, make_plan
-from openmla.attention import Projected
+from openmla.cli.options import whole
 from openmla.ops import latent_write
 from openmla.ops._register import Cost
 from openmla.ops.mqa_paged import cost as mqa_cost
@@ -220,7 +221,7 @@ def cache_bytes() -> list[str]:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("step")
-    parser.add_argument("--keys", type=int, default=16384)
+    parser.add_argument("--keys", type=whole(1, 2**20), default=16384, help="of the context")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import pack_mask
 from openmla.ops.pack_mask import cost
 from openmla.testing import Inputs

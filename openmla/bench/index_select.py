@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bench.harness import Job, main
-from bench.index_logits import DI, SHAPES, Shape
+from openmla.bench.harness import Job, main
+from openmla.bench.index_logits import DI, SHAPES, Shape
 from openmla.ops import index_logits, index_select
 from openmla.ops.index_select import cost
 from openmla.testing import Inputs

@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
-from bench.index_logits import score_budget
+from openmla.bench.harness import Job, main
+from openmla.bench.index_logits import score_budget
 from openmla.cache.format import quantize_groups
 from openmla.ops import index_logits_ragged
 from openmla.ops.index_logits_ragged import cost

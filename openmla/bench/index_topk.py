@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import index_topk
 from openmla.ops.index_topk import cost
 from openmla.testing import Inputs

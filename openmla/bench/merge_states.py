@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import merge_states
 from openmla.ops.merge_states import cost
 from openmla.testing import Inputs, budget_used

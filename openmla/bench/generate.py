@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import (
+from openmla.bench.harness import (
     argument_parser,
     describe_machine,
     measure_roofs,
@@ -26,6 +26,7 @@ from bench.harness import (
     tabulate,
     time_round_robin,
 )
+from openmla.cli.options import whole
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.ops import cache_gather
 
@@ -153,8 +154,8 @@ def print_memory(calls: dict[str, Callable[[], Tensor]]) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("generate")
-    parser.add_argument("--keys", type=int, default=8192, help="of each prompt")
-    parser.add_argument("--batch", type=int, default=1, help="prompts")
+    parser.add_argument("--keys", type=whole(1, 2**20), default=8192, help="of each prompt")
+    parser.add_argument("--batch", type=whole(1, 4096), default=1, help="prompts")
     parser.add_argument("--model", choices=("small", "v2-lite"), default="small")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,17 +10,20 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from openmla.backends import BACKENDS
+from openmla.cli.options import Parser, output_file, whole
 from openmla.errors import UnsupportedError
 from openmla.ops._register import Cost
 from openmla.testing import Inputs
@@ -63,7 +66,7 @@ def main(
     known = ", ".join(shapes)
     parser.add_argument("shapes", nargs="*", help=f"of: {known}; default: the tiny ones")
     parser.add_argument("--all", action="store_true", help="every shape, big ones included")
-    parser.add_argument("--baseline", default="reference")
+    parser.add_argument("--baseline", choices=BACKENDS[op.__name__], default="reference")
     options = parser.parse_args(arguments)
     unknown = [shape for shape in options.shapes if shape not in shapes]
     if unknown:
@@ -85,16 +88,12 @@ def main(
 
 
 def argument_parser(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"openmla bench {name}", description=__doc__)
-    parser.add_argument("--rounds", type=_rounds, default=MIN_ROUNDS, help="15 or more")
-    parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    parser = Parser(prog=f"openmla bench {name}", description=__doc__)
+    parser.add_argument(
+        "--rounds", type=whole(MIN_ROUNDS, 10**6), default=MIN_ROUNDS, help="15 or more"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
     return parser
-
-
-def _rounds(text: str) -> int:
-    if int(text) < MIN_ROUNDS:
-        raise argparse.ArgumentTypeError(f"a median needs {MIN_ROUNDS} rounds, got {text}")
-    return int(text)
 
 
 def able_backends(
@@ -199,8 +198,12 @@ def measure_roofs(device: str) -> Cost:
 
 def describe_machine(device: str) -> str:
     """One line that says where and with what the numbers were made."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    commit = ""
+    if (root / ".git").exists() and shutil.which("git"):  # a clone, not what was installed
+        command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device == "cuda":
         where = torch.cuda.get_device_name()
-    return f"{where}, torch {torch.__version__}, commit {commit.stdout.strip() or 'unknown'}"
+    return f"{where}, torch {torch.__version__}, commit {commit or 'unknown'}"

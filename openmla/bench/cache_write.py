@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.cache.format import LATENT_FORMATS, get_format
 from openmla.ops import cache_write
 from openmla.ops.cache_write import cost

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import mha_masked
 from openmla.ops._register import Cost
 from openmla.ops.mha_masked import cost

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import rope
 from openmla.ops.rope import cost
 from openmla.testing import Inputs, out_budget

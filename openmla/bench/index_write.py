@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.cache.format import INDEX_FORMATS, get_format
 from openmla.ops import index_write
 from openmla.ops.index_write import cost

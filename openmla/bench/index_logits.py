@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import index_logits
 from openmla.ops.index_logits import cost
 from openmla.testing import Inputs, lse_budget, out_budget, paged_rows, start_loc

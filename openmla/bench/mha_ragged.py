@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.ops import mha_ragged
 from openmla.ops.mha_ragged import cost
 from openmla.testing import RAGGED_SHAPES, Inputs, RaggedCase, budget_used

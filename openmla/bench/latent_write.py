@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.cache.format import get_format
 from openmla.ops import latent_write
 from openmla.ops.latent_write import cost

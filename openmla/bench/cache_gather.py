@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.cache.format import LATENT_FORMATS
 from openmla.ops import cache_gather
 from openmla.ops.cache_gather import cost

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness import Job, main
+from openmla.bench.harness import Job, main
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.ops import compress_kv
 from openmla.ops.compress_kv import cost

@@ -1,0 +1,172 @@
+"""What is asked of a command, looked at before weights load: texts, device, backend, checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from openmla import hardware
+from openmla.backends import Problem, all_backends, why_not
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError, UnsupportedError
+
+DEMO = Path(__file__).parent.parent / "demo"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+class Checkpoint(NamedTuple):
+    """A folder with a config that is understood and weights that can be opened."""
+
+    folder: Path
+    config: MLAConfig
+    files: tuple[Path, ...]  # of safetensors; none where pickles are allowed and all there is
+    shapes: dict[str, tuple[int, ...]]  # of the tensors in them
+    num_bytes: int
+
+
+def open_checkpoint(name: str, *, allow_pickle: bool = False) -> Checkpoint:
+    """The checkpoint behind --model: "demo", or a folder. No tensor is read."""
+    folder = DEMO if name == "demo" else Path(name)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
+    config = MLAConfig.from_hf(folder)
+    files = _weight_files(folder, allow_pickle)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        shapes.update(_shapes(file))
+    if files and config.num_layers > len(shapes):  # modules are made for each of them
+        raise ConfigError(
+            f"{folder.name}: config.json must have no more layers than the weights have tensors, "
+            f"got {config.num_layers} and {len(shapes)}."
+        )
+    return Checkpoint(folder, config, files, shapes, sum(file.stat().st_size for file in files))
+
+
+def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
+    """As transformers looks for them: one file, or an index of several."""
+    if (folder / SINGLE).exists():
+        return (folder / SINGLE,)
+    if (folder / INDEX).exists():
+        files = tuple(folder / name for name in _shards(folder / INDEX))
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(
+                    f"{folder.name}: {INDEX} must name files that are there, got {file.name!r}. "
+                    "Copy the missing file."
+                )
+        return files
+    if not any((folder / name).exists() for name in PICKLES):
+        raise ConfigError(f"{folder.name}: weights must be {SINGLE} or {INDEX}, got neither.")
+    if not allow_pickle:
+        raise UnsupportedError(
+            f"{folder.name}: weights are pickles only, and a pickle can run any code. "
+            "Give --allow-pickle if you trust them."
+        )
+    return ()
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if not names or not all(name == Path(name).name for name in names):
+            raise ValueError("no files in its own folder")
+    except OSError as error:
+        raise ConfigError(f"{index.name} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{index.parent.name}: {index.name} must hold a weight_map of tensors to files: "
+            f"{error!r}."
+        ) from error
+    return names
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """From the header, which must account for every byte of the file."""
+    try:
+        if not file.is_file() or file.stat().st_size == 0:
+            raise ValueError("it is empty or no file")
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(
+            f"{file.parent.name}: {file.name} must be a whole safetensors file: {error}. "
+            "Copy it again."
+        ) from error
+
+
+def read_text(option: str, name: str) -> str:
+    """A text file that a user named."""
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{option} must be a file that can be read, got {name!r}: {error.strerror}."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{option} must be text in UTF-8, got {name!r}: {error}.") from error
+    if not text:
+        raise ConfigError(f"{option} must not be an empty file, got {name!r}.")
+    return text
+
+
+def checked_device(name: str | None) -> str:
+    """A device that tensors can be made on; by default cuda where there is one."""
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"--device must be one of torch's, such as cpu or cuda:0, got {name!r}."
+        ) from error
+    if device.type == "meta":
+        raise ConfigError("--device must have memory, got 'meta'.")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"--device {name} needs a GPU that torch sees; openmla doctor tells more."
+        )
+    try:
+        torch.zeros(1, device=device)
+    except Exception as error:  # every device fails in its own way
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise UnsupportedError(f"--device {name} cannot be used here: {reason[0]}") from error
+    return name
+
+
+def check_backend(name: str, config: MLAConfig, device: str, format: str | None) -> None:
+    """A named backend exists and can at least write a model's rows; plans ask for all else."""
+    if name == "auto":
+        return
+    if name not in all_backends():
+        raise ConfigError(
+            f"--backend must be auto or one of {', '.join(all_backends())}, got {name!r}."
+        )
+    problem = Problem(
+        op="cache_write",
+        device=torch.device(device).type,
+        capability=hardware.capability(torch.device(device)),
+        format=format or "bf16",
+        D=config.latent_dim,
+        C=config.kv_lora_rank,
+        BS=64,
+    )
+    reason = why_not(problem, name)
+    if reason is not None:
+        raise UnsupportedError(f"--backend {name} cannot run this model: {reason}.")
+
+
+def check_tokens(tokens: list[int], vocab_size: Any) -> None:
+    """What a tokenizer made of a text is what the model has embeddings for."""
+    if not tokens:
+        raise ConfigError("the text must have at least one token, got none.")
+    if isinstance(vocab_size, int) and max(tokens) >= vocab_size:
+        raise ConfigError(
+            f"tokens must be below the model's vocab_size of {vocab_size}, got {max(tokens)}. "
+            "The folder needs the model's own tokenizer."
+        )

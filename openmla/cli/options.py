@@ -1,0 +1,127 @@
+"""Options of the commands, checked as they are read; nothing here needs transformers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from openmla.config.schema import MAX_POSITIONS
+from openmla.errors import ConfigError
+
+DTYPES = ("fp32", "bf16", "fp16")
+COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one sentence, like all others here."""
+
+    def error(self, message: str) -> NoReturn:
+        where = self.prog.removeprefix("openmla").strip()
+        sentence = re.sub(r"^argument (\S+): must", r"\1 must", message).rstrip(".")
+        raise ConfigError(f"{where + ': ' if where else ''}{sentence}. See {self.prog} --help.")
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A type of option: a whole number in a range."""
+
+    def read(text: str) -> int:
+        # int() takes underscores too, and refuses thousands of digits with a ValueError
+        value = int(text) if re.fullmatch(r"[+-]?\d{1,20}", text) else None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {low} to {high}, got {text[:40]!r}"
+            )
+        return value
+
+    return read
+
+
+def temperature(text: str) -> float:
+    """A type of option: 0, or what logits can be divided by."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if value != 0 and not COOLEST <= value <= HOTTEST:
+        raise argparse.ArgumentTypeError(
+            f"must be 0 or a number from {COOLEST} to {HOTTEST:.0f}, got {text[:40]!r}"
+        )
+    return value
+
+
+def output_file(text: str) -> str:
+    """A type of option: a file that can be written when the work is done."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"must be a file in a folder that is there, got {text[:200]!r}"
+        )
+    return text
+
+
+def _model_parser(command: str, description: str) -> Parser:
+    """What generate and eval have in common."""
+    parser = Parser(prog=f"openmla {command}", description=description)
+    parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
+    parser.add_argument(
+        "--attention",
+        choices=("dense", "sparse"),
+        help="of a V3.2 checkpoint, with or without its indexer; default: generate takes sparse "
+        "and of the demo dense, eval both",
+    )
+    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="load pytorch_model.bin where there are no safetensors; a pickle can run any code",
+    )
+    return parser
+
+
+def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _model_parser("generate", "Text from a Hugging Face MLA model on disk.")
+    parser.add_argument("--prompt", help="the text to continue, or @FILE; the demo has one")
+    parser.add_argument(
+        "--max-new-tokens", type=whole(1, MAX_POSITIONS), default=128, metavar="N",
+        help="default: 128",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=temperature, metavar="T",
+        help="0 takes the likeliest token; default: 0, the demo 0.7",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
+    )
+    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
+    parser.add_argument("--backend", default="auto", help="auto, or one that doctor lists")
+    parser.add_argument(
+        "--capture", action=argparse.BooleanOptionalAction,
+        help="record the decode step as one CUDA graph; default: on a GPU",
+    )  # fmt: skip
+    parser.add_argument("--compare", action="store_true", help="run plain transformers too")
+    return parser.parse_args(arguments)
+
+
+def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _model_parser(
+        "eval", "Bits per byte of a text for every cache format, dense and sparse."
+    )
+    parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
+    parser.add_argument(
+        "--windows", type=whole(1, 4096), default=4, help="how many stretches of the text"
+    )
+    parser.add_argument(
+        "--context", type=whole(2, MAX_POSITIONS), help="tokens of a stretch; default: 4096 at most"
+    )
+    parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE",
+        help="a picture of bits per byte along the context, as .png",
+    )  # fmt: skip
+    return parser.parse_args(arguments)

@@ -1,0 +1,133 @@
+"""Every command and every example runs, on a tiny model of each kind; the slow ones as programs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from openmla.cli.__main__ import main
+from tests.cli.conftest import KINDS
+
+ROOT = Path(__file__).parents[2]
+FORMATS = {
+    "dense": ["fp32", "bf16", "fp16", "fp8"],
+    "sparse": ["fp32", "bf16", "fp16", "fp8"],
+    "v4": ["fp32", "bf16", "fp16", "fp8", "fp8_dsv4"],
+}
+ATTENTIONS = {"dense": ["dense"], "sparse": ["dense", "sparse"], "v4": ["sparse"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate(kind: str, tiny: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", str(tiny[kind]), "--prompt", "hello there " * 4]
+    assert main([*arguments, "--max-new-tokens", "6", "--compare"]) == 0
+    text = capsys.readouterr().out
+    assert "6 of 6 tokens the same" in text
+    assert re.search(r"^cache +[\d.]+ MiB +[\d.]+ MiB$", text, re.MULTILINE)
+
+
+def test_generate_in_v4s_own_format(
+    tiny: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "--model", str(tiny["v4"]), "--prompt", "hello"]
+    assert main([*arguments, "--max-new-tokens", "2", "--cache-format", "fp8_dsv4"]) == 0
+    assert "fp8_dsv4 and index_fp32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eval(
+    kind: str, tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every format that the model's rows can have, in every form of its attention."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(map(str, range(60))))
+    assert main(["eval", "--model", str(tiny[kind]), "--text", str(text), "--windows", "1"]) == 0
+    rows = re.findall(r"^(dense|sparse) +(\w+) +[\d.]+ +[\d.]+  ", capsys.readouterr().out, re.M)
+    assert rows == [(form, name) for form in ATTENTIONS[kind] for name in FORMATS[kind]]
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from openmla import __version__
+    from openmla.backends import BACKENDS
+
+    for arguments, parts in (
+        (["--version"], [f"openmla {__version__}"]),
+        (["--help"], ["doctor", "generate", "eval", "bench"]),
+        (["doctor", "--help"], ["--compile"]),
+        (["bench", "--help"], [*BACKENDS, "step", "generate"]),
+        (["bench", "rope", "--help"], ["tiny-64x4-pairs", "--rounds"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert all(part in text for part in parts), arguments
+
+
+def test_example_cached_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples/cached_attention.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert re.search(r"fp8_ds_mla +656", text) and "index" not in text and "dsv4" not in text
+
+
+def test_example_huggingface(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples/huggingface.py"))["main"](prompt_tokens=100)
+    assert "tokens the same" in capsys.readouterr().out
+
+
+def test_examples_are_linked() -> None:
+    for page in ("README.md", "docs/cache-formats.md"):
+        text = (ROOT / page).read_text()
+        assert re.search(r"\]\((\.\./)?examples/cached_attention\.py\)", text), page
+    text = (ROOT / "README.md").read_text()
+    for path in (ROOT / "examples").glob("*.py"):
+        assert f"](examples/{path.name})" in text, path.name
+
+
+def program(*arguments: str, cwd: Path = ROOT) -> str:
+    child = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_as_programs(kind: str, tiny: dict[str, Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(map(str, range(60))))
+    model = ["--model", str(tiny[kind])]
+    out = program("-m", "openmla.cli", "generate", *model, "--prompt", "hello", "--compare")
+    assert "128 of 128 tokens the same" in out
+    assert "bits/byte" in program("-m", "openmla.cli", "eval", *model, "--text", str(text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["-m", "openmla.cli", "doctor"], "ops on cpu"),
+        (["-m", "openmla.cli", "bench", "rope"], "x reference"),
+        (["-m", "openmla.cli", "bench", "step", "--keys", "300"], "x transformers"),
+        (["-m", "openmla.cli", "bench", "generate", "--keys", "64"], "tokens/s"),
+        (["-m", "bench.rope"], "x reference"),
+        (["-m", "bench.latent", "--help"], "--sweep"),
+        (["examples/cached_attention.py"], "fp8_ds_mla"),
+        (["examples/huggingface.py"], "tokens the same"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_programs(arguments: list[str], part: str) -> None:
+    assert part in program(*arguments)
+
+
+@pytest.mark.slow
+def test_the_training_example_as_a_program(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--steps", "2", "--index-steps", "1", "--batch", "1"]
+    assert "bits per byte" in program("examples/train_demo.py", *arguments, "--device", "cpu")
