@@ -13,7 +13,7 @@ from openmla.ops.mqa_sparse import cost as sparse_cost
 
 # Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
 # server CPU: 190 GFLOP/s over 28 GB/s (openmla/bench/harness.py measures both). Only the
-# order matters.
+# order matters. Devices without kernels here (mps, xpu, ...) are taken as a CPU.
 BALANCE = {"cuda": 180, "cpu": 7}
 # The share of those flops that sparse attention reaches, gathered or masked; products with weights
 # reach all of them. H200: bench/routes.py.
@@ -21,6 +21,10 @@ SPARSE_SHARE = {"cuda": 0.42, "cpu": 1.0}
 # What gathering reaches with SM90's own kernel, of more than 16 heads, V3's widths and
 # rows it knows.
 GATHERED_SHARE_SM90 = 0.75
+
+
+def _balance(device: str) -> int:
+    return BALANCE.get(device, BALANCE["cpu"])
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +83,7 @@ def choose_sparse_absorbed(
     assert config.indexer is not None
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
-    share = SPARSE_SHARE[device]
+    share = SPARSE_SHARE.get(device, SPARSE_SHARE["cpu"])
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
@@ -87,13 +91,13 @@ def choose_sparse_absorbed(
     own = capability == (9, 0) and H > 16 and known
     absorbed = max(
         gathered.flops / (GATHERED_SHARE_SM90 if own else share) + into_and_out_of_latent,
-        BALANCE[device] * gathered.bytes,
+        _balance(device) * gathered.bytes,
     )
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
     visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed
     expansion, written = 2 * S * H * C * (P + V), S * H * (E + V) * itemsize
     expanded = max(
-        masked.flops * visible / share + expansion, BALANCE[device] * (masked.bytes + written)
+        masked.flops * visible / share + expansion, _balance(device) * (masked.bytes + written)
     )
     return n == 1 or absorbed <= expanded
 
@@ -103,7 +107,7 @@ def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, dev
     P, V = config.qk_nope_head_dim, config.v_head_dim
     attention = mqa_cost([n], [S], H=H, D=D, C=C, format=format, itemsize=itemsize, causal=True)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
-    return max(attention.flops + into_and_out_of_latent, BALANCE[device] * attention.bytes)
+    return max(attention.flops + into_and_out_of_latent, _balance(device) * attention.bytes)
 
 
 def _expanded(config: MLAConfig, n: int, S: int, itemsize: int, device: str) -> float:
@@ -112,4 +116,4 @@ def _expanded(config: MLAConfig, n: int, S: int, itemsize: int, device: str) -> 
     attention = mha_cost([n], [S], H=H, E=E, V=V, itemsize=itemsize, causal=True)
     expansion = 2 * S * H * C * (P + V)
     written = S * H * (E + V) * itemsize
-    return max(attention.flops + expansion, BALANCE[device] * (attention.bytes + written))
+    return max(attention.flops + expansion, _balance(device) * (attention.bytes + written))

@@ -51,3 +51,21 @@ def test_sm90_gathers_sooner_with_many_heads(H: int) -> None:
         near = choose_sparse_absorbed(config, 8192, 10240, **what, capability=capability)
         assert near == sooner
         assert choose_sparse_absorbed(config, 8192, 40960, **what, capability=capability)
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta", "a device nobody knows"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3.2"])
+def test_devices_without_kernels_choose_as_a_cpu(name: str, device: str) -> None:
+    what: Any = {"format": "bf16", "itemsize": 2}
+    lens = [1, 4, 300, 4096], [5000, 8192, 9000, 4096]
+    chosen, expected = (
+        choose_absorbed(PRESETS[name], *lens, device=where, **what) for where in (device, "cpu")
+    )
+    assert chosen == expected and True in chosen and False in chosen
+    if PRESETS[name].indexer is not None:
+        for n in (64, 8192):
+            routes = {
+                choose_sparse_absorbed(PRESETS[name], n, 10240, device=where, **what)
+                for where in (device, "cpu")
+            }
+            assert len(routes) == 1

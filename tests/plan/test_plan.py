@@ -119,6 +119,29 @@ def test_the_callers_order_needs_no_permutation() -> None:
     assert plan.decode.rows.tolist() == [0, 91]
 
 
+@pytest.mark.parametrize("name", ["tiny-v3", "tiny-v3.2", "tiny-v4"])
+def test_a_device_without_kernels_gets_a_plan(name: str) -> None:
+    """The meta device stands for mps, xpu and others that torch has: the reference runs there."""
+    config = PRESETS[name]
+    ring = torch.arange(8, dtype=torch.int32).view(2, 4)
+    if config.compressor is not None:
+        more: dict[str, Any] = {
+            "window_table": ring,
+            "state_slots": torch.arange(2, dtype=torch.int32),
+        }
+        sizes: dict[str, Any] = {"block_size": 128, "max_requests": 2, "max_tokens": 64}
+    else:
+        more = {"slot_mapping": torch.tensor([19, *range(84, 124)])}
+        sizes = {"block_size": 16}
+    cache = allocate_cache(
+        config, num_blocks=8, layer=1, format="fp32", index_format="index_fp32", device="meta",
+        **sizes,
+    )  # fmt: skip
+    plan = make_plan(Batch([1, 40], [20, 60], ring, **more), config, cache)
+    assert set(plan.backends.values()) == {"reference"}
+    assert plan.slot_mapping.device.type == "meta" and plan.explain()
+
+
 def test_plans_are_frozen() -> None:
     plan = make_plan(make_batch([1], [5]), CONFIG, CACHE)
     with pytest.raises(FrozenInstanceError):
