@@ -75,13 +75,17 @@ class MLAAttention(nn.Module):
         self.kv_b_dense: Tensor | None
         self.register_load_state_dict_post_hook(lambda layer, _: layer.refresh_weights())
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in: its norms', for any of its linears may be quantised."""
+        return self.kv_a_layernorm.weight.dtype
+
     def refresh_weights(self) -> None:
         """Decode a quantised kv_b_proj again; the decoded tensor keeps its address."""
         if is_plain(self.kv_b_proj):
             self.kv_b_dense = None
             return
-        dtype = self.o_proj.weight.dtype
-        dense = decode_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype)
+        dense = decode_weight(self.kv_b_proj, self.config.kv_lora_rank, self.dtype)
         kept = self.kv_b_dense
         if kept is None or kept.shape != dense.shape or kept.dtype != dense.dtype:
             self.kv_b_dense = dense

@@ -13,6 +13,7 @@ from openmla.errors import ShapeError, UnsupportedError
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
 
 
 def absorb(weight: Tensor, config: MLAConfig) -> Absorbed:
@@ -28,12 +29,15 @@ def absorb(weight: Tensor, config: MLAConfig) -> Absorbed:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a linear's own weight says all it does: 16 or more bits, no forward of its own."""
+    """Whether a linear's own weight says all it does: 16 or more bits, no forward of its own.
+
+    A tensor of another class (torchao's, DTensor) may keep anything behind the dtype it shows.
+    """
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         return False
     if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's moves tensors
         return False
-    return isinstance(linear.weight, Tensor) and linear.weight.dtype in _PLAIN
+    return type(linear.weight) in _OWN and linear.weight.dtype in _PLAIN
 
 
 def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
@@ -63,8 +67,9 @@ _MODULE = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are
 
 def _identity(tensor: Tensor) -> tuple[int, ...]:
     """Another one where a tensor was replaced, moved or written to."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+    with torch._C.DisableTorchFunctionSubclass():  # asked of the tensor, not of its class
+        version = 0 if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.data_ptr() if type(tensor) in _OWN else 0
 
 
 def _frozen(value: Any) -> Any:
@@ -86,7 +91,7 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
     is exact unless it quantises its activations with a fixed scale.
     """
     weight = getattr(linear, "weight", None)
-    if isinstance(weight, Tensor) and weight.dtype in _FP8:
+    if isinstance(weight, Tensor) and type(weight) in _OWN and weight.dtype in _FP8:
         for name in ("weight_scale_inv", "weight_scale"):
             scale = getattr(linear, name, None)
             if isinstance(scale, Tensor):

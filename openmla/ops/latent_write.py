@@ -8,8 +8,9 @@
 kv and q are changed in place: both forms of attention go on with them. Each step is float32
 (float64 for float64 rows) and rounds once to kv's type: the norm, the weight, the factor where it
 is not 1, the rotation. C may be all of kv's columns (V4), then those R are normalised before they
-are turned. Without a table nothing turns. Rows past the slots [T'] are not looked at; a negative
-slot skips only the write. Two rows never share a slot.
+are turned. Without a table nothing turns: columns behind C are stored as they are (Kimi-Linear).
+Rows past the slots [T'] are not looked at; a negative slot skips only the write. Two rows never
+share a slot.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def _check(
         )
     if R % 2 or min(D, E) < R:
         raise ShapeError(f"{op}: table must turn an even R <= {min(D, E)} columns, got {R}.")
-    if dims["C"] not in (D - R, D):
+    if table is None and dims["C"] > D:
+        raise ShapeError(
+            f"{op}: norm_weight must be [C] with C at most D={D}, got {tuple(tensors[3].shape)}."
+        )
+    if table is not None and dims["C"] not in (D - R, D):
         raise ShapeError(
             f"{op}: norm_weight must be [C] with C={D - R} or {D}, got {tuple(tensors[3].shape)}."
         )

@@ -85,11 +85,23 @@ SPARSE: dict[str, Json] = {
 }
 
 
+# columns that are shared but never rotated
+UNROTATED: dict[str, Json] = {
+    "kimi_linear": {
+        **{name: value for name, value in _V3.items() if not name.startswith("rope")},
+        "model_type": "kimi_linear",
+        "q_lora_rank": None,
+        "layer_types": ["full_attention"] * 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+}
+
+
 class Peer(NamedTuple):
-    """A transformers attention module, its rope, and our layer with the same weights."""
+    """A transformers attention module, its rope if any, and our layer with the same weights."""
 
     theirs: nn.Module
-    rotary: nn.Module
+    rotary: nn.Module | None
     ours: MLAAttention
 
     def full(self, hidden: Tensor) -> Tensor:
@@ -99,7 +111,7 @@ class Peer(NamedTuple):
         causal = torch.ones(S, S, dtype=torch.bool).tril()[None, None]
         out = self.theirs(
             hidden_states=hidden[None],
-            position_embeddings=self.rotary(hidden[None], positions),
+            position_embeddings=self.rotary and self.rotary(hidden[None], positions),
             attention_mask=causal if hasattr(self.theirs, "indexer") else None,
             position_ids=positions,
         )
@@ -111,7 +123,7 @@ def make_peer(family: str, seed: int = 0) -> Peer:
     """Both modules with the same random weights of unit gain."""
     from transformers import CONFIG_MAPPING
 
-    fields = {**FAMILIES, **GATED, **SPARSE}[family]
+    fields = {**FAMILIES, **GATED, **SPARSE, **UNROTATED}[family]
     if fields["model_type"] not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {fields['model_type']}")
     given = {name: value for name, value in fields.items() if name != "model_type"}
@@ -124,7 +136,7 @@ def make_peer(family: str, seed: int = 0) -> Peer:
         for entry in dir(modeling)
         if entry.endswith(("Attention", "FlashMLA")) and not entry.endswith("FlashAttention")
     )
-    rotary = next(getattr(modeling, n) for n in dir(modeling) if n.endswith("RotaryEmbedding"))
+    rotary = [getattr(modeling, n) for n in dir(modeling) if n.endswith("RotaryEmbedding")]
     torch.manual_seed(seed)
     theirs = attention(config, layer_idx=0).eval().requires_grad_(False)
     for parameter in theirs.parameters():
@@ -136,4 +148,4 @@ def make_peer(family: str, seed: int = 0) -> Peer:
     # transformers fixes the latent norms' epsilon, whatever the config says
     ours = MLAAttention(replace(MLAConfig.from_hf(config), latent_eps=1e-6))
     ours.load_state_dict(theirs.state_dict())
-    return Peer(theirs, rotary(config), ours)
+    return Peer(theirs, rotary[0](config) if rotary else None, ours)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +25,8 @@ from openmla import (
     warmup,
 )
 from openmla.layers.rope import rope_table
-from openmla.layers.weights import decode_weight
-from tests.layers.families import FAMILIES, GATED, Peer, make_peer
+from openmla.layers.weights import decode_weight, is_plain, state_of
+from tests.layers.families import FAMILIES, GATED, UNROTATED, Peer, make_peer
 from tests.layers.serving import Server
 
 pytest.importorskip("transformers")
@@ -82,7 +83,17 @@ def test_equals_transformers(family: str, way: str, form: str) -> None:
             break  # no workspace in that form
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("form", ["auto", "absorbed", "expanded"])
+@pytest.mark.parametrize("family", UNROTATED)
+def test_columns_that_never_rotate(family: str, form: str) -> None:
+    peer, hidden = make_peer(family), sequence(90)
+    assert peer.ours.config.rope.kind == "none" and peer.ours.config.qk_rope_head_dim > 0
+    for way in ("full", "multi-token"):
+        actual = serve(peer, hidden, cuts(way, 90), form=form, workspace_tokens=12)
+        assert relative_error(actual, peer.full(hidden)) < 1e-5
+
+
+@pytest.mark.parametrize("family", [*DENSE, *UNROTATED])
 def test_mixed_batches(family: str, device: str) -> None:
     """Prefill, extension, decode and idle requests in one step, in any order."""
     peer = make_peer(family)
@@ -253,6 +264,7 @@ def test_rope_tables_equal_transformers(family: str) -> None:
     peer = make_peer(family)
     config = peer.ours.config
     table = rope_table(config.rope, 8, config.max_positions)[:512]
+    assert peer.rotary is not None
     theirs = peer.rotary(torch.zeros(1), torch.arange(512)[None])
     if isinstance(theirs, Tensor):  # deepseek_v2: one complex tensor
         torch.testing.assert_close(table, torch.cat([theirs[0].real, theirs[0].imag], dim=1))
@@ -328,6 +340,88 @@ def test_quantised_weights_are_decoded(kind: str) -> None:
     torch.testing.assert_close(dense, expected, rtol=1e-6, atol=1e-6)
     assert relative_error(dense, weight) < 0.1
     assert layer.absorbed.kv_b.data_ptr() == dense.data_ptr()
+
+
+class Coded(Tensor):
+    """A tensor that shows bfloat16, holds int8 and can only be multiplied with."""
+
+    codes: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Coded:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear:
+            return args[0] @ (args[1].codes.to(args[0].dtype) * 0.05).T
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:  # nn.Parameter needs it
+            return Coded(args[0].codes)
+        raise NotImplementedError(str(func))
+
+
+def test_tensors_of_another_class_are_decoded() -> None:
+    """Their dtype says nothing: as torchao's quantised ones, they are known by what they do."""
+    layer = MLAAttention(PRESETS["tiny-v3"]).bfloat16()
+    codes = torch.randint(-20, 20, (160, 32), dtype=torch.int8)
+    with torch.inference_mode(False):  # nn.Parameter sees it as its own from outside only
+        weight = nn.Parameter(Coded(codes), requires_grad=False)
+    layer.kv_b_proj = nn.Linear(32, 160, bias=False)
+    layer.kv_b_proj.weight = weight
+    assert isinstance(weight, Coded) and not is_plain(layer.kv_b_proj)
+    assert torch.equal(layer.absorbed.kv_b, codes.bfloat16() * 0.05)
+    assert state_of(layer.kv_b_proj) == state_of(layer.kv_b_proj)
+
+
+@pytest.mark.parametrize("quantised", ["kv_b_proj", "o_proj", "every linear"])
+def test_torchao_layers_run(quantised: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def chosen(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and quantised in (name, "every linear")
+
+    with torch.inference_mode(False):  # torchao takes no weights made in that mode
+        plain = MLAAttention(PRESETS["tiny-v3"]).bfloat16()
+        coded = deepcopy(plain)
+        quantization.quantize_(coded, quantization.Int8WeightOnlyConfig(), chosen)
+        servers = [
+            Server(layer, {"r": sequence(20).bfloat16()}, format="bf16", dtype=torch.bfloat16)
+            for layer in (plain, coded)
+        ]
+    for server in servers:
+        for n in (12, 1, 7):
+            server.step([("r", n)])
+    outputs = [server.output("r").float() for server in servers]
+    assert 0 < relative_error(outputs[1], outputs[0]) < 0.1
+
+
+@pytest.mark.parametrize("name", ["o_proj", "q_b_proj", "kv_a_proj_with_mqa"])
+def test_any_linear_may_be_quantised(name: str) -> None:
+    """Beside kv_b_proj: what the layer computes in is not read from a linear."""
+    layer, hidden = MLAAttention(PRESETS["tiny-v3"]), sequence(20)
+    names = (name, "kv_b_proj")
+    linears = {each: Quantised(4 * getattr(layer, each).weight) for each in names}
+    for each, linear in linears.items():
+        getattr(layer, each).weight.copy_(linear.codes * 0.05)
+    outputs = []
+    for _ in range(2):  # plain linears of the same weights, then these
+        server = Server(layer, {"r": hidden})
+        for n in (12, 1, 7):
+            server.step([("r", n)])
+        outputs.append(server.output("r"))
+        for each, linear in linears.items():
+            setattr(layer, each, linear)
+    torch.testing.assert_close(*outputs)
 
 
 def test_reloading_keeps_addresses() -> None:

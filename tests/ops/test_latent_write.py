@@ -38,6 +38,7 @@ class RowCase:
     all_normed: bool = False
     norm_queries: bool = False
     rotated: bool = True
+    plain: int = 0  # columns that are neither normalised nor rotated
     pairing: str = "pairs"
     factor: float = 1.0
     eps: float = 1e-6
@@ -49,7 +50,7 @@ class RowCase:
     def make(self, device: str | torch.device = "cpu") -> Inputs:
         generator = torch.Generator().manual_seed(0)
         n, T, Q = len(self.slots), len(self.slots) + self.surplus, 50
-        D = self.C + (self.R if self.rotated else 0)
+        D = self.C + self.plain + (self.R if self.rotated else 0)
         kv = 3 * torch.randn(T, D, generator=generator) + 1
         q = 2 * torch.randn(T, self.H, self.E, generator=generator)
         kv[n:] = torch.nan
@@ -101,6 +102,8 @@ CASES = [
     RowCase("factor", factor=1.7),
     RowCase("large-eps", eps=0.5),
     RowCase("no-rope", rotated=False),
+    RowCase("no-rope-plain-columns", rotated=False, plain=8),
+    RowCase("no-rope-plain-columns-packed", "fp8_ds_mla", C=128, rotated=False, plain=64),
     RowCase("all-normed", all_normed=True, norm_queries=True),
     RowCase("all-normed-halves", "fp32", torch.float32, MANY, pairing="halves", all_normed=True),
     RowCase("queries-normed", norm_queries=True, E=8),
@@ -293,6 +296,13 @@ def test_more_slots_than_rows() -> None:
     short = broken(inputs, q=lambda t: t[:4], kv=lambda t: t[:4])
     with pytest.raises(ShapeError, match="slot_mapping must have at most T=4 slots, got 5"):
         short.run(latent_write, backend="reference")
+
+
+def test_a_norm_wider_than_the_row() -> None:
+    inputs = broken(RowCase("", rotated=False).make(), kv=lambda t: t[:, :20])
+    inputs = broken(inputs, cache=lambda t: t[:, :, :20])
+    with pytest.raises(ShapeError, match=r"norm_weight must be \[C\] with C at most D=20"):
+        inputs.run(latent_write, backend="reference")
 
 
 def test_formats_and_backends_have_names() -> None:

@@ -48,9 +48,11 @@ def finish(
     WEIGHTED: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Rows at `at` in place: the first NORMED of WIDTH columns normalised, the last R turned. What
-    turns is held as the two halves of its pairs; the others are columns 0 .. WIDTH - R - 1."""
+    turns is held as the two halves of its pairs; the others are columns 0 .. WIDTH - R - 1, of
+    which those past NORMED are not touched."""
     dtype: tl.constexpr = at.dtype.element_ty
     PLAIN: tl.constexpr = WIDTH - R
+    HELD: tl.constexpr = NORMED if NORMED < PLAIN else PLAIN
     c = tl.arange(0, BLOCK)[None, :]
     pair = tl.arange(0, BLOCK_R)[None, :]
     if PAIRS:
@@ -59,7 +61,7 @@ def finish(
     else:
         first_at = PLAIN + pair
         second_at = first_at + R // 2
-    mask = there[:, None] & (c < PLAIN)
+    mask = there[:, None] & (c < HELD)
     mask_r = there[:, None] & (pair < R // 2)
     first = widen(tl.load(at[:, None] + first_at, mask=mask_r, other=0.0))
     second = widen(tl.load(at[:, None] + second_at, mask=mask_r, other=0.0))
@@ -71,7 +73,7 @@ def finish(
         share = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, NORMED) + eps))[:, None]
         values = round_to(values * share, dtype, ASM)
         if WEIGHTED:
-            values = weigh(values, weight, c, c < PLAIN, factor, ASM)
+            values = weigh(values, weight, c, c < HELD, factor, ASM)
         if NORMED > PLAIN:
             first = round_to(first * share, dtype, ASM)
             second = round_to(second * share, dtype, ASM)
