@@ -1,6 +1,6 @@
 """Bytes at rest: formats, paged tensors, and the pools that hand out blocks."""
 
-from openmla.cache.blocks import BlockPool
+from openmla.cache.blocks import BlockPool, as_integer
 from openmla.cache.compressed import CompressedPool
 from openmla.cache.format import FORMATS, CacheFormat
 from openmla.cache.geometry import Geometry, cache_bytes
@@ -21,6 +21,7 @@ __all__ = [
     "LayerCache",
     "PagedCache",
     "allocate_cache",
+    "as_integer",
     "cache_bytes",
     "check_formats",
     "latent_formats",

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.errors import CacheFullError, ConfigError, ShapeError
+
+
+def as_integer(value: object) -> int | None:
+    """A whole number as Python's own, numpy's too; None for anything else.
+
+    A bool is no number, and a tensor may be on a device, which is never waited for.
+    """
+    if type(value) is int:
+        return value
+    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return index(value)
+    except TypeError:  # an array that is no scalar
+        return None
 
 
 class BlockPool:
@@ -66,7 +82,8 @@ class BlockPool:
         Returns (source, target) block pairs whose bytes the caller must copy before writing
         (PagedCache.copy_blocks): a request that grows inside a block it shares gets its own.
         """
-        self.check(wanted)
+        wanted = self._counts(wanted)
+        self._check_room(wanted)
         for request, passed in self._passed(wanted).items():
             self._release(self._blocks[request][:passed])
             del self._blocks[request][:passed]
@@ -78,6 +95,21 @@ class BlockPool:
 
     def check(self, wanted: Mapping[Any, int]) -> None:
         """Raise what take() would, and do nothing else."""
+        self._check_room(self._counts(wanted))
+
+    def _counts(self, wanted: Mapping[Any, int]) -> dict[Any, int]:
+        counts = {}
+        for request, given in wanted.items():
+            num_tokens = as_integer(given)
+            if num_tokens is None or num_tokens < 0:
+                raise ShapeError(
+                    f"cache: tokens for request {request!r} must be an integer of at least 0, "
+                    f"got {given!r}."
+                )
+            counts[request] = num_tokens
+        return counts
+
+    def _check_room(self, wanted: Mapping[Any, int]) -> None:
         total = 0
         left: dict[int, int] = {}  # users that leave a shared block within this call
         free = len(self._free)
@@ -86,11 +118,6 @@ class BlockPool:
                 left[block] = left.get(block, 0) + 1
                 free += left[block] == self._users[block]
         for request, num_tokens in wanted.items():
-            if not isinstance(num_tokens, int) or isinstance(num_tokens, bool) or num_tokens < 0:
-                raise ShapeError(
-                    f"cache: tokens for request {request!r} must be an integer of at least 0, "
-                    f"got {num_tokens!r}."
-                )
             held = self._blocks.get(request, [])
             had = self._first.get(request, 0) + len(held)
             needed = max(-(-(self.seq_len(request) + num_tokens) // self.block_size) - had, 0)

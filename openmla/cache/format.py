@@ -370,7 +370,9 @@ def check_pages(where: str, cache: Tensor, format: str) -> None:
         raise ShapeError(
             f"{where}: cache must be {layout.dtype} for format {format}, got {cache.dtype}."
         )
-    W = cache.shape[2]
+    BS, W = cache.shape[1:]
+    if BS < 1:
+        raise ShapeError(f"{where}: blocks must have at least one row, got BS={BS}.")
     if isinstance(layout, ScalesBehind) and cache.shape[1] > 1 and cache.stride(1) != W:
         raise ShapeError(
             f"{where}: pages must be contiguous inside for format {format}, "

@@ -38,6 +38,10 @@ class PagedCache:
     kv_scale: Tensor  # [] f32
 
     def __post_init__(self) -> None:
+        for name in ("data", "kv_scale"):
+            given = getattr(self, name)
+            if not isinstance(given, Tensor):
+                raise ShapeError(f"cache: {name} must be a tensor, got {type(given).__name__}.")
         if self.data.dim() != 3:
             raise ShapeError(f"cache: data must be [N, BS, W], got {tuple(self.data.shape)}.")
         check_pages("cache", self.data, self.format)

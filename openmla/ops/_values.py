@@ -16,7 +16,7 @@ def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str
     """Cumulative lengths [B+1]: from 0, never falling, within the rows there are."""
     if start_loc.numel() == 0 or start_loc[0] != 0:
         raise ShapeError(f"{op}: {name} must start with 0, got {_head(start_loc)}.")
-    if (start_loc.diff() < 0).any():
+    if (start_loc[1:] < start_loc[:-1]).any():  # a difference of int32 may wrap around
         raise ShapeError(f"{op}: {name} must not fall, got {_head(start_loc)}.")
     if start_loc[-1] > total:
         raise ShapeError(
@@ -47,7 +47,7 @@ def check_block_table(
     if block_table.shape[0] == 0:
         return
     M = block_table.shape[1]
-    last = (ends + BS - 1) // BS  # one past the last column in use
+    last = (ends - 1) // BS + 1  # one past the last column in use; a sum might wrap around
     if last.max() > M:
         request = int(last.argmax())
         raise ShapeError(

@@ -44,7 +44,7 @@ def _check_values(
         raise ShapeError(f"cache_gather: starts must not be negative, got {int(starts.min())}.")
     num_rows = row_start_loc.diff()
     # a request with no rows asks for no column, wherever it starts
-    ends = (starts + num_rows).where(num_rows > 0, 0)
+    ends = (starts.long() + num_rows).where(num_rows > 0, 0)
     check_block_table("cache_gather", block_table, starts, ends, dims["N"], dims["BS"])
 
 

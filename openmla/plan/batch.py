@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import sub
 
 import torch
 from torch import Tensor
 
+from openmla.cache import as_integer
 from openmla.errors import ShapeError
+
+MOST_POSITIONS = 2**31 - 1
+_TENSORS = {
+    "block_table": "[B, M] int32",
+    "slot_mapping": "[T] int64",
+    "device_seq_lens": "[B] int32",
+    "window_table": "[B, M] int32",
+    "state_slots": "[B] int32",
+}
 
 
 @dataclass(frozen=True)
 class Batch:
     """B requests, in the caller's order; request b brings query_lens[b] new tokens.
 
-    `seq_lens` counts a request's tokens including the new ones. Lengths are lists or CPU tensors.
+    `seq_lens` counts a request's tokens including the new ones. Lengths are lists, numpy arrays or
+    CPU tensors.
     `block_table` and `slot_mapping` may be on the CPU, where their values are checked and from
     where they are uploaded with the plan, or on the device, where they are taken as they are.
 
@@ -54,6 +65,17 @@ class Batch:
                 f"batch: seq_lens[{b}] must be at least its {query_lens[b]} query tokens, "
                 f"got {seq_lens[b]}."
             )
+        if max(seq_lens, default=0) > MOST_POSITIONS:
+            b = next(b for b in range(B) if seq_lens[b] > MOST_POSITIONS)
+            raise ShapeError(
+                f"batch: seq_lens[{b}] must fit int32, {MOST_POSITIONS} at most, got {seq_lens[b]}."
+            )
+        for name in _TENSORS:
+            given = getattr(self, name)
+            if not isinstance(given, Tensor) and (given is not None or name == "block_table"):
+                raise ShapeError(
+                    f"batch: {name} must be a {_TENSORS[name]} tensor, got {type(given).__name__}."
+                )
         table = self.block_table
         if table.dim() != 2 or table.shape[0] != B or table.dtype != torch.int32:
             raise ShapeError(
@@ -101,8 +123,12 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
                 f"got {tuple(values.shape)} {values.dtype} on {values.device}."
             )
         return tuple(values.tolist())
+    if not isinstance(values, Iterable):
+        raise ShapeError(f"batch: {name} must be a list of integers, got {values!r}.")
     given = tuple(values)
-    if not set(map(type, given)) <= {int}:  # made for every step: kept out of the interpreter
-        odd = next(value for value in given if type(value) is not int)
-        raise ShapeError(f"batch: {name} must be integers, got {odd!r}.")
-    return given
+    if set(map(type, given)) <= {int}:  # made for every step: kept out of the interpreter
+        return given
+    lens = tuple(map(as_integer, given))  # numpy's
+    if None in lens:
+        raise ShapeError(f"batch: {name} must be integers, got {given[lens.index(None)]!r}.")
+    return lens  # type: ignore[return-value]

@@ -20,6 +20,17 @@ def test_take_fills_blocks_in_order() -> None:
     assert pool.blocks("a") == (0, 1, 3)
 
 
+def test_numpys_integers_are_counts() -> None:
+    np = pytest.importorskip("numpy")
+    pool = BlockPool(num_blocks=8, block_size=4)
+    pool.take({"a": np.int64(5), "b": np.int32(4)})
+    assert pool.blocks("a") == (0, 1) and type(pool.seq_len("a")) is int
+    for odd in (np.float64(1), np.bool_(True), np.array([1])):
+        with pytest.raises(ShapeError, match="tokens for request 'a' must be an integer of at"):
+            pool.take({"b": 1, "a": odd})
+    assert pool.seq_len("b") == 4
+
+
 def test_tables_and_slots() -> None:
     pool = BlockPool(num_blocks=8, block_size=4)
     pool.take({"a": 5, "b": 4, "empty": 0})

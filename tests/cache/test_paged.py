@@ -85,6 +85,9 @@ def test_packed_latents_need_whole_groups() -> None:
     ("data", "format", "scale", "message"),
     [
         (torch.zeros(2, 3), "fp32", ONE, r"data must be \[N, BS, W\], got \(2, 3\)"),
+        (torch.zeros(2, 0, 4), "fp32", ONE, "blocks must have at least one row, got BS=0"),
+        ([[[0.0]]], "fp32", ONE, "data must be a tensor, got list"),
+        (torch.zeros(2, 3, 4), "fp32", 1.0, "kv_scale must be a tensor, got float"),
         (torch.zeros(2, 3, 4), "bf16", ONE, "cache must be torch.bfloat16 for format bf16"),
         (torch.zeros(2, 3, 8)[:, :, ::2], "fp32", ONE, "data must be contiguous along a row"),
         (torch.zeros(2, 3, 4), "fp32", ONE[None], "kv_scale must be a float32 scalar tensor"),
@@ -92,7 +95,7 @@ def test_packed_latents_need_whole_groups() -> None:
         (torch.zeros(2, 3, 4), "fp32", ONE.to("meta"), "kv_scale must be on cpu, got meta"),
     ],
 )
-def test_bad_parts(data: torch.Tensor, format: str, scale: torch.Tensor, message: str) -> None:
+def test_bad_parts(data: Any, format: str, scale: Any, message: str) -> None:
     with pytest.raises(ShapeError, match=f"cache: {message}"):
         PagedCache(data, format, scale)
 

@@ -820,6 +820,12 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"query_start_loc": lambda t: t[1:]}, "query_start_loc must be [B+1] with B+1=4, got (3,)"),
     ({"query_start_loc": put((0,), 1)}, "query_start_loc must start with 0, got [1, 3, 16, 18]"),
     ({"query_start_loc": put((2,), 2)}, "query_start_loc must not fall, got [0, 3, 2, 18]"),
+    ({"query_start_loc": put((2,), -1)}, "query_start_loc must not fall, got [0, 3, -1, 18]"),
+    ({"query_start_loc": lambda t: -t}, "query_start_loc must not fall, got [0, -3, -16, -18]"),
+    (
+        {"query_start_loc": lambda t: torch.tensor([0, 3, 2**31 - 1, -(2**31)]).int()},
+        "query_start_loc must not fall, got [0, 3, 2147483647, -2147483648]",
+    ),
     ({"query_start_loc": put((3,), 21)}, "query_start_loc must end within the 20 rows of kv, got"),
     ({"block_table": lambda t: t.long()}, "block_table must be int32, got torch.int64"),
     ({"block_table": lambda t: t[:2]}, "state_slots must be [B] with B=2, got (3,)"),

@@ -300,6 +300,22 @@ GOOD: dict[str, Any] = {
 }
 
 
+def test_numpys_integers_are_lengths() -> None:
+    np = pytest.importorskip("numpy")
+    for kind in (np.int64, np.int32, np.uint8):
+        for lens in ([kind(1), kind(2)], np.array([1, 2], dtype=kind)):
+            batch = Batch(**{**GOOD, "query_lens": lens, "seq_lens": np.array([4, 8], dtype=kind)})
+            assert batch.query_lens == (1, 2) and batch.seq_lens == (4, 8)
+            assert {type(n) for n in (*batch.query_lens, *batch.seq_lens)} == {int}
+    for odd in (np.array([1.0, 2.0]), np.array([True, True]), np.ones((2, 1), int)):
+        with pytest.raises(ShapeError, match="batch: query_lens must be integers, got"):
+            Batch(**{**GOOD, "query_lens": odd})
+    with pytest.raises(
+        ShapeError, match=r"block_table must be a \[B, M\] int32 tensor, got ndarray"
+    ):
+        Batch(**{**GOOD, "block_table": np.zeros((2, 3), np.int32)})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -314,6 +330,15 @@ GOOD: dict[str, Any] = {
         ({"slot_mapping": SLOTS[:2]}, "slot_mapping must be [T] int64 with T=3, got (2,)"),
         ({"slot_mapping": SLOTS.int()}, "slot_mapping must be [T] int64 with T=3, got (3,)"),
         ({"device_seq_lens": SLOTS}, "device_seq_lens must be [B] int32 with B=2, got (3,)"),
+        ({"query_lens": 3}, "query_lens must be a list of integers, got 3"),
+        ({"query_lens": [1, torch.tensor(2)]}, "query_lens must be integers, got tensor(2)"),
+        ({"seq_lens": [4, 2**31]}, "seq_lens[1] must fit int32, 2147483647 at most, got 2147483"),
+        ({"block_table": [[0, 1], [2, 3]]}, "block_table must be a [B, M] int32 tensor, got list"),
+        ({"block_table": None}, "block_table must be a [B, M] int32 tensor, got NoneType"),
+        ({"slot_mapping": [1, 2, 3]}, "slot_mapping must be a [T] int64 tensor, got list"),
+        ({"device_seq_lens": [4, 8]}, "device_seq_lens must be a [B] int32 tensor, got list"),
+        ({"window_table": [[0]]}, "window_table must be a [B, M] int32 tensor, got list"),
+        ({"state_slots": (0, 1)}, "state_slots must be a [B] int32 tensor, got tuple"),
     ],
 )
 def test_bad_batches(changes: dict[str, Any], message: str) -> None:
@@ -327,6 +352,7 @@ def test_bad_batches(changes: dict[str, Any], message: str) -> None:
     [
         ({"block_table": TABLE + 64}, "block_table[0, 0] must be a block of the cache (0..63)"),
         ({"seq_lens": [4, 13]}, "block_table must have a column for every 4 keys, got M=3"),
+        ({"seq_lens": [4, 2**31 - 1]}, "block_table must have a column for every 4 keys, got M=3"),
         ({"slot_mapping": SLOTS + 254}, "slot_mapping must be below N*BS=256, got 257"),
         ({"slot_mapping": SLOTS // 2}, "slot_mapping must name each slot once, got 1 twice"),
         ({"block_table": TABLE.to("meta")}, "block_table must be on cpu or cpu, got meta"),
