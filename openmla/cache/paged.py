@@ -76,6 +76,15 @@ class PagedCache:
         """Bytes of all blocks, with the padding between them."""
         return self.num_blocks * self.data.stride(0) * self.data.element_size()
 
+    def check_width(self, where: str, name: str, D: int) -> None:
+        """Raise unless rows are those of D values."""
+        W = self.layout.width(D)
+        if self.data.shape[2] != W:
+            raise ConfigError(
+                f"{where}: {name} rows must be W={W} wide for {D} values in {self.format}, "
+                f"got {self.data.shape[2]}. A cache belongs to the config it was allocated for."
+            )
+
     def grown(self, num_blocks: int) -> PagedCache:
         """A cache of more blocks, as far apart, with the same rows in the first ones."""
         _, BS, W = self.data.shape

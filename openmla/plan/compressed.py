@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.cache import LayerCache, PagedCache
-from openmla.cache.format import get_format
+from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.hardware import capability
@@ -105,11 +105,24 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
         if (getattr(cache, name) is not None) != wanted:
             verb = "have" if wanted else "not have"
             raise ConfigError(f"plan: cache must {verb} {name} rows for ratio {ratio}.")
-    entries, index = cache.compressed, cache.index
-    if entries is not None:
+    entries, index, state, D = cache.compressed, cache.index, cache.state, config.latent_dim
+    cache.window.check_width("plan", "window", D)
+    if entries is not None and state is not None:
         get_format(entries.format, "latent")
-    if index is not None and entries is not None:
+        entries.check_width("plan", "compressed", D)
+        width = state_width(D, overlap=index is not None)
+        if index is not None and config.indexer is not None:
+            width += state_width(config.indexer.head_dim, overlap=True)
+        state.check_width("plan", "state", width)
+        least = state_rows(ratio, overlap=index is not None)
+        if state.block_size < least:
+            raise ConfigError(
+                f"plan: state must have at least {least} rows for ratio {ratio}, "
+                f"got {state.block_size}."
+            )
+    if index is not None and entries is not None and config.indexer is not None:
         get_format(index.format, "index")
+        index.check_width("plan", "index", config.indexer.head_dim)
         if (index.num_blocks, index.block_size) != (entries.num_blocks, entries.block_size):
             raise ConfigError(
                 f"plan: index rows must be in {entries.num_blocks} blocks of "
@@ -127,6 +140,11 @@ def _check_workspace(
     if workspace.selection.shape[1] != config.indexer.topk:
         raise ConfigError(
             "plan: workspace must be of a layer that chooses, got another. Give warmup() its cache."
+        )
+    if workspace.selection.device != cache.index.data.device:
+        raise ConfigError(
+            f"plan: workspace must be on {cache.index.data.device} like the cache, "
+            f"got {workspace.selection.device}."
         )
     most = workspace.selection.shape[0]
     if num_tokens > most:

@@ -59,6 +59,10 @@ def make_plan(
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     """
+    if not isinstance(cache, LayerCache):
+        raise ConfigError(
+            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
+        )
     if config.compressor is not None:
         return plan_compressed(
             batch,
@@ -73,7 +77,7 @@ def make_plan(
             into=into,
         )
     latent = latent_of(cache)
-    _check_index(config, cache, latent)
+    _check_cache(config, cache, latent)
     _check_batch(batch, latent)
     if dtype is None:
         layout = latent.layout
@@ -83,6 +87,8 @@ def make_plan(
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
         return captured_plan(batch, config, cache, into, dtype, backend, batch_invariant)
     device = latent.data.device
+    if workspace is not None:
+        _check_workspace(workspace, config, dtype, device)
     absorbed = _forms(batch, config, latent, dtype, form)
     choosing = choosing_requests(batch, config)
     decoding = [b for b, chosen in enumerate(absorbed) if chosen and b not in choosing]
@@ -99,8 +105,12 @@ def make_plan(
             f"got {rows_at_once}."
         )
     if workspace is not None:
-        new_tokens = sum(batch.query_lens[b] for b in prefilling)
-        _check_workspace(workspace, dtype, new_tokens)
+        new_tokens, most = sum(batch.query_lens[b] for b in prefilling), workspace.keys.shape[0]
+        if new_tokens > most:
+            raise ConfigError(
+                f"plan: a step may expand at most {most} new tokens in this workspace, "
+                f"got {new_tokens}. Give warmup() a larger max_tokens, or split the step."
+            )
     decode = prefill = sparse = None
     if decoding or not (prefilling or choosing):
         decode = _plan_decode(batch, config, decoding, starts, latent, batch_invariant)
@@ -133,8 +143,9 @@ def make_plan(
     )
 
 
-def _check_index(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> None:
+def _check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> None:
     get_format(latent.format, "latent")
+    latent.check_width("plan", "latent", config.latent_dim)
     if config.indexer is None:
         return
     index = cache.index
@@ -144,6 +155,7 @@ def _check_index(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> No
             "shares its selection has none: plan with the cache of one that does not."
         )
     get_format(index.format, "index")
+    index.check_width("plan", "index", config.indexer.head_dim)
     if (index.num_blocks, index.block_size) != (latent.num_blocks, latent.block_size):
         raise ConfigError(
             f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
@@ -151,17 +163,28 @@ def _check_index(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> No
         )
 
 
-def _check_workspace(workspace: Workspace, dtype: torch.dtype, new_tokens: int) -> None:
+def _check_workspace(
+    workspace: Workspace, config: MLAConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    H, P, V = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    for name, tensor, shape in (
+        ("rows", workspace.rows, (config.latent_dim,)),
+        ("expanded", workspace.expanded, (H * (P + V),)),
+        ("keys", workspace.keys, (H, config.qk_head_dim)),
+    ):
+        if tensor.shape[1:] != shape:
+            raise ConfigError(
+                f"plan: workspace must be of this config, with {name} of {shape} each, "
+                f"got {tuple(tensor.shape[1:])}. Give warmup() the same config and cache."
+            )
+    if workspace.rows.device != device:
+        raise ConfigError(
+            f"plan: workspace must be on {device} like the cache, got {workspace.rows.device}."
+        )
     if workspace.rows.dtype != dtype:
         raise ConfigError(
             f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
             "Give warmup() that dtype."
-        )
-    most = workspace.keys.shape[0]
-    if new_tokens > most:
-        raise ConfigError(
-            f"plan: a step may expand at most {most} new tokens in this workspace, "
-            f"got {new_tokens}. Give warmup() a larger max_tokens, or split the step."
         )
 
 

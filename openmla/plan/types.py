@@ -185,8 +185,12 @@ class Plan:
     run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes
 
     def check_cache(self, cache: LayerCache) -> None:
-        """Raise unless the plan's slots and tables mean the same in this cache (V4's is checked by
-        its geometry)."""
+        """Raise unless the plan's slots and tables mean the same in this cache, and its rows are as
+        wide (V4's is checked by its geometry)."""
+        if cache.latent is not None:
+            cache.latent.check_width("step", "latent", self.config.latent_dim)
+        if cache.index is not None and self.config.indexer is not None:
+            cache.index.check_width("step", "index", self.config.indexer.head_dim)
         for part in (cache.latent, cache.index):
             if part is not None and (
                 part.block_size != self.block_size or part.num_blocks < self.num_blocks

@@ -18,6 +18,7 @@ from openmla import (
     ConfigError,
     LayerCache,
     MLAConfig,
+    PagedCache,
     Plan,
     allocate_cache,
     make_plan,
@@ -318,6 +319,20 @@ def test_workspace() -> None:
             warmup(CONFIG, fours, **sizes)
     flash = warmup(FLASH, million(4)[0], max_requests=8, max_tokens=8192)
     assert flash.num_bytes == 8192 * 512 * 4
+
+
+@pytest.mark.parametrize("name", ["window", "compressed", "state", "index"])
+def test_parts_of_another_config_are_refused(name: str) -> None:
+    cache = make_cache(4)
+    batch = make_batch(cache, [2], [9])
+    part = getattr(cache, name)
+    narrow: Any = PagedCache(part.data[:, :, :-1], part.format, part.kv_scale)
+    with pytest.raises(ConfigError, match=f"plan: {name} rows must be W="):
+        make_plan(batch, CONFIG, replace(cache, **{name: narrow}))
+    if name == "state":
+        short = PagedCache(part.data[:, :6], part.format, part.kv_scale)
+        with pytest.raises(ConfigError, match="state must have at least 7 rows for ratio 4, got 6"):
+            make_plan(batch, CONFIG, replace(cache, state=short))
 
 
 def test_explain_says_what_each_token_sees() -> None:

@@ -214,6 +214,42 @@ def test_a_workspace_that_does_not_fit_is_refused() -> None:
     make_plan(batch, CONFIG, CACHE, workspace=space, form="absorbed")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kv_lora_rank": 24}, "latent rows must be W=32 wide for 32 values in fp32, got 40"),
+        ({"qk_rope_head_dim": 16}, "latent rows must be W=48 wide for 48 values in fp32, got 40"),
+    ],
+)
+def test_a_cache_of_another_config_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"plan: {message}"):
+        make_plan(make_batch([1], [5]), replace(CONFIG, **changes), CACHE)
+    with pytest.raises(ConfigError, match="plan: cache must be the LayerCache of one layer, got l"):
+        make_plan(make_batch([1], [5]), CONFIG, [CACHE])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 8}, r"expanded of \(160,\) each, got \(320,\)"),
+        ({"qk_nope_head_dim": 24, "v_head_dim": 16}, r"keys of \(4, 24\) each, got \(4, 32\)"),
+        ({"kv_lora_rank": 24}, r"rows of \(40,\) each, got \(32,\)"),
+    ],
+)
+def test_a_workspace_of_another_config_is_refused(changes: dict[str, Any], message: str) -> None:
+    other = replace(CONFIG, **changes)
+    cache = allocate_cache(other, num_blocks=64, block_size=BS, format="fp32")
+    options: Any = {"max_requests": 2, "max_tokens": 20, "dtype": torch.float32}
+    space = warmup(other, cache, workspace_tokens=8, **options)
+    for form in ("absorbed", "expanded"):
+        with pytest.raises(ConfigError, match=f"plan: workspace must be of this config.*{message}"):
+            make_plan(make_batch([3], [9]), CONFIG, CACHE, workspace=space, form=form)
+    elsewhere = allocate_cache(CONFIG, num_blocks=64, block_size=BS, format="fp32", device="meta")
+    space = warmup(CONFIG, elsewhere, workspace_tokens=8, **options)
+    with pytest.raises(ConfigError, match="plan: workspace must be on cpu like the cache, got me"):
+        make_plan(make_batch([3], [9]), CONFIG, CACHE, workspace=space)
+
+
 def test_upload_moves_every_tensor_once() -> None:
     """On the meta device, since there is no other here: shapes and dtypes survive."""
     plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",

@@ -14,7 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openmla import PRESETS, Batch, BlockPool, Plan, allocate_cache, make_plan, plan_buffers
+from openmla import (
+    PRESETS,
+    Batch,
+    BlockPool,
+    ConfigError,
+    Plan,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+)
 from openmla.plan.sparse import masked_chunks, row_lens, score_chunks
 
 CONFIG = PRESETS["tiny-v3.2"]  # K = 32
@@ -49,6 +58,15 @@ def test_requests_up_to_k_are_dense() -> None:
     assert plan.sparse is not None and plan.decode is not None
     assert plan.sparse.row_lens.tolist() == [K + 1, 100] and plan.sparse.rows == slice(1, 3)
     assert isinstance(plan.decode.rows, torch.Tensor) or plan.decode.rows == slice(0, 1)
+
+
+def test_index_rows_of_another_config_are_refused() -> None:
+    assert CONFIG.indexer is not None
+    other = replace(CONFIG, indexer=replace(CONFIG.indexer, head_dim=32))
+    with pytest.raises(
+        ConfigError, match="index rows must be W=32 wide for 32 values in index_fp32"
+    ):
+        make_plan(make_batch([1], [5]), other, CACHE)
 
 
 def test_rows_are_packed_by_route_and_keep_their_places() -> None:
