@@ -2,7 +2,7 @@
 
 from openmla.attention.compressed import attend_compressed
 from openmla.attention.select import select_step
-from openmla.attention.step import attend_step
+from openmla.attention.step import attend_step, check_inputs
 from openmla.attention.types import Absorbed, IndexInputs, Pooled, Projected, Raw, Selection
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "Selection",
     "attend_compressed",
     "attend_step",
+    "check_inputs",
     "select_step",
 ]

@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 from openmla.attention.select import choose_positions
-from openmla.attention.types import IndexInputs, Pooled, Raw
+from openmla.attention.types import IndexInputs, Pooled, Raw, check_alike
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
 from openmla.config import INDEXED_RATIO
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import Segment, compress_kv, mqa_sparse
+from openmla.ops._register import refuse_grad
+from openmla.ops.index_logits import scores_dtype
 from openmla.plan import CompressedPlan, Plan
+
+_TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of Pooled
 
 
 def attend_compressed(
@@ -49,7 +53,8 @@ def attend_compressed(
         if tensor.shape != shape:
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
     _check_inputs(plan, step, sink, table, pooled, index, index_pooled)
-    _check_cache(cache, plan, pooled)
+    _check_kinds(q, rows, sink, table, pooled, index, index_pooled, window.data.device)
+    _check_cache(cache, plan, pooled, index_pooled)
     write_rows(rows, rows[:, :0], raw, window, plan)
     entries = None
     if pooled is not None and table is not None:
@@ -126,15 +131,55 @@ def _check_inputs(
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
 
 
-def _check_cache(cache: LayerCache, plan: Plan, pooled: Pooled | None) -> None:
+def _check_kinds(
+    q: Tensor,
+    rows: Tensor,
+    sink: Tensor,
+    table: Tensor | None,
+    pooled: Pooled | None,
+    index: IndexInputs | None,
+    index_pooled: Pooled | None,
+    device: torch.device,
+) -> None:
+    """Dtypes and devices, which ops ask for one by one, some after rows were written."""
+    given: list[tuple[str, Tensor, torch.dtype]] = [
+        ("q", q, rows.dtype),
+        ("rows", rows, rows.dtype),
+        ("sink", sink, torch.float32),
+    ]
+    for name, parts in (("pooled", pooled), ("index_pooled", index_pooled)):
+        if parts is not None:
+            given += [(f"{name}.{part}", getattr(parts, part), parts.kv.dtype) for part in _TOKENS]
+            for part in _WEIGHTS:
+                weight = getattr(parts, part)
+                given.append((f"{name}.{part}", weight, weight.dtype))
+    if index is not None:
+        given += [("q_idx", index.q_idx, index.q_idx.dtype)]
+        given += [("w_idx", index.w_idx, scores_dtype(index.q_idx))]
+    if table is not None:
+        given.append(("table", table, torch.promote_types(table.dtype, torch.float32)))
+    for name, tensor, dtype in given:
+        check_alike("step", name, tensor, dtype, device)
+    refuse_grad("step", [tensor for _, tensor, _ in given])
+
+
+def _check_cache(
+    cache: LayerCache, plan: Plan, pooled: Pooled | None, index_pooled: Pooled | None
+) -> None:
     """What would otherwise come up when half of a step is written."""
+    for name, part in (("window", cache.window), ("compressed", cache.compressed)):
+        if part is not None:
+            part.check_width("step", name, plan.config.latent_dim)
+    if cache.index is not None and plan.config.indexer is not None:
+        cache.index.check_width("step", "index", plan.config.indexer.head_dim)
     here, planned = cache.geometry, plan.geometry
     if here is not None and planned is not None and not here.serves(planned):
         raise ConfigError("step: cache must have the geometry the plan was made for, got another.")
-    if pooled is not None and cache.state is not None:
-        wide = torch.promote_types(pooled.kv.dtype, torch.float32)
-        if wide != cache.state.data.dtype:
-            raise ConfigError(f"step: state must be {wide} with {pooled.kv.dtype} tokens.")
+    for parts in (pooled, index_pooled):
+        if parts is not None and cache.state is not None:
+            wide = torch.promote_types(parts.kv.dtype, torch.float32)
+            if wide != cache.state.data.dtype:
+                raise ConfigError(f"step: state must be {wide} with {parts.kv.dtype} tokens.")
 
 
 def _window_of(plan: Plan) -> int:

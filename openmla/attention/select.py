@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import IndexInputs, Selection
+from openmla.attention.types import IndexInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, index_logits, index_topk, map_slots
+from openmla.ops._register import refuse_grad
+from openmla.ops.index_logits import scores_dtype
 from openmla.plan import CompressedPlan, Plan, SparsePlan
 
 
@@ -32,6 +34,10 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
             raise ShapeError(
                 f"select: {name} must be {shape} as planned, got {tuple(tensor.shape)}."
             )
+    device = keys.data.device
+    check_alike("select", "q_idx", index.q_idx, index.q_idx.dtype, device)
+    check_alike("select", "w_idx", index.w_idx, scores_dtype(index.q_idx), device)
+    refuse_grad("select", tuple(tensor for tensor in index if tensor is not None))
     if index.k_idx is not None:
         cache_write(
             keys.data,

@@ -8,10 +8,11 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
-from openmla.attention.types import Absorbed, Projected, Raw, Selection
+from openmla.attention.types import Absorbed, Projected, Raw, Selection, check_alike
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
+from openmla.ops._register import refuse_grad
 from openmla.plan import Plan, SparsePlan
 
 
@@ -32,19 +33,10 @@ def attend_step(
     `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
     A `sink` is a logit per head that takes its share of the softmax and gives nothing.
     """
-    latent = cache.latent
-    if latent is None:
-        raise ConfigError("step: cache must have latent rows, got none.")
-    plan.check_cache(cache)
-    config, T = plan.config, plan.num_tokens
-    shape = (T, config.num_heads, config.qk_nope_head_dim)
-    if projected.q_nope.shape != shape:
-        raise ShapeError(
-            f"step: q_nope must be [T, H, P] with {shape} as planned, "
-            f"got {tuple(projected.q_nope.shape)}."
-        )
+    latent = check_inputs(projected, absorbed, cache, plan, sink)
     if plan.sparse is not None:
         _check_selection(selection, plan.sparse)
+    config, T = plan.config, plan.num_tokens
     write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
     parts = []
     if plan.decode is not None:
@@ -65,6 +57,45 @@ def attend_step(
     for rows, out, _ in parts:
         whole[rows] = out
     return whole
+
+
+def check_inputs(
+    projected: Projected,
+    absorbed: Absorbed,
+    cache: LayerCache,
+    plan: Plan,
+    sink: Tensor | None = None,
+) -> PagedCache:
+    """What would otherwise come up when a step's rows are written already; returns the latents."""
+    latent = cache.latent
+    if latent is None:
+        raise ConfigError("step: cache must have latent rows, got none.")
+    plan.check_cache(cache)
+    config, T, q = plan.config, plan.num_tokens, projected.q_nope
+    H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    C, both = config.kv_lora_rank, P + config.v_head_dim
+    for name, tensor, letters, shape in (
+        ("q_nope", q, "[T, H, P]", (T, H, P)),
+        ("q_pe", projected.q_pe, "[T, H, R]", (T, H, R)),
+        ("kv_c", projected.kv_c, "[T, C]", (T, C)),
+        ("k_pe", projected.k_pe, "[T, R]", (T, R)),
+        ("kv_b", absorbed.kv_b, "[H * (P + V), C]", (H * both, C)),
+    ):
+        if tensor.shape != shape:
+            raise ShapeError(
+                f"step: {name} must be {letters} with {shape} as planned, "
+                f"got {tuple(tensor.shape)}."
+            )
+        check_alike("step", name, tensor, q.dtype, latent.data.device)
+    if sink is not None and sink.shape != (H,):
+        raise ShapeError(f"step: sink must be [H] with {(H,)}, got {tuple(sink.shape)}.")
+    space = plan.workspace
+    if space is not None and space.rows.dtype != q.dtype:
+        raise ShapeError(
+            f"step: q_nope must be {space.rows.dtype} like the plan's workspace, got {q.dtype}."
+        )
+    refuse_grad("step", (*projected, absorbed.kv_b))
+    return latent
 
 
 def _check_selection(selection: Selection | None, sparse: SparsePlan) -> None:

@@ -1,10 +1,13 @@
-"""What the functions of this room hand to one another."""
+"""What the functions of this room hand to one another, and the check they share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from openmla.errors import ShapeError
 
 
 class Projected(NamedTuple):
@@ -68,3 +71,13 @@ class Selection(NamedTuple):
     lens: Tensor  # [n] i32
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is
+
+
+def check_alike(
+    where: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless a tensor can meet the others of its step."""
+    if tensor.dtype != dtype:
+        raise ShapeError(f"{where}: {name} must be {dtype} like the others, got {tensor.dtype}.")
+    if tensor.device != device:
+        raise ShapeError(f"{where}: {name} must be on {device}, got {tensor.device}.")

@@ -47,10 +47,24 @@ class Indexer(nn.Module):
         keys: PagedCache,
         plan: Plan,
     ) -> IndexInputs:
-        """Queries and weights of the tokens; their keys go straight into the cache."""
+        """Queries and weights of the tokens; their keys go straight into the cache, and last:
+        nothing is written if any of it fails."""
         config, indexer = self.config, self.indexer
         HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
         start = 0 if indexer.rope_side == "first" else DI - R
+        q_idx = self.wq_b(q_resid).view(-1, HI, DI)
+        rope(
+            q_idx[:, :, start : start + R],
+            positions,
+            table,
+            pairing=indexer.pairing,
+            backend=plan.backends["rope"],
+        )
+        if self.hadamard:
+            q_idx = hadamard_transform(q_idx)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = self.weights_proj.weight.to(wide)  # few outputs: float32 costs nothing
+        w_idx = nn.functional.linear(hidden.to(wide), weight) * (DI**-0.5 * HI**-0.5)
         index_write(
             keys.data,
             self.wk(hidden),
@@ -66,19 +80,6 @@ class Indexer(nn.Module):
             hadamard=self.hadamard,
             backend=plan.backends["index_write"],
         )
-        q_idx = self.wq_b(q_resid).view(-1, HI, DI)
-        rope(
-            q_idx[:, :, start : start + R],
-            positions,
-            table,
-            pairing=indexer.pairing,
-            backend=plan.backends["rope"],
-        )
-        if self.hadamard:
-            q_idx = hadamard_transform(q_idx)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weight = self.weights_proj.weight.to(wide)  # few outputs: float32 costs nothing
-        w_idx = nn.functional.linear(hidden.to(wide), weight) * (DI**-0.5 * HI**-0.5)
         return IndexInputs(q_idx, w_idx, None)
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Absorbed, Projected, Raw, Selection, attend_step, select_step
+from openmla.attention import (
+    Absorbed,
+    Projected,
+    Raw,
+    Selection,
+    attend_step,
+    check_inputs,
+    select_step,
+)
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
@@ -20,6 +28,37 @@ GATED = ("axk2", "hy_v4")
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(width, out, bias=bias).requires_grad_(False)
+
+
+def check_tokens(
+    where: str,
+    hidden: Tensor,
+    positions: Tensor,
+    plan: Plan,
+    config: MLAConfig,
+    dtype: torch.dtype,
+) -> None:
+    """A layer's tokens are as planned, and of its own dtype."""
+    T, width = plan.num_tokens, config.hidden_size
+    for name, given in (("hidden", hidden), ("positions", positions)):
+        if not isinstance(given, Tensor):
+            raise ShapeError(f"{where}: {name} must be a tensor, got {type(given).__name__}.")
+    if hidden.shape != (T, width):
+        raise ShapeError(
+            f"{where}: hidden must be [T, {width}] with T={T} as planned, "
+            f"got {tuple(hidden.shape)}."
+        )
+    if hidden.dtype != dtype:
+        raise ShapeError(
+            f"{where}: hidden must be {dtype} like the layer, got {hidden.dtype}. "
+            "Convert one of them."
+        )
+    if positions.shape != (T,):
+        raise ShapeError(
+            f"{where}: positions must be [T] with T={T} as planned, got {tuple(positions.shape)}."
+        )
+    if plan.config is not config and plan.config != config:
+        raise ShapeError(f"{where}: plan must be made for this layer's config.")
 
 
 class MLAAttention(nn.Module):
@@ -155,32 +194,21 @@ class MLAAttention(nn.Module):
 
         A layer without an indexer of its own takes that of the layer before as `selection`.
         """
-        T = plan.num_tokens
-        if hidden.shape != (T, self.config.hidden_size):
-            raise ShapeError(
-                f"MLAAttention: hidden must be [T, {self.config.hidden_size}] with T={T} as "
-                f"planned, got {tuple(hidden.shape)}."
-            )
-        if positions.shape != (T,):
-            raise ShapeError(
-                f"MLAAttention: positions must be [T] with T={T} as planned, "
-                f"got {tuple(positions.shape)}."
-            )
-        if plan.config is not self.config and plan.config != self.config:
-            raise ShapeError("MLAAttention: plan must be made for this layer's config.")
+        check_tokens("MLAAttention", hidden, positions, plan, self.config, self.dtype)
         if self.indexer is not None and cache.index is None:
             raise ConfigError("MLAAttention: cache must have index rows for this layer, got none.")
         if self.indexer is None and plan.sparse is not None and selection is None:
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
-        plan.check_cache(cache)  # before the indexer writes
+        absorbed = self.absorbed
         projected, raw, q_resid = self.project(hidden, positions, plan)
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
+            check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
             index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
             selection = select_step(index, cache, plan)
-        out = attend_step(projected, self.absorbed, cache, plan, selection=selection, raw=raw)
+        out = attend_step(projected, absorbed, cache, plan, selection=selection, raw=raw)
         if self.g_proj is not None:
             gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
             out = out * gate[:, :, None]

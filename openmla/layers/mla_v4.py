@@ -10,6 +10,7 @@ from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.compressor import CompressedIndexer, Compressor
+from openmla.layers.mla import check_tokens
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
 from openmla.ops import rope
@@ -83,6 +84,11 @@ class MLAAttentionV4(nn.Module):
                 self.compressor.indexer = indexer
         self.requires_grad_(False)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the layer computes in: its norms', for any of its linears may be quantised."""
+        return self.kv_norm.weight.dtype
+
     def forward(
         self,
         hidden: Tensor,  # [T, hidden_size]
@@ -136,19 +142,7 @@ class MLAAttentionV4(nn.Module):
         return self.o_b_proj(self.o_a_proj(out.reshape(T, groups, H * D // groups)))
 
     def _check(self, hidden: Tensor, positions: Tensor, cache: LayerCache, plan: Plan) -> None:
-        T = plan.num_tokens
-        if hidden.shape != (T, self.config.hidden_size):
-            raise ShapeError(
-                f"MLAAttentionV4: hidden must be [T, {self.config.hidden_size}] with T={T} as "
-                f"planned, got {tuple(hidden.shape)}."
-            )
-        if positions.shape != (T,):
-            raise ShapeError(
-                f"MLAAttentionV4: positions must be [T] with T={T} as planned, "
-                f"got {tuple(positions.shape)}."
-            )
-        if plan.config is not self.config and plan.config != self.config:
-            raise ShapeError("MLAAttentionV4: plan must be made for this layer's config.")
+        check_tokens("MLAAttentionV4", hidden, positions, plan, self.config, self.dtype)
         step = plan.compressed
         if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(
@@ -158,7 +152,7 @@ class MLAAttentionV4(nn.Module):
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
         # what fills up a captured step, or belongs to an empty request, may have any
-        counted = torch.arange(T) < step.query_start_loc[-1]
+        counted = torch.arange(plan.num_tokens) < step.query_start_loc[-1]
         if bool((counted & (step.positions >= 0) & (positions != step.positions)).any()):
             raise ShapeError(
                 "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "

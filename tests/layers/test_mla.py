@@ -477,11 +477,19 @@ def test_bad_calls_write_nothing() -> None:
     assert server.cache.latent is not None
     before = server.cache.latent.data.clone()
     positions = torch.arange(8)
-    for hidden, where, message in (
+    wrong: list[tuple[Any, Any, str]] = [
         (torch.zeros(7, 64), positions, "hidden must be [T, 64] with T=8 as planned, got (7, 64)"),
         (torch.zeros(8, 63), positions, "hidden must be [T, 64] with T=8 as planned, got (8, 63)"),
         (torch.zeros(8, 64), positions[:7], "positions must be [T] with T=8 as planned, got (7,)"),
-    ):
+        (
+            torch.zeros(8, 64).half(),
+            positions,
+            "hidden must be torch.float32 like the layer, got torch.float16. Convert one of them.",
+        ),
+        ([[0.0] * 64] * 8, positions, "hidden must be a tensor, got list"),
+        (torch.zeros(8, 64), list(range(8)), "positions must be a tensor, got list"),
+    ]
+    for hidden, where, message in wrong:
         with pytest.raises(ShapeError) as error:
             peer.ours(hidden, where, server.cache, plan)
         assert f"MLAAttention: {message}" in str(error.value)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openmla import (
     PRESETS,
@@ -17,9 +19,12 @@ from openmla import (
     LayerCache,
     MLAAttention,
     PagedCache,
+    ShapeError,
+    UnsupportedError,
     make_plan,
     plan_buffers,
 )
+from openmla.attention import IndexInputs, select_step
 from openmla.backends import Problem
 from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
@@ -279,6 +284,49 @@ def test_captured_steps_pad_with_nothing() -> None:
     for part, before in zip((server.cache.latent, server.cache.index), untouched, strict=True):
         after = part.data.flatten(0, 1)[~torch.isin(torch.arange(800), batch.slot_mapping)]
         assert torch.equal(after.view(torch.int32), before.view(torch.int32))
+
+
+def test_index_keys_wait_for_everything_else() -> None:
+    """Whatever is wrong with a step, in the layer or below it, no index key is written."""
+    peer, hidden = make_peer("deepseek_v32"), sequence(30)
+    layer, positions = peer.ours, torch.arange(30)
+    server = Server(layer, {"r": hidden}, block_size=4)
+    config, cache = layer.config, server.cache
+    plan = make_plan(server.batch([("r", 30)]), config, cache, dtype=torch.float32)
+    assert plan.sparse is not None and layer.indexer is not None
+    before = [part.data.view(torch.uint8).clone() for part in cache.parts]
+
+    def refused(message: str, call: Callable[[], Any]) -> None:
+        with pytest.raises((ShapeError, UnsupportedError, RuntimeError), match=message):
+            call()
+        after = [part.data.view(torch.uint8) for part in cache.parts]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def run() -> Tensor:
+        return layer(hidden, positions, cache, plan)
+
+    for owner, name, wrong, message in (
+        (layer, "kv_b_proj", nn.Linear(32, 161, bias=False), "weights: kv_b_proj must be"),
+        (layer, "kv_b_proj", nn.Linear(32, 160), "kv_b_proj must have no bias"),
+        (layer, "kv_a_proj_with_mqa", nn.Linear(64, 41), r"step: k_pe must be \[T, R\] with \(30"),
+        (layer.indexer, "wq_b", nn.Linear(15, 256), "mat1 and mat2 shapes cannot be multiplied"),
+        (layer.indexer, "weights_proj", nn.Linear(63, 16), "mat1 and mat2 shapes"),
+    ):
+        right = getattr(owner, name)
+        setattr(owner, name, wrong.requires_grad_(False))
+        refused(message, run)
+        setattr(owner, name, right)
+    refused(
+        "hidden must be torch.float32 like", lambda: layer(hidden.half(), positions, cache, plan)
+    )
+    queries, weights, keys = torch.zeros(30, 16, 16), torch.zeros(30, 16), torch.zeros(30, 16)
+    for inputs, message in (
+        (IndexInputs(queries, weights.half(), keys), r"select: w_idx must be torch\.float32 like"),
+        (IndexInputs(queries.to("meta"), weights, keys), "select: q_idx must be on cpu, got meta"),
+        (IndexInputs(queries[:29], weights, keys), "select: q_idx must be"),
+    ):
+        refused(message, partial(select_step, inputs, cache, plan))
+    assert run().isfinite().all()
 
 
 def test_missing_parts_are_told_and_nothing_is_written() -> None:

@@ -172,6 +172,8 @@ def test_bad_calls_write_nothing(ratio: int) -> None:
     before = server.bytes()
     wrong = [
         (hidden[:3], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got (3"),
+        (hidden.half(), positions, ShapeError, "hidden must be torch.float32 like the layer, got"),
+        (hidden.tolist(), positions, ShapeError, "hidden must be a tensor, got list"),
         (hidden[:, :63], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got"),
         (hidden, positions[:3], ShapeError, "positions must be [T] with T=4 as planned, got (3,)"),
         (hidden, positions + 1, ShapeError, "positions must count each sequence's own tokens fro"),
@@ -228,6 +230,8 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     if not ratio:
         refused("pooled must not be given for ratio 0", pooled=pooled)
         refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
+        refused("sink must be torch.float32 like the", sink=torch.zeros(4, dtype=torch.float64))
+        refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
         assert server.unchanged(before)
         return
     refused(f"pooled must be given for ratio {ratio}.")
@@ -238,10 +242,26 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
         usual["index_pooled"] = Pooled(keys, keys, torch.zeros(4, 32), torch.ones(16))
         usual["index"] = IndexInputs(torch.zeros(4, 16, 16), torch.zeros(4, 16), None)
         refused("q_idx must be", index=IndexInputs(torch.zeros(4, 16, 8), torch.zeros(4, 16), None))
+        halves = usual["index"]._replace(w_idx=torch.zeros(4, 16).half())
+        refused("w_idx must be torch.float32 like the others, got torch.float16", index=halves)
+        wide = usual["index_pooled"]._replace(kv=keys.double(), score=keys.double())
+        refused("state must be torch.float64 with torch.float64 tokens", index_pooled=wide)
+        wide = usual["index_pooled"]._replace(score=keys.double())
+        refused("index_pooled.score must be torch.float32 like the oth", index_pooled=wide)
+        assert server.cache.index is not None
+        part = server.cache.index
+        narrow = PagedCache(part.data[:, :, :-1], part.format, part.kv_scale)
+        refused("index rows must be W=16 wide", cache=replace(server.cache, index=narrow))
     refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
     refused("pooled.kv must be", pooled=pooled._replace(kv=pools[:3]))
     refused("pooled.bias must be", pooled=pooled._replace(bias=pooled.bias[1:]))
     refused("table must have a row for", table=table[:50])
+    refused("table must be torch.float32 like the others", table=table.half())
+    refused(
+        "pooled.bias must be on cpu, got meta", pooled=pooled._replace(bias=pooled.bias.to("meta"))
+    )
+    refused("sink must be torch.float32 like the others", sink=torch.zeros(4).double())
+    refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
     assert server.unchanged(before)
 
 
