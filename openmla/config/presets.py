@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from difflib import get_close_matches
 
 from openmla.config.schema import CompressorConfig, IndexerConfig, MLAConfig, RopeConfig
+from openmla.errors import ConfigError
+
+
+class _UnknownPreset(ConfigError, KeyError):
+    """Both, so that code which asks a dict goes on as with any other."""
+
+    __str__ = Exception.__str__  # KeyError's would show the sentence in quotes
+
+
+class _Presets(dict[str, MLAConfig]):
+    """A dict that says which names are near one it does not have."""
+
+    def __missing__(self, name: object) -> MLAConfig:
+        near = get_close_matches(str(name).lower().replace("_", "-"), self, cutoff=0.5)
+        nearest = f" Nearest: {', '.join(near)}." if near else ""
+        raise _UnknownPreset(
+            f"config: preset {name!r} is not known.{nearest} list(openmla.PRESETS) has all."
+        )
+
 
 _YARN_V2 = RopeConfig(
     kind="yarn", factor=40.0, original_positions=4096, mscale=0.707, mscale_all_dim=0.707
@@ -120,6 +140,20 @@ _LONGCAT = MLAConfig(
     q_factor=(6144 / 1536) ** 0.5,
     latent_factor=(6144 / 512) ** 0.5,
 )
+_KIMI_LINEAR = MLAConfig(
+    model_type="kimi_linear",
+    hidden_size=2304,
+    num_layers=27,
+    num_heads=32,
+    q_lora_rank=None,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    max_positions=1048576,
+    rope=RopeConfig(kind="none"),
+    latent_eps=1e-5,
+)
 _MISTRAL4 = MLAConfig(
     model_type="mistral4",
     hidden_size=4096,
@@ -187,7 +221,8 @@ def _tiny(config: MLAConfig, *, R: int = 8) -> MLAConfig:
     )
 
 
-PRESETS: dict[str, MLAConfig] = {
+PRESETS: dict[str, MLAConfig] = _Presets()
+PRESETS |= {
     "deepseek-v2": _V2,
     "deepseek-v2-lite": replace(
         _V2, hidden_size=2048, num_layers=27, num_heads=16, q_lora_rank=None
@@ -202,6 +237,7 @@ PRESETS: dict[str, MLAConfig] = {
     "deepseek-v4-flash": _V4_FLASH,
     "deepseek-v4-pro": _v4_pro(),
     "kimi-k2": replace(_V3, num_heads=64, max_positions=131072, rope=_YARN_KIMI),
+    "kimi-linear": _KIMI_LINEAR,
     "glm-4.7-flash": replace(
         _GLM5,
         model_type="glm4_moe_lite",
@@ -238,4 +274,5 @@ PRESETS |= {
     "tiny-longcat": _tiny(PRESETS["longcat-flash"]),
     "tiny-minicpm3": _tiny(PRESETS["minicpm3"]),
     "tiny-mistral4": _tiny(PRESETS["mistral-4"]),
+    "tiny-kimi-linear": _tiny(PRESETS["kimi-linear"]),
 }

@@ -219,6 +219,21 @@ _TINY: Json = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 24,
 }
+_KIMI_LINEAR: Json = {
+    "model_type": "kimi_linear",
+    "hidden_size": 2304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "mla_use_nope": True,
+    "model_max_length": 1048576,
+    "rms_norm_eps": 1e-05,
+}
 _TINY_Q: Json = {**_TINY, "q_lora_rank": 16}
 _TINY_INDEX: Json = {**_TINY_Q, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 32}
 
@@ -267,6 +282,7 @@ CHECKPOINTS: dict[str, Json] = {
         "rope_theta": 50000.0,
         "rope_scaling": _yarn(32.0, 4096, 1.0, beta_fast=1.0, beta_slow=1.0),
     },
+    "kimi-linear": _KIMI_LINEAR,
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
         "hidden_size": 2048,
@@ -340,4 +356,5 @@ CHECKPOINTS: dict[str, Json] = {
         },
     },
     "tiny-mistral4": {**_MISTRAL4, **_TINY_Q},
+    "tiny-kimi-linear": {**_KIMI_LINEAR, **_TINY},
 }

@@ -60,6 +60,9 @@ def test_scales_equal_transformers(name: str) -> None:
         assert ours.scale == theirs.head_dim**-0.5
         assert ours.compressor.rope.cos_sin_scale == 1.0
         return
+    if ours.rope.kind == "none":
+        assert ours.scale == ours.qk_head_dim**-0.5
+        return
     expected = yarn_apply_mscale(theirs.rope_parameters, ours.qk_head_dim**-0.5)
     assert math.isclose(ours.scale, expected, rel_tol=1e-15)
     if ours.rope.kind == "yarn":
