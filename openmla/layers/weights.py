@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from openmla.attention import Absorbed
 from openmla.config import MLAConfig
@@ -37,7 +38,8 @@ def is_plain(linear: nn.Module) -> bool:
         return False
     if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's moves tensors
         return False
-    return type(linear.weight) in _OWN and linear.weight.dtype in _PLAIN
+    # a fake one stands for a plain one while a model is traced
+    return type(linear.weight) in (*_OWN, FakeTensor) and linear.weight.dtype in _PLAIN
 
 
 def refuse_unabsorbable(linear: nn.Module, name: str) -> None:

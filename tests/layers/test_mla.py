@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from openmla import (
     PRESETS,
@@ -368,6 +369,12 @@ class Coded(Tensor):
         if func is torch.ops.aten.detach.default:  # nn.Parameter needs it
             return Coded(args[0].codes)
         raise NotImplementedError(str(func))
+
+
+def test_fake_weights_are_plain() -> None:
+    with FakeTensorMode():
+        layer = MLAAttention(PRESETS["tiny-v3"])
+        assert is_plain(layer.kv_b_proj) and layer.absorbed.w_uk.shape == (4, 16, 32)
 
 
 def test_tensors_of_another_class_are_decoded() -> None:
