@@ -58,7 +58,8 @@ def run_eval(options: argparse.Namespace) -> int:
     check_attention(options.attention, config)
     formats = chosen_formats(options.formats, options.index_format, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.folder)
-    windows = cut_windows(tokenizer, text, options, config)
+    vocab_size = getattr(config, "vocab_size", None)
+    windows = cut_windows(tokenizer, text, options, checkpoint.config, vocab_size)
     num_bytes = sum(
         len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
         for row in windows
@@ -87,18 +88,22 @@ def chosen_formats(named: str | None, index_format: str, config: MLAConfig) -> l
 
 
 def cut_windows(
-    tokenizer: Any, text: str, options: argparse.Namespace, config: Any
+    tokenizer: Any, text: str, options: argparse.Namespace, mla: MLAConfig, vocab_size: int | None
 ) -> Tensor:  # [windows, context]
     """Stretches of the text, evenly spread."""
     tokens = tokenizer.encode(text)
-    check_tokens(tokens, getattr(config, "vocab_size", None))
-    ids, room = torch.tensor(tokens), config.max_position_embeddings
+    check_tokens(tokens, vocab_size)
+    ids, room = torch.tensor(tokens), mla.max_positions
     context = options.context or min(room, USUAL_CONTEXT, len(ids))
     if not 2 <= context <= len(ids):
         raise ConfigError(
             f"eval: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
         )
     if context > room:
+        if mla.compressor is not None:  # no angles past it
+            raise ConfigError(
+                f"eval: --context must be at most the model's {room} tokens, got {context}."
+            )
         note(f"warning: windows of {context} tokens, more than the model's context of {room}")
     starts = torch.linspace(0, len(ids) - context, options.windows).long()
     return torch.stack([ids[start : start + context] for start in starts.tolist()])

@@ -28,6 +28,7 @@ from openmla.cli.models import (
     note,
     read_config,
 )
+from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
@@ -102,9 +103,7 @@ def run_generate(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(checkpoint.folder)
     tokens = tokenizer.encode(prompt)
     check_tokens(tokens, getattr(config, "vocab_size", None))
-    asked, room = len(tokens) + options.max_new_tokens, checkpoint.config.max_positions
-    if asked > room:
-        note(f"warning: {asked} tokens with the prompt, more than the model's context of {room}")
+    options.max_new_tokens = fitting(len(tokens), options.max_new_tokens, checkpoint.config)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
     ids = torch.tensor([tokens], device=device)
@@ -159,6 +158,22 @@ def read_prompt(options: argparse.Namespace) -> str:
     except UnicodeEncodeError as error:  # bytes of a command line that are no text
         raise ConfigError(f"generate: --prompt must be text in UTF-8: {error}.") from error
     return prompt
+
+
+def fitting(prompt: int, new: int, config: MLAConfig) -> int:
+    """New tokens after a prompt. Past a model's context text gets worse; V4 has no angles there."""
+    room = config.max_positions
+    if prompt + new <= room:
+        return new
+    if config.compressor is not None and prompt >= room:
+        raise ConfigError(
+            f"generate: a prompt of {config.model_type} must be shorter than its context of "
+            f"{room} tokens, got {prompt}."
+        )
+    ends = "" if config.compressor is None else ": it ends there"
+    asked = f"{prompt + new} tokens with the prompt"
+    note(f"warning: {asked}, more than the model's context of {room}{ends}")
+    return new if config.compressor is None else room - prompt
 
 
 def print_prompt(prompt: str) -> None:

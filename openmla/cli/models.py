@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
+from openmla.config.schema import require_size
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import REFUSED, SUPPORTED
 
@@ -59,6 +60,9 @@ def read_config(folder: Path) -> Any:
         raise UnsupportedError(f"{folder.name}: {kind} is not supported: {REFUSED[kind]}.")
     if kind not in SUPPORTED:
         raise UnsupportedError(f"{folder.name}: {kind!r} is not an MLA model known here.")
+    vocab_size = getattr(config, "vocab_size", None)
+    if vocab_size is not None:
+        require_size("vocab_size", vocab_size, most=2**31)
     if not known:
         raise UnsupportedError(
             f"{folder.name}: quantization_config must be one transformers knows, got {quantised!r}."
