@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from openmla.config.schema import (
     MAX_LAYERS,
     MAX_POSITIONS,
+    ROPE_KINDS,
     CompressorConfig,
     IndexerConfig,
     MLAConfig,
@@ -90,8 +92,10 @@ V4_LAYER_RATIOS = {
 }
 
 
-def read_config(source: Fields | str | os.PathLike[str] | Any) -> MLAConfig:
-    """See MLAConfig.from_hf."""
+def read_config(
+    source: Fields | str | os.PathLike[str] | Any, *, rotated: bool = False
+) -> MLAConfig:
+    """See MLAConfig.from_hf. `rotated`: queries and keys come rotated, by any kind of rope."""
     fields, wrapper = text_fields(source)
     model_type = fields.get("model_type")
     if wrapper is None and model_type == "kimi_k25":
@@ -103,8 +107,8 @@ def read_config(source: Fields | str | os.PathLike[str] | Any) -> MLAConfig:
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     if model_type == "deepseek_v4":
-        return _read_v4(fields)
-    return _read_latent(fields, model_type, FAMILIES[model_type])
+        return _read_v4(fields, rotated)
+    return _read_latent(fields, model_type, FAMILIES[model_type], rotated)
 
 
 def _integer(fields: Fields, name: str, default: int | None = None) -> int:
@@ -165,9 +169,11 @@ def _rope_fields(fields: Fields) -> Fields:
     return folded
 
 
-def _read_rope(rope: Fields, fields: Fields, family: Family) -> RopeConfig:
+def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> RopeConfig:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    foreign = rotated and kind not in ROPE_KINDS
     unknown = sorted(set(rope) - ROPE_KEYS)
-    if unknown:
+    if unknown and not foreign:
         raise ConfigError(
             f"config: rope field {unknown[0]!r} is not understood, got {rope[unknown[0]]!r}."
         )
@@ -179,7 +185,13 @@ def _read_rope(rope: Fields, fields: Fields, family: Family) -> RopeConfig:
             _expect(fields, "rope_interleave", False, "where the rope pairs halves")
     if family.rope_kind == "none":
         return RopeConfig(kind="none", pairing=pairing)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if foreign:
+        return RopeConfig(
+            kind="external",
+            pairing=pairing,
+            factor=max(_number(rope, "factor", 1.0), 1.0),
+            mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+        )
     theta = _number(rope, "rope_theta", family.default_theta)
     if kind not in ("yarn", "longrope"):
         return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # or its error
@@ -296,7 +308,7 @@ def _num_layers(fields: Fields, family: Family) -> int:
     return blocks * family.layers_per_block
 
 
-def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
+def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool) -> MLAConfig:
     hidden_size = _integer(fields, "hidden_size")
     require_size("hidden_size", hidden_size)  # before it is divided
     num_heads = _integer(fields, "num_attention_heads")
@@ -340,7 +352,7 @@ def _read_latent(fields: Fields, model_type: str, family: Family) -> MLAConfig:
         qk_rope_head_dim=R,
         v_head_dim=_v_head_dim(fields, model_type, hidden_size, num_heads),
         max_positions=_max_positions(fields),
-        rope=_read_rope(rope_fields, fields, family),
+        rope=_read_rope(rope_fields, fields, family, rotated),
         latent_eps=_number(fields, "rms_norm_eps", 1e-6),
         attention_bias=_flag(fields, "attention_bias", False),
         q_factor=(hidden_size / q_lora_rank) ** 0.5 if scale_q and q_lora_rank else 1.0,
@@ -365,7 +377,7 @@ def _max_positions(fields: Fields) -> int:
     return _integer(fields, "max_position_embeddings", fallback)
 
 
-def _read_v4(fields: Fields) -> MLAConfig:
+def _read_v4(fields: Fields, rotated: bool) -> MLAConfig:
     D = _integer(fields, "head_dim")
     num_layers = _num_layers(fields, FAMILIES["deepseek_v4"])
     require_size("head_dim", D)
@@ -375,7 +387,7 @@ def _read_v4(fields: Fields) -> MLAConfig:
         R = int(D * _share(fields, "partial_rotary_factor", 1 / 8))
     if not isinstance(R, int) or isinstance(R, bool) or R > D:
         raise ConfigError(f"config: qk_rope_head_dim must be at most head_dim={D}, got {R!r}.")
-    main, compressed = _v4_ropes(fields)
+    main, compressed = _v4_ropes(fields, rotated)
     indexer = _read_indexer(fields, FAMILIES["deepseek_v4"], num_layers)
     assert indexer is not None
     return MLAConfig(
@@ -409,7 +421,7 @@ def _read_v4(fields: Fields) -> MLAConfig:
     )
 
 
-def _v4_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
+def _v4_ropes(fields: Fields, rotated: bool) -> tuple[RopeConfig, RopeConfig]:
     """The rope of window-only layers (never stretched) and of compressed layers."""
     family = FAMILIES["deepseek_v4"]
     rope = _rope_fields(fields)
@@ -423,7 +435,8 @@ def _v4_ropes(fields: Fields) -> tuple[RopeConfig, RopeConfig]:
         for name in ("mscale", "mscale_all_dim"):  # V4 zeroes both magnitude terms
             terms.pop(name, None)
         terms["attention_factor"] = 1.0
-    return _read_rope(main, fields, family), _read_rope(compressed, fields, family)
+    read = partial(_read_rope, fields=fields, family=family, rotated=rotated)
+    return read(main), read(compressed)
 
 
 def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:

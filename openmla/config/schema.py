@@ -58,7 +58,8 @@ class RopeConfig:
     """How positions rotate the R shared columns.
 
     `pairing`: "pairs" rotates columns (2i, 2i+1), "halves" columns (i, i + R/2).
-    `kind` "none" keeps the R columns but never rotates them (Kimi-Linear).
+    `kind` "none" keeps the R columns but never rotates them (Kimi-Linear); "external" leaves it to
+    whoever projects, by a kind of rope that is not known here (a model that is attached).
     """
 
     kind: str = "default"
@@ -76,7 +77,7 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
+        if self.kind not in (*ROPE_KINDS, "external"):
             raise ConfigError(
                 f"config: rope type {self.kind!r} is not supported. "
                 f"Supported: {', '.join(ROPE_KINDS)}."

@@ -76,6 +76,8 @@ def _cos_sin(frequencies: Tensor, num_positions: int, scale: float) -> Tensor:
 
 def inverse_frequencies(rope: RopeConfig, R: int) -> list[Tensor]:
     """[R/2] f32 radians per position; for longrope the short and the long variant."""
+    if rope.kind == "external":
+        raise ConfigError("rope: there is no table of a rope that others rotate by.")
     exponents = torch.arange(0, R, 2, dtype=torch.int64).float() / R
     powers = rope.theta**exponents
     if rope.kind == "longrope":

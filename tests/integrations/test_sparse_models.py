@@ -381,5 +381,7 @@ def test_refusals() -> None:
 def test_others_are_refused_with_a_reason() -> None:
     model: Any = torch.nn.Module()
     model.config = transformers.CONFIG_MAPPING["glm5_next"]()
-    with pytest.raises(UnsupportedError, match="attach: glm5_next is not supported: its "):
+    with pytest.raises(
+        UnsupportedError, match="glm5_next_text, the text model of glm5_next, is not "
+    ):
         attach(model)

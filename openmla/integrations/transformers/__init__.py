@@ -29,7 +29,7 @@ from openmla.backends import all_backends
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
-from openmla.config.huggingface import FAMILIES
+from openmla.config.huggingface import FAMILIES, read_config
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.attention import (
@@ -49,9 +49,10 @@ Model = TypeVar("Model", bound=nn.Module)
 NAME = "openmla"
 SPARSE_NAME = "openmla_sparse"
 FIRST_BLOCKS = 64  # of a pool that may grow
-SUPPORTED = (
+SUPPORTED = (  # text models, bare or in a model around them
     "axk1",
     "axk2",
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -59,7 +60,6 @@ SUPPORTED = (
     "glm4_moe_lite",
     "glm_moe_dsa",
     "hy_v4",
-    "kimi_k25",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
@@ -67,9 +67,9 @@ SUPPORTED = (
     "youtu",
 )
 REFUSED = {
-    "bailing_hybrid": "it has not been compared with its own attention yet",
-    "mistral_large4": "layers without rope have rows of another width, and queries a learned scale",
-    "glm5_next": "its indexer scores pools of tokens, not tokens",
+    "mistral_large4_text": "layers without rope have rows of another width, and queries a learned "
+    "scale",
+    "glm5_next_text": "its indexer scores pools of tokens, not tokens",
 }
 
 
@@ -190,14 +190,7 @@ def attach(
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
     """
-    config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if model_type in REFUSED:
-        raise UnsupportedError(f"attach: {model_type} is not supported: {REFUSED[model_type]}.")
-    if model_type not in SUPPORTED:
-        raise UnsupportedError(
-            f"attach: {model_type!r} is not an MLA model known here. Known: {', '.join(SUPPORTED)}."
-        )
+    config, model_type = _text_config(model)
     mark = "o_a_proj" if model_type == "deepseek_v4" else "kv_a_proj_with_mqa"
     modules = [module for module in model.modules() if hasattr(module, mark)]
     if not modules:
@@ -206,7 +199,7 @@ def attach(
         )
     if any(hasattr(module, "openmla") for module in modules):
         raise ConfigError("attach: the model is attached already. Call detach(model) first.")
-    ours = _as_the_modules_are(MLAConfig.from_hf(config), modules)
+    ours = _as_the_modules_are(read_config(config, rotated=True), modules)
     for module in modules:
         if not math.isclose(float(module.scaling), ours.scale, rel_tol=1e-6):  # type: ignore[arg-type]
             raise ConfigError(
@@ -298,6 +291,31 @@ def _own_config(model: nn.Module, text_config: Any) -> Any:
             if isinstance(value, PreTrainedConfig) and id(value) in copies:
                 setattr(module, name, copies[id(value)])
     return copies[id(text_config)]
+
+
+def _text_config(model: nn.Module) -> tuple[Any, str]:
+    """The config of the text model, which may be a part of the model, and its type."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedError(
+            f"attach: the model must be one of transformers, got {type(model).__name__}."
+        )
+    try:
+        text_config = config.get_text_config(decoder=True)
+    except ValueError as error:  # it has several
+        raise UnsupportedError(f"attach: the model must have one text model: {error}") from error
+    model_type, around = str(text_config.model_type), ""
+    if text_config is not config:
+        around = f", the text model of {config.model_type},"
+    if model_type in REFUSED:
+        reason = REFUSED[model_type]
+        raise UnsupportedError(f"attach: {model_type}{around} is not supported: {reason}.")
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"attach: {model_type!r}{around} is not an MLA model known here. "
+            f"Known: {', '.join(SUPPORTED)}."
+        )
+    return text_config, model_type
 
 
 def _on_gpu(module: nn.Module) -> bool:

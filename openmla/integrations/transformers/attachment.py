@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from openmla.cache import BlockPool, CompressedPool, Geometry, LayerCache, allocate_cache
-from openmla.config import MLAConfig
+from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import CacheFullError, ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
 from openmla.layers.rope import rope_table
@@ -241,6 +241,14 @@ class Attachment:
     def reach(self, length: int) -> None:
         """Count on sequences of so many tokens; transformers goes on past the config's limit."""
         if length > self.config.max_positions:
+            compressor = self.config.compressor
+            assert compressor is not None
+            external = compressor.rope.kind == "external" and any(compressor.ratios)
+            if external and self._entry_rotary().rope_type["compress"] == "dynamic":
+                raise UnsupportedError(
+                    f"attach: deepseek_v4 with a dynamic rope takes at most "
+                    f"{self.config.max_positions} tokens, got {length}."
+                )
             longer = max(2 * self.config.max_positions, length)
             self.config, self._tables = replace(self.config, max_positions=longer), {}
 
@@ -250,11 +258,26 @@ class Attachment:
         assert compressor is not None
         found = self._tables.get(device)
         if found is None:
-            R = self.config.qk_rope_head_dim
-            found = rope_table(compressor.rope, R, self.config.max_positions).to(device)
+            found = self._new_table(compressor.rope).to(device)
             if type(found) is Tensor:  # a tracer's stand-in would stay for eager passes
                 self._tables[device] = found
         return found
+
+    def _entry_rotary(self) -> Any:
+        """The module that rotates V4's entries in transformers."""
+        modules: list[Any] = list(self.modules)
+        return next(m.compressor.rotary_emb for m in modules if m.compressor is not None)
+
+    def _new_table(self, rope: RopeConfig) -> Tensor:
+        if rope.kind != "external":
+            return rope_table(rope, self.config.qk_rope_head_dim, self.config.max_positions)
+        # as the model's compressors rotate their entries
+        rotary = self._entry_rotary()
+        angles = torch.outer(
+            torch.arange(self.config.max_positions, dtype=torch.float32),
+            rotary.compress_inv_freq.float().cpu(),
+        )
+        return torch.cat([angles.cos(), angles.sin()], dim=1) * rotary.compress_attention_scaling
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""
