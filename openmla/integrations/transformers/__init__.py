@@ -40,6 +40,7 @@ from openmla.integrations.transformers.attention import (
 from openmla.integrations.transformers.captured import CapturedDecode, inner_hooks
 from openmla.integrations.transformers.compressed import CompressorStandIn, with_positions
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
+from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.paged_layer import PagedLayer, install_layer
 
 __all__ = ["REFUSED", "SUPPORTED", "Attachment", "PagedLayer", "attach", "attachment_of", "detach"]
@@ -238,6 +239,10 @@ def attach(
         )
     if capture and not hasattr(model, "lm_head"):
         raise ConfigError("attach: capture needs a model with a language head.")
+    if capture and any(map(is_away, model.modules())):
+        raise ConfigError(
+            "attach: capture needs all weights on the device, some are offloaded by accelerate."
+        )
     if backend == "auto":
         warn_of_reference("attach", next(modules[0].parameters()).device.type)
     others = inner_hooks(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from openmla.attention import IndexInputs, Pooled, attend_compressed
 from openmla.errors import ShapeError
+from openmla.integrations.transformers.offload import brought_in
 from openmla.ops import rope
 
 if TYPE_CHECKING:
@@ -94,12 +95,9 @@ class CompressorStandIn:
 
 
 def _projected(compressor: Any, hidden: Tensor) -> Pooled:
-    return Pooled(
-        compressor.kv_proj(hidden),
-        compressor.gate_proj(hidden),
-        compressor.position_bias,
-        compressor.kv_norm.weight,
-    )
+    kv, score = compressor.kv_proj(hidden), compressor.gate_proj(hidden)
+    with brought_in(compressor, compressor.kv_norm):
+        return Pooled(kv, score, compressor.position_bias, compressor.kv_norm.weight)
 
 
 def attend_v4(

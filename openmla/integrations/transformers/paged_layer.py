@@ -123,7 +123,9 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
     usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
     if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
         raise UnsupportedError(
-            f"attach: caches of {type(present).__name__} are not supported. Use the default cache."
+            f"attach: caches of {type(present).__name__} are not supported. Leave "
+            "cache_implementation out or give a DynamicCache(): its rows go to a paged pool, whose "
+            "size attach(num_blocks=...) fixes."
         )
     session = next((entry.session for entry in past.layers if isinstance(entry, PagedLayer)), None)
     past.layers[layer] = PagedLayer(session or Session(attachment), layer)

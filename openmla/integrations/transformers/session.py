@@ -22,6 +22,7 @@ from openmla.integrations.transformers.masks import (
     read_mask,
     runs_of,
 )
+from openmla.integrations.transformers.offload import brought_in
 from openmla.layers.weights import absorb, decode_weight, is_plain, refuse_unabsorbable, state_of
 from openmla.plan import Batch, Plan, make_plan
 
@@ -129,16 +130,17 @@ class Session:
         linear = module.kv_b_proj
         assert isinstance(linear, nn.Module)
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
-        if is_plain(linear):
-            weight = linear.weight
-        else:
-            state = state_of(linear)
-            if layer not in self.decoded or self.decoded[layer][0] != state:
-                C = self.attachment.config.kv_lora_rank
-                self.decoded[layer] = (state, decode_weight(linear, C, dtype))
-            weight = self.decoded[layer][1]
+        with brought_in(*linear.modules()):
+            weight = linear.weight if is_plain(linear) else self._decoded(linear, layer, dtype)
         assert isinstance(weight, Tensor)
         return absorb(weight, self.attachment.config)
+
+    def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
+        state = state_of(linear)
+        if layer not in self.decoded or self.decoded[layer][0] != state:
+            C = self.attachment.config.kv_lora_rank
+            self.decoded[layer] = (state, decode_weight(linear, C, dtype))
+        return self.decoded[layer][1]
 
     def begin(
         self, B: int, S: int, mask: Tensor | None, packed: Sequence[int] | None = None

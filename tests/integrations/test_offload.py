@@ -1,0 +1,58 @@
+"""Weights that accelerate keeps on the CPU or on disk: the same tokens as without attach()."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from openmla.errors import ConfigError
+
+pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+from openmla.integrations.transformers import attach, attachment_of  # noqa: E402
+from tests.integrations.test_generation import IDS, MAKERS  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def offloaded(model: Any, where: str, folder: Path) -> Any:
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    elif where == "disk":
+        accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+    else:  # as device_map does it: some layers here, some away
+        away = {f"model.layers.{layer}": "disk" for layer in range(1, len(model.model.layers))}
+        rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+        here = dict.fromkeys([*rest, "lm_head", "model.layers.0"], "cpu")
+        accelerate.dispatch_model(
+            model, {**here, **away}, main_device="cpu", offload_dir=str(folder)
+        )
+    return model
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk", "map"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_offloaded_weights(kind: str, where: str, tmp_path: Path) -> None:
+    model = MAKERS[kind]()
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    offloaded(model, where, tmp_path)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    attach(model)
+    assert torch.equal(model.generate(IDS, **options), expected)
+    modules = attachment_of(model).modules
+    assert any(parameter.is_meta for module in modules for parameter in module.parameters())
+
+
+def test_a_graph_needs_its_weights(tmp_path: Path) -> None:
+    model = offloaded(MAKERS["dense"](), "cpu", tmp_path)
+    with pytest.raises(ConfigError, match="some are offloaded by accelerate"):
+        attach(model, capture=True)
