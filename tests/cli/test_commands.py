@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,9 +94,40 @@ def test_examples_are_linked() -> None:
 
 
 def program(*arguments: str, cwd: Path = ROOT) -> str:
-    child = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
+    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": str(cwd)}
+    child = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return child.stdout
+
+
+BLOCKED = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"transformers", "safetensors"}:
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Block())
+from openmla.cli.__main__ import main
+for command in ("generate", "eval"):
+    try:
+        main([command, "--help"])
+    except SystemExit as ended:
+        print(command, "ended with", ended.code)
+"""
+
+
+def test_help_without_transformers() -> None:
+    out = program("-c", BLOCKED)
+    assert "generate ended with 0" in out and "eval ended with 0" in out and "--compare" in out
+
+
+def test_bench_needs_nothing_beside_the_package(tmp_path: Path) -> None:
+    """What a wheel holds: the folder openmla and no other."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "openmla", tmp_path / "openmla", ignore=ignore)
+    for name in (["rope", "tiny-64x4-pairs"], ["step", "--keys", "20"]):
+        out = program("-m", "openmla.cli", "bench", *name, cwd=tmp_path)
+        assert "reference" in out or "expanded" in out
 
 
 @pytest.mark.slow
