@@ -10,6 +10,7 @@ from openmla.cache.paged import (
     allocate_cache,
     check_formats,
     latent_formats,
+    shown_bytes,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "cache_bytes",
     "check_formats",
     "latent_formats",
+    "shown_bytes",
 ]

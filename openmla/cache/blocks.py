@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -59,6 +60,14 @@ class BlockPool:
         self._lens: dict[Hashable, int] = {}
         self._longest: dict[Hashable, int] = {}
         self.busy: set[Hashable] = set()
+
+    def __repr__(self) -> str:
+        return f"BlockPool({self._held()}, {len(self._lens)} requests)"
+
+    def _held(self) -> str:
+        each = f" of {self.block_size} tokens" if self.block_size < sys.maxsize else ""
+        used = self.num_blocks - self.num_free
+        return f"{used} of {self.num_blocks} blocks{each} used, {self.num_free} free"
 
     @property
     def num_free(self) -> int:

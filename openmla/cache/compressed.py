@@ -43,6 +43,11 @@ class CompressedPool:
         # one block per request, whatever its length
         self.states = BlockPool(geometry.num_states, sys.maxsize)
 
+    def __repr__(self) -> str:
+        names = ("entries", "window", "states")
+        held = [f"{n}: {pool._held()}" for n, pool in zip(names, self.pools, strict=True)]
+        return f"CompressedPool({'; '.join(held)}; {len(self.requests)} requests)"
+
     @property
     def pools(self) -> tuple[BlockPool, BlockPool, BlockPool]:
         return self.entries, self.rows, self.states

@@ -26,6 +26,15 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 
 
+def shown_bytes(num_bytes: float) -> str:
+    """A size as people read it."""
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"
+
+
 @dataclass(frozen=True)
 class PagedCache:
     """Blocks of rows, data [N, BS, W]. Pages may be strided: a view into a larger allocation.
@@ -58,6 +67,13 @@ class PagedCache:
             raise ShapeError(
                 f"cache: kv_scale must be on {self.data.device}, got {self.kv_scale.device}."
             )
+
+    def __repr__(self) -> str:
+        return f"PagedCache({self._blocks()}, {shown_bytes(self.num_bytes)} on {self.data.device})"
+
+    def _blocks(self) -> str:
+        N, BS, W = self.data.shape
+        return f"{self.format}, {N} blocks of {BS} rows, {W} wide"
 
     @property
     def layout(self) -> CacheFormat:
@@ -129,6 +145,15 @@ class LayerCache:
     state: PagedCache | None = None
     ratio: int = 0
     geometry: Geometry | None = None
+
+    def __repr__(self) -> str:
+        names = ("latent", "index", "window", "compressed", "state")
+        held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        parts = [f"{name}: {part._blocks()}" for name, part in held.items()] or ["nothing"]
+        if self.window is not None:
+            parts.insert(0, f"ratio {self.ratio}")
+        where = f" on {self.parts[0].data.device}" if held else ""
+        return f"LayerCache({'; '.join(parts)}; {shown_bytes(self.num_bytes)}{where})"
 
     @property
     def parts(self) -> tuple[PagedCache, ...]:

@@ -325,6 +325,25 @@ class MLAConfig:
             None,
         )
 
+    def __repr__(self) -> str:
+        """What tells models apart; dataclasses.asdict() has every field."""
+        rope = self.rope.kind if self.rope.factor == 1 else f"{self.rope.kind} {self.rope.factor:g}"
+        parts = [
+            f"{self.num_layers} layers, {self.num_heads} heads, hidden {self.hidden_size}",
+            f"q_lora {self.q_lora_rank}, C={self.kv_lora_rank}, P={self.qk_nope_head_dim}, "
+            f"R={self.qk_rope_head_dim}, V={self.v_head_dim}",
+            f"rope {rope}, {self.max_positions} positions",
+        ]
+        if self.indexer is not None:
+            indexer = self.indexer
+            parts.append(
+                f"indexer of {indexer.num_heads} heads, DI={indexer.head_dim}, K={indexer.topk}"
+            )
+        if self.compressor is not None:
+            ratios = "/".join(map(str, sorted(set(self.compressor.ratios))))
+            parts.append(f"window {self.compressor.window}, compress ratios {ratios}")
+        return f"MLAConfig({self.model_type}: {'; '.join(parts)})"
+
     @property
     def qk_head_dim(self) -> int:
         """Width of a query or expanded key head: P + R."""

@@ -110,6 +110,14 @@ class Batch:
                 "batch: slot_mapping must not be given with a window_table, which says it all."
             )
 
+    def __repr__(self) -> str:
+        longest, M = max(self.seq_lens, default=0), self.block_table.shape[1]
+        bound = "" if self.device_seq_lens is None else ", lengths on the device, these are bounds"
+        return (
+            f"Batch({len(self.query_lens)} requests, {self.num_tokens} query tokens, longest "
+            f"context {longest}, tables of {M} blocks{bound})"
+        )
+
     @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmla.cache import LayerCache
+from openmla.cache import LayerCache, shown_bytes
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 
@@ -25,6 +25,13 @@ class Workspace(NamedTuple):
     expanded: Tensor  # [m, H * (P + V)], m >= n
     keys: Tensor  # [m, H, P + R]
     selection: Tensor  # [T, K] i32, no rows where nothing is kept of it
+
+    def __repr__(self) -> str:
+        device, dtype = self.rows.device, str(self.rows.dtype).removeprefix("torch.")
+        return (
+            f"Workspace({self.num_rows} gathered rows, {self.keys.shape[0]} expanded keys, "
+            f"{dtype}, {shown_bytes(self.num_bytes)} on {device})"
+        )
 
     @property
     def num_rows(self) -> int:

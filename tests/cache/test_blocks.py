@@ -20,6 +20,12 @@ def test_take_fills_blocks_in_order() -> None:
     assert pool.blocks("a") == (0, 1, 3)
 
 
+def test_repr_counts_blocks() -> None:
+    pool = BlockPool(num_blocks=8, block_size=4)
+    pool.take({"a": 5, "b": 4})
+    assert repr(pool) == "BlockPool(3 of 8 blocks of 4 tokens used, 5 free, 2 requests)"
+
+
 def test_numpys_integers_are_counts() -> None:
     np = pytest.importorskip("numpy")
     pool = BlockPool(num_blocks=8, block_size=4)

@@ -100,6 +100,18 @@ def test_bad_parts(data: Any, format: str, scale: Any, message: str) -> None:
         PagedCache(data, format, scale)
 
 
+def test_reprs_say_format_blocks_and_bytes() -> None:
+    cache = allocate_cache(PRESETS["deepseek-v3.2"], num_blocks=3, block_size=64, device="meta")
+    assert repr(cache.latent) == (
+        "PagedCache(bf16, 3 blocks of 64 rows, 576 wide, 216.0 KiB on meta)"
+    )
+    assert repr(cache) == (
+        "LayerCache(latent: bf16, 3 blocks of 64 rows, 576 wide; index: index_fp8, 3 blocks of 64 "
+        "rows, 132 wide; 240.8 KiB on meta)"
+    )
+    assert repr(LayerCache()) == "LayerCache(nothing; 0 B)"
+
+
 @pytest.mark.parametrize("format", PLAIN)
 def test_grown_keeps_the_rows(format: str) -> None:
     data = torch.randn(3, 2, 5).to(FORMATS[format].dtype)

@@ -1,4 +1,4 @@
-"""PRESETS: a dict whose KeyError helps."""
+"""PRESETS: a dict whose KeyError helps; what a config looks like."""
 
 from __future__ import annotations
 
@@ -39,3 +39,13 @@ def test_it_is_a_dict_all_the_same() -> None:
     assert all(isinstance(config, MLAConfig) for config in PRESETS.values())
     with pytest.raises(KeyError):
         PRESETS.pop("nope")
+
+
+def test_reprs_say_what_tells_models_apart() -> None:
+    assert repr(PRESETS["deepseek-v3"]) == (
+        "MLAConfig(deepseek_v3: 61 layers, 128 heads, hidden 7168; q_lora 1536, C=512, P=128, R=64,"
+        " V=128; rope yarn 40, 163840 positions)"
+    )
+    text = repr(PRESETS["deepseek-v4-flash"])
+    assert "indexer of 64 heads, DI=128, K=512; window 128, compress ratios 0/4/128" in text
+    assert all(len(repr(config)) < 240 for config in PRESETS.values())
