@@ -161,6 +161,11 @@ def captured_plan(
         block_size=latent.block_size,
         run_length=fixed,
         long_context=buffers.get("long_context"),
+        query_lens=batch.query_lens,
+        seq_lens=batch.seq_lens,
+        bounded=batch.device_seq_lens is not None,
+        form="captured",
+        routes={"absorbed" if sparse is None else "chosen": range(B)},
     )
 
 

@@ -112,13 +112,15 @@ def make_plan(
                 f"got {new_tokens}. Give warmup() a larger max_tokens, or split the step."
             )
     decode = prefill = sparse = None
+    routes: dict[str, Sequence[int]] = {"absorbed": decoding, "expanded": prefilling}
     if decoding or not (prefilling or choosing):
         decode = _plan_decode(batch, config, decoding, starts, latent, batch_invariant)
     if prefilling:
         prefill = _plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     if choosing:
-        routes = sparse_routes(batch, config, latent, dtype, form, choosing)
-        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once)
+        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing)
+        routes |= {"chosen": chosen, "masked": masked}
+        sparse = plan_sparse(batch, config, cache, dtype, (chosen, masked), starts, rows_at_once)
     fixed = fixed_run(batch_invariant)
     problems = find_problems(config, cache, dtype, decode, prefill, sparse, fixed)
     num_chosen = sparse.num_absorbed if sparse is not None else 0
@@ -140,6 +142,11 @@ def make_plan(
         run_length=fixed,
         workspace=workspace,
         long_context=long_context,
+        query_lens=batch.query_lens,
+        seq_lens=batch.seq_lens,
+        bounded=batch.device_seq_lens is not None,
+        form=form,
+        routes=routes,
     )
 
 

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from openmla.backends import BACKENDS, Problem, launches, why_not
-from openmla.cache import Geometry, LayerCache, cache_bytes
-from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.backends import Problem
+from openmla.cache import Geometry, LayerCache
+from openmla.config import MLAConfig
 from openmla.errors import ConfigError
-from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES, Workspace
+from openmla.plan.workspace import Workspace
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 
 
-@dataclass(frozen=True)
-class DecodePlan:
+class _Part:
+    """Shows tensors by shape and dtype: what they hold may be on a device, and is long."""
+
+    def __repr__(self) -> str:
+        parts = vars(self).items()
+        return f"{type(self).__name__}({', '.join(f'{n}={_shown(v)}' for n, v in parts)})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, slice):
+        return f"{value.start}:{value.stop}"
+    if isinstance(value, tuple) and value and not isinstance(value[0], int):
+        return f"{len(value)} of them"
+    return repr(value)
+
+
+@dataclass(frozen=True, repr=False)
+class DecodePlan(_Part):
     """Requests in absorbed form, packed: arguments of one mqa_paged call."""
 
     rows: Rows
@@ -28,8 +46,8 @@ class DecodePlan:
     max_query_len: int
 
 
-@dataclass(frozen=True)
-class ContextChunk:
+@dataclass(frozen=True, repr=False)
+class ContextChunk(_Part):
     """Context rows that fit the workspace, and the neighbouring requests that attend to them."""
 
     rows: slice  # of the packed prefill rows
@@ -42,8 +60,8 @@ class ContextChunk:
     num_keys: int
 
 
-@dataclass(frozen=True)
-class PrefillPlan:
+@dataclass(frozen=True, repr=False)
+class PrefillPlan(_Part):
     """Requests in expanded form, packed.
 
     `route` is "new" (nobody has context), "one-shot" (context and new rows fit the workspace: one
@@ -68,8 +86,8 @@ class ScoreChunk:
     num_keys: int
 
 
-@dataclass(frozen=True)
-class MaskGroup:
+@dataclass(frozen=True, repr=False)
+class MaskGroup(_Part):
     """Queries that attend to a chunk of expanded keys in one call, by a mask of their own."""
 
     rows: slice  # of the packed sparse rows
@@ -78,16 +96,16 @@ class MaskGroup:
     key_lens: Tensor  # [n] i32
 
 
-@dataclass(frozen=True)
-class MaskedChunk:
+@dataclass(frozen=True, repr=False)
+class MaskedChunk(_Part):
     """Keys that fit the workspace, and the groups of queries that attend to them."""
 
     context: ContextChunk
     groups: tuple[MaskGroup, ...]
 
 
-@dataclass(frozen=True)
-class SparsePlan:
+@dataclass(frozen=True, repr=False)
+class SparsePlan(_Part):
     """Requests longer than the indexer's K, packed: the absorbed ones first, then the masked ones.
 
     Every row is scored and its K keys chosen. The first `num_absorbed` rows attend to them in
@@ -125,8 +143,8 @@ class SparsePlan:
         )
 
 
-@dataclass(frozen=True)
-class CompressedPlan:
+@dataclass(frozen=True, repr=False)
+class CompressedPlan(_Part):
     """A step of V4's layers of one compress ratio: every token attends to its window and, where
     the ratio is not 0, to entries: all finished ones, or with `chunks` those an indexer chooses.
     """
@@ -183,6 +201,13 @@ class Plan:
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
     run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes
+    # what was asked and who got which form, absorbed, expanded, chosen or masked: nothing that
+    # runs looks at it, explain() does
+    query_lens: Sequence[int] = ()
+    seq_lens: Sequence[int] = ()
+    bounded: bool = False  # these are upper bounds, the device has the lengths
+    form: str = "auto"
+    routes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def check_cache(self, cache: LayerCache) -> None:
         """Raise unless the plan's slots and tables mean the same in this cache, and its rows are as
@@ -205,70 +230,26 @@ class Plan:
         """Whether chosen positions are made slots before they are attended to."""
         return "map_slots" in self.backends
 
+    def problem(self, op: str) -> Problem:
+        """What the backends were asked about an op of this plan."""
+        return next(problem for problem in self.problems if problem.op == op)
+
+    def __repr__(self) -> str:
+        counts = [f"{len(b)} requests {form}" for form, b in self.routes.items() if len(b)]
+        if self.compressed is not None:
+            counts = [f"{len(self.compressed.state_slots)} requests, ratio {self.compressed.ratio}"]
+        ops = ("mqa_paged", "mha_ragged", "mqa_sparse", "mha_masked")
+        attending = ", ".join(f"{op} by {self.backends[op]}" for op in ops if op in self.backends)
+        return (
+            f"Plan({self.config.model_type}, {self.num_tokens} tokens: "
+            f"{', '.join(counts) or 'no requests'}; {attending})"
+        )
+
     def explain(self) -> str:
-        """What runs where, and why not something better: one line per op."""
-        lines = []
-        if self.decode is not None:
-            B, X = self.decode.split_starts.shape
-            lines.append(
-                f"absorbed  {B} requests, up to {self.decode.max_query_len} queries each, "
-                f"keys in up to {X - 1} runs{self._reason()}"
-            )
-        if self.prefill is not None:
-            chunks = f", {len(self.prefill.chunks)} context chunks" if self.prefill.chunks else ""
-            lines.append(
-                f"expanded  {self.prefill.query_start_loc.shape[0] - 1} requests, "
-                f"up to {self.prefill.max_query_len} queries each, {self.prefill.route}{chunks}"
-                f"{self._reason()}"
-            )
-        if self.sparse is not None:
-            lines += self._explain_sparse(self.sparse)
-        if self.compressed is not None:
-            lines += self._explain_compressed(self.compressed)
-        for problem in self.problems:
-            chosen = self.backends[problem.op]
-            better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
-            lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
-            lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
-        return "\n".join([*lines, *self._explain_launches()])
+        """What runs where, why so and why not something better, in how many bytes."""
+        from openmla.plan.explain import explain  # which is about this class
 
-    def _explain_launches(self) -> list[str]:
-        """How many kernels a layer launches for its attention, as far as they are ours."""
-        counts = {
-            problem.op: launches(problem.op, self.backends[problem.op]) for problem in self.problems
-        }
-        known = {op: n * self._calls(op) for op, n in counts.items() if n is not None}
-        if not known:
-            return []
-        others = [op for op, count in counts.items() if count is None]
-        beside = f"; beside them what torch launches for {', '.join(others)}" if others else ""
-        listed = ", ".join(f"{op} {count}" for op, count in known.items())
-        return [f"launches  up to {sum(known.values())} a layer and step: {listed}{beside}"]
-
-    def _calls(self, op: str) -> int:
-        """How often a layer calls an op in this step."""
-        chunks = len(self.prefill.chunks) if self.prefill is not None else 0
-        whole = self.prefill is not None and self.prefill.whole is not None
-        groups, contexts, scored, turns = 0, 0, 0, 1
-        if self.sparse is not None:
-            groups = sum(len(chunk.groups) for chunk in self.sparse.masked)
-            contexts, turns = len(self.sparse.masked), len(self.sparse.turns)
-            scored = len(self.sparse.chunks)
-        if self.compressed is not None:
-            scored = len(self.compressed.chunks)
-        indexed = self.config.indexer is not None
-        return {
-            "rope": 2 + indexed + (self.compressed is not None),
-            "compress_kv": 1 + indexed,
-            "cache_gather": chunks + whole + contexts,
-            "mha_ragged": 1 + chunks,
-            "merge_states": chunks + groups,
-            "index_logits": scored,
-            "index_topk": scored,
-            "mqa_sparse": turns,
-            "pack_mask": groups,
-            "mha_masked": groups,
-        }.get(op, 1)
+        return explain(self)
 
     def sparse_bytes(self) -> dict[str, int]:
         """What the sparse rows of one layer hold beside inputs and outputs, at most, by name."""
@@ -276,7 +257,7 @@ class Plan:
         if sparse is None or config.indexer is None:
             return {}
         rows = max((chunk.context.num_keys for chunk in sparse.masked), default=0)
-        dtype = next(problem.dtype for problem in self.problems if problem.op == "cache_write")
+        dtype = self.problem("cache_write").dtype
         heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
         listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)
         turn = max((turn.stop - turn.start for turn in sparse.turns), default=0)
@@ -287,100 +268,3 @@ class Plan:
             "mask": sparse.mask_bytes,
             "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,
         }
-
-    def _explain_sparse(self, sparse: SparsePlan) -> list[str]:
-        assert self.config.indexer is not None
-        K, expanded = self.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
-        keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
-        lines = [
-            f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
-            f"scores    in {len(sparse.chunks)} turns of {_mib(sparse.score_bytes)} at most "
-            f"(bound {_mib(LOGITS_BYTES)})",
-        ]
-        if sparse.num_absorbed:
-            lines.append(
-                f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows, in "
-                f"{len(sparse.turns)} turns"
-            )
-        if expanded:
-            rows = max(chunk.context.num_keys for chunk in sparse.masked)
-            lines.append(
-                f"masked    {expanded} tokens, expanded: cheaper than {K} rows gathered for each; "
-                f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
-                f"mask at most (bound {_mib(MASK_BYTES)})"
-            )
-        parts = {name: size for name, size in self.sparse_bytes().items() if size}
-        listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
-        total = _mib(sum(parts.values()))
-        lines.append(f"workspace {total} at most, beside what a backend holds: {listed}")
-        return lines
-
-    def _explain_compressed(self, step: CompressedPlan) -> list[str]:
-        config = self.config
-        assert config.compressor is not None
-        requests = step.query_start_loc.shape[0] - 1
-        lines = [
-            f"window    {step.num_rows} tokens of {requests} requests, each its last "
-            f"{config.compressor.window} rows"
-        ]
-        if step.ratio and step.chunks:
-            assert config.indexer is not None
-            lines += [
-                f"entries   one per {step.ratio} tokens, {config.indexer.topk} of up to "
-                f"{step.max_entries} chosen by each token",
-                f"scores    in {len(step.chunks)} turns of {_mib(step.score_bytes)} at most "
-                f"(bound {_mib(LOGITS_BYTES)}), selection "
-                f"{_mib(4 * config.indexer.topk * step.num_rows)}",
-            ]
-        elif step.ratio:
-            few = ""
-            if step.ratio == INDEXED_RATIO and config.indexer is not None:
-                few = f" (no more than {config.indexer.topk})"
-            lines.append(
-                f"entries   one per {step.ratio} tokens, all of up to {step.max_entries}{few}: "
-                "no list is made"
-            )
-        return lines + self._explain_caches()
-
-    def _explain_caches(self) -> list[str]:
-        """What all layers of a V4 model keep, by kind."""
-        if self.geometry is None:
-            return []
-        geometry = self.geometry
-        kinds = cache_bytes(self.config, geometry)
-        tokens = geometry.num_blocks * geometry.block_size
-        lines = [
-            f"cache     {tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
-            f"{geometry.index_format}; windows and states of {geometry.num_states} requests",
-            "  ratio layers  B/token        entries      padding       window        state"
-            "          total",
-        ]
-        for kind in kinds:
-            lines.append(
-                f"  {kind.ratio:>5} {kind.num_layers:>6} {kind.token_bytes:>8g} "
-                f"{kind.entries:>14} {kind.padding:>12} {kind.window:>12} {kind.state:>12} "
-                f"{kind.total:>14}"
-            )
-        each = sum(kind.num_layers * kind.token_bytes for kind in kinds)
-        sums = [sum(getattr(kind, name) for kind in kinds) for name in _PARTS]
-        lines.append(
-            f"  total {sum(kind.num_layers for kind in kinds):>6} {each:>8g} "
-            f"{sums[0]:>14} {sums[1]:>12} {sums[2]:>12} {sums[3]:>12} {sums[4]:>14}"
-        )
-        lines.append(
-            f"  entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
-            f"window and state, {_mib(sums[2] + sums[3])}, do not; {sums[4] / 2**30:.2f} GiB in all"
-        )
-        return lines
-
-    def _reason(self) -> str:
-        """Why requests of a sparse model are dense."""
-        indexer = self.config.indexer
-        return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
-
-
-_PARTS = ("entries", "padding", "window", "state", "total")
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"

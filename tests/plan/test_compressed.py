@@ -339,6 +339,7 @@ def test_explain_says_what_each_token_sees() -> None:
     text = plan_of(0, [40, 2], [60, 70]).explain()
     assert "window    42 tokens of 2 requests, each its last 32 rows" in text
     assert "entries   one per" not in text
+    assert "  why     absorbed is the only form: the latent is key and value" in text
     text = plan_of(4, [40, 2], [60, 70]).explain()
     assert "entries   one per 4 tokens, all of up to 17 (no more than 32): no list is made" in text
     text = plan_of(4, [40, 2], [60, 300]).explain()
@@ -402,6 +403,21 @@ def test_a_cache_of_ones_own_says_nothing_of_others() -> None:
     plan = make_plan(batch, CONFIG, replace(cache, geometry=None))
     assert "tokens in blocks of" not in plan.explain() and "GiB" not in plan.explain()
     assert plan.problems == make_plan(batch, CONFIG, cache).problems
+
+
+def test_reprs_are_short() -> None:
+    plan = plan_of(4, [40, 2], [60, 70], backend="reference")
+    assert (
+        repr(plan) == "Plan(deepseek_v4, 42 tokens: 2 requests, ratio 4; mqa_sparse by reference)"
+    )
+    assert "tensor(" not in repr(plan.compressed) and len(repr(plan.compressed)) < 400
+    cache = make_cache(4)
+    assert repr(cache).startswith("LayerCache(ratio 4; index: index_fp32, 32 blocks of 32 rows, 16")
+    assert cache.geometry is not None
+    pool = CompressedPool(cache.geometry)
+    pool.take({"a": 20})
+    assert repr(pool).startswith("CompressedPool(entries: 1 of 32 blocks of 128 tokens used, 31 fr")
+    assert repr(pool).endswith("states: 1 of 4 blocks used, 3 free; 1 requests)")
 
 
 def test_named_backends() -> None:

@@ -160,9 +160,9 @@ def test_explain_counts_launches() -> None:
         for op, name in plan.backends.items()
     }
     line = replace(plan, backends=ours).explain().splitlines()[-1]
-    assert line == (
-        "launches  up to 3 a layer and step: cache_write 1, merge_states 2; beside them what "
-        "torch launches for latent_write, rope, mha_ragged, cache_gather"
+    assert line == (  # of latent_write and cache_write one, and nothing else rotates
+        "launches  up to 2 a layer and step: merge_states 2; beside them what torch launches for "
+        "latent_write, mha_ragged, cache_gather"
     )
 
 
@@ -174,6 +174,71 @@ def test_explain_names_backends_and_reasons() -> None:
     assert "latent_write" in text and "cache_write" in text
     chosen = make_plan(make_batch([30], [33]), CONFIG, CACHE).explain()
     assert "mha_ragged   sdpa" in chosen
+
+
+def test_explain_says_why_and_how_many_bytes() -> None:
+    batch = make_batch([1, 30], [9, 33])
+    text = make_plan(batch, CONFIG, CACHE, workspace_tokens=8).explain()
+    assert "absorbed  1 requests" in text
+    assert (
+        "  why     cost: 1 new tokens over 9 keys; over about so many expanding pays from" in text
+    )
+    assert (
+        "  why     cost: 30 new tokens over 33 keys; over about so many expanding pays fr" in text
+    )
+    # 9 rows of 160 bytes, 3 rows of context
+    assert "reads     1.9 KiB of cache a layer: absorbed 1.4 KiB, expanded 480 B" in text
+    held = (3 * 40 + 30 * 4 * (24 + 40)) * 4  # 3 rows gathered, 30 expanded
+    assert f"  holds   {held / 1024:.1f} KiB at most" in text
+    for options, message in (
+        ({"form": "absorbed"}, "asked for: form='absorbed'"),
+        ({"form": "expanded"}, "asked for: form='expanded'"),
+    ):
+        told = make_plan(batch, CONFIG, CACHE, **options).explain()  # type: ignore[arg-type]
+        assert f"  why     {message}" in told and "cost" not in told
+    few = make_batch([1, 2], [9, 20])
+    captured = make_plan(few, CONFIG, CACHE, into=buffers()).explain()
+    assert "  why     a captured graph replays one form" in captured
+    lens = torch.tensor([9, 20], dtype=torch.int32)
+    bounded = make_plan(replace(few, device_seq_lens=lens), CONFIG, CACHE).explain()
+    assert "  why     only the device knows the lengths" in bounded
+    assert "of cache a layer at most: absorbed" in bounded
+
+
+def test_explain_lists_the_ops_that_run() -> None:
+    def ops(plan: Plan) -> list[str]:
+        lines = [line.split()[0] for line in plan.explain().splitlines()]
+        return [word for word in lines if word in plan.backends]
+
+    plan = make_plan(make_batch([1], [9]), CONFIG, CACHE, backend="reference")
+    assert ops(plan) == ["latent_write", "cache_write", "mqa_paged"]  # which rotates, too
+    assert "cache_write  reference, instead where rows come finished" in plan.explain()
+    # on a GPU without kernels rows are finished op by op
+    there = tuple(replace(problem, device="cuda") for problem in plan.problems)
+    assert ops(replace(plan, problems=there)) == ["cache_write", "rope", "mqa_paged"]
+    plan = make_plan(make_batch([30], [30]), CONFIG, CACHE)
+    assert ops(plan) == ["latent_write", "cache_write", "mha_ragged"]
+
+
+def test_reprs_are_short() -> None:
+    """A line that says what one wants to know; no tensor is printed."""
+    batch = make_batch([1, 30], [9, 33])
+    plan = make_plan(batch, CONFIG, CACHE, backend="reference")
+    assert repr(batch) == (
+        "Batch(2 requests, 31 query tokens, longest context 33, tables of 9 blocks)"
+    )
+    assert repr(plan) == (
+        "Plan(deepseek_v3, 31 tokens: 1 requests absorbed, 1 requests expanded; "
+        "mqa_paged by reference, mha_ragged by reference)"
+    )
+    assert repr(plan.decode) == (
+        "DecodePlan(rows=0:1, block_table=[1, 9] int32, seq_lens=[1] int32, "
+        "query_start_loc=[2] int32, split_starts=[1, 2] int32, max_query_len=1)"
+    )
+    space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
+    assert repr(space) == "Workspace(20 gathered rows, 50 expanded keys, bfloat16, 26.6 KiB on cpu)"
+    for part in (plan, plan.prefill, batch, space):
+        assert "tensor(" not in repr(part) and len(repr(part)) < 400
 
 
 def test_default_workspace() -> None:

@@ -83,16 +83,25 @@ def test_explain_says_how_many_keys_and_bytes() -> None:
     text = plan_of([40, 2], [60, 70], form="expanded").explain()
     assert "sparse    42 tokens choose 32 of up to 70 keys each" in text
     assert "scores    in 1 turns of 0.0 MiB at most (bound 256.0 MiB)" in text
-    assert "masked    42 tokens, expanded: cheaper than 32 rows gathered for each" in text
+    assert "masked    42 tokens, expanded: asked for: form='expanded'; 1 chunks of" in text
     assert "MiB at most, beside what a backend holds: scores 0.0 MiB, selection" in text
     assert "mask 0.0 MiB, expanded keys 0.2 MiB" in text
     assert "mha_masked   reference" in text
     text = plan_of([2], [70], form="absorbed").explain()
     assert "chosen    2 tokens, absorbed, over their own rows, in 1 turns" in text
+    assert "  why     asked for: form='absorbed'" in text
     assert "mask" not in text
     text = plan_of([1, 1], [K, 9]).explain()
     assert "absorbed  2 requests, up to 1 queries each, keys in up to" in text
     assert f"runs, of no more than {K} keys: dense" in text
+    text = plan_of([40, 1], [60, 70]).explain()
+    assert "masked    40 tokens, expanded: cheaper than 32 rows gathered for each" in text
+    assert "  why     cost: 32 rows gathered for each are cheaper than all keys" in text
+    row, key = 40 * 4, 16 * 4
+    sizes = {"chosen": K * row, "masked": 60 * row, "index keys": 130 * key}
+    listed = ", ".join(f"{name} {size / 1024:.1f} KiB" for name, size in sizes.items())
+    assert f"reads     {sum(sizes.values()) / 1024:.1f} KiB of cache a layer: {listed}" in text
+    assert len(repr(plan_of([40, 1], [60, 70]).sparse)) < 400
 
 
 def test_the_route_is_a_matter_of_cost() -> None:

@@ -1,0 +1,284 @@
+"""explain(): what a plan does, why, and in how many bytes, in lines for people."""
+
+from __future__ import annotations
+
+from openmla.backends import BACKENDS, launches, why_not
+from openmla.cache import cache_bytes, shown_bytes
+from openmla.cache.format import get_format
+from openmla.config import INDEXED_RATIO
+from openmla.plan.forms import decode_threshold
+from openmla.plan.types import CompressedPlan, Plan, PrefillPlan, SparsePlan
+from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES
+
+_PARTS = ("entries", "padding", "window", "state", "total")
+
+
+def explain(plan: Plan) -> str:
+    lines = []
+    if plan.decode is not None:
+        B, X = plan.decode.split_starts.shape
+        lines += [
+            f"absorbed  {B} requests, up to {plan.decode.max_query_len} queries each, "
+            f"keys in up to {X - 1} runs{_few_keys(plan)}",
+            f"  why     {_why(plan, 'absorbed')}",
+        ]
+    if plan.prefill is not None:
+        lines += _expanded(plan, plan.prefill)
+    if plan.sparse is not None:
+        lines += _sparse(plan, plan.sparse)
+    if plan.compressed is not None:
+        lines += _compressed(plan, plan.compressed)
+    return "\n".join([*lines, *_reads(plan), *_ops(plan), *_launches(plan)])
+
+
+def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
+    config, dtype = plan.config, plan.problem("cache_write").dtype
+    chunks = prefill.chunks if prefill.whole is None else (prefill.whole,)
+    gathered = max((chunk.num_keys for chunk in chunks), default=0)
+    rows = prefill.rows
+    new = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+    keys = gathered if prefill.whole is not None else max(gathered, new)
+    each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
+    count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
+    return [
+        f"expanded  {prefill.query_start_loc.shape[0] - 1} requests, up to "
+        f"{prefill.max_query_len} queries each, {prefill.route}{count}{_few_keys(plan)}",
+        f"  why     {_why(plan, 'expanded')}",
+        f"  holds   {shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}",
+    ]
+
+
+def _few_keys(plan: Plan) -> str:
+    """Why requests of a sparse model are dense."""
+    indexer = plan.config.indexer
+    return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
+
+
+def _why(plan: Plan, form: str) -> str:
+    """Why the requests of a form have it: told to, bound to, or by cost."""
+    told = _told(plan)
+    if told:
+        return told
+    config, problem = plan.config, plan.problem("cache_write")
+    found = []
+    for b in plan.routes.get(form, ()):
+        n, S = plan.query_lens[b], plan.seq_lens[b]
+        if n:
+            bits = S.bit_length() - 1
+            format, device = problem.format, problem.device
+            most = decode_threshold(config, format, problem.dtype.itemsize, device, bits)
+            found.append((n / most, n, S, most))
+    if not found:
+        return "nothing to expand: no new tokens"
+    _, n, S, most = max(found) if form == "absorbed" else min(found)  # the nearest to the other
+    return f"cost: {n} new tokens over {S} keys; over about so many expanding pays from {most + 1}"
+
+
+def _told(plan: Plan) -> str:
+    if plan.form == "captured":
+        return "a captured graph replays one form, into= takes the absorbed one"
+    if plan.form != "auto":
+        return f"asked for: form={plan.form!r}"
+    if plan.bounded:
+        return "only the device knows the lengths: nothing else can be planned"
+    return ""
+
+
+def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
+    assert plan.config.indexer is not None
+    K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
+    keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
+    told = _told(plan)
+    lines = [
+        f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
+        f"scores    in {len(sparse.chunks)} turns of {_mib(sparse.score_bytes)} at most "
+        f"(bound {_mib(LOGITS_BYTES)})",
+    ]
+    if sparse.num_absorbed:
+        lines += [
+            f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows, in "
+            f"{len(sparse.turns)} turns",
+            f"  why     {told or f'cost: {K} rows gathered for each are cheaper than all keys'}",
+        ]
+    if expanded:
+        rows = max(chunk.context.num_keys for chunk in sparse.masked)
+        why = told or f"cheaper than {K} rows gathered for each"
+        lines.append(
+            f"masked    {expanded} tokens, expanded: {why}; "
+            f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
+            f"mask at most (bound {_mib(MASK_BYTES)})"
+        )
+    parts = {name: size for name, size in plan.sparse_bytes().items() if size}
+    listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
+    total = _mib(sum(parts.values()))
+    lines.append(f"workspace {total} at most, beside what a backend holds: {listed}")
+    return lines
+
+
+def _compressed(plan: Plan, step: CompressedPlan) -> list[str]:
+    config = plan.config
+    assert config.compressor is not None
+    requests = step.query_start_loc.shape[0] - 1
+    lines = [
+        f"window    {step.num_rows} tokens of {requests} requests, each its last "
+        f"{config.compressor.window} rows",
+        "  why     absorbed is the only form: the latent is key and value",
+    ]
+    if step.ratio and step.chunks:
+        assert config.indexer is not None
+        lines += [
+            f"entries   one per {step.ratio} tokens, {config.indexer.topk} of up to "
+            f"{step.max_entries} chosen by each token",
+            f"scores    in {len(step.chunks)} turns of {_mib(step.score_bytes)} at most "
+            f"(bound {_mib(LOGITS_BYTES)}), selection "
+            f"{_mib(4 * config.indexer.topk * step.num_rows)}",
+        ]
+    elif step.ratio:
+        few = ""
+        if step.ratio == INDEXED_RATIO and config.indexer is not None:
+            few = f" (no more than {config.indexer.topk})"
+        lines.append(
+            f"entries   one per {step.ratio} tokens, all of up to {step.max_entries}{few}: "
+            "no list is made"
+        )
+    return lines + _caches(plan)
+
+
+def _caches(plan: Plan) -> list[str]:
+    """What all layers of a V4 model keep, by kind."""
+    if plan.geometry is None:
+        return []
+    geometry = plan.geometry
+    kinds = cache_bytes(plan.config, geometry)
+    tokens = geometry.num_blocks * geometry.block_size
+    lines = [
+        f"cache     {tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
+        f"{geometry.index_format}; windows and states of {geometry.num_states} requests",
+        "  ratio layers  B/token        entries      padding       window        state"
+        "          total",
+    ]
+    for kind in kinds:
+        lines.append(
+            f"  {kind.ratio:>5} {kind.num_layers:>6} {kind.token_bytes:>8g} "
+            f"{kind.entries:>14} {kind.padding:>12} {kind.window:>12} {kind.state:>12} "
+            f"{kind.total:>14}"
+        )
+    each = sum(kind.num_layers * kind.token_bytes for kind in kinds)
+    sums = [sum(getattr(kind, name) for kind in kinds) for name in _PARTS]
+    lines.append(
+        f"  total {sum(kind.num_layers for kind in kinds):>6} {each:>8g} "
+        f"{sums[0]:>14} {sums[1]:>12} {sums[2]:>12} {sums[3]:>12} {sums[4]:>14}"
+    )
+    lines.append(
+        f"  entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
+        f"window and state, {_mib(sums[2] + sums[3])}, do not; {sums[4] / 2**30:.2f} GiB in all"
+    )
+    return lines
+
+
+def _reads(plan: Plan) -> list[str]:
+    """Bytes of cache that one layer's attention reads, by who reads them."""
+    if plan.compressed is not None:
+        return []
+    query_lens, seq_lens, config = plan.query_lens, plan.seq_lens, plan.config
+    rows = {"absorbed": sum(seq_lens[b] for b in plan.routes.get("absorbed", ()))}
+    if plan.prefill is not None:
+        whole = plan.prefill.whole
+        chunks = plan.prefill.chunks if whole is None else (whole,)
+        rows["expanded"] = sum(chunk.num_keys for chunk in chunks)
+    keys = 0
+    if plan.sparse is not None and config.indexer is not None:
+        K, chosen = config.indexer.topk, plan.routes.get("chosen", ())
+        lens = [(query_lens[b], seq_lens[b]) for b in chosen]
+        rows["chosen"] = sum(min(S - i, K) for n, S in lens for i in range(n))
+        rows["masked"] = sum(chunk.context.num_keys for chunk in plan.sparse.masked)
+        if _scored(plan):
+            keys = sum(seq_lens[b] for b in (*chosen, *plan.routes.get("masked", ())))
+    row_bytes = get_format(plan.problem("cache_write").format).row_bytes(config.latent_dim)
+    sizes = {name: count * row_bytes for name, count in rows.items() if count}
+    if keys and config.indexer is not None:
+        layout = get_format(plan.problem("index_write").format)
+        sizes["index keys"] = keys * layout.row_bytes(config.indexer.head_dim)
+    listed = ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items())
+    most = " at most" if plan.bounded else ""
+    total = shown_bytes(sum(sizes.values()))
+    return [f"reads     {total} of cache a layer{most}{f': {listed}' if listed else ''}"]
+
+
+def _ops(plan: Plan) -> list[str]:
+    """The ops that run, by whom, and why not by a better one."""
+    lines = []
+    for problem in plan.problems:
+        if not _calls(plan, problem.op):
+            continue
+        chosen = plan.backends[problem.op]
+        better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
+        lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
+        when = ""
+        if problem.op == "cache_write" and _in_one_launch(plan):
+            when = ", instead where rows come finished, as attach()'s"
+        lines.append(f"{problem.op:<12} {chosen}{when}" + (f" ({lost})" if lost else ""))
+    return lines
+
+
+def _launches(plan: Plan) -> list[str]:
+    """How many kernels a layer launches for its attention, as far as they are ours."""
+    ops = [problem.op for problem in plan.problems if _calls(plan, problem.op)]
+    if _in_one_launch(plan):  # one of the two
+        ops.remove("cache_write")
+    counts = {op: launches(op, plan.backends[op]) for op in ops}
+    known = {op: n * _calls(plan, op) for op, n in counts.items() if n is not None}
+    if not known:
+        return []
+    others = [op for op, count in counts.items() if count is None]
+    beside = f"; beside them what torch launches for {', '.join(others)}" if others else ""
+    listed = ", ".join(f"{op} {count}" for op, count in known.items())
+    return [f"launches  up to {sum(known.values())} a layer and step: {listed}{beside}"]
+
+
+def _in_one_launch(plan: Plan) -> bool:
+    """Whether raw rows are finished and written by latent_write, as attention/write.py has it."""
+    on_gpu = plan.problem("latent_write").device == "cuda"
+    return plan.backends["latent_write"] != "reference" or not on_gpu
+
+
+def _scored(plan: Plan) -> int:
+    """Turns in which there is something to choose."""
+    part = plan.sparse or plan.compressed
+    if part is None or plan.config.indexer is None:
+        return 0
+    return sum(chunk.num_keys > plan.config.indexer.topk for chunk in part.chunks)
+
+
+def _calls(plan: Plan, op: str) -> int:
+    """How often a layer calls an op in this step."""
+    chunks = len(plan.prefill.chunks) if plan.prefill is not None else 0
+    whole = plan.prefill is not None and plan.prefill.whole is not None
+    groups, contexts, turns = 0, 0, 1
+    if plan.sparse is not None:
+        groups = sum(len(chunk.groups) for chunk in plan.sparse.masked)
+        contexts, turns = len(plan.sparse.masked), len(plan.sparse.turns)
+    turned = 0 if _in_one_launch(plan) else 2  # queries and rows
+    step = plan.compressed
+    if step is not None:  # what comes out is turned back
+        turned += 1 + bool(step.chunks)
+    elif plan.config.indexer is not None:
+        turned += 1
+    return {
+        "latent_write": int(_in_one_launch(plan)),
+        "rope": turned,
+        "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
+        "cache_gather": chunks + whole + contexts,
+        "mha_ragged": 1 + chunks,
+        "merge_states": chunks + groups,
+        "index_logits": _scored(plan),
+        "index_topk": _scored(plan),
+        "mqa_sparse": turns,
+        "pack_mask": groups,
+        "mha_masked": groups,
+    }.get(op, 1)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
