@@ -66,7 +66,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 24,
     },
-    "proportional": {"partial_rotary_factor": 0.5},
+    "proportional": {"partial_rotary_factor": 0.5, "factor": 2.0},
 }
 
 
