@@ -81,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--index-steps", type=int, default=1000, help="of the indexer")
     parser.add_argument("--batch", type=int, default=16, help="windows of 4096 bytes per step")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--measure", type=int, help="held-out windows at the end; default: all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -333,10 +334,10 @@ class Progress:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, text: bytes, device: str) -> float:
-    """Mean over whole windows of the held-out text."""
+def bits_per_byte(model: Any, text: bytes, device: str, num_windows: int | None) -> float:
+    """Mean over whole windows of the held-out text, the first ones or all."""
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    windows = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)
+    windows = ids[: len(ids) // CONTEXT * CONTEXT].view(-1, CONTEXT)[:num_windows]
     losses = [
         F.cross_entropy(model(row[None], use_cache=False).logits[0, :-1], row[1:]) / math.log(2)
         for row in windows
@@ -381,7 +382,7 @@ def main() -> None:
     size = sum(path.stat().st_size for path in args.out.iterdir())
     print(f"wrote {args.out}, {size / 1e6:.2f} MB")
     for name, each in (("dense", model), (f"top {INDEXER['index_topk']}", exact)):
-        bits = bits_per_byte(each, held_out, args.device)
+        bits = bits_per_byte(each, held_out, args.device, args.measure)
         print(f"held out, {name}: {bits:.4f} bits per byte (float32)")
 
 

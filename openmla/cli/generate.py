@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -179,10 +180,10 @@ def fitting(prompt: int, new: int, config: MLAConfig) -> int:
 def print_prompt(prompt: str) -> None:
     """The prompt, or the end of a long one, under a heading that tells it from what follows."""
     if len(prompt) <= SHOWN + 100:
-        print(f"{heading('prompt')}\n{styled(prompt, DIM)}")
+        print(f"{heading('prompt')}\n{styled(prompt.rstrip(), DIM)}")
     else:
         print(heading(f"prompt, the last {SHOWN} of {len(prompt)} characters"))
-        print(styled(prompt[-SHOWN:], DIM))
+        print(styled(prompt[-SHOWN:].rstrip(), DIM))
     print(heading("generated"), flush=True)
 
 
@@ -307,16 +308,25 @@ def verdict(ours: Run, theirs: Run) -> str:
     if ours.decode_s and theirs.decode_s:
         told.insert(0, told_time("decode", ours.decode_s, theirs.decode_s))
     size = ours.cache_bytes / theirs.cache_bytes
-    share = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
-    told.append(f"the cache takes {share} the memory")
-    return (
-        f"openmla and plain transformers: {same} of {len(theirs.tokens)} tokens the same.\n"
-        f"With openmla {', '.join(told[:-1])}, and {told[-1]}."
-    )
+    if alike(size):
+        told.append("the cache takes about as much memory")
+    else:
+        share = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
+        told.append(f"the cache takes {share} the memory")
+    compared = f"With openmla {', '.join(told[:-1])}, and {told[-1]}."
+    tokens = f"{same} of {len(theirs.tokens)} tokens the same"
+    return f"openmla and plain transformers: {tokens}.\n{textwrap.fill(compared, 100)}"
 
 
 def told_time(what: str, ours: float, theirs: float) -> str:
     """A ratio of times as one would say it."""
-    if ours <= theirs:
+    if alike(ours / theirs):
+        return f"{what} takes about as long"
+    if ours < theirs:
         return f"{what} is {theirs / ours:.1f} times as fast"
     return f"{what} takes {ours / theirs:.1f} times as long"
+
+
+def alike(ratio: float) -> bool:
+    """Whether one would round a ratio to 1."""
+    return 0.95 <= ratio < 1.05

@@ -163,4 +163,5 @@ def test_programs(arguments: list[str], part: str) -> None:
 @pytest.mark.slow
 def test_the_training_example_as_a_program(tmp_path: Path) -> None:
     arguments = ["--out", str(tmp_path), "--steps", "2", "--index-steps", "1", "--batch", "1"]
-    assert "bits per byte" in program("examples/train_demo.py", *arguments, "--device", "cpu")
+    arguments += ["--measure", "1", "--device", "cpu"]
+    assert "bits per byte" in program("examples/train_demo.py", *arguments)

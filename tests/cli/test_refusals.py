@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from openmla.cli.__main__ import main
 Damage = Callable[[Path], object]
 ROOT = Path(__file__).parents[2]
 ASK = ["--prompt", "hello", "--max-new-tokens", "2"]
-QUANTISED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GPTQ = {"quant_method": "gptq", "bits": 4}
 INDEX = "model.safetensors.index.json"
 
 
@@ -145,7 +147,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "vocab small": (config(vocab_size=100), "tokens must be below the model's vocab_size of 100"),
     "dtype": (config(dtype="float99"), "transformers cannot read config.json"),
     "dtype odd": (config(dtype="float64"), "dtype must be float32, bfloat16 or float16"),
-    "fp8": (config(quantization_config=QUANTISED), "quantized model requires accelerate"),
+    "gptq": (config(quantization_config=GPTQ), "model requires optimum"),
     "quantised oddly": (config(quantization_config={"quant_method": "x"}), "transformers knows"),
     "quantised, a list": (config(quantization_config=[1]), "transformers cannot read config.json"),
     "tokenizer": (written("tokenizer.json", b"{"), "transformers cannot load the tokenizer"),
@@ -204,11 +206,29 @@ def test_checkpoints(
     name: str, tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, message = CHECKPOINTS[name]
+    if name == "gptq" and find_spec("optimum") is not None:
+        pytest.skip("it is installed")
     folder = tmp_path / "model"
     shutil.copytree(tiny["dense"], folder)
     damage(folder)
     said = sentence(["generate", "--model", str(folder), *ASK], capsys, may_load=True)
     assert message in said
+
+
+def test_fp8_without_accelerate(
+    tiny: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: False)
+    folder = tmp_path / "model"
+    shutil.copytree(tiny["dense"], folder)
+    config(quantization_config=FP8)(folder)
+    said = sentence(["generate", "--model", str(folder), *ASK], capsys, may_load=True)
+    assert "an FP8 quantized model requires accelerate" in said
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
