@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(name: str, *, allow_pickle: bool = False) -> Checkpoint:
     """The checkpoint behind --model: "demo", or a folder. No tensor is read."""
     folder = DEMO if name == "demo" else Path(name)
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # False also for names no file can have
         raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
     config = MLAConfig.from_hf(folder)
     files = _weight_files(folder, allow_pickle)

@@ -212,6 +212,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     if temperature is None:
         temperature = DEMO_TEMPERATURE if options.model == "demo" else 0.0
     told: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": temperature > 0}
+    told["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
     if temperature > 0:
         told |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         note(f"choosing at temperature {temperature}, seed {options.seed}")

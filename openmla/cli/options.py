@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from openmla.config.schema import MAX_POSITIONS
@@ -55,8 +55,7 @@ def temperature(text: str) -> float:
 
 def output_file(text: str) -> str:
     """A type of option: a file that can be written when the work is done."""
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
+    if not os.path.isdir(os.path.dirname(text) or ".") or os.path.isdir(text):
         raise argparse.ArgumentTypeError(
             f"must be a file in a folder that is there, got {text[:200]!r}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,16 @@ def test_long_prompt_from_a_file_shows_progress(
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     captured = capsys.readouterr()
     assert "prefill 440 tokens" in captured.out and "loading" in captured.err
+
+
+def test_a_checkpoint_that_asks_for_beams(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4}')
+    arguments = ["generate", "--model", str(tmp_path / "m"), "--prompt", "hello"]
+    assert main([*arguments, "--max-new-tokens", "2"]) == 0
+    assert "--- generated ---" in capsys.readouterr().out
 
 
 def test_float32_where_bf16_dies(

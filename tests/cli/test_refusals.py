@@ -80,6 +80,7 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "unknown option": (["generate", "--model", "demo", "--colour"], "unrecognized arguments"),
     "no model": (["generate", "--prompt", "x"], "arguments are required: --model"),
     "model nowhere": (["generate", "--model", "{here}/none", *ASK], "a folder with config.json"),
+    "model too long": (["generate", "--model", "a" * 5000, *ASK], "a folder with config.json"),
     "prompt missing": (["--prompt", "@{here}/none.txt"], "none.txt': No such file or directory"),
     "prompt a folder": (["--prompt", "@{here}"], "Is a directory"),
     "prompt binary": (["--prompt", "@{here}/binary"], "must be text in UTF-8, got"),
