@@ -56,7 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"openmla {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the command is told")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the command")
+    rest.required = False  # or argparse would name it as missing
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         from openmla.cli.doctor import run_doctor

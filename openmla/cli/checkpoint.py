@@ -136,7 +136,8 @@ def checked_device(name: str | None) -> str:
         torch.zeros(1, device=device)
     except Exception as error:  # every device fails in its own way
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UnsupportedError(f"--device {name} cannot be used here: {reason[0]}") from error
+        first = reason[0].split(". ")[0].rstrip(".")
+        raise UnsupportedError(f"--device {name} cannot be used here: {first}.") from error
     return name
 
 

@@ -75,7 +75,7 @@ def broken_index(folder: Path) -> None:
 
 # Options of generate, with {here} for a folder of odd files, and what the sentence says.
 OPTIONS: dict[str, tuple[list[str], str]] = {
-    "no command": ([], "the following arguments are required: command"),
+    "no command": ([], "the following arguments are required: command. See"),
     "unknown command": (["dance"], "argument command: invalid choice: 'dance'"),
     "unknown option": (["generate", "--model", "demo", "--colour"], "unrecognized arguments"),
     "no model": (["generate", "--prompt", "x"], "arguments are required: --model"),
