@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from openmla import hardware
 from openmla.backends import Problem, all_backends, why_not
 from openmla.config import MLAConfig
+from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -35,7 +36,7 @@ def open_checkpoint(name: str, *, allow_pickle: bool = False) -> Checkpoint:
     folder = DEMO if name == "demo" else Path(name)
     if not os.path.isfile(folder / "config.json"):  # False also for names no file can have
         raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
-    config = MLAConfig.from_hf(folder)
+    config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
     files = _weight_files(folder, allow_pickle)
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:

@@ -103,8 +103,8 @@ def run_generate(options: argparse.Namespace) -> int:
     check_backend(options.backend, checkpoint.config, device, options.cache_format)
     tokenizer = load_tokenizer(checkpoint.folder)
     tokens = tokenizer.encode(prompt)
-    check_tokens(tokens, getattr(config, "vocab_size", None))
-    options.max_new_tokens = fitting(len(tokens), options.max_new_tokens, checkpoint.config)
+    check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
+    warn_of_context(len(tokens), options.max_new_tokens, checkpoint.config)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
     ids = torch.tensor([tokens], device=device)
@@ -161,20 +161,13 @@ def read_prompt(options: argparse.Namespace) -> str:
     return prompt
 
 
-def fitting(prompt: int, new: int, config: MLAConfig) -> int:
-    """New tokens after a prompt. Past a model's context text gets worse; V4 has no angles there."""
-    room = config.max_positions
-    if prompt + new <= room:
-        return new
-    if config.compressor is not None and prompt >= room:
-        raise ConfigError(
-            f"generate: a prompt of {config.model_type} must be shorter than its context of "
-            f"{room} tokens, got {prompt}."
+def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
+    """Past a model's context text gets worse."""
+    if prompt + new > config.max_positions:
+        note(
+            f"warning: {prompt + new} tokens with the prompt, more than the model's context of "
+            f"{config.max_positions}"
         )
-    ends = "" if config.compressor is None else ": it ends there"
-    asked = f"{prompt + new} tokens with the prompt"
-    note(f"warning: {asked}, more than the model's context of {room}{ends}")
-    return new if config.compressor is None else room - prompt
 
 
 def print_prompt(prompt: str) -> None:

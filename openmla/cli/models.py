@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
@@ -25,7 +28,7 @@ from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
 from openmla.config.schema import require_size
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations.transformers import REFUSED, SUPPORTED
+from openmla.integrations.transformers import supported_text_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LONG = 2**29  # bytes of weights from which on transformers shows how far it is
@@ -55,12 +58,7 @@ def read_config(folder: Path) -> Any:
         raise ConfigError(
             f"{folder.name}: transformers cannot read config.json: {type(error).__name__}: {error}"
         ) from error
-    kind = config.model_type
-    if kind in REFUSED:
-        raise UnsupportedError(f"{folder.name}: {kind} is not supported: {REFUSED[kind]}.")
-    if kind not in SUPPORTED:
-        raise UnsupportedError(f"{folder.name}: {kind!r} is not an MLA model known here.")
-    vocab_size = getattr(config, "vocab_size", None)
+    vocab_size = getattr(supported_text_config(config, folder.name), "vocab_size", None)
     if vocab_size is not None:
         require_size("vocab_size", vocab_size, most=2**31)
     if not known:
@@ -72,7 +70,7 @@ def read_config(folder: Path) -> Any:
 
 def attentions(config: Any) -> tuple[str, ...]:
     """The forms a checkpoint has: a V3.2 can leave its indexer."""
-    if not hasattr(config, "index_topk"):
+    if not hasattr(config.get_text_config(), "index_topk"):
         return ("dense",)
     return ("dense", "sparse") if config.model_type == "deepseek_v32" else ("sparse",)
 
@@ -211,10 +209,14 @@ def _without_indexer(config: Any) -> Any:
 
 
 def model_class(model_type: str) -> Any:
-    """The causal language model class of a model type; Mistral 4 is not in the automatic table."""
+    """The class that generates text for a model type; Mistral 4 is not in the automatic table."""
     import transformers
 
-    names = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "mistral4": "Mistral4ForCausalLM"}
+    names = {
+        **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "mistral4": "Mistral4ForCausalLM",
+    }
     cls = getattr(transformers, names.get(model_type, ""), None)
     if cls is None or not issubclass(cls, PreTrainedModel | GenerationMixin):
         raise ConfigError(f"{model_type!r} is not a language model transformers knows.")

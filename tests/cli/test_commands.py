@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -33,6 +34,26 @@ def test_generate(kind: str, tiny: dict[str, Path], capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "6 of 6 tokens the same" in text
     assert re.search(r"^cache +[\d.]+ MiB +[\d.]+ MiB$", text, re.MULTILINE)
+
+
+def test_generate_with_a_wrapper_and_another_rope(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vision model around a text model, and a kind of rope that only transformers knows."""
+    from tests.integrations.models import make_model
+    from tests.integrations.test_text_models import make_mistral3
+
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    with torch.no_grad():
+        text = make_model("mistral4").config.to_dict()
+        make_mistral3({**text, "vocab_size": 256}).save_pretrained(tmp_path / "wrapper")
+        stretched = make_model("deepseek_v2", rope_parameters=linear, rope_scaling=None)
+        stretched.resize_token_embeddings(256)
+        stretched.save_pretrained(tmp_path / "rope")
+    for name in ("wrapper", "rope"):
+        arguments = ["generate", "--model", str(tmp_path / name), "--prompt", "hello there"]
+        assert main([*arguments, "--max-new-tokens", "6", "--compare"]) == 0
+        assert "6 of 6 tokens the same" in capsys.readouterr().out
 
 
 def test_generate_in_v4s_own_format(

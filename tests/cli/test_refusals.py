@@ -266,15 +266,10 @@ def test_tensors_left_over_are_told(
         assert (said in capsys.readouterr().err) == told
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("dense", 8), ("v4", 4)])
+@pytest.mark.parametrize("kind", ["dense", "v4"])
 def test_more_tokens_than_the_context_is_a_warning(
-    kind: str,
-    tokens: int,
-    tiny: dict[str, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """V4's angles end with its context, and so does what it generates."""
     folder = tmp_path / "model"
     shutil.copytree(tiny[kind], folder)
     config(max_position_embeddings=16)(folder)
@@ -283,9 +278,7 @@ def test_more_tokens_than_the_context_is_a_warning(
     captured = capsys.readouterr()
     said = "openmla: warning: 20 tokens with the prompt, more than the model's context of 16"
     assert said in captured.err
-    assert f"{tokens} of {tokens} tokens the same" in captured.out
-    if kind == "v4":
-        assert "must be shorter than its context of 16" in sentence([*asked, "hello " * 3], capsys)
+    assert "8 of 8 tokens the same" in captured.out
 
 
 def test_an_interrupt(

@@ -191,7 +191,13 @@ def attach(
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
     """
-    config, model_type = _text_config(model)
+    config = getattr(model, "config", None)
+    if not isinstance(config, PreTrainedConfig):
+        raise UnsupportedError(
+            f"attach: the model must be one of transformers, got {type(model).__name__}."
+        )
+    config = supported_text_config(config, "attach")
+    model_type = str(config.model_type)
     mark = "o_a_proj" if model_type == "deepseek_v4" else "kv_a_proj_with_mqa"
     modules = [module for module in model.modules() if hasattr(module, mark)]
     if not modules:
@@ -298,29 +304,24 @@ def _own_config(model: nn.Module, text_config: Any) -> Any:
     return copies[id(text_config)]
 
 
-def _text_config(model: nn.Module) -> tuple[Any, str]:
-    """The config of the text model, which may be a part of the model, and its type."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        raise UnsupportedError(
-            f"attach: the model must be one of transformers, got {type(model).__name__}."
-        )
+def supported_text_config(config: Any, who: str) -> Any:
+    """The config of a model's text model, which may be all of it, if attach() takes that."""
     try:
         text_config = config.get_text_config(decoder=True)
     except ValueError as error:  # it has several
-        raise UnsupportedError(f"attach: the model must have one text model: {error}") from error
+        raise UnsupportedError(f"{who}: the model must have one text model: {error}") from error
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
     if model_type in REFUSED:
         reason = REFUSED[model_type]
-        raise UnsupportedError(f"attach: {model_type}{around} is not supported: {reason}.")
+        raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(
-            f"attach: {model_type!r}{around} is not an MLA model known here. "
+            f"{who}: {model_type!r}{around} is not an MLA model known here. "
             f"Known: {', '.join(SUPPORTED)}."
         )
-    return text_config, model_type
+    return text_config
 
 
 def _on_gpu(module: nn.Module) -> bool:
