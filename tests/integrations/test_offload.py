@@ -23,31 +23,32 @@ def _no_grad() -> Any:
         yield
 
 
-def offloaded(model: Any, where: str, folder: Path) -> Any:
+def offloaded(model: Any, where: str, folder: Path, device: str = "cpu") -> Any:
     if where == "cpu":
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        accelerate.cpu_offload(model, execution_device=torch.device(device))
     elif where == "disk":
-        accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
+        accelerate.disk_offload(model, str(folder), execution_device=torch.device(device))
     else:  # as device_map does it: some layers here, some away
         away = {f"model.layers.{layer}": "disk" for layer in range(1, len(model.model.layers))}
         rest = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
-        here = dict.fromkeys([*rest, "lm_head", "model.layers.0"], "cpu")
+        here = dict.fromkeys([*rest, "lm_head", "model.layers.0"], device)
         accelerate.dispatch_model(
-            model, {**here, **away}, main_device="cpu", offload_dir=str(folder)
+            model, {**here, **away}, main_device=device, offload_dir=str(folder)
         )
     return model
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk", "map"])
 @pytest.mark.parametrize("kind", MAKERS)
-def test_offloaded_weights(kind: str, where: str, tmp_path: Path) -> None:
+def test_offloaded_weights(kind: str, where: str, device: str, tmp_path: Path) -> None:
     model = MAKERS[kind]()
     options = {"max_new_tokens": 8, "do_sample": False}
-    expected = model.generate(IDS, **options)
-    offloaded(model, where, tmp_path)
+    ids = IDS.to(device)
+    expected = model.to(device).generate(ids, **options)
+    offloaded(model, where, tmp_path, device)
     assert any(parameter.is_meta for parameter in model.parameters())
     attach(model)
-    assert torch.equal(model.generate(IDS, **options), expected)
+    assert torch.equal(model.generate(ids, **options), expected)
     modules = attachment_of(model).modules
     assert any(parameter.is_meta for module in modules for parameter in module.parameters())
 

@@ -15,7 +15,7 @@ from openmla.errors import ConfigError, UnsupportedError
 transformers = pytest.importorskip("transformers")
 
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
-from tests.integrations.models import MODELS, make_model, padded_prompts  # noqa: E402
+from tests.integrations.models import MODELS, make_model, on, padded_prompts  # noqa: E402
 from tests.integrations.test_sparse_models import FAMILIES as SPARSE  # noqa: E402
 from tests.integrations.test_sparse_models import make_model as make_sparse  # noqa: E402
 from tests.integrations.test_v4_models import make_v4  # noqa: E402
@@ -85,7 +85,7 @@ def fill(model: Any) -> Any:
 
 
 def generate(model: Any, **options: Any) -> Tensor:
-    ids, mask = padded_prompts()
+    ids, mask = on(str(model.device), *padded_prompts())
     settings = {"max_new_tokens": 16, "do_sample": False, **options}
     out: Tensor = model.generate(ids.clamp(max=80), attention_mask=mask, **settings)
     return out
@@ -98,10 +98,13 @@ def make_mistral3(text: Any) -> Any:
     return fill(transformers.Mistral3ForConditionalGeneration(config))
 
 
-def test_a_vision_model_around_mistral_4() -> None:
-    model = make_mistral3(make_model("mistral4").config.to_dict())
-    ids = torch.cat([torch.full((1, 4), 90), torch.arange(20)[None]], dim=1)  # an image, then text
-    image = {"pixel_values": torch.randn(1, 3, 16, 16), "image_sizes": torch.tensor([[16, 16]])}
+def test_a_vision_model_around_mistral_4(device: str) -> None:
+    model = make_mistral3(make_model("mistral4").config.to_dict()).to(device)
+    ids = torch.cat([torch.full((4,), 90), torch.arange(20)])[None].to(device)  # an image, text
+    image = {
+        "pixel_values": torch.randn(1, 3, 16, 16, device=device),
+        "image_sizes": torch.tensor([[16, 16]]),
+    }
     expected, seen = generate(model), model(input_ids=ids, **image).logits
     attach(model, block_size=4)
     assert len(attachment_of(model).modules) == 3
@@ -141,10 +144,10 @@ def make_ling(**changes: Any) -> Any:
     return fill(import_module(name).BailingHybridForCausalLM(config))
 
 
-def test_ling() -> None:
+def test_ling(device: str) -> None:
     """MLA in every second layer, with a gate per head; the others keep a state of their own."""
-    model = make_ling()
-    ids, mask = padded_prompts()
+    model = make_ling().to(device)
+    ids, mask = on(device, *padded_prompts())
     expected, beams = generate(model), generate(model, num_beams=3)
     logits = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     attach(model, block_size=4)
@@ -162,7 +165,7 @@ def test_ling_2_5_is_another_model() -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3", "longcat_flash", "glm_moe_dsa"])
-def test_ropes_of_the_modules(family: str, rope: str) -> None:
+def test_ropes_of_the_modules(family: str, rope: str, device: str) -> None:
     """Also past the config's positions, where dynamic ones begin to change."""
     assert family in MODELS or family in SPARSE
     given = {"rope_type": rope.split("-")[0], "rope_theta": 10000.0, **ROPES[rope]}
@@ -171,7 +174,7 @@ def test_ropes_of_the_modules(family: str, rope: str) -> None:
         "rope_scaling": None,
         "max_position_embeddings": 28,
     }
-    model = (make_model if family in MODELS else make_sparse)(family, **fields)
+    model = (make_model if family in MODELS else make_sparse)(family, **fields).to(device)
     expected = generate(model)
     attach(model, block_size=4)
     assert attachment_of(model).config.rope.kind == "external"
@@ -179,14 +182,14 @@ def test_ropes_of_the_modules(family: str, rope: str) -> None:
 
 
 @pytest.mark.parametrize("rope", ["linear", "dynamic", "llama3"])
-def test_ropes_of_v4_entries(rope: str) -> None:
+def test_ropes_of_v4_entries(rope: str, device: str) -> None:
     kept = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
     ropes = {
         "main": {"rope_type": "default", **kept},
         "compress": {"rope_type": rope, **kept, **ROPES[rope]},
     }
-    model = make_v4(rope_parameters=ropes, rope_scaling=None, max_position_embeddings=80)
-    ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    model = make_v4(rope_parameters=ropes, rope_scaling=None, max_position_embeddings=80).to(device)
+    ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(0)).to(device)
     options = {"max_new_tokens": 32, "do_sample": False}
     expected = model.generate(ids, **options)
     attach(model)
