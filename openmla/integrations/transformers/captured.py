@@ -249,7 +249,8 @@ class CapturedDecode:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 out = step()
         except RuntimeError as reason:
-            told = f"attach: this model's decode step cannot be recorded: {reason} "
+            said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
+            told = f"attach: this model's decode step cannot be recorded: {said} "
             if self.asked:
                 told += "Leave capture=True out (openmla generate: --no-capture)."
                 raise UnsupportedError(told) from reason
