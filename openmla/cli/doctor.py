@@ -102,6 +102,10 @@ def _packages() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    if found["openmla"] is None:
+        from openmla import __version__
+
+        found["openmla"] = f"{__version__}, not installed: run from its folder"
     if found["triton"] is None and find_spec("triton") is not None:  # ROCm's and XPU's wheels
         from openmla.backends.requirements import version_of
 
@@ -168,11 +172,11 @@ def _matmul_survives(environment: dict[str, str]) -> bool:
 
 
 def _ops() -> dict[str, dict[str, dict[str, str]]]:
-    """device -> op -> its backends, best first -> "yes", or why not; V3's shapes in bf16."""
+    """device -> op -> its backends, best first -> "yes", or why not; V3.2's shapes in bf16."""
     import torch
 
     from openmla import hardware
-    from openmla.backends import BACKENDS, Problem, why_not
+    from openmla.backends import BACKENDS, why_not
 
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", 0)] if torch.cuda.is_available() else []
@@ -180,24 +184,32 @@ def _ops() -> dict[str, dict[str, dict[str, str]]]:
     for device in devices:
         rows = answer.setdefault(device.type, {})
         for op in BACKENDS:
-            problem = Problem(
-                op=op,
-                device=device.type,
-                capability=hardware.capability(device),
-                dtype=torch.bfloat16,
-                format="bf16",
-                H=128,
-                D=576,
-                C=512,
-                E=192,
-                V=128,
-                BS=64,
-                K=2048,
-                max_query_len=1,
-                kinds=("slots",) if op == "mqa_sparse" else (),
-            )
+            problem = problem_of(op, device.type, hardware.capability(device))
             rows[op] = {name: why_not(problem, name) or "yes" for name in BACKENDS[op]}
     return answer
+
+
+def problem_of(op: str, device: str, capability: tuple[int, int] | None) -> Any:
+    """An op as DeepSeek's models ask for it in bf16: V3's attention, V3.2's indexer."""
+    import torch
+
+    from openmla.backends import Problem
+
+    shape = {"format": "bf16", "H": 128, "D": 576, "C": 512, "E": 192, "V": 128, "BS": 64}
+    if op.startswith("index_"):
+        shape = {"format": "index_bf16", "H": 64, "D": 128, "BS": 64}
+    if op == "rope":
+        shape["D"] = 64
+    return Problem(
+        op=op,
+        device=device,
+        capability=capability,
+        dtype=torch.float32 if op == "index_topk" else torch.bfloat16,
+        K=2048,
+        max_query_len=1,
+        kinds=("slots",) if op == "mqa_sparse" else (),
+        **shape,  # type: ignore[arg-type]
+    )
 
 
 def render(report: dict[str, Any]) -> str:
@@ -218,7 +230,7 @@ def render(report: dict[str, Any]) -> str:
     if isinstance(ops, str):
         lines += _section("ops", ops)
     for device, rows in {} if isinstance(ops, str) else ops.items():
-        title = f"ops on {device} (bf16, DeepSeek-V3 shapes; the first backend named is taken)"
+        title = f"ops on {device} (bf16, DeepSeek-V3.2 shapes; the first backend named is taken)"
         lines += _section(title, {op: _backends(cells) for op, cells in rows.items()})
     if report["advice"] is not None:
         lines += _section("advice", report["advice"])

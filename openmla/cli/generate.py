@@ -36,7 +36,6 @@ from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
 SHOWN = 300  # characters of a long prompt
-THE_MODELS = ("rope", "latent_write")  # what an attached model does itself
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
 BOLD, DIM = "1", "2"  # of a terminal's escape sequences
 
@@ -125,8 +124,7 @@ def run_generate(options: argparse.Namespace) -> int:
     print_prompt(prompt)
     ours = generate_once(model, ids, tokenizer, choice, shown=True)
     plan = attachment_of(model).last_plan
-    lines = plan.explain().splitlines() if plan is not None else []
-    explanation = "\n".join(line for line in lines if not line.startswith(THE_MODELS))
+    explanation = attachment_of(model).explain()
     detach(model)
     runs = {"openmla": ours}
     if options.compare:

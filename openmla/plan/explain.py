@@ -13,7 +13,8 @@ from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES
 _PARTS = ("entries", "padding", "window", "state", "total")
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Plan, finished: bool) -> str:
+    """`finished`: rows come normalised and rotated, as an attached model's do."""
     lines = []
     if plan.decode is not None:
         B, X = plan.decode.split_starts.shape
@@ -28,7 +29,7 @@ def explain(plan: Plan) -> str:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
-    return "\n".join([*lines, *_reads(plan), *_ops(plan), *_launches(plan)])
+    return "\n".join([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
 
 
 def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
@@ -206,29 +207,23 @@ def _reads(plan: Plan) -> list[str]:
     return [f"reads     {total} of cache a layer{most}{f': {listed}' if listed else ''}"]
 
 
-def _ops(plan: Plan) -> list[str]:
+def _ops(plan: Plan, finished: bool) -> list[str]:
     """The ops that run, by whom, and why not by a better one."""
     lines = []
     for problem in plan.problems:
-        if not _calls(plan, problem.op):
-            continue
-        chosen = plan.backends[problem.op]
-        better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
-        lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
-        when = ""
-        if problem.op == "cache_write" and _in_one_launch(plan):
-            when = ", instead where rows come finished, as attach()'s"
-        lines.append(f"{problem.op:<12} {chosen}{when}" + (f" ({lost})" if lost else ""))
+        if _calls(plan, problem.op, finished):
+            chosen = plan.backends[problem.op]
+            better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
+            lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
+            lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
     return lines
 
 
-def _launches(plan: Plan) -> list[str]:
+def _launches(plan: Plan, finished: bool) -> list[str]:
     """How many kernels a layer launches for its attention, as far as they are ours."""
-    ops = [problem.op for problem in plan.problems if _calls(plan, problem.op)]
-    if _in_one_launch(plan):  # one of the two
-        ops.remove("cache_write")
-    counts = {op: launches(op, plan.backends[op]) for op in ops}
-    known = {op: n * _calls(plan, op) for op, n in counts.items() if n is not None}
+    calls = {problem.op: _calls(plan, problem.op, finished) for problem in plan.problems}
+    counts = {op: launches(op, plan.backends[op]) for op, called in calls.items() if called}
+    known = {op: n * calls[op] for op, n in counts.items() if n is not None}
     if not known:
         return []
     others = [op for op, count in counts.items() if count is None]
@@ -251,7 +246,7 @@ def _scored(plan: Plan) -> int:
     return sum(chunk.num_keys > plan.config.indexer.topk for chunk in part.chunks)
 
 
-def _calls(plan: Plan, op: str) -> int:
+def _calls(plan: Plan, op: str, finished: bool) -> int:
     """How often a layer calls an op in this step."""
     chunks = len(plan.prefill.chunks) if plan.prefill is not None else 0
     whole = plan.prefill is not None and plan.prefill.whole is not None
@@ -259,14 +254,18 @@ def _calls(plan: Plan, op: str) -> int:
     if plan.sparse is not None:
         groups = sum(len(chunk.groups) for chunk in plan.sparse.masked)
         contexts, turns = len(plan.sparse.masked), len(plan.sparse.turns)
-    turned = 0 if _in_one_launch(plan) else 2  # queries and rows
     step = plan.compressed
-    if step is not None:  # what comes out is turned back
-        turned += 1 + bool(step.chunks)
-    elif plan.config.indexer is not None:
-        turned += 1
+    turned = 0
+    if not finished:
+        turned = 0 if _in_one_launch(plan) else 2  # queries and rows
+        # index queries and keys; V4: what comes out is turned back
+        turned += step is not None or plan.config.indexer is not None
+    if step is not None:
+        turned += bool(step.chunks)  # index queries
+    one_launch = not finished and _in_one_launch(plan)
     return {
-        "latent_write": int(_in_one_launch(plan)),
+        "latent_write": int(one_launch),
+        "cache_write": int(not one_launch),
         "rope": turned,
         "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
         "cache_gather": chunks + whole + contexts,

@@ -245,11 +245,14 @@ class Plan:
             f"{', '.join(counts) or 'no requests'}; {attending})"
         )
 
-    def explain(self) -> str:
-        """What runs where, why so and why not something better, in how many bytes."""
+    def explain(self, *, finished: bool = False) -> str:
+        """What runs where, why so and why not something better, in how many bytes.
+
+        `finished`: of rows that come normalised and rotated, as an attached model's do.
+        """
         from openmla.plan.explain import explain  # which is about this class
 
-        return explain(self)
+        return explain(self, finished)
 
     def sparse_bytes(self) -> dict[str, int]:
         """What the sparse rows of one layer hold beside inputs and outputs, at most, by name."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from openmla.backends import BACKENDS
+from openmla.backends import BACKENDS, why_not
 from openmla.backends.requirements import REQUIRES
 from openmla.cli import doctor
 from openmla.cli.__main__ import main
@@ -28,6 +28,13 @@ def test_text_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, text.splitlines())) <= 100
     assert re.search(r"^  mqa_paged +sdpa, reference \(not triton: ", text, re.MULTILINE)
     assert "flashinfer" not in text and "has no" not in text
+
+
+def test_kernels_are_asked_about_shapes_they_are_made_for() -> None:
+    pytest.importorskip("triton")
+    for op, backends in BACKENDS.items():
+        if "triton" in backends:
+            assert why_not(doctor.problem_of(op, "cuda", (9, 0)), "triton") is None, op
 
 
 def test_json_report_has_a_reason_in_every_empty_cell(capsys: pytest.CaptureFixture[str]) -> None:

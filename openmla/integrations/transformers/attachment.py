@@ -279,6 +279,12 @@ class Attachment:
         )
         return torch.cat([angles.cos(), angles.sin()], dim=1) * rotary.compress_attention_scaling
 
+    def explain(self) -> str:
+        """What the last pass did in each layer and why, in lines for people."""
+        if self.last_plan is None:
+            return "no pass has run yet"
+        return self.last_plan.explain(finished=True)
+
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""
         used = [pool.num_blocks - pool.num_free for pool in self.pools]
