@@ -50,7 +50,7 @@ class Pass:
     index_weights: Tensor | None = None  # [B, S, HI]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Attachment:
     """Everything attach() set up on one model: the shared block pool, caches per layer, options."""
 
@@ -72,6 +72,10 @@ class Attachment:
 
     def __post_init__(self) -> None:
         self._start()
+
+    def __repr__(self) -> str:
+        format = self.format or "the model's precision"
+        return f"Attachment({len(self.modules)} layers of {self.config.model_type}, {format}, {self.pool!r})"
 
     def _start(self) -> None:
         """Everything that passes change."""
