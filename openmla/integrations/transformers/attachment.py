@@ -75,7 +75,8 @@ class Attachment:
 
     def __repr__(self) -> str:
         format = self.format or "the model's precision"
-        return f"Attachment({len(self.modules)} layers of {self.config.model_type}, {format}, {self.pool!r})"
+        layers = f"{len(self.modules)} layers of {self.config.model_type}"
+        return f"Attachment({layers}, {format}, {self.pool!r})"
 
     def _start(self) -> None:
         """Everything that passes change."""
