@@ -131,7 +131,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.routes")
     parser.add_argument("--json", help="write the rows here too; shapes in it are not run again")
     parser.add_argument("--only", default="", help="shapes whose name holds this")
-    parser.add_argument("--backend", default="triton", help="of every op; or auto")
+    parser.add_argument("--backend", default="auto", help="of every op")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise UnsupportedError("bench: routes needs a GPU.")

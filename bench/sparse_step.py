@@ -181,7 +181,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     print(machine)
     rows: list[dict[str, Any]] = []
     for H, B, S in SHAPES:
-        step = Step(H, B, S, "cuda", "triton")
+        step = Step(H, B, S, "cuda", "auto")
         shape, wrong = f"h{H}-b{B}-s{S // 1024}k", problems(step)
         if wrong:
             print(f"{shape:<14} WRONG: {'; '.join(wrong)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -28,14 +29,19 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mha_masked": ("triton", "reference"),
     "mha_ragged": ("sdpa", "triton", "reference"),
     "mqa_paged": ("sdpa", "triton", "reference"),
-    "mqa_sparse": ("flashmla", "triton", "reference"),
+    "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "rope": ("triton", "reference"),
 }
 
 
 # Asked before a backend is imported: on other devices its hundred megabytes are not loaded.
-RUNS_ON = {"triton": "cuda"}
+RUNS_ON = {"gluon": "cuda", "triton": "cuda"}
+
+
+# What lies at multiples of 16 bytes: queries; pages of the cache; its rows, with nothing between
+# pages and few enough of them to be counted in 32 bits.
+ALIGNED = frozenset(("queries", "pages", "rows"))
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Problem:
     op: str
     device: str = "cpu"
     capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
     dtype: torch.dtype = torch.float32
     format: str = ""
     H: int = 0
@@ -56,13 +63,16 @@ class Problem:
     C: int = 0
     E: int = 0
     V: int = 0
-    BS: int = 0
-    K: int = 0
-    ratio: int = 0  # tokens per compressed entry
-    max_query_len: int = 0
+    tokens: int = 0  # as bucketed() has it
     kinds: tuple[str, ...] = ()  # of the segments
-    sink: bool = False
+    aligned: frozenset[str] = ALIGNED
     run_length: int = 0  # rows after which a backend must cut, 0 where it may as it likes
+
+
+def bucketed(tokens: int) -> int:
+    """A number of tokens as problems carry it: exact where kernels differ by it, then powers of
+    two, so that few problems are asked about."""
+    return tokens if tokens <= 1024 else 1 << (tokens - 1).bit_length()
 
 
 def all_backends() -> tuple[str, ...]:
@@ -99,6 +109,34 @@ def why_not(problem: Problem, backend: str) -> str | None:
     return reason
 
 
+def slower(problem: Problem, backend: str) -> str | None:
+    """Why another backend is faster where both can run a problem, as measured; None if none is."""
+    told: Callable[[Problem], str | None] | None
+    told = getattr(load(problem.op, backend), "slower", None)
+    return None if told is None else told(problem)
+
+
+def kernel_of(problem: Problem, backend: str) -> str:
+    """The kernel that a backend runs a problem with; "" where it has one."""
+    named: Callable[[Problem], str] | None
+    named = getattr(load(problem.op, backend), "kernel_of", None)
+    return "" if named is None else named(problem)
+
+
+def efficiency(problem: Problem, backend: str) -> float:
+    """The share of the machine's matrix peak that a backend reaches on long work."""
+    told: Callable[[Problem], float] | None
+    told = getattr(load(problem.op, backend), "efficiency", None)
+    return 1.0 if told is None else told(problem)
+
+
+def prefers_slots(problem: Problem, backend: str) -> bool:
+    """Whether a backend that takes positions is better off with slots, mapped by a launch."""
+    told: Callable[[Problem], bool] | None
+    told = getattr(load(problem.op, backend), "prefers_slots", None)
+    return told is not None and told(problem)
+
+
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on, which runs kernels on CPU tensors."""
     triton = sys.modules.get("triton")
@@ -107,7 +145,8 @@ def _interpreted() -> bool:
 
 @lru_cache(maxsize=1024)
 def select(problem: Problem, backend: str = "auto") -> str:
-    """The backend that runs a problem: the named one, or with "auto" the first that can.
+    """The backend that runs a problem: the named one, or with "auto" the first that can and is not
+    slower than another, else the first that can.
 
     Nothing falls back: a named backend that cannot run the problem raises UnsupportedError.
     """
@@ -116,12 +155,17 @@ def select(problem: Problem, backend: str = "auto") -> str:
             f"{problem.op}: backend {backend!r} is not known. "
             f"Known: auto, {', '.join(all_backends())}."
         )
-    reasons = {}
+    reasons, able = {}, []
     for name in BACKENDS[problem.op] if backend == "auto" else (backend,):
         reason = why_not(problem, name)
-        if reason is None:
+        if reason is not None:
+            reasons[name] = reason
+        elif backend != "auto" or slower(problem, name) is None:
             return name
-        reasons[name] = reason
+        else:
+            able.append(name)
+    if able:
+        return able[0]
     others = {name: why_not(problem, name) or "can" for name in BACKENDS[problem.op]}
     lines = [f"  {name:<10} {reason}" for name, reason in {**reasons, **others}.items()]
     what = "no backend can run" if backend == "auto" else f"backend {backend!r} cannot run"

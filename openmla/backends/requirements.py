@@ -29,6 +29,7 @@ class Requirement(NamedTuple):
 
 REQUIRES: dict[str, Requirement] = {
     "flashmla": Requirement("flash_mla", "Install FlashMLA for your GPU"),
+    "gluon": Requirement("triton", 'pip install "openmla[triton]"', "3.6", "3.9"),
     "triton": Requirement("triton", 'pip install "openmla[triton]"', "3.6", "3.9"),
 }
 

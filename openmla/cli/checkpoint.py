@@ -157,7 +157,6 @@ def check_backend(name: str, config: MLAConfig, device: str, format: str | None)
         format=format or "bf16",
         D=config.latent_dim,
         C=config.kv_lora_rank,
-        BS=64,
     )
     reason = why_not(problem, name)
     if reason is not None:

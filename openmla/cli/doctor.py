@@ -27,6 +27,10 @@ PACKAGES = (
     "flash_mla",
 )
 WIDTH = 100  # of the report's lines
+# Of A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090.
+MULTIPROCESSORS = {
+    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170
+}  # fmt: skip
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
 ISA_VALUE = "AVX512_CORE_BF16"
 MATMUL = (
@@ -42,6 +46,9 @@ def run_doctor(arguments: Sequence[str]) -> int:
     parser = Parser(prog="openmla doctor", description="What this machine can run, and why not.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
+        "--target", metavar="TARGET", help="which kernels a GPU would run, such as sm_80"
+    )
+    parser.add_argument(
         "--compile", metavar="TARGET", help="compile every kernel: all, or one such as sm_90"
     )
     options = parser.parse_args(arguments)
@@ -49,9 +56,26 @@ def run_doctor(arguments: Sequence[str]) -> int:
         from openmla.cli.compile import run_compile
 
         return run_compile(options.compile)
+    if options.target:
+        print("\n".join(_of_target(options.target)))
+        return 0
     report = examine()
     print(json.dumps(report, indent=2) if options.json else render(report))
     return 0
+
+
+def _of_target(target: str) -> list[str]:
+    """The ops section for a GPU that need not be there."""
+    from openmla.errors import ConfigError
+
+    if target not in MULTIPROCESSORS:
+        raise ConfigError(
+            f"doctor: --target must be one of {', '.join(MULTIPROCESSORS)}, got {target!r}."
+        )
+    digits = int(target.removeprefix("sm_"))
+    rows = ops_of("cuda", divmod(digits, 10), MULTIPROCESSORS[target])
+    title = f"ops on {target}, {MULTIPROCESSORS[target]} multiprocessors (bf16, DeepSeek's shapes)"
+    return _section(title, {op: _backends(cells) for op, cells in rows.items()})[1:]
 
 
 def examine() -> dict[str, Any]:
@@ -176,39 +200,86 @@ def _ops() -> dict[str, dict[str, dict[str, str]]]:
     import torch
 
     from openmla import hardware
-    from openmla.backends import BACKENDS, why_not
 
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", 0)] if torch.cuda.is_available() else []
-    answer: dict[str, dict[str, dict[str, str]]] = {}
-    for device in devices:
-        rows = answer.setdefault(device.type, {})
-        for op in BACKENDS:
-            problem = problem_of(op, device.type, hardware.capability(device))
-            rows[op] = {name: why_not(problem, name) or "yes" for name in BACKENDS[op]}
-    return answer
+    return {
+        device.type: ops_of(
+            device.type, hardware.capability(device), hardware.multiprocessors(device)
+        )
+        for device in devices
+    }
 
 
-def problem_of(op: str, device: str, capability: tuple[int, int] | None) -> Any:
-    """An op as DeepSeek's models ask for it in bf16: V3's attention, V3.2's indexer."""
+def ops_of(
+    device: str, capability: tuple[int, int] | None, multiprocessors: int
+) -> dict[str, dict[str, str]]:
+    """op -> its backends, the one that is taken first -> "yes", with the kernel where there are
+    several, or why not."""
+    from openmla.backends import BACKENDS, kernel_of, slower, why_not
+
+    rows = {}
+    for name, shape in SHAPES.items():
+        problem = problem_of(name.split()[0], device, capability, multiprocessors, **shape)
+        cells: dict[str, str] = {}
+        behind: dict[str, str] = {}
+        for backend in BACKENDS[problem.op]:
+            reason = why_not(problem, backend)
+            if reason is not None:
+                behind[backend] = reason
+                continue
+            kernel = kernel_of(problem, backend)
+            able = behind if slower(problem, backend) else cells
+            able[backend] = f"yes: {kernel}" if kernel else "yes"
+        rows[name] = {**cells, **behind}
+    return rows
+
+
+_INDEX = {"format": "index_bf16", "H": 64, "D": 128}
+_V4 = {"format": "fp8_dsv4", "D": 512, "kinds": ("window", "positions")}
+# What is asked about, DeepSeek's shapes for one token: V3's attention, V3.2's indexer, V4's rows.
+SHAPES: dict[str, dict[str, Any]] = {
+    "cache_gather": {},
+    "cache_write": {},
+    "compress_kv": {},
+    **dict.fromkeys(("index_logits", "index_logits_ragged", "index_select", "index_topk"), _INDEX),
+    "index_write": _INDEX,
+    "latent_write": {},
+    "map_slots": {},
+    "merge_states": {},
+    "mha_masked": {},
+    "mha_ragged": {},
+    "mqa_paged": {},
+    "mqa_sparse": {"kinds": ("slots",)},
+    "mqa_sparse fp8_ds_mla": {"kinds": ("slots",), "format": "fp8_ds_mla"},
+    "mqa_sparse fp8_ds_mla, 16 heads": {"kinds": ("slots",), "format": "fp8_ds_mla", "H": 16},
+    "mqa_sparse fp8_dsv4": _V4,
+    "mqa_sparse fp8_dsv4, 16 heads": {**_V4, "H": 16},
+    "pack_mask": {},
+    "rope": {"D": 64},
+}
+
+
+def problem_of(
+    op: str,
+    device: str,
+    capability: tuple[int, int] | None,
+    multiprocessors: int = 0,
+    **shape: Any,
+) -> Any:
     import torch
 
     from openmla.backends import Problem
 
-    shape = {"format": "bf16", "H": 128, "D": 576, "C": 512, "E": 192, "V": 128, "BS": 64}
-    if op.startswith("index_"):
-        shape = {"format": "index_bf16", "H": 64, "D": 128, "BS": 64}
-    if op == "rope":
-        shape["D"] = 64
+    usual = {"format": "bf16", "H": 128, "D": 576, "C": 512, "E": 192, "V": 128}
     return Problem(
         op=op,
         device=device,
         capability=capability,
+        multiprocessors=multiprocessors,
+        tokens=1,
         dtype=torch.float32 if op == "index_topk" else torch.bfloat16,
-        K=2048,
-        max_query_len=1,
-        kinds=("slots",) if op == "mqa_sparse" else (),
-        **shape,  # type: ignore[arg-type]
+        **{**usual, **shape},
     )
 
 
@@ -230,7 +301,7 @@ def render(report: dict[str, Any]) -> str:
     if isinstance(ops, str):
         lines += _section("ops", ops)
     for device, rows in {} if isinstance(ops, str) else ops.items():
-        title = f"ops on {device} (bf16, DeepSeek-V3.2 shapes; the first backend named is taken)"
+        title = f"ops on {device} (bf16, DeepSeek's shapes; the first backend named is taken)"
         lines += _section(title, {op: _backends(cells) for op, cells in rows.items()})
     if report["advice"] is not None:
         lines += _section("advice", report["advice"])
@@ -261,7 +332,9 @@ def _wrapped(start: str, text: str) -> list[str]:
 
 def _backends(cells: dict[str, str]) -> str:
     """Those that can, best first, then why the others cannot."""
-    able = [name for name, cell in cells.items() if cell == "yes"]
-    others = [f"not {name}: {cell}" for name, cell in cells.items() if cell != "yes"]
-    shown = ", ".join(able) or "none"
-    return f"{shown} ({'; '.join(others)})" if others else shown
+    able = {name: cell for name, cell in cells.items() if cell.startswith("yes")}
+    others = [f"not {name}: {cell}" for name, cell in cells.items() if name not in able]
+    shown = ", ".join(
+        f"{name} ({cell[5:]})" if cell != "yes" else name for name, cell in able.items()
+    )
+    return f"{shown or 'none'} ({'; '.join(others)})" if others else shown or "none"

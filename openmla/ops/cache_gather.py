@@ -61,7 +61,6 @@ def _run(*tensors: Tensor, format: str, backend: str) -> None:
         dtype=out.dtype,
         format=format,
         D=dims["D"],
-        BS=dims["BS"],
     )
     load("cache_gather", select(problem, backend)).run(*tensors, format=format)
 

@@ -52,7 +52,6 @@ def _run(*tensors: Tensor, format: str, backend: str) -> None:
         format=format,
         D=dims["C"] + dims["R"],
         C=dims["C"],
-        BS=dims["BS"],
     )
     load("cache_write", select(problem, backend)).run(*tensors, format=format)
 

@@ -140,8 +140,6 @@ def _run(
         dtype=kv.dtype,
         format=format,
         D=dims["D"],
-        BS=dims["BS"],
-        ratio=ratio,
     )
     load("compress_kv", select(problem, backend)).run(
         *tensors, format=format, ratio=ratio, overlap=overlap, eps=eps, hadamard=hadamard

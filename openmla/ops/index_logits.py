@@ -64,7 +64,7 @@ def scores_dtype(q_idx: Tensor) -> torch.dtype:
     return torch.float64 if q_idx.dtype == torch.float64 else torch.float32
 
 
-def problem_of(op: str, q_idx: Tensor, dims: dict[str, int], format: str, K: int = 0) -> Problem:
+def problem_of(op: str, q_idx: Tensor, dims: dict[str, int], format: str) -> Problem:
     return Problem(
         op=op,
         device=q_idx.device.type,
@@ -73,8 +73,6 @@ def problem_of(op: str, q_idx: Tensor, dims: dict[str, int], format: str, K: int
         format=format,
         H=dims["HI"],
         D=dims["DI"],
-        BS=dims["BS"],
-        K=K,
     )
 
 

@@ -34,7 +34,7 @@ def _run(
     refuse_grad("index_select", (q_idx, w_idx))
     if q_idx.device.type == "cpu":
         check_paged_values("index_select", dims, tensors, num_keys)
-    problem = problem_of("index_select", q_idx, dims, format, K)
+    problem = problem_of("index_select", q_idx, dims, format)
     found: tuple[Tensor, Tensor] = load("index_select", select(problem, backend)).run(
         *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted
     )

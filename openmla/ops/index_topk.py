@@ -44,7 +44,6 @@ def _run(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, 
         device=logits.device.type,
         capability=capability(logits.device),
         dtype=logits.dtype,
-        K=K,
     )
     found: tuple[Tensor, Tensor] = load("index_topk", select(problem, backend)).run(
         *tensors, K=K, sorted=sorted

@@ -80,7 +80,6 @@ def _run(
         dtype=k_raw.dtype,
         format=format,
         D=dims["DI"],
-        BS=dims["BS"],
     )
     load("index_write", select(problem, backend)).run(
         *tensors, format=format, eps=eps, pairing=pairing, rope_start=rope_start, hadamard=hadamard

@@ -100,7 +100,6 @@ def _run(
         D=dims["D"],
         C=dims["C"],
         E=dims["E"],
-        BS=dims["BS"],
     )
     load("latent_write", select(problem, backend)).run(
         *given,

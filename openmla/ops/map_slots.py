@@ -53,8 +53,6 @@ def _run(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> tuple
         op="map_slots",
         device=positions.device.type,
         capability=capability(positions.device),
-        BS=scalars["BS"],
-        K=dims["K"],
     )
     found: tuple[Tensor, Tensor] = load("map_slots", select(problem, backend)).run(
         *tensors, compact=compact, **scalars

@@ -74,7 +74,6 @@ def _run(
         H=dims["H"],
         E=dims["E"],
         V=dims["V"],
-        max_query_len=max_query_len,
     )
     result: tuple[Tensor, Tensor] = load("mha_masked", select(problem, backend)).run(
         *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len

@@ -76,7 +76,6 @@ def _run(
         H=dims["H"],
         E=dims["E"],
         V=dims["V"],
-        max_query_len=max_query_len,
     )
     result: tuple[Tensor, Tensor] = load("mha_ragged", select(problem, backend)).run(
         *tensors,

@@ -99,8 +99,6 @@ def _run(
         H=dims["H"],
         D=dims["D"],
         C=C,
-        BS=dims["BS"],
-        max_query_len=max_query_len,
     )
     result: tuple[Tensor, Tensor] = load("mqa_paged", select(problem, backend)).run(
         *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len

@@ -23,42 +23,20 @@ cuts them after every so many, whatever comes in the same batch: a token's bits 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import load, select
+from openmla.backends.segments import Segment, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
+__all__ = ["Segment", "cost", "mqa_sparse"]
+
 KINDS = ("slots", "positions", "window", "prefix")
 _QUERY_SPEC = "q_latent:T H D f row, query_start_loc:B+1 i32, positions:T i64"
-
-
-class Segment(NamedTuple):
-    """One source of rows; what a kind does not need is None or 0."""
-
-    cache: Tensor  # [N, BS, W]
-    kv_scale: Tensor  # [] f32
-    format: str
-    kind: str
-    block_table: Tensor | None = None  # [B, M] i32; for all kinds but slots
-    rows: Tensor | None = None  # [T, K] i32; for slots and positions
-    row_lens: Tensor | None = None  # [T] i32; for slots and positions
-    span: int = 0  # for window and prefix
-
-    @property
-    def width(self) -> int:
-        """Most rows one token can have, as far as shapes tell."""
-        if self.rows is not None:
-            return self.rows.shape[1]
-        assert self.block_table is not None
-        in_table = self.block_table.shape[1] * self.cache.shape[1]
-        return min(self.span, in_table) if self.kind == "window" else in_table
 
 
 def _check(
@@ -140,21 +118,7 @@ def _run(
         check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
-    problem = Problem(
-        op="mqa_sparse",
-        device=q_latent.device.type,
-        capability=capability(q_latent.device),
-        dtype=q_latent.dtype,
-        format=" ".join(dict.fromkeys(part.format for part in parts)),
-        H=dims["H"],
-        D=dims["D"],
-        C=C,
-        BS=parts[0].cache.shape[1],
-        K=parts[0].width,
-        kinds=tuple(part.kind for part in parts),
-        sink=sink is not None,
-        run_length=run_length,
-    )
+    problem = problem_of(q_latent, parts, C=C, run_length=run_length)
     result: tuple[Tensor, Tensor] = load("mqa_sparse", select(problem, backend)).run(
         q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
     )

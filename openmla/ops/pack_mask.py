@@ -21,7 +21,7 @@ _SPEC = "topk_positions:T K i32 row, key_starts:T i32, key_lens:T i32"
 
 def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
     positions, _, key_lens = tensors
-    dims = bind("pack_mask", _SPEC, tensors)
+    bind("pack_mask", _SPEC, tensors)
     if num_words < 0:
         raise ShapeError(f"pack_mask: num_words must not be negative, got {num_words}.")
     if positions.device.type == "cpu" and key_lens.numel():
@@ -35,7 +35,6 @@ def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
         op="pack_mask",
         device=positions.device.type,
         capability=capability(positions.device),
-        K=dims["K"],
     )
     mask: Tensor = load("pack_mask", select(problem, backend)).run(*tensors, num_words=num_words)
     return mask

@@ -146,8 +146,7 @@ def captured_plan(
         )
     fixed = fixed_run(batch_invariant)
     problems = find_problems(config, cache, dtype, decode, None, sparse, fixed)
-    num_chosen = sparse.num_absorbed if sparse is not None else 0
-    problems, backends = choose_backends(problems, backend, num_chosen)
+    problems, backends = choose_backends(problems, backend)
     return Plan(
         config=config,
         num_tokens=max_tokens,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.segments import alignment, sparse_problem
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
@@ -399,13 +400,12 @@ def find_compressed_problems(
         format=window.format,
         D=config.latent_dim,
         C=config.latent_dim,
-        BS=window.block_size,
     )
     R, H = config.qk_rope_head_dim, config.num_heads
     problems = [
         replace(common, op="latent_write", H=H, E=config.latent_dim),
         common,
-        replace(common, op="rope", format="", H=H, D=R, C=0, BS=0),
+        replace(common, op="rope", format="", H=H, D=R, C=0),
     ]
     kinds, formats = ["window"], [window.format]
     if cache.compressed is not None:
@@ -419,23 +419,25 @@ def find_compressed_problems(
                 dtype=torch.float32,
                 format=entries.format,
                 C=0,
-                BS=entries.block_size,
-                ratio=step.ratio,
             )
         )
     if step.chunks:
         assert config.indexer is not None
         for op in ("index_logits", "index_topk"):
             problems.append(index_problem(op, config.indexer, cache, dtype, device))
+    caches = [window.data] if cache.compressed is None else [window.data, cache.compressed.data]
     problems.append(
-        replace(
-            common,
-            op="mqa_sparse",
-            format=" ".join(dict.fromkeys(formats)),
+        sparse_problem(
+            device,
+            dtype,
+            formats,
+            tuple(kinds),
             H=H,
-            K=min(config.compressor.window, step.window_table.shape[1] * window.block_size),
-            kinds=tuple(kinds),
-            sink=True,
+            D=config.latent_dim,
+            C=config.latent_dim,
+            tokens=step.num_rows,
+            aligned=alignment(caches) | {"queries"},
+            run_length=0,
         )
     )
     return tuple(problems)

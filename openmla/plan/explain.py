@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from openmla.backends import BACKENDS, launches, why_not
+from openmla.backends import BACKENDS, kernel_of, launches, slower, why_not
 from openmla.cache import cache_bytes, shown_bytes
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO
@@ -214,8 +214,11 @@ def _ops(plan: Plan, finished: bool) -> list[str]:
         if _calls(plan, problem.op, finished):
             chosen = plan.backends[problem.op]
             better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
-            lost = "; ".join(f"not {name}: {why_not(problem, name)}" for name in better)
-            lines.append(f"{problem.op:<12} {chosen}" + (f" ({lost})" if lost else ""))
+            reasons = {name: why_not(problem, name) or slower(problem, name) for name in better}
+            lost = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
+            kernel = kernel_of(problem, chosen)
+            ran = f"{chosen}, {kernel}" if kernel else chosen
+            lines.append(f"{problem.op:<12} {ran}" + (f" ({lost})" if lost else ""))
     return lines
 
 

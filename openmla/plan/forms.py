@@ -15,12 +15,6 @@ from openmla.ops.mqa_sparse import cost as sparse_cost
 # server CPU: 190 GFLOP/s over 28 GB/s (openmla/bench/harness.py measures both). Only the
 # order matters. Devices without kernels here (mps, xpu, ...) are taken as a CPU.
 BALANCE = {"cuda": 180, "cpu": 7}
-# The share of those flops that sparse attention reaches, gathered or masked; products with weights
-# reach all of them. H200: bench/routes.py.
-SPARSE_SHARE = {"cuda": 0.42, "cpu": 1.0}
-# What gathering reaches with SM90's own kernel, of more than 16 heads, V3's widths and
-# rows it knows.
-GATHERED_SHARE_SM90 = 0.75
 
 
 def _balance(device: str) -> int:
@@ -77,27 +71,25 @@ def choose_sparse_absorbed(
     format: str,
     itemsize: int,
     device: str,
-    capability: tuple[int, int] | None = None,
+    efficiencies: tuple[float, float],
 ) -> bool:
-    """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked."""
+    """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked.
+    `efficiencies`: the share of the flops each reaches; products with weights reach all of them."""
     assert config.indexer is not None
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
-    share = SPARSE_SHARE.get(device, SPARSE_SHARE["cpu"])
+    gathering, masking = efficiencies
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
-    known = (D, C) == (576, 512) and format in ("bf16", "fp8_ds_mla")
-    own = capability == (9, 0) and H > 16 and known
     absorbed = max(
-        gathered.flops / (GATHERED_SHARE_SM90 if own else share) + into_and_out_of_latent,
-        _balance(device) * gathered.bytes,
+        gathered.flops / gathering + into_and_out_of_latent, _balance(device) * gathered.bytes
     )
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
     visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed
     expansion, written = 2 * S * H * C * (P + V), S * H * (E + V) * itemsize
     expanded = max(
-        masked.flops * visible / share + expansion, _balance(device) * (masked.bytes + written)
+        masked.flops * visible / masking + expansion, _balance(device) * (masked.bytes + written)
     )
     return n == 1 or absorbed <= expanded
 

@@ -123,8 +123,7 @@ def make_plan(
         sparse = plan_sparse(batch, config, cache, dtype, (chosen, masked), starts, rows_at_once)
     fixed = fixed_run(batch_invariant)
     problems = find_problems(config, cache, dtype, decode, prefill, sparse, fixed)
-    num_chosen = sparse.num_absorbed if sparse is not None else 0
-    problems, backends = choose_backends(problems, backend, num_chosen)
+    problems, backends = choose_backends(problems, backend)
     assert batch.slot_mapping is not None  # _check_batch looked
     tensors = (decode, prefill, sparse, batch.slot_mapping, long_context_rows(batch, config))
     decode, prefill, sparse, slot_mapping, long_context = upload(tensors, device)

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from openmla.backends import BACKENDS, Problem, select, why_not
+from openmla.backends import BACKENDS, Problem, efficiency, prefers_slots, select, why_not
 from openmla.backends.requirements import warn_of_reference
+from openmla.backends.segments import alignment, sparse_problem
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import IndexerConfig, MLAConfig
 from openmla.errors import ConfigError
 from openmla.hardware import capability
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
-FEW_TOKENS = 256  # not measured: where attention takes ten times as long as mapping
-DECODED_ONCE = ("fp8_ds_mla",)  # many tokens' rows, from positions: see backends/triton/_decoded.py
+PROMPT = 4096  # tokens: how many does not matter, but that they are many
 
 
 def latent_of(cache: LayerCache) -> PagedCache:
@@ -48,23 +48,42 @@ def chosen(problems: Sequence[Problem], backend: str) -> dict[str, str]:
 
 
 def choose_backends(
-    problems: Sequence[Problem], backend: str, num_chosen: int
+    problems: Sequence[Problem], backend: str
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
-    """Who runs each op. Where few tokens attend to listed rows and the one that does it takes
-    positions as well as slots, it is given positions: nothing maps them. With many tokens a launch
-    does not count, and slots are cheaper to read, unless rows are decoded once for all tokens."""
+    """Who runs each op. Whoever attends to listed rows is given positions where it takes them and
+    does not prefer slots: nothing maps them then."""
     backends = chosen(problems, backend)
     if "map_slots" not in backends:
         return tuple(problems), backends
     attending = next(problem for problem in problems if problem.op == "mqa_sparse")
-    if num_chosen > FEW_TOKENS and attending.format not in DECODED_ONCE:
-        return tuple(problems), backends
     listed = replace(attending, kinds=("positions",))
-    if why_not(listed, backends["mqa_sparse"]) is not None:
+    name = backends["mqa_sparse"]
+    if why_not(listed, name) is not None or prefers_slots(listed, name):
         return tuple(problems), backends
     del backends["map_slots"]
     kept = (problem for problem in problems if problem.op != "map_slots")
     return tuple(listed if problem is attending else problem for problem in kept), backends
+
+
+def gathering_problem(
+    config: MLAConfig, latent: PagedCache, dtype: torch.dtype, tokens: int, run_length: int = 0
+) -> Problem:
+    """mqa_sparse over the chosen rows of so many tokens."""
+    return sparse_problem(
+        latent.data.device, dtype, [latent.format], ("slots",), H=config.num_heads,
+        D=config.latent_dim, C=config.kv_lora_rank, tokens=tokens,
+        aligned=alignment([latent.data]) | {"queries"}, run_length=run_length,
+    )  # fmt: skip
+
+
+def sparse_efficiencies(
+    config: MLAConfig, latent: PagedCache, dtype: torch.dtype
+) -> tuple[float, float]:
+    """What prompts reach: rows gathered, and all keys computed and masked."""
+    gathering = gathering_problem(config, latent, dtype, PROMPT)
+    masking = latent_problem("mha_masked", config, latent, dtype)
+    gathered, masked = (efficiency(p, select(p, "auto")) for p in (gathering, masking))
+    return gathered, masked
 
 
 def find_problems(
@@ -95,30 +114,32 @@ def find_problems(
         if sparse.masked:
             more = ["pack_mask", "mha_masked", "cache_gather", "merge_states"]
             ops += [op for op in more if op not in ops]
-    device = latent.data.device
-    indexer = config.indexer
-    K = indexer.topk if indexer is not None else 0
-    return tuple(
-        index_problem(op, indexer, cache, dtype, device)
-        if op in ("index_write", "index_logits", "index_topk") and indexer is not None
-        else Problem(
-            op=op,
-            device=device.type,
-            capability=capability(device),
-            dtype=dtype,
-            format=latent.format,
-            H=config.num_heads,
-            D=config.qk_rope_head_dim if op == "rope" else config.latent_dim,
-            C=config.kv_lora_rank,
-            E=config.qk_head_dim,
-            V=config.v_head_dim,
-            BS=latent.block_size,
-            K=K if op in ("map_slots", "mqa_sparse", "pack_mask") else 0,
-            kinds=("slots",) if op == "mqa_sparse" else (),
-            run_length=run_length if op == "mqa_sparse" else 0,
-            max_query_len=decode.max_query_len if op == "mqa_paged" and decode else 0,
-        )
-        for op in ops
+    indexed = ("index_write", "index_logits", "index_topk")
+    problems = []
+    for op in ops:
+        if op in indexed and config.indexer is not None:
+            device = latent.data.device
+            problems.append(index_problem(op, config.indexer, cache, dtype, device))
+        elif op == "mqa_sparse" and sparse is not None:
+            tokens = max((turn.stop - turn.start for turn in sparse.turns), default=0)
+            problems.append(gathering_problem(config, latent, dtype, tokens, run_length))
+        else:
+            problems.append(latent_problem(op, config, latent, dtype))
+    return tuple(problems)
+
+
+def latent_problem(op: str, config: MLAConfig, latent: PagedCache, dtype: torch.dtype) -> Problem:
+    return Problem(
+        op=op,
+        device=latent.data.device.type,
+        capability=capability(latent.data.device),
+        dtype=dtype,
+        format=latent.format,
+        H=config.num_heads,
+        D=config.qk_rope_head_dim if op == "rope" else config.latent_dim,
+        C=config.kv_lora_rank,
+        E=config.qk_head_dim,
+        V=config.v_head_dim,
     )
 
 
@@ -129,7 +150,7 @@ def index_problem(
     assert index is not None  # make_plan looked
     if op == "index_topk":  # of scores, wherever they come from
         where = capability(device)
-        return Problem(op, device.type, where, dtype=torch.float32, K=indexer.topk)
+        return Problem(op, device.type, where, dtype=torch.float32)
     if op == "index_logits":
         dtype = index.layout.query_dtype(dtype, indexer.head_dim)
     return Problem(
@@ -140,5 +161,4 @@ def index_problem(
         format=index.format,
         H=indexer.num_heads if op == "index_logits" else 0,
         D=indexer.head_dim,
-        BS=index.block_size,
     )

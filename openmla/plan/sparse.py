@@ -10,10 +10,10 @@ from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
-from openmla.hardware import capability
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
+from openmla.plan.problems import sparse_efficiencies
 from openmla.plan.rows import cumulative, pick, pick_rows
 from openmla.plan.types import (
     ContextChunk,
@@ -133,6 +133,7 @@ def sparse_routes(
     """Those requests by route: rows gathered in latent space, or expanded and masked."""
     absorbed: list[int] = []
     masked: list[int] = []
+    efficiencies = sparse_efficiencies(config, latent, dtype)
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
         if form == "auto" and batch.device_seq_lens is None:
@@ -143,7 +144,7 @@ def sparse_routes(
                 format=latent.format,
                 itemsize=dtype.itemsize,
                 device=latent.data.device.type,
-                capability=capability(latent.data.device),
+                efficiencies=efficiencies,
             )
         else:
             gather = form != "expanded"

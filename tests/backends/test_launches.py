@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-FOLDER = Path(__file__).resolve().parents[2] / "openmla" / "backends" / "triton"
-FILES = sorted(FOLDER.glob("*.py"))
+FOLDER = Path(__file__).resolve().parents[2] / "openmla" / "backends"
+FILES = sorted(path for name in ("gluon", "triton") for path in (FOLDER / name).glob("*.py"))
 
 
 def launches(tree: ast.AST) -> Iterator[ast.Call]:
@@ -62,7 +62,7 @@ def test_builds_have_the_fp_fusion_of_their_launch() -> None:
 
     wanted: dict[str, bool] = {}
     for path, function, _ in launchers():
-        own = import_module(f"openmla.backends.triton.{path.stem}").FP_FUSION
+        own = import_module(f"openmla.backends.{path.parent.name}.{path.stem}").FP_FUSION
         for kernel in kernels_of(function):
             assert wanted.setdefault(kernel, own) == own, kernel
     built = {(build.kernel.fn.__name__, build.fp_fusion) for build in all_builds()}

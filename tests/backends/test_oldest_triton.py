@@ -21,11 +21,11 @@ from openmla.backends.triton._build import SHARED_MEMORY, compile_build
 
 assert triton.__version__.startswith(REQUIRES["triton"].oldest), triton.__version__
 assert missing("triton") is None
-for op, part in (
-    ("merge_states", ""), ("index_logits_ragged", "HI64"), ("mqa_sparse", "many-heads-window"),
-    ("mqa_sparse", "many-heads-slots"),
+for where, part in (
+    ("triton.merge_states", ""), ("triton.index_logits_ragged", "HI64"),
+    ("gluon.mqa_sparse", "many-heads-window"), ("gluon.mqa_sparse", "many-heads-slots"),
 ):
-    builds = import_module(f"openmla.backends.triton.{op}").builds()
+    builds = import_module(f"openmla.backends.{where}").builds()
     build = next(b for b in builds if b.capability == 90 and part in b.name)
     report = compile_build(build)
     assert report.spills <= 64 and report.shared <= SHARED_MEMORY[90], (build.name, report)

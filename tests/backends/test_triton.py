@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,11 @@ def assert_compiles(build: Any) -> None:
 
 
 def builds_of(op: str, target: int) -> list[Any]:
-    builds = import_module(f"openmla.backends.triton.{op}").builds()
-    return [build for build in builds if build.capability == target]
+    from openmla.backends.triton._build import COMPILED
+
+    there = [backend for backend in COMPILED if backend in BACKENDS[op]]
+    builds = [import_module(f"openmla.backends.{name}.{op}").builds() for name in there]
+    return [build for build in chain(*builds) if build.capability == target]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -28,8 +28,6 @@ FITS = Problem(
     H=64,
     D=576,
     C=512,
-    BS=64,
-    K=2048,
     kinds=("slots",),
 )
 
@@ -163,6 +161,7 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(error.value).splitlines() == [
         "mqa_sparse: backend 'flashmla' cannot run this problem:",
         "  flashmla   package flash_mla is not installed",
+        "  gluon      package triton is not installed",
         "  triton     package triton is not installed",
         "  reference  can",
     ]

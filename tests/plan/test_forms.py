@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from openmla import PRESETS
+from openmla.backends import Problem, efficiency, select
 from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed, decode_threshold
 
 
@@ -44,13 +46,18 @@ def test_threshold_differs_by_model() -> None:
 @pytest.mark.parametrize("H", [16, 64, 128])
 def test_sm90_gathers_sooner_with_many_heads(H: int) -> None:
     """Its kernel of 64 heads makes up for what 2048 rows for every token cost."""
+    pytest.importorskip("triton")
     config = replace(PRESETS["deepseek-v3.2"], num_heads=H)
     what: Any = {"format": "bf16", "itemsize": 2, "device": "cuda"}
+    shape: Any = {"dtype": torch.bfloat16, "format": "bf16", "H": H, "D": 576, "C": 512}
     for capability in ((8, 0), (9, 0), (10, 0)):
-        sooner = capability == (9, 0) and H > 16
-        near = choose_sparse_absorbed(config, 8192, 10240, **what, capability=capability)
-        assert near == sooner
-        assert choose_sparse_absorbed(config, 8192, 40960, **what, capability=capability)
+        where: Any = {"device": "cuda", "capability": capability, "multiprocessors": 132}
+        gathering = Problem("mqa_sparse", tokens=8192, kinds=("slots",), **where, **shape)
+        masking = Problem("mha_masked", **where, **shape, E=192, V=128)
+        shares = efficiency(gathering, select(gathering)), efficiency(masking, select(masking))
+        near = choose_sparse_absorbed(config, 8192, 10240, **what, efficiencies=shares)
+        assert near == (capability == (9, 0) and H > 16)
+        assert choose_sparse_absorbed(config, 8192, 40960, **what, efficiencies=shares)
 
 
 @pytest.mark.parametrize("device", ["mps", "xpu", "meta", "a device nobody knows"])
@@ -65,7 +72,9 @@ def test_devices_without_kernels_choose_as_a_cpu(name: str, device: str) -> None
     if PRESETS[name].indexer is not None:
         for n in (64, 8192):
             routes = {
-                choose_sparse_absorbed(PRESETS[name], n, 10240, device=where, **what)
+                choose_sparse_absorbed(
+                    PRESETS[name], n, 10240, device=where, efficiencies=(1.0, 1.0), **what
+                )
                 for where in (device, "cpu")
             }
             assert len(routes) == 1

@@ -15,6 +15,11 @@ from openmla.cache.format import get_format
 ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in turns
 
 
+def prefers_slots(problem: Problem) -> bool:
+    """As the kernels do, whose plans are the same then."""
+    return problem.tokens > 256 and problem.format != "fp8_ds_mla"
+
+
 def why_not(problem: Problem) -> str | None:
     return None
 

@@ -33,6 +33,7 @@ PLANNED = (
     "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions",
 )  # fmt: skip
 TARGETS = tuple(SHARED_MEMORY)
+COMPILED = ("triton", "gluon")  # backends whose kernels are built ahead of time
 GFX942 = 942  # AMD's CDNA3, of the same family of numbers so that one table holds all
 
 
@@ -187,5 +188,6 @@ def _ptxas(text: str, build: Build) -> str:
 def all_builds() -> Iterator[Build]:
     """What every kernel of this folder is compiled for, targets and rows."""
     for op, backends in BACKENDS.items():
-        if "triton" in backends:
-            yield from import_module(f"openmla.backends.triton.{op}").builds()
+        for backend in COMPILED:
+            if backend in backends:
+                yield from import_module(f"openmla.backends.{backend}.{op}").builds()

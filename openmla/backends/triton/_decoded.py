@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openmla.backends.segments import Segment
 from openmla.backends.triton import cache_gather, map_slots
-from openmla.backends.triton._launch import Rows, in_order
+from openmla.backends.triton._launch import in_order
 
 PACKED = ("fp8_ds_mla", "fp8_dsv4")
 USES = 8  # of a row, on average, from which decoding it once pays
@@ -23,8 +24,8 @@ MOST = 256 << 20  # bytes of the copy
 
 
 def decoded(
-    q: Tensor, query_start_loc: Tensor, parts: Sequence[Rows], run_length: int
-) -> list[Rows]:
+    q: Tensor, query_start_loc: Tensor, parts: Sequence[Segment], run_length: int
+) -> list[Segment]:
     """The same segments, their packed rows decoded where that pays. With fixed runs they never are:
     a token's bits may not depend on how many others there are."""
     packed = list(filter(_is_packed, parts))
@@ -36,16 +37,16 @@ def decoded(
     return [_decode(q, query_start_loc, part) if _is_packed(part) else part for part in parts]
 
 
-def _is_packed(part: Rows) -> bool:
+def _is_packed(part: Segment) -> bool:
     return part.format in PACKED and part.block_table is not None
 
 
-def _rows_of(part: Rows) -> int:
+def _rows_of(part: Segment) -> int:
     assert part.block_table is not None
     return part.block_table.numel() * part.cache.shape[1]
 
 
-def _width(part: Rows) -> int:
+def _width(part: Segment) -> int:
     """Rows a token attends to, at most; of a prefix that grows with the tokens, half of it."""
     assert part.block_table is not None
     if part.rows is not None:
@@ -54,7 +55,7 @@ def _width(part: Rows) -> int:
     return min(part.span, everything) if part.kind == "window" else everything // 2
 
 
-def _decode(q: Tensor, query_start_loc: Tensor, part: Rows) -> Rows:
+def _decode(q: Tensor, query_start_loc: Tensor, part: Segment) -> Segment:
     assert part.block_table is not None
     (B, M), (N, BS, _), D = part.block_table.shape, part.cache.shape, q.shape[2]
     i32: Any = {"dtype": torch.int32, "device": q.device}

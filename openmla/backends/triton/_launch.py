@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton._build import (
     capability_of,
@@ -28,28 +29,13 @@ from openmla.hardware import multiprocessors
 LOG2E = 1.4426950408889634
 FP_FUSION = True
 TOKENS = 65535  # of one launch: the second dimension of a grid has no more
-FEW_HEADS_ROWS = 64  # of a block, in the kernels of few heads
-MANY_HEADS_ROWS = 128  # of a step, in those of many
-
-
-class Rows(NamedTuple):
-    """A segment as the kernel takes it; absent tensors are None."""
-
-    cache: Tensor
-    kv_scale: Tensor
-    format: str
-    kind: str
-    block_table: Tensor | None = None
-    rows: Tensor | None = None
-    row_lens: Tensor | None = None
-    span: int = 0
 
 
 def run_latent(
     q: Tensor,
     query_start_loc: Tensor,
     positions: Tensor | None,
-    segments: Sequence[Rows],
+    segments: Sequence[Segment],
     *,
     sink: Tensor | None = None,
     seq_lens: Tensor | None = None,
@@ -158,51 +144,7 @@ def merge_constants(T: int, X: int, H: int, C: int, *, sink: bool, fixed: bool) 
     }
 
 
-def few_heads_pay(q: Tensor, run_length: int) -> bool:
-    """Whether 16 heads at a time pay: up to 32 heads, or so few tokens that head tiles fill the
-    machine (if their number may tell)."""
-    T, H, _ = q.shape
-    alone = not run_length and cdiv(H, 16) * T <= multiprocessors(q.device) // 4
-    return H <= 32 or alone
-
-
-def has_many_heads(q: Tensor) -> bool:
-    """Whether there is a kernel of 64 heads: SM90's instructions, queries that can be copied as
-    they are, 16 bytes at a time."""
-    aligned = q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0
-    return aligned and capability_of(q.device) == 90
-
-
-class Runs(NamedTuple):
-    """How rows are cut: in so many runs, of so many rows if that is fixed; if split,
-    into partial results of their own."""
-
-    X: int
-    length: int
-    split: bool
-    target: Tensor
-    target_lse: Tensor
-
-
-def cut_runs(
-    q: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, *, width: int, run_length: int,
-    block_h: int = 16, block_n: int = FEW_HEADS_ROWS,
-) -> Runs:  # fmt: skip
-    """Runs of whole blocks of rows, `width` of them at most."""
-    T, H, _ = q.shape
-    length = cdiv(run_length, block_n) * block_n
-    X = num_runs(cdiv(H, block_h) * T, cdiv(width, block_n), q.device, block_h)
-    if length:
-        X = max(cdiv(width, length), 1)
-    # with fixed runs a sink's share is a product of its own, however many runs there are
-    split = X > 1 or (length > 0 and sink is not None)
-    if split:
-        out = q.new_empty((T, X, H, 512), dtype=torch.float32)
-        lse = q.new_empty((T, X, H), dtype=torch.float32)
-    return Runs(X, length, split, out, lse)
-
-
-def flattened(part: Rows) -> Rows:
+def flattened(part: Segment) -> Segment:
     """Slots of a cache without padding between pages: blocks of one row, nothing to divide."""
     N, BS, W = part.cache.shape
     if part.kind != "slots" or LAYOUTS[part.format] == V4 or not is_dense(part.cache):
@@ -229,7 +171,7 @@ def num_runs(programs: int, blocks: int, device: torch.device, block_h: int) -> 
     return max(cdiv(blocks, max(each, 1)), 1)
 
 
-def is_aligned(part: Rows) -> bool:
+def is_aligned(part: Segment) -> bool:
     """Whether scales and 16-bit columns inside bytes can be read as what they are."""
     if LAYOUTS[part.format] < PACKED:
         return True
@@ -237,12 +179,12 @@ def is_aligned(part: Rows) -> bool:
     return cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0
 
 
-def is_wide(part: Rows) -> bool:
+def is_wide(part: Segment) -> bool:
     """Whether offsets into a cache need 64 bits; where not, gathering takes half the registers."""
     return part.cache.shape[0] * part.cache.stride(0) >= 2**31
 
 
-def _tensors(part: Rows, nothing: Tensor) -> tuple[Tensor, ...]:
+def _tensors(part: Segment, nothing: Tensor) -> tuple[Tensor, ...]:
     cache = part.cache.view(torch.uint8) if part.format == "fp8" else part.cache
     names = (part.rows, part.row_lens, part.block_table)
     return (cache, part.kv_scale, *(nothing if each is None else in_order(each) for each in names))
@@ -253,7 +195,7 @@ def in_order(names: Tensor) -> Tensor:
     return names if names.stride(-1) == 1 or names.shape[-1] < 2 else names.contiguous()
 
 
-def _sizes(part: Rows) -> tuple[int, ...]:
+def _sizes(part: Segment) -> tuple[int, ...]:
     N, _, W = part.cache.shape
     table, rows = (
         None if each is None else in_order(each) for each in (part.block_table, part.rows)

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._latent_builds import latent_builds, merge_builds
-from openmla.backends.triton._launch import Rows, run_latent
+from openmla.backends.triton._launch import run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
@@ -38,7 +39,7 @@ def run(
         q_latent,
         query_start_loc,
         None,
-        [Rows(cache, kv_scale, format, "paged", block_table=block_table)],
+        [Segment(cache, kv_scale, format, "paged", block_table=block_table)],
         seq_lens=seq_lens,
         split_starts=split_starts,
         causal=causal,

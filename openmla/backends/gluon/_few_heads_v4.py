@@ -17,14 +17,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from openmla.backends.triton._build import PLANNED
-from openmla.backends.triton._few_heads import (
+from openmla.backends.gluon._few_heads import (
     add_values,
     decode_words,
     first_owner,
     split_words,
     thread_barrier,
 )
+from openmla.backends.triton._build import PLANNED
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)

@@ -20,8 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from openmla.backends.triton._build import PLANNED
-from openmla.backends.triton._few_heads import (
+from openmla.backends.gluon._few_heads import (
     CHANGING,
     SHIFTED,
     SMALLER,
@@ -29,7 +28,7 @@ from openmla.backends.triton._few_heads import (
     first_owner,
     look_up,
 )
-from openmla.backends.triton._many_heads import (
+from openmla.backends.gluon._many_heads import (
     COPY,
     EVEN_LEFT_FILLED,
     EVEN_LEFT_READ,
@@ -53,6 +52,7 @@ from openmla.backends.triton._many_heads import (
     tell,
     wait_for,
 )
+from openmla.backends.triton._build import PLANNED
 from openmla.backends.triton._versions import async_load, reinterpret
 
 

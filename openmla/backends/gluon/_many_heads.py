@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from openmla.backends.triton._few_heads import LN2, LOG2E, thread_barrier
+from openmla.backends.gluon._few_heads import LN2, LOG2E, thread_barrier
 from openmla.backends.triton._versions import async_load
 
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))

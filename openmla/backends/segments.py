@@ -1,0 +1,83 @@
+"""Segment: one source of the rows that latent attention reads, from the planner to the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from openmla.backends import Problem, bucketed
+from openmla.hardware import capability, multiprocessors
+
+
+class Segment(NamedTuple):
+    """One source of rows; what a kind does not need is None or 0."""
+
+    cache: Tensor  # [N, BS, W]
+    kv_scale: Tensor  # [] f32
+    format: str
+    kind: str
+    block_table: Tensor | None = None  # [B, M] i32; for all kinds but slots
+    rows: Tensor | None = None  # [T, K] i32; for slots and positions
+    row_lens: Tensor | None = None  # [T] i32; for slots and positions
+    span: int = 0  # for window and prefix
+
+    @property
+    def width(self) -> int:
+        """Most rows one token can have, as far as shapes tell."""
+        if self.rows is not None:
+            return self.rows.shape[1]
+        assert self.block_table is not None
+        in_table = self.block_table.shape[1] * self.cache.shape[1]
+        return min(self.span, in_table) if self.kind == "window" else in_table
+
+
+def problem_of(q: Tensor, segments: Sequence[Segment], *, C: int, run_length: int) -> Problem:
+    """mqa_sparse as backends are asked about it, of a call."""
+    T, H, D = q.shape
+    aligned = alignment(segment.cache for segment in segments)
+    if q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0:
+        aligned |= {"queries"}
+    return sparse_problem(
+        q.device, q.dtype, [segment.format for segment in segments],
+        tuple(segment.kind for segment in segments), H=H, D=D, C=C, tokens=T, aligned=aligned,
+        run_length=run_length,
+    )  # fmt: skip
+
+
+def sparse_problem(
+    device: torch.device, dtype: torch.dtype, formats: Sequence[str], kinds: tuple[str, ...], *,
+    H: int, D: int, C: int, tokens: int, aligned: frozenset[str], run_length: int,
+) -> Problem:  # fmt: skip
+    """The same, of a call that is planned."""
+    return Problem(
+        op="mqa_sparse",
+        device=device.type,
+        capability=capability(device),
+        multiprocessors=multiprocessors(device),
+        dtype=dtype,
+        format=" ".join(dict.fromkeys(formats)),
+        H=H,
+        D=D,
+        C=C,
+        tokens=bucketed(tokens),
+        kinds=kinds,
+        aligned=aligned,
+        run_length=run_length,
+    )
+
+
+def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
+    """Which of "pages" and "rows" lie at multiples of 16 bytes in all of some caches."""
+    pages = rows = True
+    for cache in caches:
+        traced = isinstance(cache, FakeTensor)  # it stands for one that lies as allocated
+        start = cache.numel() > 0 and (traced or cache.data_ptr() % 16 == 0)
+        page, row = (stride * cache.element_size() for stride in cache.stride()[:2])
+        pages = pages and start and page % 16 == 0
+        dense = page == cache.shape[1] * row
+        rows = rows and start and row % 16 == 0 and dense and cache.numel() < 2**33
+    return frozenset(name for name, is_so in (("pages", pages), ("rows", rows)) if is_so)
