@@ -1,4 +1,4 @@
-"""What every contract test does: skip with a reason, run the op first, then the reference."""
+"""What tests of ops share: run or skip, compare with the reference, break an argument, read bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from openmla.errors import UnsupportedError
 from openmla.testing import Inputs, assert_within_budget
@@ -26,3 +28,31 @@ def check_attention(op: Callable[..., Any], inputs: Inputs, backend: str) -> Non
     peer = inputs.run(op, backend="reference")
     assert actual[0].dtype == peer[0].dtype and actual[1].dtype == peer[1].dtype
     assert_within_budget(actual, exact, peer)
+
+
+def broken(base: Inputs, **changes: Any) -> Inputs:
+    """Inputs with one argument replaced, or a tensor changed by a function of itself."""
+    tensors, scalars = dict(base.tensors), dict(base.scalars)
+    for name, change in changes.items():
+        if name in tensors:
+            tensors[name] = change(tensors[name])
+        else:
+            scalars[name] = change
+    return Inputs(tensors, scalars, base.widen)
+
+
+def put(index: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
+    """A change for broken(): one element."""
+
+    def change(tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        tensor[index] = value
+        return tensor
+
+    return change
+
+
+def page_bytes(cache: Tensor) -> Tensor:
+    """A copy of every byte of the allocation under a cache view, padding included."""
+    whole = torch.as_strided(cache, (cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
+    return whole.clone().view(torch.uint8).cpu()

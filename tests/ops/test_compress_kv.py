@@ -38,9 +38,7 @@ from openmla.testing import (
     start_loc,
     strided,
 )
-from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import broken, put
-from tests.ops.test_index_write import page_bytes
+from tests.ops.contract import broken, page_bytes, put, run_or_skip
 
 NOBODY = -1  # a request that is skipped
 

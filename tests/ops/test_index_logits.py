@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -28,7 +27,7 @@ from openmla.testing import (
     start_loc,
     strided,
 )
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import broken, put, run_or_skip
 
 FP8 = torch.float8_e4m3fn
 
@@ -361,26 +360,6 @@ def test_opcheck_and_fullgraph(device: str) -> None:
     assert torch.equal(
         inputs.run(compiled, backend="reference"), inputs.run(index_logits, backend="reference")
     )
-
-
-def broken(base: Inputs, **changes: Any) -> Inputs:
-    """Inputs with one argument replaced, or a tensor changed by a function of itself."""
-    tensors, scalars = dict(base.tensors), dict(base.scalars)
-    for name, change in changes.items():
-        if name in tensors:
-            tensors[name] = change(tensors[name])
-        else:
-            scalars[name] = change
-    return Inputs(tensors, scalars, base.widen)
-
-
-def put(index: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        tensor = tensor.clone()
-        tensor[index] = value
-        return tensor
-
-    return change
 
 
 # index_select takes the same tensors and says the same of them

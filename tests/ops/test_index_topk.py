@@ -17,8 +17,7 @@ from openmla.errors import ConfigError, ShapeError
 from openmla.ops import index_topk
 from openmla.ops.index_topk import cost
 from openmla.testing import Inputs, poisoned_memory
-from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import broken, put
+from tests.ops.contract import broken, put, run_or_skip
 
 Rows = Sequence[Sequence[float]]
 INF, NAN = math.inf, math.nan

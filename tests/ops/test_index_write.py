@@ -16,8 +16,8 @@ from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_write
 from openmla.ops.index_write import cost
 from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
-from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import broken, put, stored_key
+from tests.ops.contract import broken, page_bytes, put, run_or_skip
+from tests.ops.test_index_logits import stored_key
 
 PACKED = [name for name in INDEX_FORMATS if get_format(name).packed]
 
@@ -149,12 +149,6 @@ def stored_keys(inputs: Inputs) -> Tensor:
     format, BS = inputs.scalars["format"], cache.shape[1]
     found = [stored_key(cache, slot // BS, slot % BS, format, DI) for slot in written_slots(inputs)]
     return torch.stack(found) if found else torch.zeros(0, DI, dtype=torch.float64)
-
-
-def page_bytes(cache: Tensor) -> Tensor:
-    """A copy of every byte of the allocation under a cache view, padding included."""
-    whole = torch.as_strided(cache, (cache.shape[0], cache.stride(0)), (cache.stride(0), 1))
-    return whole.clone().view(torch.uint8).cpu()
 
 
 def byte_ranges(inputs: Inputs, slot: int) -> list[tuple[int, slice]]:

@@ -16,9 +16,7 @@ from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, latent_write
 from openmla.ops.latent_write import cost
 from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
-from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import broken
-from tests.ops.test_index_write import page_bytes
+from tests.ops.contract import broken, page_bytes, run_or_skip
 
 
 @dataclass(frozen=True)

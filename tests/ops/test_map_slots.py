@@ -17,8 +17,7 @@ from openmla.errors import ConfigError, ShapeError
 from openmla.ops import map_slots
 from openmla.ops.map_slots import cost
 from openmla.testing import GARBAGE_BLOCK, Inputs, start_loc, strided
-from tests.ops.contract import run_or_skip
-from tests.ops.test_index_logits import broken, put
+from tests.ops.contract import broken, put, run_or_skip
 
 BS, M, NUM_BLOCKS = 4, 6, 9
 
