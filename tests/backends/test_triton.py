@@ -20,6 +20,7 @@ from openmla.backends import BACKENDS, Problem, why_not
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "ops"
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
 OTHERS = (80, 120)  # the oldest and the newest; the rest are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
@@ -41,6 +42,20 @@ def test_there_are_kernels() -> None:
     assert reason == "runs on cuda, this is cpu"
 
 
+def files_of(op: str) -> list[str]:
+    """tests/ops/test_<op>.py and what it was split into, test_<op>_<idea>.py."""
+    longer = tuple(f"test_{other}" for other in OPS if other.startswith(f"{op}_"))
+    stems = sorted(path.stem for path in FOLDER.glob(f"test_{op}*.py"))
+    return [f"tests/ops/{stem}.py" for stem in stems if not stem.startswith(longer)]
+
+
+def test_every_file_is_of_one_op() -> None:
+    """So that splitting a file takes none of its tests from the interpreter."""
+    others = {"tests/ops/test_flashmla.py", "tests/ops/test_register.py"}
+    there = {f"tests/ops/{path.name}" for path in FOLDER.glob("test_*.py")}
+    assert sorted(there - others) == sorted(file for op in OPS for file in files_of(op))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_contract_in_the_interpreter(op: str) -> None:
     """All that the contract asks of a backend, kernel by kernel on CPU tensors."""
@@ -48,7 +63,7 @@ def test_contract_in_the_interpreter(op: str) -> None:
         **os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"]
-    command += [f"tests/ops/test_{op}.py", "-k", f"triton and not {SLOW}", "--tb=short"]
+    command += [*files_of(op), "-k", f"triton and not {SLOW}", "--tb=short"]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
     assert " passed" in run.stdout

@@ -1,4 +1,4 @@
-"""What tests of ops share: run or skip, compare with the reference, break an argument, read bytes."""
+"""What tests of ops share: run or skip, compare with the reference, break arguments, read bytes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,171 @@
+"""mqa_sparse: how rows and tokens are cut into runs and launches, and whose bits depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from openmla.backends import BACKENDS
+from openmla.ops import mqa_sparse
+from openmla.testing import SegmentCase, SparseCase
+from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.mqa_sparse_cases import (
+    CASES,
+    FAR,
+    IN_ONE_RUN,
+    LISTED_16,
+    NEAR,
+    PACKED,
+    POSITIONS,
+    PREFIX,
+    RING,
+    SINKS,
+    V4,
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize(
+    "first, H",
+    [
+        (replace(PACKED, K=150), 3),
+        (replace(POSITIONS, BS=16, K=150), 3),
+        (replace(PACKED, K=150), 64),
+        (replace(LISTED_16, K=150), 64),
+    ],
+    ids=["packed", "bf16", "packed-64-heads", "bf16-64-heads"],
+)
+def test_a_token_has_its_own_bits(
+    first: SegmentCase, H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With run_length the same token, alone and among others, gives the same bits; others so many
+    that whatever is chosen by their number is chosen differently."""
+    if backend == "triton" and device == "cpu":  # as if there were a machine to fill
+        monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
+    T = 90 if device == "cuda" or H == 3 else 2
+    lens: Any = {"query_lens": (1,) * T, "seq_lens": (140,) * T, "H": H, "contiguous": True}
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" or H > 3 else {}
+    inputs = SparseCase("many", first=first, **lens, **width).make(device)
+    options = {**inputs.scalars, "run_length": 128}
+    whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
+    alone = dict(inputs.tensors)
+    alone["query_start_loc"] = alone["query_start_loc"][:2]
+    for name in ("q_latent", "positions", "rows", "row_lens", "block_table"):
+        alone[name] = alone[name][:1]
+    few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
+    for many, one in zip(whole, few, strict=True):
+        assert torch.equal(many[:1], one)
+
+
+@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("H", [3, 64])
+def test_a_v4_token_has_its_own_bits(
+    H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same of two segments, with a sink."""
+    if backend == "triton" and device == "cpu":
+        monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 132)
+    T = 90 if device == "cuda" else 8 if H == 3 else 2  # the interpreter takes its time
+    lens: Any = {"query_lens": (1,) * T, "seq_lens": (290,) * T, "H": H, "sink": SINKS}
+    inputs = SparseCase("many", first=NEAR, second=replace(FAR, K=70), **lens, **V4).make(device)
+    options = {**inputs.scalars, "run_length": 64}
+    whole = run_or_skip(mqa_sparse, replace(inputs, scalars=options), backend)
+    alone = dict(inputs.tensors)
+    alone["query_start_loc"] = alone["query_start_loc"][:2]
+    for name in ("q_latent", "positions", "block_table", "block_table_2", "rows_2", "row_lens_2"):
+        alone[name] = alone[name][:1]
+    few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
+    for many, one in zip(whole, few, strict=True):
+        assert torch.equal(many[:1], one)
+
+
+@pytest.mark.parametrize(
+    "parts", [(NEAR, FAR), (PACKED,), (LISTED_16,)], ids=["v4", "packed-v3", "v3"]
+)
+def test_triton_prompt_has_the_same_bits_every_time(
+    parts: tuple[SegmentCase, ...], device: str
+) -> None:
+    """Warps that hand tiles to one another do not depend on who is first."""
+    (T, H, times), last = ((200, 64, 50) if device == "cuda" else (2, 3, 1)), len(parts) - 1
+    options: Any = {"C": 512, "R": 0 if last else 64, "contiguous": True, "sink": SINKS}
+    case = SparseCase("again", (T,), (3000,), parts[0], parts[1] if last else None, H=H, **options)
+    inputs = case.make(device)
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    for _ in range(times):
+        for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in IN_ONE_RUN], ids=str)
+def test_triton_in_one_run(case: SparseCase, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine that a few tokens fill: no run is merged, a kernel itself knows the sink."""
+    monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 1)
+    check_attention(mqa_sparse, case.make(device), "triton")
+
+
+@pytest.mark.parametrize("first", [PACKED, replace(POSITIONS, BS=16)], ids=["packed", "bf16"])
+def test_triton_bits_do_not_depend_on_the_columns_there_are(
+    first: SegmentCase, device: str
+) -> None:
+    """A token of one run, in rows of one run and of more: its sink takes the same share."""
+    width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
+    case = SparseCase("short", (2, 1), (33, 20), first=replace(first, K=64), sink=SINKS, **width)
+    inputs = replace(case, contiguous=True).make(device)
+    inputs = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    wider = dict(inputs.tensors)
+    wider["rows"] = torch.nn.functional.pad(wider["rows"], (0, 100), value=-1)
+    wider["sink"] = torch.stack((wider["sink"], wider["sink"]), 1)[:, 0]  # not contiguous either
+    actual = run_or_skip(mqa_sparse, replace(inputs, tensors=wider), "triton")
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "first", [PACKED, RING, PREFIX, NEAR], ids=["packed", "window", "prefix", "v4"]
+)
+def test_triton_takes_more_tokens_than_a_grid_holds(
+    first: SegmentCase, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's grids have 65535 tokens in their second dimension; as if they had two."""
+    widths: dict[str, Any] = {"fp8_ds_mla": {"C": 512, "R": 64}, "fp8_dsv4": {"C": 512, "R": 0}}
+    width = widths.get(first.format, {})
+    case = SparseCase("tokens", (1, 3, 1), (33, 70, 9), first=replace(first, K=64), **width)
+    inputs = replace(case, contiguous=True, padding=2).make(device)
+    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    monkeypatch.setattr("openmla.backends.triton._launch.TOKENS", 2)
+    for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["v4-many-tokens", "packed-many-tokens"])
+def test_triton_decodes_rows_of_many_tokens_once(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to so many bytes, and not with fixed runs."""
+    module = import_module("openmla.backends.triton._decoded")
+    decodes: list[str] = []
+
+    def gather(*args: Any, format: str) -> None:
+        decodes.append(format)
+        run(*args, format=format)
+
+    run = module.cache_gather.run
+    monkeypatch.setattr(module.cache_gather, "run", gather)
+    case = next(case for case in CASES if case.name == name)
+    inputs = case.make(device)
+    segments = 1 if case.second is None else 2
+    whole = run_or_skip(mqa_sparse, inputs, "triton")
+    assert len(decodes) == segments
+    fixed = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
+    run_or_skip(mqa_sparse, fixed, "triton")
+    monkeypatch.setattr(module, "MOST", 1000)
+    direct = run_or_skip(mqa_sparse, inputs, "triton")
+    assert len(decodes) == segments
+    for one, other in zip(whole, direct, strict=True):
+        # values up to 4 in bf16, one step apart: 4 * 2**-8; test_contract holds each to its budget
+        assert torch.allclose(one.float(), other.float(), atol=0.02)
