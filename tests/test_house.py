@@ -131,6 +131,14 @@ def test_one_name_in_four_places() -> None:
             assert (ROOT / place.format(op)).is_file(), f"{op} has no {place.format(op)}"
 
 
+def test_tests_do_not_import_tests() -> None:
+    """What several of their files share is in a module beside them."""
+    for path in (ROOT / "tests").rglob("*.py"):
+        for module in imports(path):
+            borrowed = module.startswith("tests.") and ".test_" in module
+            assert not borrowed, f"{path.relative_to(ROOT)} imports {module}"
+
+
 def test_readme_table_is_fresh() -> None:
     assert README.read_text() == with_tables(README.read_text()), "run: make table"
 

@@ -14,9 +14,7 @@ KINDS = ("dense", "sparse", "v4")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders by kind. V4's rows are wide enough for its packed format."""
     pytest.importorskip("transformers")
-    from tests.integrations.models import make_model
-    from tests.integrations.test_sparse_models import make_model as make_sparse
-    from tests.integrations.test_v4_models import make_v4
+    from tests.integrations.models import make_model, make_sparse, make_v4
 
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
     with torch.no_grad():

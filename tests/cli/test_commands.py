@@ -40,8 +40,7 @@ def test_generate_with_a_wrapper_and_another_rope(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A vision model around a text model, and a kind of rope that only transformers knows."""
-    from tests.integrations.models import make_model
-    from tests.integrations.test_text_models import make_mistral3
+    from tests.integrations.models import make_mistral3, make_model
 
     linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     with torch.no_grad():

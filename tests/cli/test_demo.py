@@ -141,13 +141,13 @@ def test_options_that_do_not_fit_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Said, not ignored; formats a model cannot use are left out of the default ones."""
-    from tests.integrations.test_sparse_models import make_model
+    from tests.integrations.models import make_model, make_sparse
 
     folder, text = str(tmp_path / "m"), tmp_path / "t.txt"
     text.write_text("abc " * 60)
     ask = ["--model", folder, "--prompt", "abcd", "--max-new-tokens", "2"]
     measure = ["--model", folder, "--text", str(text), "--windows", "1", "--context", "40"]
-    make_model("glm_moe_dsa", vocab_size=256).save_pretrained(folder)
+    make_sparse("glm_moe_dsa", vocab_size=256).save_pretrained(folder)
     assert main(["generate", *ask, "--attention", "dense"]) == 2
     assert "glm_moe_dsa has no dense attention" in capsys.readouterr().err
     assert main(["generate", *ask[:-1], "0"]) == 2
@@ -155,9 +155,7 @@ def test_options_that_do_not_fit_the_model(
     assert main(["eval", *measure]) == 0
     out = capsys.readouterr().out
     assert "sparse     fp8 " in out and "fp8_ds_mla" not in out and "dense" not in out
-    from tests.integrations.models import make_model as make_dense
-
-    make_dense("deepseek_v3", vocab_size=256).save_pretrained(folder)
+    make_model("deepseek_v3", vocab_size=256).save_pretrained(folder)
     assert main(["generate", *ask, "--attention", "sparse"]) == 2
     assert "deepseek_v3 has no sparse attention" in capsys.readouterr().err
 

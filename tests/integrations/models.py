@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -53,6 +54,84 @@ MODELS: dict[str, dict[str, Any]] = {
     "axk1": {**_PLAIN_V3, "model_type": "axk1"},
     "kimi_linear": _KIMI_LINEAR,
 }
+K = 24  # top-k of the sparse models
+_SPARSE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "index_head_dim": 16,
+    "index_n_heads": 32,  # with few heads, keys tie at exactly zero and vanilla contradicts itself
+    "index_topk": K,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_SHARED = {"indexer_types": ["full", "shared", "full"]}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SPARSE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {"rope_parameters": _YARN},
+    "glm_moe_dsa": _SHARED,
+    "axk2": {},
+    "hy_v4": _SHARED,
+}
+_V4: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "q_lora_rank": 32,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 24,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "sliding_window": 32,
+    "compress_ratios": [0, 4, 128, 4],
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
+    "max_position_embeddings": 2048,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "patch_size": 4,
+    "image_size": 16,
+}
 
 
 def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -73,6 +152,72 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
         if parameter.dim() > 1:
             parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
     return model
+
+
+def make_sparse(family: str, seed: int = 0, **changes: Any) -> Any:
+    """One with an indexer; norms, their biases and sinks are random too."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**{**_SPARSE, **SPARSE[family], **changes})
+    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+    cls = next(getattr(modeling, name) for name in dir(modeling) if name.endswith("ForCausalLM"))
+    torch.manual_seed(seed)
+    model = cls(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() > 1:
+            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.add_(0.2 * noise)
+    return model
+
+
+def model_of(family: str, seed: int = 0) -> Any:
+    """A dense or a sparse one."""
+    if family in SPARSE:
+        return make_sparse(family, seed)
+    return make_model(family, seed)
+
+
+def make_v4(seed: int = 0, **changes: Any) -> Any:
+    """All three kinds of layers, unit-gain random weights, sinks that matter."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING["deepseek_v4"](**{**_V4, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+        elif name.endswith("sinks"):
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def fill(model: Any) -> Any:
+    """Unit-gain random weights."""
+    torch.manual_seed(0)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def make_mistral3(text: Any) -> Any:
+    """A vision model around a text model, which is given as a config."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    config = Mistral3Config(text_config=text, vision_config=_PIXTRAL, image_token_index=90)
+    return fill(Mistral3ForConditionalGeneration(config))
+
+
+# A model of each kind, and a batch for any of them.
+MAKERS: dict[str, Callable[..., Any]] = {
+    "dense": lambda **changes: make_model("deepseek_v3", **changes),
+    "sparse": lambda **changes: make_sparse("deepseek_v32", **changes),
+    "v4": make_v4,
+}
+IDS = torch.randint(2, VOCAB, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
 def padded_prompts(B: int = 5, S: int = 20, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

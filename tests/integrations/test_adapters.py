@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from openmla.errors import UnsupportedError
 from openmla.integrations.transformers import attach
 from openmla.layers.weights import decode_weight
-from tests.integrations.models import padded_prompts
-from tests.integrations.test_captured import captured, model_of
-from tests.integrations.test_v4_models import make_v4
+from tests.integrations.generation import captured
+from tests.integrations.models import make_v4, model_of, padded_prompts
 
 FAMILIES = ("deepseek_v3", "deepseek_v32")
 OLD = transformers.__version__.startswith("5.17.")

@@ -13,34 +13,16 @@ from openmla.errors import ConfigError, UnsupportedError
 
 pytest.importorskip("transformers")
 
-from openmla.integrations.transformers import (
-    attach,
-    attachment_of,
-    detach,
-)
+from openmla.integrations.transformers import attach, detach
 from openmla.integrations.transformers.captured import CapturedDecode
-from tests.integrations import test_sparse_models, test_v4_models
-from tests.integrations.models import make_model, padded_prompts
-from tests.integrations.test_transformers import generate, worst_logits
+from tests.integrations.generation import captured, generate, new_tokens, prompts, worst_logits
+from tests.integrations.models import make_model, make_v4, model_of, padded_prompts
 
 FAMILIES = ["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"]
 
 
-def model_of(family: str, seed: int = 0) -> Any:
-    if family in test_sparse_models.FAMILIES:
-        return test_sparse_models.make_model(family, seed)
-    return make_model(family, seed)
-
-
 def on(device: str, model: Any, *tensors: Tensor) -> Any:
     return (model.to(device), *(tensor.to(device) for tensor in tensors))
-
-
-def captured(model: Any) -> CapturedDecode:
-    (found,) = (
-        handle for handle in attachment_of(model).handles if isinstance(handle, CapturedDecode)
-    )
-    return found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,17 +65,17 @@ def test_beams_samples_and_other_batches(family: str, device: str) -> None:
 
 def test_v4(device: str) -> None:
     """Three kinds of layers, each with buffers of its own; windows wrap on the way."""
-    model, ids, mask = on(device, test_v4_models.make_v4(), *test_v4_models.prompts((130, 3, 61)))
+    model, ids, mask = on(device, make_v4(), *prompts((130, 3, 61)))
     attach(model)
-    alone = test_v4_models.generate(model, ids, mask, n=40)
+    alone = new_tokens(model, ids, mask, n=40)
     detach(model)
     attach(model, capture=True)
-    assert torch.equal(test_v4_models.generate(model, ids, mask, n=40), alone)
+    assert torch.equal(new_tokens(model, ids, mask, n=40), alone)
     assert captured(model).recordings == 1
-    beams = test_v4_models.generate(model, ids[:1], mask[:1], n=12, num_beams=2)
+    beams = new_tokens(model, ids[:1], mask[:1], n=12, num_beams=2)
     detach(model)
     attach(model)
-    plain = test_v4_models.generate(model, ids[:1], mask[:1], n=12, num_beams=2)
+    plain = new_tokens(model, ids[:1], mask[:1], n=12, num_beams=2)
     assert torch.equal(beams, plain)
 
 
@@ -112,17 +94,16 @@ def test_a_step_may_run_again(family: str, device: str, monkeypatch: pytest.Monk
         return once(self, *args)
 
     if family == "deepseek_v4":
-        model = test_v4_models.make_v4()
-        prompts = test_v4_models.prompts((130, 3, 61))
+        model, given = make_v4(), prompts((130, 3, 61))
     else:
-        model, prompts = model_of(family), padded_prompts()
-    model, ids, mask = on(device, model, *prompts)
+        model, given = model_of(family), padded_prompts()
+    model, ids, mask = on(device, model, *given)
     attach(model)
-    alone = test_v4_models.generate(model, ids, mask, n=30)
+    alone = new_tokens(model, ids, mask, n=30)
     detach(model)
     monkeypatch.setattr(CapturedDecode, "_pass", thrice)
     attach(model, capture=True)
-    assert torch.equal(test_v4_models.generate(model, ids, mask, n=30), alone)
+    assert torch.equal(new_tokens(model, ids, mask, n=30), alone)
 
 
 def test_a_step_by_hand_goes_on_from_the_same_cache(device: str) -> None:
@@ -190,8 +171,8 @@ def test_modes_may_alternate(device: str) -> None:
         attach(model, capture=True)
         for mode in (first, not first, first):
             with torch.inference_mode(mode), torch.no_grad():
-                prompts = ids.clone(), mask.clone()
-                assert torch.equal(generate(model, *prompts, max_new_tokens=6).sequences, alone)
+                given = ids.clone(), mask.clone()
+                assert torch.equal(generate(model, *given, max_new_tokens=6).sequences, alone)
         detach(model)
 
 

@@ -15,16 +15,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import modeling_layers  # noqa: E402
 
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
-from tests.integrations.models import make_model  # noqa: E402
-from tests.integrations.test_sparse_models import make_model as make_sparse  # noqa: E402
-from tests.integrations.test_v4_models import make_v4  # noqa: E402
-
-MAKERS = {
-    "dense": lambda **changes: make_model("deepseek_v3", **changes),
-    "sparse": lambda **changes: make_sparse("deepseek_v32", **changes),
-    "v4": make_v4,
-}
-IDS = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(0))
+from tests.integrations.models import IDS, MAKERS, make_model  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

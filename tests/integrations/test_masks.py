@@ -9,10 +9,14 @@ from torch import Tensor
 from openmla.errors import ShapeError
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.integrations.transformers.masks import Runs, add_runs, hide_tokens, read_mask, runs_of
-from tests.integrations import test_sparse_models
-from tests.integrations.models import VOCAB, make_model, padded_prompts
-from tests.integrations.test_captured import model_of
-from tests.integrations.test_v4_models import make_v4
+from tests.integrations.models import (
+    VOCAB,
+    make_model,
+    make_sparse,
+    make_v4,
+    model_of,
+    padded_prompts,
+)
 
 FAMILIES = ("deepseek_v3", "deepseek_v32")
 
@@ -99,7 +103,7 @@ def test_cached_tokens_hidden_later(family: str, last: int, device: str) -> None
 @pytest.mark.parametrize("format", ["fp8_ds_mla", "bf16"])
 def test_rows_move_as_they_are_stored(format: str, index_format: str) -> None:
     """Hiding and showing nothing new: a lossy cache answers as one that never had the tokens."""
-    model = test_sparse_models.make_model("deepseek_v32", kv_lora_rank=128, index_head_dim=128)
+    model = make_sparse("deepseek_v32", kv_lora_rank=128, index_head_dim=128)
     attach(model, block_size=4, cache_format=format, index_format=index_format)
     ids, _ = padded_prompts(B=1, S=30)
     shown = torch.ones_like(ids)

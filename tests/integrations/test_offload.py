@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from openmla.integrations.transformers import attach, attachment_of  # noqa: E402
-from tests.integrations.test_generation import IDS, MAKERS  # noqa: E402
+from tests.integrations.models import IDS, MAKERS  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

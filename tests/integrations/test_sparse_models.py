@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -20,67 +19,7 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.models import on  # noqa: E402
-
-K = 24
-FIELDS: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "index_head_dim": 16,
-    "index_n_heads": 32,  # with few heads, keys tie at exactly zero and vanilla contradicts itself
-    "index_topk": K,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-SHARED = {"indexer_types": ["full", "shared", "full"]}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_v32": {"rope_parameters": YARN},
-    "glm_moe_dsa": SHARED,
-    "axk2": {},
-    "hy_v4": SHARED,
-}
-
-
-def make_model(family: str, seed: int = 0, **changes: Any) -> Any:
-    config = transformers.CONFIG_MAPPING[family](**{**FIELDS, **FAMILIES[family], **changes})
-    modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-    cls = next(getattr(modeling, name) for name in dir(modeling) if name.endswith("ForCausalLM"))
-    torch.manual_seed(seed)
-    model = cls(config).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        noise = torch.randn_like(parameter)
-        if parameter.dim() > 1:
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5)
-        else:
-            parameter.add_(0.2 * noise)  # norms, their biases, sinks
-    return model
+from tests.integrations.models import SPARSE, K, make_sparse, on  # noqa: E402
 
 
 def prompts(lens: tuple[int, ...], padding: int = 0, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -105,10 +44,10 @@ UNEVEN = (60, K, K - 1, K + 1, 3)  # longer than, equal to, around and shorter t
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_same_tokens(family: str, seed: int, device: str) -> None:
     """64 new tokens for a left-padded batch of five, greedy, in blocks of 4 and of 64."""
-    model = make_model(family, seed).to(device)
+    model = make_sparse(family, seed).to(device)
     ids, mask = on(device, *prompts(UNEVEN, seed=seed))
     expected = generate(model, ids, mask)
     # the model agrees with itself under another padding, or nobody could agree with it
@@ -125,9 +64,9 @@ def test_same_tokens(family: str, seed: int, device: str) -> None:
     assert torch.equal(generate(model, ids, mask), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_chunk_edges_around_the_top_k(family: str, device: str) -> None:
-    model = make_model(family).to(device)
+    model = make_sparse(family).to(device)
     ids, mask = on(device, *prompts((70,)))
     expected = generate(model, ids, mask, max_new_tokens=16)
     attach(model, block_size=4, workspace=16)
@@ -137,19 +76,19 @@ def test_chunk_edges_around_the_top_k(family: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("length", [5, K - 17, K - 16, K, K + 40])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_contexts_that_grow_past_the_top_k(family: str, length: int, device: str) -> None:
     """Short of K throughout, reaching it, starting at it, far past it."""
-    model = make_model(family, seed=3).to(device)
+    model = make_sparse(family, seed=3).to(device)
     ids, mask = on(device, *prompts((length,) * 2, seed=4))
     expected = generate(model, ids, mask, max_new_tokens=16)
     attach(model, block_size=4)
     assert torch.equal(generate(model, ids, mask, max_new_tokens=16), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_logits_with_and_without_a_cache(family: str, device: str) -> None:
-    model = make_model(family).to(device)
+    model = make_sparse(family).to(device)
     ids, mask = on(device, *prompts(UNEVEN))
     real = mask.bool()
     with torch.no_grad():
@@ -163,9 +102,9 @@ def test_logits_with_and_without_a_cache(family: str, device: str) -> None:
     assert (cached - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_beams_sampling_and_kept_caches(family: str, device: str) -> None:
-    model = make_model(family).to(device)
+    model = make_sparse(family).to(device)
     ids, mask = on(device, *prompts((40, 30)))
     options: dict[str, Any] = {"max_new_tokens": 20}
     beams = generate(model, ids, mask, num_beams=3, **options)
@@ -192,7 +131,7 @@ def test_beams_sampling_and_kept_caches(family: str, device: str) -> None:
 
 
 def test_a_growing_pool_keeps_indexer_keys() -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     ids, mask = prompts((300, 200))
     expected = generate(model, ids, mask, max_new_tokens=8)
     attach(model, block_size=4)
@@ -202,7 +141,7 @@ def test_a_growing_pool_keeps_indexer_keys() -> None:
 
 
 def test_bytes_in_use_count_the_indexer_keys() -> None:
-    model = make_model("glm_moe_dsa")
+    model = make_sparse("glm_moe_dsa")
     attach(model, block_size=4, cache_format="bf16", index_format="index_fp8")
     ids, mask = prompts((8,))
     out = model(ids, attention_mask=mask, use_cache=True)
@@ -217,7 +156,7 @@ def test_bytes_in_use_count_the_indexer_keys() -> None:
     ids=str,
 )
 def test_lossy_caches_run(formats: tuple[str, str]) -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     ids, mask = prompts((60,))
     attach(model, cache_format=formats[0], index_format=formats[1], block_size=8)
     assert generate(model, ids, mask, max_new_tokens=8).shape == (1, 8)
@@ -225,7 +164,7 @@ def test_lossy_caches_run(formats: tuple[str, str]) -> None:
 
 def test_the_packed_row_of_real_models() -> None:
     """fp8_ds_mla at its own geometry: 512 + 64, near the exact cache in every logit."""
-    model = make_model("deepseek_v32", kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    model = make_sparse("deepseek_v32", kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
     ids, mask = prompts((60,))
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     attach(model, cache_format="fp8_ds_mla", block_size=8)
@@ -254,7 +193,7 @@ def test_the_packed_row_of_real_models() -> None:
 )
 def test_fields_that_transformers_does_not_read(family: str, fields: dict[str, Any]) -> None:
     """Its classes fix the pairing and, some, that every layer has an indexer; so does attach()."""
-    model = make_model(family, **fields)
+    model = make_sparse(family, **fields)
     ids, mask = prompts((60,))
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     attach(model, block_size=4)
@@ -277,7 +216,7 @@ class Adapted(torch.nn.Module):
 
 @pytest.mark.parametrize("name", ["wq_b", "weights_proj", "wk"])
 def test_adapters_that_come_after_attach(name: str) -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     ids, mask = prompts((60,))
     attach(model, block_size=4)
     model(ids, attention_mask=mask, use_cache=False)
@@ -292,7 +231,7 @@ def test_adapters_that_come_after_attach(name: str) -> None:
 
 
 def test_a_failed_pass_without_a_cache_gives_its_blocks_back() -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     attach(model, block_size=4, num_blocks=24)
     pool = attachment_of(model).pool
     ids, mask = prompts((40,))
@@ -312,14 +251,14 @@ def test_a_failed_pass_without_a_cache_gives_its_blocks_back() -> None:
 
 
 def test_kept_caches_do_not_keep_selections() -> None:
-    model = make_model("glm_moe_dsa")
+    model = make_sparse("glm_moe_dsa")
     attach(model, block_size=4)
     past = model(prompts((60,))[0], use_cache=True).past_key_values
     assert past.layers[0].session.selection is None
 
 
 def test_a_copied_model_starts_with_an_empty_pool() -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     ids, mask = prompts((60,))
     expected = generate(model, ids, mask, max_new_tokens=6)
     attach(model, block_size=4)
@@ -336,7 +275,7 @@ def test_a_copied_model_starts_with_an_empty_pool() -> None:
 
 
 def test_float64_models() -> None:
-    model = make_model("deepseek_v32").double()
+    model = make_sparse("deepseek_v32").double()
     ids, mask = prompts((60,))
     expected = model(ids, attention_mask=mask, use_cache=False).logits
     attach(model, cache_format="fp32", block_size=4)
@@ -344,10 +283,10 @@ def test_float64_models() -> None:
     assert (actual - expected).norm() < 1e-5 * expected.norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SPARSE)
 def test_sequences_packed_into_rows(family: str) -> None:
     """Told apart by their positions alone, in a pass without a cache."""
-    model = make_model(family)
+    model = make_sparse(family)
     ids = torch.randint(2, 97, (2, 60), generator=torch.Generator().manual_seed(0))
     positions = torch.stack([torch.arange(60), torch.cat([torch.arange(12), torch.arange(48)])])
     expected = model(ids, position_ids=positions, use_cache=False).logits
@@ -358,7 +297,7 @@ def test_sequences_packed_into_rows(family: str) -> None:
 
 
 def test_refusals() -> None:
-    model = make_model("deepseek_v32")
+    model = make_sparse("deepseek_v32")
     with pytest.raises(ConfigError, match="'bf16' is not known for index rows"):
         attach(model, index_format="bf16")
     with pytest.raises(ConfigError, match="'index_fp8' is not known for latent rows"):

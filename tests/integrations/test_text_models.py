@@ -15,21 +15,18 @@ from openmla.errors import ConfigError, UnsupportedError
 transformers = pytest.importorskip("transformers")
 
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
-from tests.integrations.models import MODELS, make_model, on, padded_prompts  # noqa: E402
-from tests.integrations.test_sparse_models import FAMILIES as SPARSE  # noqa: E402
-from tests.integrations.test_sparse_models import make_model as make_sparse  # noqa: E402
-from tests.integrations.test_v4_models import make_v4  # noqa: E402
+from tests.integrations.models import (  # noqa: E402
+    MODELS,
+    SPARSE,
+    fill,
+    make_mistral3,
+    make_model,
+    make_sparse,
+    make_v4,
+    on,
+    padded_prompts,
+)
 
-PIXTRAL: dict[str, Any] = {
-    "model_type": "pixtral",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "patch_size": 4,
-    "image_size": 16,
-}
 LING: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -76,26 +73,11 @@ def _no_grad() -> Any:
         yield
 
 
-def fill(model: Any) -> Any:
-    torch.manual_seed(0)
-    for parameter in model.eval().requires_grad_(False).parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-    return model
-
-
 def generate(model: Any, **options: Any) -> Tensor:
     ids, mask = on(str(model.device), *padded_prompts())
     settings = {"max_new_tokens": 16, "do_sample": False, **options}
     out: Tensor = model.generate(ids.clamp(max=80), attention_mask=mask, **settings)
     return out
-
-
-def make_mistral3(text: Any) -> Any:
-    config = transformers.Mistral3Config(
-        text_config=text, vision_config=PIXTRAL, image_token_index=90
-    )
-    return fill(transformers.Mistral3ForConditionalGeneration(config))
 
 
 def test_a_vision_model_around_mistral_4(device: str) -> None:

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.testing import poisoned_memory
-from tests.integrations.models import make_model, padded_prompts
-from tests.integrations.test_captured import model_of
-from tests.integrations.test_v4_models import make_v4
+from tests.integrations.models import make_model, make_v4, model_of, padded_prompts
 
 ROUNDS = 3
 

@@ -25,25 +25,8 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
+from tests.integrations.generation import generate, worst_logits  # noqa: E402
 from tests.integrations.models import MODELS, OUTSIDE, make_model, on, padded_prompts  # noqa: E402
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    settings = {"max_new_tokens": 64, "do_sample": False, **options}
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids) if mask is None else mask,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **settings,
-    )
-
-
-def worst_logits(actual: Any, expected: Any) -> float:
-    return max(
-        float((a - e).norm() / e.norm())
-        for a, e in zip(actual.logits, expected.logits, strict=True)
-    )
 
 
 # by default on a GPU, and some families' own code waits for the host in every step

@@ -14,33 +14,8 @@ from openmla import CacheFullError, ConfigError, ShapeError
 transformers = pytest.importorskip("transformers")
 
 from openmla.integrations.transformers import attach, attachment_of, detach  # noqa: E402
-from tests.integrations.models import on  # noqa: E402
-
-VOCAB = 97
-FIELDS: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 32,
-    "head_dim": 32,
-    "qk_rope_head_dim": 8,
-    "index_n_heads": 16,
-    "index_head_dim": 16,
-    "index_topk": 24,
-    "o_groups": 2,
-    "o_lora_rank": 16,
-    "sliding_window": 32,
-    "compress_ratios": [0, 4, 128, 4],
-    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 256},
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+from tests.integrations.generation import new_tokens, prompts  # noqa: E402
+from tests.integrations.models import VOCAB, make_v4, on  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -49,44 +24,15 @@ def _no_grad() -> Any:
         yield
 
 
-def make_v4(seed: int = 0, **changes: Any) -> Any:
-    """All three kinds of layers, unit-gain random weights, sinks that matter."""
-    config = transformers.CONFIG_MAPPING["deepseek_v4"](**{**FIELDS, **changes})
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.copy_(torch.randn_like(parameter) * parameter.shape[-1] ** -0.5)
-        elif name.endswith("sinks"):
-            parameter.copy_(torch.randn_like(parameter))
-    return model
-
-
-def prompts(lens: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Prompts padded on the left, and their mask."""
-    S = max(lens)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(2, VOCAB, (len(lens), S), generator=generator)
-    mask = (torch.arange(S) >= S - torch.tensor(lens)[:, None]).long()
-    return ids * mask, mask
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor | None = None, n: int = 64, **kw: Any) -> Tensor:
-    mask = torch.ones_like(ids) if mask is None else mask
-    options = {"max_new_tokens": n, "do_sample": False, **kw}
-    out: Tensor = model.generate(ids, attention_mask=mask, **options)
-    return out[:, ids.shape[1] :]
-
-
 @pytest.mark.parametrize("seed, S", [(0, 600), (1, 130), (2, 3), (3, 257)])
 def test_generates_what_transformers_does(seed: int, S: int, device: str) -> None:
     model = make_v4(seed).to(device)
     ids, _ = on(device, *prompts((S,) * 4, seed))
-    expected = generate(model, ids)
+    expected = new_tokens(model, ids)
     attach(model)
-    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(new_tokens(model, ids), expected)
     detach(model)
-    assert torch.equal(generate(model, ids, n=8), expected[:, :8])
+    assert torch.equal(new_tokens(model, ids, n=8), expected[:, :8])
 
 
 @pytest.mark.parametrize("seed, lens", [(0, (600, 5, 129, 372)), (1, (1, 127, 128, 200))])
@@ -95,10 +41,10 @@ def test_padded_rows_are_the_rows_alone(seed: int, lens: tuple[int, ...], device
     model = make_v4(seed).to(device)
     ids, mask = on(device, *prompts(lens, seed))
     rows = [ids[b : b + 1, -n:] for b, n in enumerate(lens)]
-    expected = [generate(model, row)[0] for row in rows]
+    expected = [new_tokens(model, row)[0] for row in rows]
     logits = [model(row).logits[0] for row in rows]
     attach(model)
-    actual = generate(model, ids, mask)
+    actual = new_tokens(model, ids, mask)
     for b in range(len(lens)):
         assert torch.equal(actual[b], expected[b])
     for options in ({}, {"use_cache": False}):
@@ -267,20 +213,22 @@ def test_a_row_of_padding_only() -> None:
     model = make_v4()
     ids, mask = prompts((40, 30))
     mask[1] = 0
-    expected = generate(model, ids[:1], n=8)
+    expected = new_tokens(model, ids[:1], n=8)
     attach(model)
-    assert torch.equal(generate(model, ids, mask, n=8)[:1], expected)
+    assert torch.equal(new_tokens(model, ids, mask, n=8)[:1], expected)
     beams: dict[str, Any] = {"num_beams": 2, "n": 4}
-    assert torch.equal(generate(model, ids, mask, **beams)[:1], generate(model, ids[:1], **beams))
+    assert torch.equal(
+        new_tokens(model, ids, mask, **beams)[:1], new_tokens(model, ids[:1], **beams)
+    )
 
 
 @pytest.mark.parametrize("capture", [False, True])
 def test_past_the_positions_of_the_config(capture: bool) -> None:
     model = make_v4(max_position_embeddings=64)
     ids, _ = prompts((60,))
-    expected = generate(model, ids, n=80)
+    expected = new_tokens(model, ids, n=80)
     attach(model, capture=capture)
-    assert torch.equal(generate(model, ids, n=80), expected)
+    assert torch.equal(new_tokens(model, ids, n=80), expected)
 
 
 def _fail(*args: Any) -> None:

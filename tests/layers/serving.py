@@ -12,6 +12,15 @@ from openmla import Batch, BlockPool, LayerCache, MLAAttention, Plan, allocate_c
 from openmla.testing import poison
 
 
+def sequence(length: int, seed: int = 1) -> Tensor:
+    """Hidden states of the tiny layers."""
+    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
 class Server:
     """Feeds a layer with parts of known sequences and keeps what it answers."""
 

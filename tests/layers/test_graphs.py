@@ -16,8 +16,7 @@ from torch import Tensor
 from openmla import make_plan, plan_buffers
 from tests.layers import v4
 from tests.layers.families import make_peer
-from tests.layers.serving import Server
-from tests.layers.test_sparse import relative_error, sequence
+from tests.layers.serving import Server, relative_error, sequence
 
 pytest.importorskip("transformers")
 STEPS = [

@@ -28,19 +28,11 @@ from openmla import (
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import decode_weight, is_plain, state_of
 from tests.layers.families import FAMILIES, GATED, UNROTATED, Peer, make_peer
-from tests.layers.serving import Server
+from tests.layers.serving import Server, relative_error, sequence
 
 pytest.importorskip("transformers")
 BLOCK = 4
 DENSE = [*FAMILIES, *GATED]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
-def sequence(length: int, seed: int = 1) -> Tensor:
-    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
 
 
 def serve(peer: Peer, hidden: Tensor, lens: Sequence[int], **options: Any) -> Tensor:

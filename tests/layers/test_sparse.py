@@ -29,19 +29,11 @@ from openmla.backends import Problem
 from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
 from tests.layers.families import SPARSE, Peer, make_peer
-from tests.layers.serving import Server
+from tests.layers.serving import Server, relative_error, sequence
 
 pytest.importorskip("transformers")
 K = 24
 LENGTH = 90
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
-
-
-def sequence(length: int, seed: int = 1) -> Tensor:
-    return torch.randn(length, 64, generator=torch.Generator().manual_seed(seed))
 
 
 def serve(peer: Peer, hidden: Tensor, lens: list[int], **options: Any) -> Server:

@@ -17,7 +17,7 @@ from openmla.ops import index_logits, index_logits_ragged
 from openmla.ops.index_logits_ragged import cost
 from openmla.testing import Inputs, poison, strided
 from tests.ops.contract import broken, put, run_or_skip
-from tests.ops.test_index_logits import IndexCase, score_budget, stored_key, unit_budget
+from tests.ops.index_cases import IndexCase, score_budget, stored_key, unit_budget
 
 FP8 = torch.float8_e4m3fn
 

@@ -17,7 +17,7 @@ from openmla.ops import index_logits, index_select, index_topk
 from openmla.ops.index_select import cost
 from openmla.testing import Inputs, start_loc
 from tests.ops.contract import broken, run_or_skip
-from tests.ops.test_index_logits import BAD_INPUT, BASE, CASES, FP8, IndexCase
+from tests.ops.index_cases import BAD_INPUT, BASE, CASES, FP8, IndexCase
 
 WHOLE = IndexCase("verify", (4, 1, 7), (64, 20, 7), whole=True)
 EXACT = [

@@ -17,7 +17,7 @@ from openmla.ops import index_write
 from openmla.ops.index_write import cost
 from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
 from tests.ops.contract import broken, page_bytes, put, run_or_skip
-from tests.ops.test_index_logits import stored_key
+from tests.ops.index_cases import stored_key
 
 PACKED = [name for name in INDEX_FORMATS if get_format(name).packed]
 

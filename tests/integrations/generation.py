@@ -1,0 +1,59 @@
+"""Prompts, and what attached models and models alone make of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.integrations.transformers import attachment_of
+from openmla.integrations.transformers.captured import CapturedDecode
+from tests.integrations.models import VOCAB
+
+
+def prompts(lens: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, and their mask."""
+    S = max(lens)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCAB, (len(lens), S), generator=generator)
+    mask = (torch.arange(S) >= S - torch.tensor(lens)[:, None]).long()
+    return ids * mask, mask
+
+
+def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """Greedy unless told otherwise; sequences and logits."""
+    settings = {"max_new_tokens": 64, "do_sample": False, **options}
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+
+
+def new_tokens(
+    model: Any, ids: Tensor, mask: Tensor | None = None, n: int = 64, **kw: Any
+) -> Tensor:
+    """What generate() adds to the prompts, up to n tokens a row."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    options = {"max_new_tokens": n, "do_sample": False, **kw}
+    out: Tensor = model.generate(ids, attention_mask=mask, **options)
+    return out[:, ids.shape[1] :]
+
+
+def worst_logits(actual: Any, expected: Any) -> float:
+    """The largest relative error of a step."""
+    return max(
+        float((a - e).norm() / e.norm())
+        for a, e in zip(actual.logits, expected.logits, strict=True)
+    )
+
+
+def captured(model: Any) -> CapturedDecode:
+    """What records the decode step of an attached model."""
+    (found,) = (
+        handle for handle in attachment_of(model).handles if isinstance(handle, CapturedDecode)
+    )
+    return found
