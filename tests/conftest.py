@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import triton  # noqa: F401 - kernels run on CPU tensors then, which is known once it is loaded
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=3000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+DEVICES: list[Any] = ["cpu"]
+if torch.cuda.is_available():
+    DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 @pytest.fixture(params=DEVICES)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from openmla.backends import BACKENDS
+from tools.gpu_tests import FOLDERS, WITHOUT_A_GPU, contracts
 from tools.support_table import README, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,48 @@ def test_tests_do_not_import_tests() -> None:
         for module in imports(path):
             borrowed = module.startswith("tests.") and ".test_" in module
             assert not borrowed, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def declared_tests(path: Path) -> Iterator[tuple[str, set[str], set[str]]]:
+    """Name, decorators and arguments of every test of a file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            marks = {ast.unparse(mark) for mark in node.decorator_list}
+            yield node.name, marks, {argument.arg for argument in node.args.args}
+
+
+def test_markers_are_where_selections_look() -> None:
+    """`-m gpu`, `-m contract` and `-m triton` find every test that they are about."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        of_an_op = path.parent.name == "ops"
+        for name, marks, _ in declared_tests(path):
+            for marker, wanted in (
+                ("gpu", any("cuda.is_available" in mark for mark in marks)),
+                ("contract", of_an_op and name.startswith("test_contract")),
+                ("triton", of_an_op and name.startswith("test_triton")),
+            ):
+                found = f"pytest.mark.{marker}" in marks
+                assert found or not wanted, f"{path.name}: {name} is not marked {marker}"
+            assert not any("'backend', BACKENDS[" in mark for mark in marks), (
+                f"{path.name}: {name} must take backends() of tests/ops/contract.py"
+            )
+    for path in contracts():
+        assert "@pytest.mark.contract" in path.read_text(), f"{path.name} has no contract test"
+
+
+def test_gpu_tests_knows_which_files_use_one() -> None:
+    """The device fixture is what brings a GPU in, or the marker itself."""
+
+    def uses_one(marks: set[str], arguments: set[str]) -> bool:
+        pretended = any("parametrize('device'" in mark for mark in marks)
+        return "pytest.mark.gpu" in marks or ("device" in arguments and not pretended)
+
+    assert set(WITHOUT_A_GPU) == {
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS
+        for path in (ROOT / folder).glob("test_*.py")
+        if not any(uses_one(marks, arguments) for _, marks, arguments in declared_tests(path))
+    }
 
 
 def test_readme_table_is_fresh() -> None:

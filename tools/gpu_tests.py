@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
-# Nothing in these is a GPU's business; the tests that are have "cuda" in their names.
+# Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",
@@ -33,6 +33,8 @@ WITHOUT_A_GPU = {
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_compressed.py": "host integers",
+    "tests/plan/test_forms.py": "host integers, of devices that are pretended",
+    "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
     "tests/plan/test_sparse.py": "host integers",
     "tests/plan/test_splits.py": "host integers",
 }
@@ -49,8 +51,8 @@ def commit() -> str:
 def run(path: Path, memcheck: bool) -> tuple[Path, bool, str, float]:
     """One file in a process of its own: its output, whether it passed, seconds."""
     command = [*MEMCHECK] if memcheck else []
-    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-k"]
-    command += ["cuda and triton and contract" if memcheck else "cuda", str(path)]
+    command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m"]
+    command += ["gpu and triton and contract" if memcheck else "gpu", str(path)]
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2", **os.environ}
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

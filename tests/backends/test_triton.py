@@ -1,7 +1,8 @@
 """Triton kernels on a machine without a GPU: compiled for real targets, run in the interpreter.
 
 The interpreter and the compiler cannot share a process, so the contract tests of every op with a
-Triton kernel run once more in one of their own, with "triton" as the only backend.
+Triton kernel run once more in one of their own, with "triton" as the only backend. What would take
+minutes there is marked slow_interpreted and runs on a GPU.
 """
 
 from __future__ import annotations
@@ -24,16 +25,6 @@ FOLDER = ROOT / "tests" / "ops"
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
 OTHERS = (80, 120)  # the oldest and the newest; the rest are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
-# minutes in the interpreter, and nothing others do not show; all of it runs on a GPU
-SLOW = (
-    "(short-prefill or rejected_drafts or folded-1- or overlap-1- or speculative or near_scores"
-    " or (folded-128 and tokens) or (has_its_own_bits and packed) or (tokens_once and v4)"
-    " or (test_compress_kv and (float16 or far or falling))"
-    # what SM90's kernels of 64 heads are for, which are not interpreted: the same as fewer heads
-    " or v3-prompt or v4-prompt or 33-heads or 100-heads"
-    " or (own_bits and (cpu-64 or 64-heads)) or ((behind_a_window or large_or_small) and cpu-80)"
-    " or cpu-200 or cpu-600 or every_time)"
-)
 
 
 def test_there_are_kernels() -> None:
@@ -63,7 +54,7 @@ def test_contract_in_the_interpreter(op: str) -> None:
         **os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"
     }  # fmt: skip
     command = [sys.executable, "-m", "pytest", "--no-header", "-p", "no:cacheprovider"]
-    command += [*files_of(op), "-k", f"triton and not {SLOW}", "--tb=short"]
+    command += [*files_of(op), "-m", "triton and not slow_interpreted", "--tb=short"]
     run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
     assert " passed" in run.stdout

@@ -283,6 +283,7 @@ def test_compiled(device: str) -> None:
     assert captured(model).recordings == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
 def test_what_waits_for_the_host_is_told_and_runs_on_cuda() -> None:
     """A step that reads numbers back cannot be recorded: a warning, and the same tokens."""

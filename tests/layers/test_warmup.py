@@ -153,6 +153,7 @@ def test_a_kind_is_a_batch_of_equals() -> None:
     assert Kind(1, 8, 8, "expanded") in kinds and Kind(1, 8, 160, "expanded") in kinds
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
@@ -216,6 +217,7 @@ def serve_after_warmup(ratio: int, device: str, *, real: bool) -> tuple[list[Any
     return compiled, server
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
 @pytest.mark.parametrize("real", [False, True], ids=["tiny", "real"])
 @pytest.mark.parametrize("ratio", RATIOS)

@@ -46,15 +46,23 @@ FOLDED_3: dict[str, Any] = {"overlap": False, "ratio": 3}
 V4_MAIN: dict[str, Any] = {"D": 512, "R": 64}
 V4_128: dict[str, Any] = {"overlap": False, "ratio": 128, "D": 40, "R": 4, "BS": 2}
 
-BASE = PoolCase("base", MIXED, format="bf16")
-CASES = [
-    BASE,
-    *(
+
+def stored(*dtypes: torch.dtype) -> list[PoolCase]:
+    """Every kind of format, filled from these."""
+    return [
         PoolCase(f"{form}-{format}-{str(dtype)[6:]}", MIXED, format, dtype, **more)
         for form, more in (("overlap", {}), ("folded", FOLDED_3))
         for format in ("fp32", "bf16", "fp16", "fp8", "index_fp32", "index_bf16", "index_fp8")
-        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    ),
+        for dtype in dtypes
+    ]
+
+
+BASE = PoolCase("base", MIXED, format="bf16")
+HALVES = stored(torch.bfloat16, torch.float16)
+CASES = [
+    BASE,
+    *HALVES,
+    *stored(torch.float32, torch.float64),
     *(
         PoolCase(f"{form}-{name}", steps, dtype=torch.float32, spare=spare, **more)
         for form, more in (
@@ -119,6 +127,16 @@ CASES = [
     ),
     PoolCase("v4-main-4", cut(14, 9), "fp8_dsv4", torch.float32, **V4_MAIN),
     PoolCase("v4-main-128", cut(129, 100), "fp8_dsv4", torch.float32, **{**V4_128, **V4_MAIN}),
+]
+# These take minutes in Triton's interpreter and show nothing that the others do not.
+SLOW_CASES = [
+    case.name
+    for case in CASES
+    if case in HALVES
+    or case.ratio == 1
+    or case.scores in ("far apart", "falling")
+    or any(feed.lost for feed in case.feeds)
+    or len(case.steps) > 200
 ]
 EXACT_CASES = [
     case for case in CASES if case.format in ("fp32", "index_fp32") and case.dtype != torch.float64

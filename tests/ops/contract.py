@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from openmla.backends import BACKENDS
 from openmla.errors import UnsupportedError
 from openmla.testing import Inputs, assert_within_budget
+
+TRITON = pytest.param("triton", marks=pytest.mark.triton)
+
+
+def backends(op: str) -> list[Any]:
+    """An op's backends to parametrise a test with."""
+    return [TRITON if name == "triton" else name for name in BACKENDS[op]]
+
+
+def slow_interpreted(cases: Sequence[Any], slow: Collection[str]) -> list[Any]:
+    """Cases to parametrise a test with, of which Triton's interpreter leaves out those named."""
+    assert set(slow) <= {str(case) for case in cases}, "a case that is not there"
+    mark = pytest.mark.slow_interpreted
+    return [pytest.param(case, marks=mark if str(case) in slow else ()) for case in cases]
 
 
 def run_or_skip(op: Callable[..., Any], inputs: Inputs, backend: str) -> Any:

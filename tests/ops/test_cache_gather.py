@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache import FORMATS
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import cache_gather
 from openmla.ops.cache_gather import cost
 from openmla.testing import Inputs, paged_rows, poison, start_loc
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def make(
     return Inputs(tensors, {"format": format}, ()), wanted
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_gather"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("cache_gather"))
 @pytest.mark.parametrize("format", PLAIN)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: Case, format: str, backend: str, device: str) -> None:
@@ -100,7 +100,7 @@ def test_contract(case: Case, format: str, backend: str, device: str) -> None:
         assert out[total:].isnan().all()  # rows past the last span are not touched
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_gather"])
+@pytest.mark.parametrize("backend", backends("cache_gather"))
 @pytest.mark.parametrize("format", [name for name, layout in FORMATS.items() if layout.packed])
 def test_packed_formats(format: str, backend: str, device: str) -> None:
     D = 128 if FORMATS[format].holds == "index" else 192 if format == "fp8_dsv4" else 136

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache import FORMATS
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import cache_write
 from openmla.ops.cache_write import cost
 from openmla.testing import Inputs, poison, strided
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 
 PLAIN = [name for name, layout in FORMATS.items() if not layout.packed]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -74,7 +73,8 @@ def e4m3_value(code: int) -> float:
     return (8 + mantissa) * 2.0 ** (exponent - 10)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("cache_write"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", PLAIN)
 def test_contract(format: str, dtype: torch.dtype, backend: str, device: str) -> None:
@@ -100,7 +100,7 @@ def test_contract(format: str, dtype: torch.dtype, backend: str, device: str) ->
     assert torch.equal(after, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("backend", backends("cache_write"))
 @pytest.mark.parametrize(
     "slots", [(), (-1,), (-1, -1), (19,), (0,), tuple(range(20)), (-5, 3)], ids=str
 )
@@ -118,14 +118,14 @@ def test_edges(slots: tuple[int, ...], backend: str, device: str) -> None:
             assert written[slot].isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("backend", backends("cache_write"))
 def test_no_rope_columns(backend: str, device: str) -> None:
     inputs = make(R=0, device=device)
     run_or_skip(cache_write, inputs, backend)
     assert torch.equal(inputs["cache"][0, 3], inputs["kv_c"][0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("backend", backends("cache_write"))
 def test_fp8_keeps_nan_and_saturates_infinity(backend: str, device: str) -> None:
     inputs = make(format="fp8", kv_scale=1.0, device=device)
     inputs["kv_c"][0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
@@ -188,7 +188,7 @@ def test_grad_is_refused() -> None:
 PACKED = [name for name, layout in FORMATS.items() if layout.packed]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["cache_write"])
+@pytest.mark.parametrize("backend", backends("cache_write"))
 @pytest.mark.parametrize("format", PACKED)
 def test_packed_formats(format: str, backend: str, device: str) -> None:
     """Byte for byte what tests/cache/test_format.py holds the layout to; other slots untouched."""

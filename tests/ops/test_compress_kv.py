@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openmla.backends import BACKENDS
 from openmla.ops import compress_kv
 from openmla.ops.compress_kv import cost
 from openmla.testing import out_budget
@@ -20,16 +19,22 @@ from tests.ops.compress_kv_cases import (
     EXACT_CASES,
     FORMS,
     MIXED,
+    SLOW_CASES,
     V4_128,
     cut,
     token_by_token,
 )
 from tests.ops.compress_kv_exact import assert_exact, exact_results
 from tests.ops.compress_kv_story import Feed, PoolCase, Story
+from tests.ops.contract import backends, slow_interpreted
+
+NARROW_128 = {**V4_128, "D": 6}
+SLOW = pytest.mark.slow_interpreted
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("compress_kv"))
+@pytest.mark.parametrize("case", slow_interpreted(CASES, SLOW_CASES), ids=str)
 def test_contract(case: PoolCase, backend: str, device: str) -> None:
     """Entries and state within the budget; what state holds unrounded is exact."""
     story, peer = Story(case, device).play(backend), Story(case, device)
@@ -63,12 +68,20 @@ def test_reference_takes_any_cuts_and_drafts(
     assert_exact(Story(case).play("reference"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
-@pytest.mark.parametrize("pieces", ["tokens", "cut"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize(
-    ("more", "total"), [({}, 64), ({**V4_128, "D": 6}, 256)], ids=["overlap-4", "folded-128"]
+    ("more", "total", "pieces"),
+    [
+        pytest.param({}, 64, "tokens", id="overlap-4-tokens"),
+        pytest.param({}, 64, "cut", id="overlap-4-cut"),
+        pytest.param(NARROW_128, 256, "tokens", id="folded-128-tokens", marks=SLOW),
+        pytest.param(NARROW_128, 256, "cut", id="folded-128-cut"),
+    ],
 )
-@pytest.mark.parametrize("scores", ["plain", "far apart", "rising", "falling"])
+@pytest.mark.parametrize(
+    "scores",
+    ["plain", pytest.param("far apart", marks=SLOW), "rising", pytest.param("falling", marks=SLOW)],
+)
 def test_cuts_cost_no_precision(
     scores: str, more: dict[str, Any], total: int, pieces: str, backend: str, device: str
 ) -> None:
@@ -81,7 +94,7 @@ def test_cuts_cost_no_precision(
     assert out_budget(story.entries().float(), exact_results(story).entries, whole.entries()) <= 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 def test_rope_is_the_first_token_of_the_window(backend: str, device: str) -> None:
     """Rows of the table other than ratio * i are NaN in every case; here one angle is turned."""
     case = PoolCase("turned", cut(12), dtype=torch.float32, R=2)
@@ -97,7 +110,8 @@ def test_rope_is_the_first_token_of_the_window(backend: str, device: str) -> Non
     assert torch.equal(turned[:, -1], torch.stack([y[0], x[1], -y[2]]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.slow_interpreted
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("more", FORMS)
 def test_one_score_far_above_the_rest_takes_all(
     more: dict[str, Any], backend: str, device: str

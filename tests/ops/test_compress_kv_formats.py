@@ -7,16 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import INDEX_FORMATS, LATENT_FORMATS, get_format
 from openmla.ops import compress_kv
 from openmla.testing import poisoned_memory
 from tests.ops.compress_kv_cases import cut
 from tests.ops.compress_kv_story import PoolCase, Story, entry_bytes
-from tests.ops.contract import broken, page_bytes, put, run_or_skip
+from tests.ops.contract import backends, broken, page_bytes, put, run_or_skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
 @pytest.mark.parametrize(
     ("format", "D"),
@@ -38,7 +37,7 @@ def test_bytes_are_the_encoded_float32_entry(
         assert torch.equal(stored, row.view(torch.uint8))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 def test_blocks_beyond_int32(backend: str, device: str) -> None:
     """Pages past byte 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS, D = 57_400, 64, 512

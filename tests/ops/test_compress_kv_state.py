@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import state_rows, state_width
 from openmla.ops import compress_kv
 from openmla.testing import poisoned_memory
 from tests.ops.compress_kv_cases import FOLDED_8, FORMS, cut
 from tests.ops.compress_kv_story import NOBODY, Feed, PoolCase, Step, Story
-from tests.ops.contract import page_bytes, run_or_skip
+from tests.ops.contract import backends, page_bytes, run_or_skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.slow_interpreted
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("more", FORMS)
 @pytest.mark.parametrize("start", [0, 1, 7, 8, 9, 15])
 @pytest.mark.parametrize("wrong", [math.nan, 30.0], ids=["nan", "numbers"])
@@ -43,7 +43,7 @@ def test_rejected_drafts_leave_no_trace(
         assert torch.equal(story.kept_state(), clean.kept_state())
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 def test_first_entry_is_its_own_tokens_alone(backend: str, device: str) -> None:
     """With overlap a window's first channels are for the entry after it, not for its own."""
     case = PoolCase("first", cut(8, 4), dtype=torch.float32)
@@ -55,7 +55,7 @@ def test_first_entry_is_its_own_tokens_alone(backend: str, device: str) -> None:
     assert story.entries()[0].isfinite().all() and story.entries()[1].isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("spare", [0, 4])
 def test_a_folded_window_starts_from_nothing(spare: int, backend: str, device: str) -> None:
     """At a window's edge no state is needed, as after a prefix that was cached elsewhere."""
@@ -68,7 +68,7 @@ def test_a_folded_window_starts_from_nothing(spare: int, backend: str, device: s
     assert torch.equal(story.entries(), clean.entries())
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("spare", [0, 4])
 def test_an_overlapping_window_needs_one_before_it(spare: int, backend: str, device: str) -> None:
     """Of that, only the first channels."""
@@ -85,7 +85,7 @@ def test_an_overlapping_window_needs_one_before_it(spare: int, backend: str, dev
     assert torch.equal(story.entries(), clean.entries())
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("more", FORMS)
 @pytest.mark.parametrize(
     "step",
@@ -103,7 +103,7 @@ def test_nothing_to_write(
     assert torch.equal(page_bytes(story.cache), before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
 def test_requests_are_apart(overlap: bool, backend: str, device: str) -> None:
     """In one call or in one each, last first: the same bits."""
@@ -116,7 +116,7 @@ def test_requests_are_apart(overlap: bool, backend: str, device: str) -> None:
     assert torch.equal(story.kept_state(), other.kept_state())
 
 
-@pytest.mark.parametrize("backend", BACKENDS["compress_kv"])
+@pytest.mark.parametrize("backend", backends("compress_kv"))
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
 def test_state_beyond_int32(overlap: bool, backend: str, device: str) -> None:
     """A slot past element 2^31 of the state, reserved likewise, and the first one."""

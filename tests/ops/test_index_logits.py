@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import INDEX_FORMATS, get_format
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_logits
 from openmla.ops.index_logits import cost
 from openmla.testing import Inputs, poison, poisoned_memory, start_loc, strided
-from tests.ops.contract import broken, run_or_skip
+from tests.ops.contract import backends, broken, run_or_skip, slow_interpreted
 from tests.ops.index_cases import (
     BAD_INPUT,
     BASE,
@@ -50,8 +49,9 @@ def magnitudes(inputs: Inputs) -> Tensor:
     return scores
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_logits"))
+@pytest.mark.parametrize("case", slow_interpreted(CASES, ["short-prefill"]), ids=str)
 def test_contract(case: IndexCase, backend: str, device: str) -> None:
     inputs = case.make(device)
     actual = run_or_skip(index_logits, inputs, backend)
@@ -98,7 +98,7 @@ def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(inputs.run(index_logits, backend="reference"), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 @pytest.mark.parametrize("format", INDEX_FORMATS)
 def test_whole_numbers_are_exact(
@@ -112,7 +112,7 @@ def test_whole_numbers_are_exact(
     assert torch.equal(actual.double(), exact)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 def test_invariance(backend: str, device: str) -> None:
     """Other blocks, other widths, other neighbours, strided rows: the same answer."""
     case = IndexCase("moved", (2, 1, 3), (70, 33, 9), format="index_bf16", whole=True)
@@ -144,7 +144,7 @@ def test_invariance(backend: str, device: str) -> None:
     assert torch.equal(actual, expected[rows])
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 def test_keys_no_head_likes_score_zero(backend: str, device: str) -> None:
     """Exactly zero, whatever the weights: selections with few heads rest on it."""
     inputs = IndexCase("zero", (2,), (40,), dtype=torch.float32).make(device)
@@ -160,7 +160,7 @@ def test_keys_no_head_likes_score_zero(backend: str, device: str) -> None:
     assert (logits[0, :39] == 0).all() and (logits[1, :40] == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 @pytest.mark.parametrize("format", INDEX_FORMATS)
 def test_nan_stays_in_its_column(format: str, backend: str, device: str) -> None:
     """A key that holds NaN scores NaN for those who see it, and changes no other score."""
@@ -176,7 +176,7 @@ def test_nan_stays_in_its_column(format: str, backend: str, device: str) -> None
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 @pytest.mark.parametrize("DI", [32, 256])
 def test_odd_pages(DI: int, backend: str, device: str) -> None:
     """Pages of bytes may begin anywhere; scales inside them then lie oddly."""
@@ -190,7 +190,7 @@ def test_odd_pages(DI: int, backend: str, device: str) -> None:
     assert torch.equal(moved.run(index_logits, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits"])
+@pytest.mark.parametrize("backend", backends("index_logits"))
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """Keys past byte 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS, DI = 260_000, 64, 128

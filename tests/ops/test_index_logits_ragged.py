@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import quantize_groups
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_logits, index_logits_ragged
 from openmla.ops.index_logits_ragged import cost
 from openmla.testing import Inputs, poison, strided
-from tests.ops.contract import broken, put, run_or_skip
+from tests.ops.contract import backends, broken, put, run_or_skip
 from tests.ops.index_cases import IndexCase, score_budget, stored_key, unit_budget
 
 FP8 = torch.float8_e4m3fn
@@ -105,7 +104,8 @@ CASES = [
 LOOPED = [case for case in CASES if case.S < 100]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: PackedCase, backend: str, device: str) -> None:
     inputs = case.make(device)
@@ -143,7 +143,7 @@ def test_reference_equals_loops(case: PackedCase) -> None:
             assert math.isclose(logits[t, j], wanted, rel_tol=1e-11, abs_tol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 def test_whole_numbers_are_exact(dtype: torch.dtype, backend: str, device: str) -> None:
     """No sum rounds here, so order of summation is no excuse."""
@@ -154,7 +154,7 @@ def test_whole_numbers_are_exact(dtype: torch.dtype, backend: str, device: str) 
     assert torch.equal(actual.double(), exact)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 @pytest.mark.parametrize("keys", [torch.float16, torch.float32, torch.float64, FP8], ids=str)
 def test_other_keys(keys: torch.dtype, backend: str, device: str) -> None:
     """Keys need not be of the queries' type."""
@@ -165,7 +165,7 @@ def test_other_keys(keys: torch.dtype, backend: str, device: str) -> None:
     assert torch.equal(actual.double(), exact)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 def test_nan_stays_in_its_column(backend: str, device: str) -> None:
     """A key that holds NaN scores NaN for those who see it, and changes no other score."""
     inputs = PackedCase("nan", causal((7, 40), (3, 21)), 61, HI=3, whole=True).make(device)
@@ -177,7 +177,7 @@ def test_nan_stays_in_its_column(backend: str, device: str) -> None:
     assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 def test_equals_paged(backend: str, device: str) -> None:
     """The same keys in blocks and packed, fp8 bytes and all: the same scores."""
     case = IndexCase("both", (3, 2), (40, 21), HI=5, dtype=FP8, whole=True)
@@ -208,7 +208,7 @@ def test_equals_paged(backend: str, device: str) -> None:
         assert torch.equal(logits[t, start:end], expected[t, : end - start])
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_logits_ragged"])
+@pytest.mark.parametrize("backend", backends("index_logits_ragged"))
 def test_invariance(backend: str, device: str) -> None:
     """A row's scores do not depend on the rows and keys around it."""
     case = PackedCase("alone", causal((7, 40), (3, 21)), 61, HI=3, whole=True)

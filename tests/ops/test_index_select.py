@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import INDEX_FORMATS
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_logits, index_select, index_topk
 from openmla.ops.index_select import cost
 from openmla.testing import Inputs, start_loc
-from tests.ops.contract import broken, run_or_skip
+from tests.ops.contract import TRITON, backends, broken, run_or_skip
 from tests.ops.index_cases import BAD_INPUT, BASE, CASES, FP8, IndexCase
 
 WHOLE = IndexCase("verify", (4, 1, 7), (64, 20, 7), whole=True)
@@ -68,7 +67,8 @@ def two_steps(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return positions, lens
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_select"))
 @pytest.mark.parametrize("K", [1, 7, 100])
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_contract(case: IndexCase, K: int, backend: str, device: str) -> None:
@@ -87,8 +87,9 @@ def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openmla.backends.triton.index_select.ROOM", 2048)
 
 
+@pytest.mark.contract
 @pytest.mark.usefixtures("while_scoring")
-@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("backend", [TRITON])
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> None:
     inputs = make(case, K=7, device=device)
@@ -130,8 +131,9 @@ def scores_of(pattern: str, n: int) -> Tensor:
 PATTERNS = ["rising", "falling", "equal", "few", "random", "late", "nan", "nothing"]
 
 
+@pytest.mark.contract
 @pytest.mark.usefixtures("while_scoring")
-@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("backend", [TRITON])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_contract_of_any_course(pattern: str, backend: str, device: str) -> None:
     """Scores that rise, so that nothing kept stays; equals; rows of several requests in one tile;
@@ -160,7 +162,8 @@ def test_contract_of_any_course(pattern: str, backend: str, device: str) -> None
     assert torch.equal(positions, wanted) and torch.equal(found, wanted_lens)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.slow_interpreted
+@pytest.mark.parametrize("backend", backends("index_select"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_near_scores(case: IndexCase, backend: str, device: str) -> None:
     """Where sums round, only keys within the rounding of the cut may change places."""
@@ -202,7 +205,7 @@ def test_reference_equals_sorted() -> None:
         assert positions[t].tolist() == wanted + [-1] * (9 - len(wanted))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("backend", backends("index_select"))
 def test_in_turns(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may end inside a request; the result does not change."""
     inputs = make(replace(WHOLE, padding=3), K=9, device=device)
@@ -215,7 +218,7 @@ def test_in_turns(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(actual, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("backend", backends("index_select"))
 def test_any_order(backend: str, device: str) -> None:
     inputs = make(WHOLE, K=9, sorted=False, device=device)
     positions, lens = run_or_skip(index_select, inputs, backend)
@@ -226,7 +229,7 @@ def test_any_order(backend: str, device: str) -> None:
         assert (positions[t, n:] == -1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("backend", backends("index_select"))
 def test_num_keys_is_only_a_bound(backend: str, device: str) -> None:
     case = replace(WHOLE, padding=0, surplus=0)
     expected = run_or_skip(index_select, make(case, K=9, device=device), backend)
@@ -236,7 +239,7 @@ def test_num_keys_is_only_a_bound(backend: str, device: str) -> None:
             assert torch.equal(actual, wanted)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_select"])
+@pytest.mark.parametrize("backend", backends("index_select"))
 def test_invariance(backend: str, device: str) -> None:
     """A request selects the same alone as among others."""
     inputs = make(WHOLE, K=9, device=device)
@@ -299,6 +302,7 @@ def test_cost() -> None:
     assert needed.flops == 2 * 24 * 4 * 129
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU would take minutes")
 def test_memory_on_cuda() -> None:
     """Scores of 4096 rows of 131072 keys would be 2 GiB."""

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import index_topk
 from openmla.ops.index_topk import cost
 from openmla.testing import Inputs, poisoned_memory
-from tests.ops.contract import broken, put, run_or_skip
+from tests.ops.contract import backends, broken, put, run_or_skip
 
 Rows = Sequence[Sequence[float]]
 INF, NAN = math.inf, math.nan
@@ -102,7 +101,8 @@ CASES: dict[str, tuple[Rows, int]] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @pytest.mark.parametrize("rising", [True, False], ids=["sorted", "any-order"])
 @pytest.mark.parametrize("name", CASES)
 def test_contract(name: str, rising: bool, backend: str, device: str) -> None:
@@ -110,7 +110,7 @@ def test_contract(name: str, rising: bool, backend: str, device: str) -> None:
     check(make(rows, K=K, sorted=rising, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_start_elsewhere(name: str, backend: str, device: str) -> None:
     """Positions count from the start; what stands before it has no say."""
@@ -119,7 +119,7 @@ def test_rows_that_start_elsewhere(name: str, backend: str, device: str) -> None
     check(make(rows, K=K, starts=starts, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_dtypes(dtype: torch.dtype, backend: str, device: str) -> None:
     """Few bits make many equals; many bits tell what float32 cannot."""
@@ -129,7 +129,7 @@ def test_dtypes(dtype: torch.dtype, backend: str, device: str) -> None:
     check(make(rows, K=50, dtype=dtype, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_long_rows(backend: str, device: str) -> None:
     rows = noise(9001, 2048, 2049)
     rows += [[float(round(4 * score)) for score in row] for row in noise(9000, 5000, seed=1)]
@@ -172,7 +172,7 @@ LONG: dict[str, Rows] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @pytest.mark.parametrize(
     ("name", "K"),
     [(name, K) for name in LONG for K in (1, 600, 2048)]
@@ -186,14 +186,14 @@ def test_rows_longer_than_a_tile(name: str, K: int, backend: str, device: str) -
     check(make(rows, K=K, starts=starts, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_long_rows_of_few_bits(dtype: torch.dtype, backend: str, device: str) -> None:
     rows = [torch.tensor(row).to(dtype).tolist() for row in noise(20000, 9001)]
     check(make(rows, K=512, starts=[5, 0], dtype=dtype, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_a_tensor_that_lies_oddly(backend: str, device: str) -> None:
     """Four bytes behind any wider alignment."""
     rows = noise(9000, 50)
@@ -203,13 +203,13 @@ def test_a_tensor_that_lies_oddly(backend: str, device: str) -> None:
     check(Inputs({**inputs.tensors, "logits": odd}, inputs.scalars, ()), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_a_row_that_ends_with_the_buffer(backend: str, device: str) -> None:
     rows = noise(20, 13)
     check(make(rows, K=5, starts=[0, 7], width=20, device=device), rows, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_invariance(backend: str, device: str) -> None:
     """A row gives the same answer alone, in any batch, at any width and start."""
     rows = [[float(round(3 * score)) for score in row] for row in noise(90, 31, 200, 4)]
@@ -229,7 +229,7 @@ def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     check(make(rows, K=10), rows, "reference")
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """A row past element 2^31. Memory is reserved, hardly any of it is touched."""
     row = noise(50)[0]
@@ -247,7 +247,7 @@ scores = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.5, -INF, INF, NAN, 2**-149, LA
 some_rows = st.lists(st.lists(scores, max_size=12), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 @given(rows=some_rows, K=st.integers(1, 9), first=st.integers(0, 9), rising=st.booleans())
 def test_equals_sorted(
     backend: str, rows: list[list[float]], K: int, first: int, rising: bool
@@ -277,7 +277,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_topk"])
+@pytest.mark.parametrize("backend", backends("index_topk"))
 def test_inputs_stay(backend: str, device: str) -> None:
     """Neither scores nor lengths are written to, nor handed back."""
     inputs = make(noise(5, 3), K=40, device=device)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import INDEX_FORMATS, get_format
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_write
 from openmla.ops.index_write import cost
 from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
-from tests.ops.contract import broken, page_bytes, put, run_or_skip
+from tests.ops.contract import backends, broken, page_bytes, put, run_or_skip
 from tests.ops.index_cases import stored_key
 
 PACKED = [name for name in INDEX_FORMATS if get_format(name).packed]
@@ -166,7 +165,8 @@ def byte_ranges(inputs: Inputs, slot: int) -> list[tuple[int, slice]]:
     return [(slot // BS, slice(offset * width, offset * width + width))]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_write"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: KeyCase, backend: str, device: str) -> None:
     """Keys within the budget of the once-rounded peer; every other byte as it was."""
@@ -191,7 +191,7 @@ def test_reference_is_exact_in_float64(case: KeyCase) -> None:
     torch.testing.assert_close(stored_keys(inputs), exact_keys(inputs), rtol=half_ulp, atol=1e-13)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "hadamard"])
 @pytest.mark.parametrize("format", INDEX_FORMATS)
 def test_bytes_are_the_encoded_float32_key(
@@ -209,7 +209,7 @@ def test_bytes_are_the_encoded_float32_key(
         assert torch.equal(stored, row.view(torch.uint8))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 @pytest.mark.parametrize("format", ["index_bf16", *PACKED])
 @pytest.mark.parametrize(
     "slots", [(), (-1,), (-1, -1), (19,), (0,), tuple(range(20)), (-5, 3)], ids=str
@@ -227,7 +227,7 @@ def test_edges(slots: tuple[int, ...], format: str, backend: str, device: str) -
     assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 def test_no_rows_at_all(backend: str, device: str) -> None:
     inputs = KeyCase("", slots=(), surplus=0).make(device)
     before = page_bytes(inputs["cache"])
@@ -235,7 +235,7 @@ def test_no_rows_at_all(backend: str, device: str) -> None:
     assert torch.equal(page_bytes(inputs["cache"]), before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 def test_bias_shifts_keys(backend: str, device: str) -> None:
     """Without rotation a constant bias is found again in every column."""
     plain = KeyCase("", "index_fp32", R=0).make(device)
@@ -246,7 +246,7 @@ def test_bias_shifts_keys(backend: str, device: str) -> None:
     torch.testing.assert_close(difference, torch.full_like(difference, 100), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 def test_constant_rows_are_the_bias(backend: str, device: str) -> None:
     """No spread to divide by but eps."""
     case = KeyCase("", "index_fp32", torch.float32, R=0, surplus=0)
@@ -256,7 +256,7 @@ def test_constant_rows_are_the_bias(backend: str, device: str) -> None:
     assert torch.equal(stored_keys(inputs), bias.expand(4, -1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 @pytest.mark.parametrize("DI", [2, 32, 128])
 def test_hadamard_keeps_dot_products(DI: int, backend: str, device: str) -> None:
     """Queries and keys turned by one orthonormal matrix: scores stay to float32 rounding."""
@@ -275,7 +275,7 @@ def test_hadamard_keeps_dot_products(DI: int, backend: str, device: str) -> None
     assert not torch.allclose(keys, turned_keys, atol=0.1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 def test_strided_rows(backend: str, device: str) -> None:
     """Plain formats may stand in wider rows; what is between them stays."""
     inputs = KeyCase("", "index_bf16").make(device)
@@ -288,7 +288,7 @@ def test_strided_rows(backend: str, device: str) -> None:
     assert 0 < changed <= len(written_slots(inputs)) * 64
 
 
-@pytest.mark.parametrize("backend", BACKENDS["index_write"])
+@pytest.mark.parametrize("backend", backends("index_write"))
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """A slot past byte 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS, DI = 260_000, 64, 128

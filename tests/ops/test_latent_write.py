@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import LATENT_FORMATS, get_format
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, latent_write
 from openmla.ops.latent_write import cost
 from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
-from tests.ops.contract import broken, page_bytes, run_or_skip
+from tests.ops.contract import backends, broken, page_bytes, run_or_skip
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,8 @@ def assert_stored(case: RowCase, inputs: Inputs) -> None:
     assert torch.equal(page_bytes(inputs["cache"]), page_bytes(fresh["cache"]))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["latent_write"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("latent_write"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: RowCase, backend: str, device: str) -> None:
     """Rows and queries within the budget; bytes are cache_write's of the finished rows."""
@@ -196,7 +196,7 @@ def test_reference_is_exact_in_float64(case: RowCase) -> None:
         torch.testing.assert_close(inputs[name][:n], truth[:n], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["latent_write"])
+@pytest.mark.parametrize("backend", backends("latent_write"))
 @pytest.mark.parametrize("slots", [(), (-1,), (19,), tuple(range(20)), (-5, 3)], ids=str)
 def test_edges(slots: tuple[int, ...], backend: str, device: str) -> None:
     """No slot, only skipped ones, the last, every one: skipped rows are finished all the same."""
@@ -211,7 +211,7 @@ def test_edges(slots: tuple[int, ...], backend: str, device: str) -> None:
     assert_stored(case, inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["latent_write"])
+@pytest.mark.parametrize("backend", backends("latent_write"))
 def test_no_rows_at_all(backend: str, device: str) -> None:
     inputs = RowCase("", slots=(), surplus=0).make(device)
     before = page_bytes(inputs["cache"])
@@ -219,7 +219,7 @@ def test_no_rows_at_all(backend: str, device: str) -> None:
     assert torch.equal(page_bytes(inputs["cache"]), before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["latent_write"])
+@pytest.mark.parametrize("backend", backends("latent_write"))
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """A slot past byte 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS = 52_000, 64

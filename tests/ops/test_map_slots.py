@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import map_slots
 from openmla.ops.map_slots import cost
 from openmla.testing import GARBAGE_BLOCK, Inputs, start_loc, strided
-from tests.ops.contract import broken, put, run_or_skip
+from tests.ops.contract import backends, broken, put, run_or_skip
 
 BS, M, NUM_BLOCKS = 4, 6, 9
 
@@ -101,7 +100,8 @@ def check(inputs: Inputs, backend: str) -> None:
     assert slots.tolist() == wanted and lens.tolist() == wanted_lens
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @pytest.mark.parametrize("compact", [False, True], ids=["columns", "compact"])
 @pytest.mark.parametrize("interleave", [1, 2, 4])
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
@@ -113,7 +113,7 @@ def test_contract(cp_size: int, interleave: int, compact: bool, backend: str, de
         check(inputs, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @pytest.mark.parametrize("compact", [False, True], ids=["columns", "compact"])
 @pytest.mark.parametrize(
     ("query_lens", "K", "padding"),
@@ -136,7 +136,7 @@ def test_edges(
     check(make(query_lens, K=K, padding=padding, compact=compact, device=device), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @pytest.mark.parametrize("interleave", [1, 2, 4, 3])
 @pytest.mark.parametrize("cp_size", [1, 2, 4, 3])
 def test_ranks_cover_every_position_once(
@@ -165,7 +165,7 @@ def test_ranks_cover_every_position_once(
     assert (torch.stack(owned).sum(0) == 1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 def test_slots_up_to_int32(backend: str, device: str) -> None:
     """The largest slot there may be; no cache is needed to name it."""
     inputs = make((1,), K=4, padding=0, device=device)
@@ -180,7 +180,7 @@ def test_slots_up_to_int32(backend: str, device: str) -> None:
     assert slots.tolist() == [[first + 63, -1, first, -1]] and lens.tolist() == [2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @pytest.mark.parametrize(
     "change",
     [
@@ -195,7 +195,7 @@ def test_odd_and_huge_sizes(change: dict[str, int], backend: str, device: str) -
     check(broken(make(device=device), **change), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @pytest.mark.parametrize(
     "change",
     [{"num_blocks": 0}, {"block_table": lambda t: t[:, :0]}],
@@ -207,7 +207,7 @@ def test_nothing_to_find(change: dict[str, Any], backend: str, device: str) -> N
     assert (slots == -1).all() and (lens == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 def test_inputs_stay(backend: str, device: str) -> None:
     inputs = make(compact=True, device=device)
     before = inputs.clone()
@@ -216,7 +216,7 @@ def test_inputs_stay(backend: str, device: str) -> None:
         assert torch.equal(tensor, inputs[name])
 
 
-@pytest.mark.parametrize("backend", BACKENDS["map_slots"])
+@pytest.mark.parametrize("backend", backends("map_slots"))
 @given(
     lens=st.lists(st.integers(0, 3), max_size=3),
     K=st.integers(1, 9),

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import merge_states
 from openmla.ops.merge_states import cost
 from openmla.testing import Inputs, assert_within_budget, strided
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 
 EMPTY = (-torch.inf, torch.inf, torch.nan)
 
@@ -53,7 +52,8 @@ def merged(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
     return inputs["out"], inputs["lse"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["merge_states"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("merge_states"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(9, 17, 20), (1, 1, 128), (64, 4, 512), (0, 4, 8)], ids=str)
 def test_contract(
@@ -87,7 +87,7 @@ def test_reference_equals_scalars() -> None:
             torch.testing.assert_close(out[t, h], expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["merge_states"])
+@pytest.mark.parametrize("backend", backends("merge_states"))
 def test_merging_with_itself(backend: str, device: str) -> None:
     """out and other_out may be the same tensor: the same values, one ln 2 more weight."""
     inputs = make(dtype=torch.float32, device=device)

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import Segment, merge_states, mha_masked, mha_ragged, mqa_sparse, pack_mask
 from openmla.ops.mha_masked import cost
 from openmla.testing import Inputs, MaskedCase, RaggedCase, assert_within_budget, start_loc
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import backends, check_attention, run_or_skip
 
 BASE = MaskedCase("prefill", (5, 17, 40), (5, 17, 40))
 CASES = [
@@ -54,7 +53,8 @@ CASES = [
 LOOPED = [case for case in CASES if sum(case.key_lens) < 260]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mha_masked"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: MaskedCase, backend: str, device: str) -> None:
     check_attention(mha_masked, case.make(device), backend)
@@ -105,7 +105,7 @@ def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(actual, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
+@pytest.mark.parametrize("backend", backends("mha_masked"))
 def test_bits_past_the_keys_may_hold_anything(backend: str, device: str) -> None:
     case = MaskedCase("tails", (3, 4), (37, 5), causal=False)
     inputs = case.make(device)
@@ -120,7 +120,7 @@ def test_bits_past_the_keys_may_hold_anything(backend: str, device: str) -> None
             assert torch.equal(actual, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
+@pytest.mark.parametrize("backend", backends("mha_masked"))
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_bit_is_ragged(causal: bool, backend: str, device: str) -> None:
     """Causal bits make causal attention; all bits make attention to everything."""
@@ -287,7 +287,7 @@ def through_mask(given: Latents, size: int, backend: str) -> tuple[Tensor, Tenso
     return merged
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
+@pytest.mark.parametrize("backend", backends("mha_masked"))
 @pytest.mark.parametrize("size", [1000, 40, 32, 7])
 @pytest.mark.parametrize("K", [5, 24, 100])
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_bad_input(name: str, change: Callable[[Any], Any], message: str) -> Non
     assert f"mha_masked: {message}" in str(error.value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_masked"])
+@pytest.mark.parametrize("backend", backends("mha_masked"))
 def test_bounds_may_be_loose(backend: str, device: str) -> None:
     """max_query_len and max_key_len are bounds, as a captured graph needs them."""
     inputs = BASE.make(device)

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import mha_ragged
 from openmla.ops.mha_ragged import cost
 from openmla.testing import Inputs, RaggedCase
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import TRITON, backends, check_attention, run_or_skip
 
 BASE = RaggedCase("prefill", (5, 17, 40), (5, 17, 40))
 CASES = [
@@ -46,13 +45,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_ragged"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mha_ragged"))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_contract(case: RaggedCase, backend: str, device: str) -> None:
     check_attention(mha_ragged, case.make(device), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mha_ragged"])
+@pytest.mark.parametrize("backend", backends("mha_ragged"))
 def test_heads_may_share_keys(backend: str, device: str) -> None:
     """Views with a stride of 0, and values inside the tensor that keys lie in."""
     inputs = RaggedCase("shared", (33, 9), (33, 20), E=24, V=16).make(device)
@@ -149,7 +149,7 @@ def test_cost() -> None:
     assert cost([5], [2], H=1, E=1, V=1, itemsize=2, causal=False).flops == 2 * 10 * 2
 
 
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", [TRITON, "reference"])
 def test_nan_of_a_key_is_seen(backend: str, device: str) -> None:
     """By every query that sees the key, and by no other."""
     inputs = RaggedCase("nan", (40,), (40,), H=2).make(device)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
@@ -21,7 +20,7 @@ from openmla.testing import (
     even_splits,
     poisoned_memory,
 )
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import backends, check_attention, run_or_skip, slow_interpreted
 
 BASE = PagedCase("decode", query_lens=(1, 1, 1), seq_lens=(33, 7, 70))
 CASES = [
@@ -58,8 +57,9 @@ CASES = [
 LOOPED = [case for case in CASES if max(case.seq_lens, default=0) < 500]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mqa_paged"))
+@pytest.mark.parametrize("case", slow_interpreted(CASES, ["short-prefill"]), ids=str)
 def test_contract(case: PagedCase, backend: str, device: str) -> None:
     check_attention(mqa_paged, case.make(device), backend)
 
@@ -104,7 +104,7 @@ def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(actual, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
+@pytest.mark.parametrize("backend", backends("mqa_paged"))
 def test_invariance(backend: str, device: str) -> None:
     """Other blocks, other splits, other neighbours: the same answer."""
     case = PagedCase("invariance", (2, 1, 3), (70, 33, 9))
@@ -159,7 +159,7 @@ def test_sdpa_bits_depend_on_the_row_alone(format: str) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_paged"])
+@pytest.mark.parametrize("backend", backends("mqa_paged"))
 def test_offsets_beyond_int32(backend: str, device: str) -> None:
     """Rows past element 2^31 of the cache. Memory is reserved, hardly any of it is touched."""
     N, BS, D = 60_000, 64, 576

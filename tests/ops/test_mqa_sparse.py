@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.ops import mqa_sparse
 from openmla.ops.mqa_sparse import cost
 from openmla.testing import SparseCase, SparseInputs
-from tests.ops.contract import check_attention
+from tests.ops.contract import backends, check_attention, slow_interpreted
 from tests.ops.mqa_sparse_cases import (
     BASE,
     CASES,
     COMPRESSED,
     LOOPED,
+    MANY_HEADS,
     RING,
     SINKS,
     WINDOW,
@@ -26,8 +26,9 @@ from tests.ops.mqa_sparse_cases import (
 )
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
+@pytest.mark.parametrize("case", slow_interpreted(CASES, MANY_HEADS), ids=str)
 def test_contract(case: SparseCase, backend: str, device: str) -> None:
     check_attention(mqa_sparse, case.make(device), backend)
 

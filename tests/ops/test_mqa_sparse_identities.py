@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.ops import merge_states, mqa_paged, mqa_sparse
 from openmla.testing import PagedCase, SparseCase, SparseInputs, assert_within_budget
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 from tests.ops.mqa_sparse_cases import COMPRESSED, POSITIONS, PREFIX, RING, SINKS, SLOTS
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 def test_sink(backend: str, device: str) -> None:
     """-inf is no sink, +inf takes everything, and lse knows of neither."""
     case = SparseCase("sink", (2, 1, 1), (70, 33, 2), RING, COMPRESSED, H=5)
@@ -27,7 +26,7 @@ def test_sink(backend: str, device: str) -> None:
     assert_within_budget((out, lse), (exact, exact_lse), peer)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("value", [-torch.inf, 0.0, 1e4, torch.inf])
 def test_sink_without_rows(value: float, backend: str, device: str) -> None:
     case = SparseCase("alone", (1, 1), (3, 2), replace(PREFIX, span=128), sink=(value,))
@@ -35,7 +34,7 @@ def test_sink_without_rows(value: float, backend: str, device: str) -> None:
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 def test_invariance(backend: str, device: str) -> None:
     """Another order of the rows, slots for positions, segments swapped: the same answer."""
     case = SparseCase("invariance", (2, 1, 3), (70, 33, 9), POSITIONS)
@@ -68,7 +67,7 @@ def test_invariance(backend: str, device: str) -> None:
     assert_within_budget(actual, pair.double().run(mqa_sparse, backend="reference"), together)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("cut", [0, 1, 8, 20, 21])
 def test_two_calls_merge_into_one(cut: int, backend: str, device: str) -> None:
     inputs = SparseCase("cut", (2, 1, 1), (70, 33, 4), POSITIONS).make(device)
@@ -87,7 +86,7 @@ def test_two_calls_merge_into_one(cut: int, backend: str, device: str) -> None:
     assert_within_budget((halves[0], halves[1]), exact, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 def test_two_segments_merge_into_one(backend: str, device: str) -> None:
     """One call with both segments, or a call for each and a merge."""
     both = SparseCase("both", (2, 1, 1), (70, 33, 2), RING, COMPRESSED)
@@ -106,7 +105,7 @@ def test_two_segments_merge_into_one(backend: str, device: str) -> None:
     assert_within_budget((halves[0], halves[1]), exact, expected)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("kind", ["positions", "window", "prefix"])
 def test_every_position_is_dense(kind: str, backend: str, device: str) -> None:
     """With K of at least the context, sparse equals dense."""

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.ops import mqa_sparse
 from openmla.testing import SegmentCase, SparseCase, SparseInputs, poisoned_memory
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import TRITON, backends, check_attention, run_or_skip
 from tests.ops.mqa_sparse_cases import (
     DENSE_64,
     POSITIONS,
@@ -48,7 +47,7 @@ def edge_rows(kind: str, device: str, format: str = "bf16", **options: Any) -> S
     return inputs
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("kind", ["slots", "positions"])
 @pytest.mark.parametrize(
     "wide", [{}, DENSE_64, {**DENSE_64, "format": "fp8_ds_mla"}], ids=["", "v3", "packed-v3"]
@@ -66,7 +65,7 @@ def test_edge_rows_equal_loops(kind: str) -> None:
     assert_equals_loops(edge_rows(kind, "cpu"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("kind", ["positions", "window", "prefix"])
 def test_table_without_a_block(kind: str, backend: str, device: str) -> None:
     """A table entry that is no block hides its rows, wherever it stands."""
@@ -91,7 +90,7 @@ def test_table_without_columns() -> None:
 
 @pytest.mark.parametrize("run_length", [0, 16])
 @pytest.mark.parametrize("wide", [{}, DENSE_64], ids=["", "v3"])
-@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("backend", [TRITON, "reference"])
 def test_nan_of_a_row_is_seen(
     backend: str, wide: dict[str, Any], run_length: int, device: str
 ) -> None:
@@ -108,7 +107,7 @@ def test_nan_of_a_row_is_seen(
     assert out[1].isfinite().all() and lse[1].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("kind", ["slots", "positions"])
 def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
     """Rows past element 2^31 of the cache. Memory is reserved, hardly any of it is touched."""

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import BACKENDS
 from openmla.ops import mqa_sparse
 from openmla.testing import SegmentCase, SparseCase
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import backends, check_attention, run_or_skip, slow_interpreted
 from tests.ops.mqa_sparse_cases import (
     CASES,
     FAR,
     IN_ONE_RUN,
     LISTED_16,
+    MANY_HEADS,
     NEAR,
     PACKED,
     POSITIONS,
@@ -27,17 +27,18 @@ from tests.ops.mqa_sparse_cases import (
     V4,
 )
 
+SLOW = pytest.mark.slow_interpreted
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize(
     "first, H",
     [
-        (replace(PACKED, K=150), 3),
-        (replace(POSITIONS, BS=16, K=150), 3),
-        (replace(PACKED, K=150), 64),
-        (replace(LISTED_16, K=150), 64),
+        pytest.param(replace(PACKED, K=150), 3, id="packed", marks=SLOW),
+        pytest.param(replace(POSITIONS, BS=16, K=150), 3, id="bf16"),
+        pytest.param(replace(PACKED, K=150), 64, id="packed-64-heads", marks=SLOW),
+        pytest.param(replace(LISTED_16, K=150), 64, id="bf16-64-heads", marks=SLOW),
     ],
-    ids=["packed", "bf16", "packed-64-heads", "bf16-64-heads"],
 )
 def test_a_token_has_its_own_bits(
     first: SegmentCase, H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -61,8 +62,8 @@ def test_a_token_has_its_own_bits(
         assert torch.equal(many[:1], one)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-@pytest.mark.parametrize("H", [3, 64])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
+@pytest.mark.parametrize("H", [3, pytest.param(64, marks=SLOW)])
 def test_a_v4_token_has_its_own_bits(
     H: int, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,8 @@ def test_a_v4_token_has_its_own_bits(
         assert torch.equal(many[:1], one)
 
 
+@pytest.mark.slow_interpreted
+@pytest.mark.triton
 @pytest.mark.parametrize(
     "parts", [(NEAR, FAR), (PACKED,), (LISTED_16,)], ids=["v4", "packed-v3", "v3"]
 )
@@ -100,13 +103,21 @@ def test_triton_prompt_has_the_same_bits_every_time(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in IN_ONE_RUN], ids=str)
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "case",
+    slow_interpreted(
+        [case for case in CASES if case.name in IN_ONE_RUN], set(IN_ONE_RUN) & set(MANY_HEADS)
+    ),
+    ids=str,
+)
 def test_triton_in_one_run(case: SparseCase, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that a few tokens fill: no run is merged, a kernel itself knows the sink."""
     monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 1)
     check_attention(mqa_sparse, case.make(device), "triton")
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("first", [PACKED, replace(POSITIONS, BS=16)], ids=["packed", "bf16"])
 def test_triton_bits_do_not_depend_on_the_columns_there_are(
     first: SegmentCase, device: str
@@ -125,6 +136,7 @@ def test_triton_bits_do_not_depend_on_the_columns_there_are(
         assert torch.equal(one, other)
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize(
     "first", [PACKED, RING, PREFIX, NEAR], ids=["packed", "window", "prefix", "v4"]
 )
@@ -142,7 +154,8 @@ def test_triton_takes_more_tokens_than_a_grid_holds(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["v4-many-tokens", "packed-many-tokens"])
+@pytest.mark.triton
+@pytest.mark.parametrize("name", [pytest.param("v4-many-tokens", marks=SLOW), "packed-many-tokens"])
 def test_triton_decodes_rows_of_many_tokens_once(
     name: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.cache.format import get_format
 from openmla.ops import mqa_sparse
 from openmla.testing import SparseCase, poisoned_memory
-from tests.ops.contract import check_attention, run_or_skip
+from tests.ops.contract import backends, check_attention, run_or_skip
 from tests.ops.mqa_sparse_cases import FAR, NEAR, SINKS, V4
 
+SLOW = pytest.mark.slow_interpreted
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-@pytest.mark.parametrize("H", [5, 80])
+
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
+@pytest.mark.parametrize("H", [5, pytest.param(80, marks=SLOW)])
 def test_edge_rows_behind_a_window(H: int, backend: str, device: str) -> None:
     """V4's rows: odd lists, and tables with holes, take nothing from the window."""
     second = replace(FAR, K=70)
@@ -37,8 +38,8 @@ def test_edge_rows_behind_a_window(H: int, backend: str, device: str) -> None:
     check_attention(mqa_sparse, inputs, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-@pytest.mark.parametrize("H", [16, 200])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
+@pytest.mark.parametrize("H", [16, pytest.param(200, marks=SLOW)])
 def test_v4_pages_may_be_padded(H: int, backend: str, device: str) -> None:
     """To multiples of 576 bytes, as engines have them; nothing of the padding is read."""
     inputs = SparseCase("padded", (1, 2), (700, 3), NEAR, FAR, H=H, sink=SINKS, **V4).make(device)
@@ -61,9 +62,9 @@ def v4_scales(cache: Tensor) -> Tensor:
     return cache.view(N, -1)[:, BS * 576 :].view(N, BS, 8)[..., :7]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("shift", [40, -40])
-@pytest.mark.parametrize("H", [5, 80])
+@pytest.mark.parametrize("H", [5, pytest.param(80, marks=SLOW)])
 def test_v4_scales_may_be_large_or_small(H: int, shift: int, backend: str, device: str) -> None:
     """Powers of two: with queries as much smaller the same weights, with outputs as much larger."""
     inputs = SparseCase("scales", (8,), (700,), NEAR, FAR, H=H, sink=SINKS, **V4).make(device)
@@ -78,7 +79,7 @@ def test_v4_scales_may_be_large_or_small(H: int, shift: int, backend: str, devic
     assert torch.equal(actual[..., 448:], out[..., 448:])
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
 @pytest.mark.parametrize("H", [5, 200])
 @pytest.mark.parametrize("what", ["scale", "rope"])
 def test_nan_of_a_v4_row_is_seen(what: str, H: int, backend: str, device: str) -> None:
@@ -97,8 +98,8 @@ def test_nan_of_a_v4_row_is_seen(what: str, H: int, backend: str, device: str) -
     assert out[1].isfinite().all() and lse[1].isfinite().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS["mqa_sparse"])
-@pytest.mark.parametrize("H", [2, 600])
+@pytest.mark.parametrize("backend", backends("mqa_sparse"))
+@pytest.mark.parametrize("H", [2, pytest.param(600, marks=SLOW)])
 def test_v4_offsets_beyond_int32(H: int, backend: str, device: str) -> None:
     """Rows past byte 2^31 of a cache. Memory is reserved, hardly any of it is touched."""
     case = SparseCase("far", (1,), (300,), NEAR, replace(FAR, K=50), H=H, **V4)

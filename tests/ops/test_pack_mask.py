@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import pack_mask
 from openmla.ops.pack_mask import cost
 from openmla.testing import Inputs, strided
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 
 # selections, key_starts, key_lens, num_words
 Case = tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int], int]
@@ -80,7 +79,8 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("backend", BACKENDS["pack_mask"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("pack_mask"))
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_contract(case: Case, backend: str, device: str) -> None:
     inputs = make(case, device)
@@ -100,7 +100,7 @@ def test_reference_equals_loops(rows: list[list[int]], start: int, length: int) 
     assert unsigned(inputs.run(pack_mask, backend="reference")) == looped(inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["pack_mask"])
+@pytest.mark.parametrize("backend", backends("pack_mask"))
 @pytest.mark.parametrize("size", [32, 64, 96])
 def test_chunks_make_the_whole(size: int, backend: str, device: str) -> None:
     """Masks of chunks, each put at its offset and OR-ed, are the mask of all keys."""
@@ -117,7 +117,7 @@ def test_chunks_make_the_whole(size: int, backend: str, device: str) -> None:
     assert torch.equal(joined, whole)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["pack_mask"])
+@pytest.mark.parametrize("backend", backends("pack_mask"))
 def test_chunks_at_any_offset(backend: str, device: str) -> None:
     """Chunks need not begin at a word: as integers they are shifted and added."""
     S, bounds = 130, [0, 7, 40, 41, 130]

@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import rope
 from openmla.ops.rope import cost
 from openmla.testing import Inputs, out_budget, strided
-from tests.ops.contract import run_or_skip
+from tests.ops.contract import backends, run_or_skip
 
 
 def make(
@@ -45,7 +44,8 @@ def rotated(inputs: Inputs, backend: str) -> Tensor:
     return inputs["x"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS["rope"])
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("rope"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("inverse", [False, True], ids=["forward", "inverse"])
 @pytest.mark.parametrize("pairing", ["pairs", "halves"])
@@ -86,7 +86,7 @@ def test_reference_equals_complex_numbers(pairing: str, inverse: bool) -> None:
     torch.testing.assert_close(rotated(inputs, "reference")[:T], expected, rtol=1e-14, atol=1e-14)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["rope"])
+@pytest.mark.parametrize("backend", backends("rope"))
 @pytest.mark.parametrize("pairing", ["pairs", "halves"])
 def test_inverse_undoes(pairing: str, backend: str, device: str) -> None:
     inputs = make(dtype=torch.float32, pairing=pairing, device=device)
@@ -98,7 +98,7 @@ def test_inverse_undoes(pairing: str, backend: str, device: str) -> None:
     torch.testing.assert_close(inputs["x"], before)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["rope"])
+@pytest.mark.parametrize("backend", backends("rope"))
 @pytest.mark.parametrize("pairing", ["pairs", "halves"])
 @pytest.mark.parametrize("wide", ["x", "table"])
 def test_float64_is_kept(wide: str, pairing: str, backend: str, device: str) -> None:
@@ -109,7 +109,7 @@ def test_float64_is_kept(wide: str, pairing: str, backend: str, device: str) -> 
     torch.testing.assert_close(rotated(inputs, backend), expected, rtol=4 * eps, atol=4 * eps)
 
 
-@pytest.mark.parametrize("backend", BACKENDS["rope"])
+@pytest.mark.parametrize("backend", backends("rope"))
 def test_slice_of_wider_heads(backend: str, device: str) -> None:
     """Rotating part of a head is passing that part; the rest keeps its bytes."""
     inputs = make(dtype=torch.float32, padding=0, device=device)
