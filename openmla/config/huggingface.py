@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+from openmla.config.families import FAMILIES, Family
 from openmla.config.schema import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -18,52 +20,16 @@ from openmla.config.schema import (
     is_finite,
     require_size,
 )
-from openmla.config.sources import Fields, text_fields
+from openmla.config.sources import (
+    Fields,
+    expect,
+    read_flag,
+    read_integer,
+    read_number,
+    read_share,
+    text_fields,
+)
 from openmla.errors import ConfigError
-
-
-class Family(NamedTuple):
-    """What a model type fixes that its config does not say."""
-
-    pairing: str = "pairs"
-    rope_kind: str | None = None  # None: as the config says
-    default_theta: float = 10000.0
-    indexer_pairing: str | None = None  # None: no indexer
-    indexer_side: str = "first"  # which channels of the indexer are rotated
-    indexer_norm: str = "fixed"  # its LayerNorm's epsilon: 1e-6, or "config" for rms_norm_eps
-    needs_q_lora: bool = False
-    scaled_latents: bool = False
-    layers_per_block: int = 1
-    needs_rope_fields: bool = False
-    head_gate: bool = False
-
-
-FAMILIES = {
-    "deepseek_v2": Family(),
-    "deepseek_v3": Family(),
-    "kimi_k2": Family(),
-    "glm4_moe_lite": Family(),
-    "youtu": Family(),
-    "axk1": Family(),
-    "minicpm3": Family(pairing="halves"),
-    "kimi_linear": Family(rope_kind="none"),
-    "mistral4": Family(needs_rope_fields=True),
-    "bailing_hybrid": Family(default_theta=6e6, head_gate=True),
-    "longcat_flash": Family(
-        default_theta=1e7, needs_q_lora=True, scaled_latents=True, layers_per_block=2
-    ),
-    "deepseek_v32": Family(indexer_pairing="halves", needs_q_lora=True),
-    "glm_moe_dsa": Family(indexer_pairing="pairs", needs_q_lora=True),
-    "axk2": Family(indexer_pairing="halves", needs_q_lora=True),
-    "hy_v4": Family(
-        pairing="halves",
-        indexer_pairing="halves",
-        indexer_side="last",
-        indexer_norm="config",
-        needs_q_lora=True,
-    ),
-    "deepseek_v4": Family(indexer_pairing="pairs", needs_q_lora=True),
-}
 
 # Every key a rope dict may hold. The last three are read elsewhere or repeat a top-level field.
 ROPE_KEYS = {
@@ -106,51 +72,9 @@ def read_config(
             f"config: model_type {model_type!r}{of} is not supported. "
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
-    if model_type == "deepseek_v4":
-        return _read_v4(fields, rotated)
-    return _read_latent(fields, model_type, FAMILIES[model_type], rotated)
-
-
-def _integer(fields: Fields, name: str, default: int | None = None) -> int:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"config: {name} must be an integer, got {value!r}.")
-    return value
-
-
-def _number(fields: Fields, name: str, default: float | None = None) -> float:
-    value = fields.get(name)
-    if value is None:
-        value = default
-    if not is_finite(value):
-        raise ConfigError(f"config: {name} must be a finite number, got {value!r}.")
-    assert value is not None
-    return float(value)
-
-
-def _share(fields: Fields, name: str, default: float | None = None) -> float:
-    value = _number(fields, name, default)
-    if not 0 <= value <= 1:
-        raise ConfigError(f"config: {name} must be from 0 to 1, got {value!r}.")
-    return value
-
-
-def _flag(fields: Fields, name: str, default: bool) -> bool:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise ConfigError(f"config: {name} must be true or false, got {value!r}.")
-    return value
-
-
-def _expect(fields: Fields, name: str, expected: object, reason: str) -> None:
-    """An absent field is fine; a present one must say what the model type means."""
-    value = fields.get(name)
-    if value is not None and value != expected:
-        raise ConfigError(f"config: {name} must be {expected!r} {reason}, got {value!r}.")
+    family = FAMILIES[model_type]
+    read = _read_v4 if family.compressed else _read_latent
+    return read(fields, model_type, family, rotated)
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -180,32 +104,32 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
     pairing = family.pairing
     if "rope_interleave" in fields:
         if pairing == "pairs":
-            pairing = "pairs" if _flag(fields, "rope_interleave", True) else "halves"
+            pairing = "pairs" if read_flag(fields, "rope_interleave", True) else "halves"
         else:
-            _expect(fields, "rope_interleave", False, "where the rope pairs halves")
+            expect(fields, "rope_interleave", False, "where the rope pairs halves")
     if family.rope_kind == "none":
         return RopeConfig(kind="none", pairing=pairing)
     if foreign:
         return RopeConfig(
             kind="external",
             pairing=pairing,
-            factor=max(_number(rope, "factor", 1.0), 1.0),
-            mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+            factor=max(read_number(rope, "factor", 1.0), 1.0),
+            mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
         )
-    theta = _number(rope, "rope_theta", family.default_theta)
+    theta = read_number(rope, "rope_theta", family.default_theta)
     if kind not in ("yarn", "longrope"):
         return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # or its error
-    max_positions = _integer(fields, "max_position_embeddings")
-    original = _integer(rope, "original_max_position_embeddings", max_positions)
+    max_positions = read_integer(fields, "max_position_embeddings")
+    original = read_integer(rope, "original_max_position_embeddings", max_positions)
     for name, value in (
         ("max_position_embeddings", max_positions),
         ("original_max_position_embeddings", original),
     ):
         require_size(name, value, most=MAX_POSITIONS)
-    factor = _number(rope, "factor", max(max_positions / original, 1.0))
+    factor = read_number(rope, "factor", max(max_positions / original, 1.0))
     attention_factor = rope.get("attention_factor")
     if attention_factor is not None:
-        attention_factor = _number(rope, "attention_factor")
+        attention_factor = read_number(rope, "attention_factor")
     if kind == "longrope":
         return RopeConfig(
             kind=kind,
@@ -213,7 +137,7 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
             pairing=pairing,
             factor=factor,
             original_positions=original,
-            mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+            mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
             attention_factor=attention_factor,
             short_factor=_factors(rope, "short_factor"),
             long_factor=_factors(rope, "long_factor"),
@@ -224,11 +148,11 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
         pairing=pairing,
         factor=factor,
         original_positions=original,
-        beta_fast=_number(rope, "beta_fast", 32.0),
-        beta_slow=_number(rope, "beta_slow", 1.0),
-        truncate=_flag(rope, "truncate", True),
-        mscale=_number(rope, "mscale", 1.0),
-        mscale_all_dim=_number(rope, "mscale_all_dim", 0.0),
+        beta_fast=read_number(rope, "beta_fast", 32.0),
+        beta_slow=read_number(rope, "beta_slow", 1.0),
+        truncate=read_flag(rope, "truncate", True),
+        mscale=read_number(rope, "mscale", 1.0),
+        mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
         attention_factor=attention_factor,
     )
 
@@ -243,15 +167,16 @@ def _factors(rope: Fields, name: str) -> tuple[float, ...]:
 def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerConfig | None:
     if family.indexer_pairing is None:
         return None
-    interleave = _flag(fields, "indexer_rope_interleave", family.indexer_pairing == "pairs")
+    interleave = read_flag(fields, "indexer_rope_interleave", family.indexer_pairing == "pairs")
     shared = _shared_layers(fields, num_layers)
+    from_config = family.indexer_norm == "config"
     return IndexerConfig(
-        num_heads=_integer(fields, "index_n_heads"),
-        head_dim=_integer(fields, "index_head_dim"),
-        topk=_integer(fields, "index_topk"),
+        num_heads=read_integer(fields, "index_n_heads"),
+        head_dim=read_integer(fields, "index_head_dim"),
+        topk=read_integer(fields, "index_topk"),
         pairing="pairs" if interleave else "halves",
         rope_side=family.indexer_side,
-        norm_eps=_number(fields, "rms_norm_eps", 1e-6) if family.indexer_norm == "config" else 1e-6,
+        norm_eps=read_number(fields, "rms_norm_eps", 1e-6) if from_config else 1e-6,
         shared=shared if any(shared) else (),
     )
 
@@ -270,18 +195,18 @@ def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
                 f"config: indexer_types must be {num_layers} times full or shared, got {listed!r}."
             )
         return tuple(names[entry] for entry in entries)
-    frequency = _integer(fields, "index_topk_freq", 1)
-    offset = _integer(fields, "index_skip_topk_offset", 2)
+    frequency = read_integer(fields, "index_topk_freq", 1)
+    offset = read_integer(fields, "index_skip_topk_offset", 2)
     if frequency < 1:
         raise ConfigError(f"config: index_topk_freq must be at least 1, got {frequency}.")
     return tuple(max(layer - offset + 1, 0) % frequency != 0 for layer in range(num_layers))
 
 
 def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
-    _expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
-    _expect(fields, "sliding_window", None, "for this model type")
-    _expect(fields, "mla_use_nope", True, "where the shared columns are never rotated")
-    _expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
+    expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
+    expect(fields, "sliding_window", None, "for this model type")
+    expect(fields, "mla_use_nope", True, "where the shared columns are never rotated")
+    expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
 
 
 def _refuse_other_bailing(fields: Fields) -> None:
@@ -294,55 +219,56 @@ def _refuse_other_bailing(fields: Fields) -> None:
             f"got architectures {architectures!r}. Ling 2.5 is not supported."
         )
     gate = "gated_attention_proj_granularity_type"
-    _expect(fields, gate, "head_wise", "(other gates are not supported)")
-    _expect(fields, "use_mla_nope", False, "for bailing_hybrid")
-    _expect(fields, "rope_interleave", True, "for bailing_hybrid")
-    _expect(fields, "use_qkv_bias", False, "for bailing_hybrid")
+    expect(fields, gate, "head_wise", "(other gates are not supported)")
+    expect(fields, "use_mla_nope", False, "for bailing_hybrid")
+    expect(fields, "rope_interleave", True, "for bailing_hybrid")
+    expect(fields, "use_qkv_bias", False, "for bailing_hybrid")
 
 
 def _num_layers(fields: Fields, family: Family) -> int:
     # LongCat: num_layers counts blocks; num_hidden_layers, where given, counts attentions
     name = "num_hidden_layers" if family.layers_per_block == 1 else "num_layers"
-    blocks = _integer(fields, name)
+    blocks = read_integer(fields, name)
     require_size(name, blocks, most=MAX_LAYERS // family.layers_per_block)
     return blocks * family.layers_per_block
 
 
 def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool) -> MLAConfig:
-    hidden_size = _integer(fields, "hidden_size")
+    hidden_size = read_integer(fields, "hidden_size")
     require_size("hidden_size", hidden_size)  # before it is divided
-    num_heads = _integer(fields, "num_attention_heads")
-    kv_lora_rank = _integer(fields, "kv_lora_rank")
-    q_lora_rank = None if fields.get("q_lora_rank") is None else _integer(fields, "q_lora_rank")
+    num_heads = read_integer(fields, "num_attention_heads")
+    kv_lora_rank = read_integer(fields, "kv_lora_rank")
+    q_lora_rank = None if fields.get("q_lora_rank") is None else read_integer(fields, "q_lora_rank")
     if family.needs_q_lora and q_lora_rank is None:
         raise ConfigError(f"config: q_lora_rank must be an integer for {model_type}, got None.")
     _refuse_foreign_fields(fields, num_heads)
-    if model_type == "bailing_hybrid":
+    if family.needs_kda:
         _refuse_other_bailing(fields)
     rope_fields = _rope_fields(fields)
     if family.needs_rope_fields and "factor" not in rope_fields:
         raise ConfigError(f"config: rope_parameters must be given for {model_type}, got None.")
-    R = _integer(fields, "qk_rope_head_dim")
-    P = _integer(fields, "qk_nope_head_dim")
+    R = read_integer(fields, "qk_rope_head_dim")
+    P = read_integer(fields, "qk_nope_head_dim")
     for name, value in (("qk_rope_head_dim", R), ("qk_nope_head_dim", P)):
         require_size(name, value, least=0)
-    _expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
-    if model_type == "longcat_flash":
-        _expect(fields, "head_dim", R, "= qk_rope_head_dim")  # there it is the rope's width
-    if model_type == "mistral4" and rope_fields.get("partial_rotary_factor") is not None:
-        partial = _share(rope_fields, "partial_rotary_factor")
+    expect(fields, "qk_head_dim", P + R, "= qk_nope_head_dim + qk_rope_head_dim")
+    if family.head_dim_is_rope:
+        expect(fields, "head_dim", R, "= qk_rope_head_dim")
+    if family.needs_rope_fields and rope_fields.get("partial_rotary_factor") is not None:
+        partial = read_share(rope_fields, "partial_rotary_factor")
         if int(partial * (P + R)) != R:
             raise ConfigError(
                 f"config: partial_rotary_factor must be {R}/{P + R} "
                 f"(qk_rope_head_dim / qk_head_dim), got {partial!r}."
             )
-    beta = _number(rope_fields, "llama_4_scaling_beta", 0.0)
+    beta = read_number(rope_fields, "llama_4_scaling_beta", 0.0)
+    original = read_integer(rope_fields, "original_max_position_embeddings") if beta else 0
     scaled = family.scaled_latents and hidden_size > 0 and kv_lora_rank > 0
-    scale_q = scaled and _flag(fields, "mla_scale_q_lora", True)
-    scale_latent = scaled and _flag(fields, "mla_scale_kv_lora", True)
+    scale_q = scaled and read_flag(fields, "mla_scale_q_lora", True)
+    scale_latent = scaled and read_flag(fields, "mla_scale_kv_lora", True)
     num_layers = _num_layers(fields, family)
     return MLAConfig(
-        model_type="deepseek_v3" if model_type == "kimi_k2" else model_type,
+        model_type=family.reads_as or model_type,
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
@@ -350,87 +276,80 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
         kv_lora_rank=kv_lora_rank,
         qk_nope_head_dim=P,
         qk_rope_head_dim=R,
-        v_head_dim=_v_head_dim(fields, model_type, hidden_size, num_heads),
+        v_head_dim=_v_head_dim(fields, family, hidden_size, num_heads),
         max_positions=_max_positions(fields),
         rope=_read_rope(rope_fields, fields, family, rotated),
-        latent_eps=_number(fields, "rms_norm_eps", 1e-6),
-        attention_bias=_flag(fields, "attention_bias", False),
+        latent_eps=read_number(fields, "rms_norm_eps", 1e-6),
+        attention_bias=read_flag(fields, "attention_bias", False),
         q_factor=(hidden_size / q_lora_rank) ** 0.5 if scale_q and q_lora_rank else 1.0,
         latent_factor=(hidden_size / kv_lora_rank) ** 0.5 if scale_latent else 1.0,
         llama4_beta=beta,
-        llama4_positions=_integer(rope_fields, "original_max_position_embeddings") if beta else 0,
+        llama4_positions=original,
         head_gate=family.head_gate,
         indexer=_read_indexer(fields, family, num_layers),
     )
 
 
-def _v_head_dim(fields: Fields, model_type: str, hidden_size: int, num_heads: int) -> int:
+def _v_head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int) -> int:
     default = None
-    if model_type == "minicpm3" and num_heads > 0:
+    if family.even_values and num_heads > 0:
         default = hidden_size // num_heads
-    return _integer(fields, "v_head_dim", default)
+    return read_integer(fields, "v_head_dim", default)
 
 
 def _max_positions(fields: Fields) -> int:
     # kimi_linear and bailing_hybrid checkpoints may say model_max_length
     fallback = fields.get("model_max_length")
-    return _integer(fields, "max_position_embeddings", fallback)
+    return read_integer(fields, "max_position_embeddings", fallback)
 
 
-def _read_v4(fields: Fields, rotated: bool) -> MLAConfig:
-    D = _integer(fields, "head_dim")
-    num_layers = _num_layers(fields, FAMILIES["deepseek_v4"])
+def _read_v4(fields: Fields, model_type: str, family: Family, rotated: bool) -> MLAConfig:
+    D = read_integer(fields, "head_dim")
+    num_layers = _num_layers(fields, family)
     require_size("head_dim", D)
-    _expect(fields, "num_key_value_heads", 1, "for deepseek_v4")
+    expect(fields, "num_key_value_heads", 1, f"for {model_type}")
     R = fields.get("qk_rope_head_dim")
     if R is None:
-        R = int(D * _share(fields, "partial_rotary_factor", 1 / 8))
+        R = int(D * read_share(fields, "partial_rotary_factor", 1 / 8))
     if not isinstance(R, int) or isinstance(R, bool) or R > D:
         raise ConfigError(f"config: qk_rope_head_dim must be at most head_dim={D}, got {R!r}.")
-    main, compressed = _v4_ropes(fields, rotated)
-    indexer = _read_indexer(fields, FAMILIES["deepseek_v4"], num_layers)
+    main, compressed = _v4_ropes(fields, family, rotated)
+    indexer = _read_indexer(fields, family, num_layers)
     assert indexer is not None
     return MLAConfig(
-        model_type="deepseek_v4",
-        hidden_size=_integer(fields, "hidden_size"),
+        model_type=model_type,
+        hidden_size=read_integer(fields, "hidden_size"),
         num_layers=num_layers,
-        num_heads=_integer(fields, "num_attention_heads"),
-        q_lora_rank=_integer(fields, "q_lora_rank"),
+        num_heads=read_integer(fields, "num_attention_heads"),
+        q_lora_rank=read_integer(fields, "q_lora_rank"),
         kv_lora_rank=D,
         qk_nope_head_dim=D - R,
         qk_rope_head_dim=R,
         v_head_dim=D,
         max_positions=_max_positions(fields),
         rope=main,
-        latent_eps=_number(fields, "rms_norm_eps", 1e-6),
-        attention_bias=_flag(fields, "attention_bias", False),
-        indexer=IndexerConfig(
-            num_heads=indexer.num_heads,
-            head_dim=indexer.head_dim,
-            topk=indexer.topk,
-            pairing=indexer.pairing,
-            rope_side="last",
-        ),
+        latent_eps=read_number(fields, "rms_norm_eps", 1e-6),
+        attention_bias=read_flag(fields, "attention_bias", False),
+        indexer=replace(indexer, shared=()),  # layers without one have no entries to choose among
         compressor=CompressorConfig(
             ratios=_v4_ratios(fields, num_layers),
-            window=_integer(fields, "sliding_window"),
-            output_groups=_integer(fields, "o_groups"),
-            output_lora_rank=_integer(fields, "o_lora_rank"),
+            window=read_integer(fields, "sliding_window"),
+            output_groups=read_integer(fields, "o_groups"),
+            output_lora_rank=read_integer(fields, "o_lora_rank"),
             rope=compressed,
         ),
     )
 
 
-def _v4_ropes(fields: Fields, rotated: bool) -> tuple[RopeConfig, RopeConfig]:
+def _v4_ropes(fields: Fields, family: Family, rotated: bool) -> tuple[RopeConfig, RopeConfig]:
     """The rope of window-only layers (never stretched) and of compressed layers."""
-    family = FAMILIES["deepseek_v4"]
     rope = _rope_fields(fields)
     if isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping):
         main, compressed = dict(rope["main"]), dict(rope["compress"])
     else:
-        main = {"rope_theta": _number(fields, "rope_theta", 10000.0)}
+        main = {"rope_theta": read_number(fields, "rope_theta", 10000.0)}
         compressed = dict(rope)
-        compressed["rope_theta"] = _number(fields, "compress_rope_theta", 160000.0)
+        compressed["rope_theta"] = read_number(fields, "compress_rope_theta", 160000.0)
     for terms in (main, compressed):
         for name in ("mscale", "mscale_all_dim"):  # V4 zeroes both magnitude terms
             terms.pop(name, None)
@@ -450,7 +369,7 @@ def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
             )
         for name, ratio in V4_LAYER_RATIOS.items():
             if ratio:
-                _expect(rates, name, ratio, "(other rates are not supported)")
+                expect(rates, name, ratio, "(other rates are not supported)")
         unknown = [name for name in types if name not in list(V4_LAYER_RATIOS)]
         if unknown:
             raise ConfigError(

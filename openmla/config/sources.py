@@ -1,4 +1,4 @@
-"""A configuration as a dict, from config.json, dict or object, down to its text model's part."""
+"""A configuration as a dict, down to its text model's part, and its fields, each of its kind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from openmla.config.schema import is_finite
 from openmla.errors import ConfigError
 
 Fields = Mapping[str, Any]
@@ -68,3 +69,45 @@ def _fields(source: Any) -> Fields:
             f"got {type(source).__name__}."
         )
     return to_dict()
+
+
+def read_integer(fields: Fields, name: str, default: int | None = None) -> int:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be an integer, got {value!r}.")
+    return value
+
+
+def read_number(fields: Fields, name: str, default: float | None = None) -> float:
+    value = fields.get(name)
+    if value is None:
+        value = default
+    if not is_finite(value):
+        raise ConfigError(f"config: {name} must be a finite number, got {value!r}.")
+    assert value is not None
+    return float(value)
+
+
+def read_share(fields: Fields, name: str, default: float | None = None) -> float:
+    value = read_number(fields, name, default)
+    if not 0 <= value <= 1:
+        raise ConfigError(f"config: {name} must be from 0 to 1, got {value!r}.")
+    return value
+
+
+def read_flag(fields: Fields, name: str, default: bool) -> bool:
+    value = fields.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"config: {name} must be true or false, got {value!r}.")
+    return value
+
+
+def expect(fields: Fields, name: str, expected: object, reason: str) -> None:
+    """An absent field is fine; a present one must say what the model type means."""
+    value = fields.get(name)
+    if value is not None and value != expected:
+        raise ConfigError(f"config: {name} must be {expected!r} {reason}, got {value!r}.")

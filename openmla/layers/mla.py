@@ -16,14 +16,13 @@ from openmla.attention import (
 )
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
+from openmla.config.families import FAMILIES
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
 from openmla.layers.weights import absorb, decode_weight, is_plain, refuse_unabsorbable
 from openmla.plan import Plan
-
-GATED = ("axk2", "hy_v4")
 
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
@@ -84,7 +83,8 @@ class MLAAttention(nn.Module):
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} needs another layer. Use MLAAttentionV4."
             )
-        if config.model_type in GATED:
+        family = FAMILIES.get(config.model_type)
+        if family is not None and family.output_gate:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} gates its output, this layer does not. "
                 "attach() runs it."

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openmla import PRESETS, ConfigError, MLAConfig
-from openmla.config.huggingface import FAMILIES
+from openmla.config.families import FAMILIES
 from tests.config.checkpoints import CHECKPOINTS
 
 transformers = pytest.importorskip("transformers")

@@ -29,7 +29,8 @@ from openmla.backends import all_backends
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
-from openmla.config.huggingface import FAMILIES, read_config
+from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
+from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.attention import (
@@ -50,28 +51,6 @@ Model = TypeVar("Model", bound=nn.Module)
 NAME = "openmla"
 SPARSE_NAME = "openmla_sparse"
 FIRST_BLOCKS = 64  # of a pool that may grow
-SUPPORTED = (  # text models, bare or in a model around them
-    "axk1",
-    "axk2",
-    "bailing_hybrid",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "glm4_moe_lite",
-    "glm_moe_dsa",
-    "hy_v4",
-    "kimi_linear",
-    "longcat_flash",
-    "minicpm3",
-    "mistral4",
-    "youtu",
-)
-REFUSED = {
-    "mistral_large4_text": "layers without rope have rows of another width, and queries a learned "
-    "scale",
-    "glm5_next_text": "its indexer scores pools of tokens, not tokens",
-}
 
 
 @torch.compiler.disable
@@ -198,7 +177,7 @@ def attach(
         )
     config = supported_text_config(config, "attach")
     model_type = str(config.model_type)
-    mark = "o_a_proj" if model_type == "deepseek_v4" else "kv_a_proj_with_mqa"
+    mark = FAMILIES[model_type].mark
     modules = [module for module in model.modules() if hasattr(module, mark)]
     if not modules:
         raise UnsupportedError(
