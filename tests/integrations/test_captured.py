@@ -221,7 +221,7 @@ def test_a_full_pool_is_told_and_nothing_is_lost(device: str) -> None:
 @pytest.fixture
 def by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, on any machine."""
-    monkeypatch.setattr("openmla.integrations.transformers._on_gpu", lambda module: True)
+    monkeypatch.setattr("openmla.integrations.transformers.install._on_gpu", lambda module: True)
 
 
 @pytest.mark.usefixtures("by_default")

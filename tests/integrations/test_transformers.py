@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from openmla import Plan, make_plan
-from openmla.errors import CacheFullError, ConfigError, ShapeError, UnsupportedError
+from openmla.errors import (
+    CacheFullError,
+    ConfigError,
+    OpenMLAError,
+    ShapeError,
+    UnsupportedError,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -472,6 +478,29 @@ def test_every_mla_family_is_supported_or_refused_by_name() -> None:
     }
     known = {*SUPPORTED, *REFUSED, *(name.removesuffix("_text") for name in REFUSED)}
     assert found <= known, found - known
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_format": "fp4"}, "cache: format 'fp4' is not known"),
+        ({"index_format": "fp4"}, "cache: format 'fp4' is not known"),
+        ({"num_blocks": 0}, "num_blocks must be"),
+        ({"backend": "gluon"}, "attach: backend 'gluon' is not known"),
+        ({"workspace": 3}, "attach: workspace must be at least one block of 64 rows, got 3"),
+    ],
+)
+@pytest.mark.parametrize("capture", [None, True])
+def test_a_refused_model_is_as_it_was(options: Any, message: str, capture: bool | None) -> None:
+    model = make_model("deepseek_v3")
+    configs = [id(module.config) for module in model.modules() if hasattr(module, "config")]
+    with pytest.raises(OpenMLAError, match=message):
+        attach(model, capture=capture, **options)
+    assert "forward" not in vars(model) and model.config._attn_implementation != "openmla"
+    assert configs == [id(m.config) for m in model.modules() if hasattr(m, "config")]
+    for module in model.modules():
+        assert not module._forward_pre_hooks and not module._forward_hooks
+        assert not hasattr(module, "openmla")
 
 
 def test_refusals() -> None:

@@ -1,0 +1,145 @@
+"""What attach() refuses, all of it looked at before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from openmla.backends import all_backends
+from openmla.backends.requirements import warn_of_reference
+from openmla.cache.format import get_format
+from openmla.config import MLAConfig
+from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
+from openmla.config.huggingface import read_config
+from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.offload import is_away
+
+FIRST_BLOCKS = 64  # of a pool that may grow
+
+
+class Options(NamedTuple):
+    """attach()'s, as they were given."""
+
+    cache_format: str | None
+    index_format: str
+    block_size: int | None
+    num_blocks: int | None
+    backend: str
+    workspace: int | None
+    capture: bool | None
+
+
+def check_model(model: nn.Module, options: Options) -> Attachment:
+    """What attach() will set up on a model, if it can be; the model itself is not touched."""
+    text_config = getattr(model, "config", None)
+    if not isinstance(text_config, PreTrainedConfig):
+        raise UnsupportedError(
+            f"attach: the model must be one of transformers, got {type(model).__name__}."
+        )
+    text_config = supported_text_config(text_config, "attach")
+    modules = _attention_modules(model, str(text_config.model_type))
+    config = _as_the_modules_are(read_config(text_config, rotated=True), modules)
+    for module in modules:
+        if not math.isclose(float(module.scaling), config.scale, rel_tol=1e-6):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"attach: softmax scale must be {config.scale} by the config, "
+                f"got {module.scaling} in the model."
+            )
+    block_size, num_blocks = options.block_size, options.num_blocks
+    if block_size is None:
+        block_size = 64 if config.compressor is None else 256
+    attachment = Attachment(
+        config=config,
+        modules=modules,
+        num_blocks=FIRST_BLOCKS if num_blocks is None else num_blocks,
+        block_size=block_size,
+        format=options.cache_format,
+        index_format=options.index_format,
+        backend=options.backend,
+        workspace_tokens=options.workspace,
+        may_grow=num_blocks is None,
+    )
+    _check_options(options, config, block_size)
+    _check_capture(model, options)
+    if options.backend == "auto":
+        warn_of_reference("attach", next(modules[0].parameters()).device.type)
+    return attachment
+
+
+def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
+    mark = FAMILIES[model_type].mark
+    modules = [module for module in model.modules() if hasattr(module, mark)]
+    if not modules:
+        raise UnsupportedError(
+            f"attach: the model must have {model_type} attention modules of transformers, got none."
+        )
+    if any(hasattr(module, "openmla") for module in modules):
+        raise ConfigError("attach: the model is attached already. Call detach(model) first.")
+    return modules
+
+
+def _check_options(options: Options, config: MLAConfig, block_size: int) -> None:
+    if options.cache_format is not None:
+        get_format(options.cache_format, "latent").width(config.latent_dim)  # or its error
+    index_layout = get_format(options.index_format, "index")
+    if config.indexer is not None:
+        index_layout.width(config.indexer.head_dim)
+    backend, workspace = options.backend, options.workspace
+    if backend != "auto" and backend not in all_backends():
+        raise ConfigError(
+            f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
+        )
+    if workspace is not None and config.compressor is not None:
+        raise ConfigError(
+            f"attach: workspace must not be given for {config.model_type}: it expands nothing."
+        )
+    if workspace is not None and workspace < block_size:
+        raise ConfigError(
+            f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
+        )
+
+
+def _check_capture(model: nn.Module, options: Options) -> None:
+    if options.capture and not hasattr(model, "lm_head"):
+        raise ConfigError("attach: capture needs a model with a language head.")
+    if options.capture and any(map(is_away, model.modules())):
+        raise ConfigError(
+            "attach: capture needs all weights on the device, some are offloaded by accelerate."
+        )
+
+
+def supported_text_config(config: Any, who: str) -> Any:
+    """The config of a model's text model, which may be all of it, if attach() takes that."""
+    try:
+        text_config = config.get_text_config(decoder=True)
+    except ValueError as error:  # it has several
+        raise UnsupportedError(f"{who}: the model must have one text model: {error}") from error
+    model_type, around = str(text_config.model_type), ""
+    if text_config is not config:
+        around = f", the text model of {config.model_type},"
+    if model_type in REFUSED:
+        reason = REFUSED[model_type]
+        raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
+    if model_type not in SUPPORTED:
+        raise UnsupportedError(
+            f"{who}: {model_type!r}{around} is not an MLA model known here. "
+            f"Known: {', '.join(SUPPORTED)}."
+        )
+    return text_config
+
+
+def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:
+    """transformers' classes fix which columns an indexer pairs and, some, that all layers have one;
+    config fields that say otherwise are for other engines."""
+    if config.indexer is None or config.compressor is not None:
+        return config
+    shared = tuple(getattr(module, "indexer", None) is None for module in modules)
+    pairing = FAMILIES[config.model_type].indexer_pairing
+    assert pairing is not None
+    fixed = replace(config.indexer, pairing=pairing, shared=shared if any(shared) else ())
+    return replace(config, indexer=fixed)

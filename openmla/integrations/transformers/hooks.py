@@ -1,0 +1,105 @@
+"""The hooks attach() puts on a model and its attention modules."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.paged_layer import install_layer
+
+
+@torch.compiler.disable
+def before_forward(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Of an attention module: its layer is in the cache object it is given."""
+    attachment = module.openmla
+    assert isinstance(attachment, Attachment)
+    current = attachment.current
+    current.storing = current.compressible = None
+    current.positions = kwargs.get("position_ids")
+    implementation = module.config._attn_implementation
+    if implementation != attachment.name:
+        raise ConfigError(
+            f"attach: the model's attention was set to {implementation!r} while attached. "
+            "Call detach(model) first."
+        )
+    past = kwargs.get("past_key_values")
+    if past is not None or module is attachment.modules[0]:
+        current.own_cache = None  # of an earlier call of a module by itself
+    if past is None and attachment.config.indexer is not None:
+        # an indexer can only be watched with a cache: one for this pass, gone after it
+        if current.own_cache is None:
+            current.own_cache = Cache(layers=[])
+        past = current.own_cache
+        kwargs = {**kwargs, "past_key_values": past}
+    if past is not None:
+        install_layer(attachment, int(module.layer_idx), past)
+    return args, kwargs
+
+
+class ByName:
+    """Turns arguments given by position into named ones, which is how other hooks look for them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = signature(model.forward).parameters.values()
+        self.names = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        named = dict(zip(self.names, args, strict=False))
+        if len(named) < len(args) or named.keys() & kwargs.keys():
+            return None  # too many, or twice: forward itself says so
+        return (), {**named, **kwargs}
+
+
+class AfterPass:
+    """Ends a pass: lets go of a cache that was its own and, if it failed, of what it had taken."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def __call__(self, model: nn.Module, args: Any, result: Any) -> None:
+        current = self.attachment.current
+        session, current.session, current.own_cache = current.session, None, None
+        if session is None or not session.unfinished:
+            return
+        if result is None:  # an exception is on its way
+            session.fail()
+        else:  # the model left its last layers out
+            session.finish()
+
+
+def refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """generate() continues from the last column, so padding there would be continued."""
+    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+    generating = isinstance(keep, int) and keep == 1  # what generate() asks for
+    if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
+        return
+    ids = kwargs.get("input_ids")
+    if mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
+        return  # a prompt is longer
+    if mask.shape[0] == 1:
+        return  # a token that only looks like padding: transformers makes an assistant's mask so
+    if bool(((mask[:, -1] == 0) & mask.any(dim=1)).any()):
+        raise ShapeError(
+            "attach: prompts must be padded on the left to generate, got padding on the right. "
+            'Set tokenizer.padding_side = "left".'
+        )
+
+
+def refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Weights cannot be returned, whether a call or the config asks for them."""
+    asked = kwargs.get("output_attentions")
+    if asked or (asked is None and getattr(model.config, "output_attentions", False)):
+        raise UnsupportedError(
+            "attach: output_attentions=True is not supported: attention weights are never all in "
+            "memory. Call detach(model) to see them."
+        )
