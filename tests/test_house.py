@@ -46,6 +46,10 @@ ONLY_IN = {
     "torch.distributed": (),
 }
 
+# Where functions stay short enough to be held in mind; kernels and ops' schemas are long by nature.
+SHORT = ("config", "plan", "attention", "layers", "integrations", "cli")
+MOST_LINES, MOST_PARAMETERS = 80, 12
+
 # Device data is never read back. The reference defines meaning and may; the CPU branches of
 # sdpa read lengths that are on the CPU already.
 SILENT = ("ops", "attention", "layers", "backends")
@@ -200,6 +204,18 @@ def test_silence(path: Path) -> None:
 def test_every_module_opens_with_a_sentence(path: Path) -> None:
     doc = ast.get_docstring(ast.parse(path.read_text()))
     assert doc and doc.splitlines()[0].rstrip().endswith("."), f"{relative(path)} needs one"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=relative)
+def test_functions_can_be_held_in_mind(path: Path) -> None:
+    if room(relative(path)) not in SHORT:
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            lines = node.end_lineno - node.lineno + 1 if node.end_lineno else 0
+            taken = len(node.args.args) + len(node.args.kwonlyargs)
+            assert lines <= MOST_LINES, f"{relative(path)}: {node.name} has {lines} lines"
+            assert taken <= MOST_PARAMETERS, f"{relative(path)}: {node.name} takes {taken}"
 
 
 def test_banned_names() -> None:

@@ -31,6 +31,7 @@ WITHOUT_A_GPU = {
     "tests/ops/test_mqa_sparse_bad_input.py": "what is refused before anything runs",
     "tests/ops/test_register.py": "devices that are pretended",
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
+    "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_compressed.py": "host integers",
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",

@@ -1,21 +1,37 @@
-"""Plans for captured graphs: buffers of fixed size, filled anew for every step."""
+"""Plans for captured graphs: over buffers of fixed size, which every step fills anew.
+
+A step is planned as any other, from host integers. Then its tensors give way to the buffers, its
+integers to what the buffers have room for, and what the tensors held is put into the buffers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from openmla.cache import LayerCache
+from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
-from openmla.plan.compressed import compressed_buffers
-from openmla.plan.problems import choose_backends, find_problems, latent_of
-from openmla.plan.rows import cumulative, long_context_rows
-from openmla.plan.sparse import chosen_turns, query_bytes, row_lens, score_chunks, true_row_lens
-from openmla.plan.splits import FIXED_RUN, fixed_run, run_length, split_bounds
-from openmla.plan.types import DecodePlan, Plan, SparsePlan
+from openmla.plan.compressed_checks import check_caches
+from openmla.plan.dense import plan_decode
+from openmla.plan.problems import latent_of
+from openmla.plan.rows import long_context_rows
+from openmla.plan.sparse import chosen_turns, even_chunks, plan_sparse, query_bytes
+from openmla.plan.splits import FIXED_RUN
+from openmla.plan.types import CompressedPlan, DecodePlan, Parts, SparsePlan
+from openmla.plan.upload import upload
+
+Tensors = dict[str, Tensor]
+Part = TypeVar("Part", DecodePlan, SparsePlan, CompressedPlan)
+
+EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is; else 0
+WIDE = ("slot_mapping", "positions", "long_context")  # int64
 
 
 def plan_buffers(
@@ -33,140 +49,164 @@ def plan_buffers(
     ):
         if value < 1:
             raise ConfigError(f"plan_buffers: {name} must be positive, got {value}.")
-    if config.compressor is not None:
-        return compressed_buffers(
-            config,
-            cache,
-            max_requests=max_requests,
-            max_tokens=max_tokens,
-            max_blocks=max_blocks,
-        )
-    latent = latent_of(cache)
-    device = latent.data.device
-    runs = -(-max_blocks * latent.block_size // FIXED_RUN)
-    X = min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(device), 1))
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "block_table": (max_requests, max_blocks),
-        "seq_lens": (max_requests,),
         "query_start_loc": (max_requests + 1,),
-        "split_starts": (max_requests, X + 1),
+        "slot_mapping": (max_tokens,),
     }
+    if config.compressor is not None:
+        rows = check_caches(config, cache)
+        columns = _ring_columns(config, cache, rows, max_tokens // max_requests)
+        shapes["window_table"] = (max_requests, columns)
+        shapes["state_slots"] = (max_requests,)
+        shapes["positions"] = shapes["row_lens"] = (max_tokens,)
+    else:
+        rows = latent_of(cache)
+        if config.indexer is not None:
+            shapes["row_lens"] = (max_tokens,)
+        else:
+            shapes["seq_lens"] = (max_requests,)
+            shapes["split_starts"] = (max_requests, _most_splits(rows, max_blocks) + 1)
+        if config.rope.kind == "longrope":
+            shapes["long_context"] = (max_tokens,)
     buffers = {
-        name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in shapes.items()
+        name: torch.full(
+            shape,
+            EMPTY.get(name, 0),
+            dtype=torch.int64 if name in WIDE else torch.int32,
+            device=rows.data.device,
+        )
+        for name, shape in shapes.items()
     }
-    buffers["slot_mapping"] = torch.full((max_tokens,), -1, dtype=torch.int64, device=device)
-    if config.indexer is not None:
-        buffers["row_lens"] = torch.zeros(max_tokens, dtype=torch.int32, device=device)
-    if config.rope.kind == "longrope":
-        buffers["long_context"] = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+    if config.compressor is not None:
+        buffers["ratio"] = torch.tensor(cache.ratio)  # on the host: whose buffers these are
     return buffers
 
 
-def captured_plan(
+def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, tokens: int) -> int:
+    """As many as a step of so many tokens per request needs."""
+    assert config.compressor is not None
+    back = cache.geometry.rollback if cache.geometry is not None else 0
+    most = config.compressor.window - 1 + tokens + back
+    return -(-most // window.block_size) + 1
+
+
+def _most_splits(latent: PagedCache, max_blocks: int) -> int:
+    runs = -(-max_blocks * latent.block_size // FIXED_RUN)
+    return min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(latent.data.device), 1))
+
+
+def captured_parts(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
-    buffers: dict[str, Tensor],
     dtype: torch.dtype,
-    backend: str,
+    buffers: Tensors,
     batch_invariant: bool,
-) -> Plan:
-    """Fill the buffers of a captured graph; what would not fit raises before any is touched."""
+) -> tuple[Parts, Tensors]:
+    """A step over buffers, all of it absorbed, and what goes into them; none is touched yet."""
+    _check_fit(batch, buffers)
     latent = latent_of(cache)
     assert batch.slot_mapping is not None  # make_plan looked
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
-    X = buffers["split_starts"].shape[1] - 1
-    max_query_len = max_tokens // max_requests
+    everyone = range(len(batch.query_lens))
+    starts = list(accumulate(batch.query_lens, initial=0))
+    fixed = {"rows": slice(0, max_tokens), "max_query_len": max_tokens // max_requests}
+    decode, sparse = None, None
+    if config.indexer is None:
+        X = buffers["split_starts"].shape[1] - 1
+        decode = plan_decode(batch, config, everyone, starts, latent, batch_invariant, X)
+        decode, values = _over(buffers, decode, **fixed)
+    else:  # every row chooses, short ones all they have: one graph for all lengths
+        routes, BS = (everyone, ()), latent.block_size
+        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once=BS)
+        sparse, values = _over(
+            buffers,
+            sparse,
+            **fixed,
+            num_rows=max_tokens,
+            num_absorbed=max_tokens,
+            chunks=even_chunks(max_tokens, max_blocks * BS, sparse.query_bytes),
+            turns=chosen_turns(max_tokens, config, dtype.itemsize),
+        )
+    values["slot_mapping"] = batch.slot_mapping
+    if "long_context" in buffers:
+        flags = long_context_rows(batch, config)
+        values["long_context"] = torch.zeros(0, dtype=torch.int64) if flags is None else flags
+    long_context = buffers.get("long_context")
+    return Parts(decode, None, sparse, buffers["slot_mapping"], long_context), values
+
+
+def captured_step(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    step: CompressedPlan,
+    slots: Tensor,
+    buffers: Tensors,
+) -> tuple[CompressedPlan, Tensors]:
+    """The same of V4: every token chooses, short ones all they have."""
+    if int(buffers["ratio"]) != cache.ratio:
+        raise ConfigError(
+            f"plan: buffers must be of layers of ratio {cache.ratio}, got {int(buffers['ratio'])}. "
+            "Each kind of layer needs its own plan_buffers()."
+        )
+    rings = buffers["window_table"].shape[1]
+    if step.window_table.shape[1] != rings:
+        raise ConfigError(
+            f"plan: window_table must have {rings} columns to replay, "
+            f"got {step.window_table.shape[1]}. A ring's columns decide where its rows are."
+        )
+    _check_fit(batch, buffers)
+    max_blocks, max_tokens = buffers["block_table"].shape[1], buffers["slot_mapping"].shape[0]
+    entries = max_blocks * cache.compressed.block_size if cache.compressed is not None else 0
+    held = query_bytes(config, cache.index) if cache.index is not None else 0
+    step, values = _over(
+        buffers,
+        step,
+        num_rows=max_tokens,
+        max_entries=entries,
+        chunks=even_chunks(max_tokens, entries, held) if cache.index is not None else (),
+        query_bytes=held,
+    )
+    return step, {**values, "slot_mapping": slots}
+
+
+def _check_fit(batch: Batch, buffers: Tensors) -> None:
+    max_requests, max_blocks = buffers["block_table"].shape
+    max_tokens = buffers["slot_mapping"].shape[0]
     B, M = batch.block_table.shape
+    longest = max(batch.query_lens, default=0)
     for name, value, most in (
         ("requests", B, max_requests),
         ("tokens", batch.num_tokens, max_tokens),
         ("block table columns", M, max_blocks),
-        ("query tokens of one request", max(batch.query_lens, default=0), max_query_len),
+        ("query tokens of one request", longest, max_tokens // max_requests),
     ):
         if value > most:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
-    padding = max_requests - B
-    seq_lens = torch.tensor([*batch.seq_lens, *[0] * padding], dtype=torch.int32)
-    length = run_length(
-        batch.seq_lens,
-        multiprocessors=multiprocessors(latent.data.device),
-        block_size=latent.block_size,
-        batch_invariant=batch_invariant,
-        num_heads=config.num_heads,
-    )
-    filled = {
-        "seq_lens": seq_lens,
-        "query_start_loc": cumulative([*batch.query_lens, *[0] * padding]),
-        "split_starts": split_bounds(seq_lens, length, X),
-    }
-    for name, values in filled.items():
-        buffers[name].copy_(_pinned(values, buffers[name].device), non_blocking=True)
-    device = buffers["seq_lens"].device
-    if batch.device_seq_lens is not None:
-        buffers["seq_lens"][:B].copy_(batch.device_seq_lens, non_blocking=True)
-    buffers["block_table"][:B, :M].copy_(_pinned(batch.block_table, device), non_blocking=True)
-    slots = buffers["slot_mapping"].fill_(-1)
-    slots[: batch.num_tokens].copy_(_pinned(batch.slot_mapping, device), non_blocking=True)
-    long_context = long_context_rows(batch, config)
-    if "long_context" in buffers:
-        flags = buffers["long_context"].zero_()
-        if long_context is not None:
-            flags[: batch.num_tokens].copy_(_pinned(long_context, device), non_blocking=True)
-    decode, sparse = None, None
-    if config.indexer is None:
-        decode = DecodePlan(
-            rows=slice(0, max_tokens),
-            block_table=buffers["block_table"],
-            seq_lens=buffers["seq_lens"],
-            query_start_loc=buffers["query_start_loc"],
-            split_starts=buffers["split_starts"],
-            max_query_len=max_query_len,
-        )
-    else:  # every row chooses, short ones all they have: one graph for all lengths
-        everyone = range(B)
-        lens = row_lens(batch.query_lens, batch.seq_lens)
-        seen = buffers["row_lens"].zero_()
-        true_lens = true_row_lens(batch, everyone, lens)
-        seen[: batch.num_tokens].copy_(_pinned(true_lens, device), non_blocking=True)
-        assert cache.index is not None
-        held = query_bytes(config, cache.index)
-        sparse = SparsePlan(
-            rows=slice(0, max_tokens),
-            block_table=buffers["block_table"],
-            query_start_loc=buffers["query_start_loc"],
-            row_lens=seen,
-            num_rows=max_tokens,
-            num_absorbed=max_tokens,
-            max_query_len=max_query_len,
-            chunks=score_chunks([max_blocks * latent.block_size] * max_tokens, held),
-            query_bytes=held,
-            turns=chosen_turns(max_tokens, config, dtype.itemsize),
-        )
-    fixed = fixed_run(batch_invariant)
-    problems = find_problems(config, cache, dtype, decode, None, sparse, fixed)
-    problems, backends = choose_backends(problems, backend)
-    return Plan(
-        config=config,
-        num_tokens=max_tokens,
-        slot_mapping=buffers["slot_mapping"],
-        decode=decode,
-        prefill=None,
-        sparse=sparse,
-        backends=backends,
-        problems=problems,
-        num_blocks=latent.num_blocks,
-        block_size=latent.block_size,
-        run_length=fixed,
-        long_context=buffers.get("long_context"),
-        query_lens=batch.query_lens,
-        seq_lens=batch.seq_lens,
-        bounded=batch.device_seq_lens is not None,
-        form="captured",
-        routes={"absorbed" if sparse is None else "chosen": range(B)},
-    )
 
 
-def _pinned(values: Tensor, device: torch.device) -> Tensor:
-    return values.pin_memory() if device.type == "cuda" and values.device.type == "cpu" else values
+def _over(buffers: Tensors, part: Part, **fixed: Any) -> tuple[Part, Tensors]:
+    """A part with buffers for its tensors and fixed integers, and what the tensors were."""
+    values = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
+    changes: dict[str, Any] = {name: buffers[name] for name in values}
+    return replace(part, **changes, **fixed), values
+
+
+def fill(buffers: Tensors, values: Tensors) -> None:
+    """A step's tensors into its buffers, uploaded at once; what is left over is empty."""
+    padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
+    for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
+        buffers[name].copy_(value, non_blocking=True)
+
+
+def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
+    if value.shape == buffer.shape:
+        return value
+    if name == "query_start_loc":  # requests behind the last begin where it ends
+        return torch.cat([value, value[-1:].expand(len(buffer) - len(value))])
+    whole = value.new_full(buffer.shape, EMPTY.get(name, 0))
+    whole[tuple(map(slice, value.shape))] = value
+    return whole

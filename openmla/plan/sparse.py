@@ -56,6 +56,13 @@ def score_chunks(lens: Sequence[int], query_bytes: int) -> tuple[ScoreChunk, ...
     return tuple(chunks)
 
 
+def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreChunk, ...]:
+    """The same where every row may see `num_keys`."""
+    step = max(LOGITS_BYTES // max(num_keys * 4 + query_bytes, 1), 1)
+    firsts = range(0, num_rows, step)
+    return tuple(ScoreChunk(slice(i, min(i + step, num_rows)), num_keys) for i in firsts)
+
+
 def query_bytes(config: MLAConfig, index: PagedCache) -> int:
     """What quantising one row's index queries holds: three float32 copies and the fp8 one."""
     assert config.indexer is not None
@@ -157,14 +164,14 @@ def plan_sparse(
     config: MLAConfig,
     cache: LayerCache,
     dtype: torch.dtype,
-    routes: tuple[list[int], list[int]],
+    routes: tuple[Sequence[int], Sequence[int]],
     starts: Sequence[int],
     rows_at_once: int,
 ) -> SparsePlan:
     assert cache.index is not None
     held = query_bytes(config, cache.index)
     absorbed, masked = routes
-    requests = absorbed + masked
+    requests = [*absorbed, *masked]
     query_lens = [batch.query_lens[b] for b in requests]
     lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests])
     table = pick(batch.block_table, requests)
@@ -184,7 +191,7 @@ def plan_sparse(
         row_lens=true_row_lens(batch, requests, lens),
         num_rows=lens.shape[0],
         num_absorbed=num_absorbed,
-        max_query_len=max(query_lens),
+        max_query_len=max(query_lens, default=0),
         chunks=score_chunks(lens.tolist(), held),
         query_bytes=held,
         turns=chosen_turns(num_absorbed, config, dtype.itemsize),

@@ -144,6 +144,17 @@ class SparsePlan(_Part):
 
 
 @dataclass(frozen=True, repr=False)
+class Parts(_Part):
+    """The tensors of a plan that is not V4's, before they are on the device."""
+
+    decode: DecodePlan | None
+    prefill: PrefillPlan | None
+    sparse: SparsePlan | None
+    slot_mapping: Tensor  # [T] i64
+    long_context: Tensor | None  # [T] i64
+
+
+@dataclass(frozen=True, repr=False)
 class CompressedPlan(_Part):
     """A step of V4's layers of one compress ratio: every token attends to its window and, where
     the ratio is not 0, to entries: all finished ones, or with `chunks` those an indexer chooses.

@@ -1,0 +1,105 @@
+"""What make_plan() refuses: caches, workspaces and batches that do not belong together."""
+
+from __future__ import annotations
+
+import torch
+
+from openmla.cache import LayerCache, PagedCache
+from openmla.cache.format import get_format
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError, ShapeError
+from openmla.ops._values import check_block_table, check_slots
+from openmla.plan.batch import Batch
+from openmla.plan.workspace import Workspace
+
+
+def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> None:
+    """Rows are as wide as the config says, and indexer keys in blocks like theirs."""
+    get_format(latent.format, "latent")
+    latent.check_width("plan", "latent", config.latent_dim)
+    if config.indexer is None:
+        return
+    index = cache.index
+    if index is None:
+        raise ConfigError(
+            f"plan: cache must have index rows for {config.model_type}, got none. A layer that "
+            "shares its selection has none: plan with the cache of one that does not."
+        )
+    get_format(index.format, "index")
+    index.check_width("plan", "index", config.indexer.head_dim)
+    if (index.num_blocks, index.block_size) != (latent.num_blocks, latent.block_size):
+        raise ConfigError(
+            f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
+            f"the latent ones, got {index.num_blocks} of {index.block_size}."
+        )
+
+
+def check_workspace(
+    workspace: Workspace, config: MLAConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A workspace of warmup() is for this config, dtype and device."""
+    H, P, V = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
+    for name, tensor, shape in (
+        ("rows", workspace.rows, (config.latent_dim,)),
+        ("expanded", workspace.expanded, (H * (P + V),)),
+        ("keys", workspace.keys, (H, config.qk_head_dim)),
+    ):
+        if tensor.shape[1:] != shape:
+            raise ConfigError(
+                f"plan: workspace must be of this config, with {name} of {shape} each, "
+                f"got {tuple(tensor.shape[1:])}. Give warmup() the same config and cache."
+            )
+    if workspace.rows.device != device:
+        raise ConfigError(
+            f"plan: workspace must be on {device} like the cache, got {workspace.rows.device}."
+        )
+    if workspace.rows.dtype != dtype:
+        raise ConfigError(
+            f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
+            "Give warmup() that dtype."
+        )
+
+
+def check_batch(batch: Batch, latent: PagedCache) -> None:
+    """Values are checked on the host; tensors that are on the device already are trusted."""
+    if batch.slot_mapping is None:
+        raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
+    for name in ("block_table", "slot_mapping", "device_seq_lens"):
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.device.type not in ("cpu", latent.data.device.type):
+            raise ShapeError(
+                f"batch: {name} must be on cpu or {latent.data.device}, got {tensor.device}."
+            )
+    if batch.block_table.device.type == "cpu":
+        seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
+        check_block_table(
+            "batch", batch.block_table, None, seq_lens, latent.num_blocks, latent.block_size
+        )
+    if batch.slot_mapping.device.type == "cpu":
+        check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
+        if batch.block_table.device.type == "cpu" and batch.device_seq_lens is None:
+            _check_agreement(batch, latent.block_size)
+
+
+def _check_agreement(batch: Batch, BS: int) -> None:
+    """A row is written where its own request will look for it, or not at all."""
+    slots, lens = batch.slot_mapping, torch.tensor(batch.seq_lens, dtype=torch.int64)
+    assert slots is not None
+    if slots.numel() == 0:
+        return
+    if min(batch.query_lens) == max(batch.query_lens) == 1:  # plain decode, at every step
+        rows, positions = torch.arange(len(lens)), lens - 1
+    else:
+        query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
+        rows = torch.repeat_interleave(torch.arange(len(lens)), query_lens)
+        # counted back from the end of the request
+        positions = lens[rows] - (query_lens.cumsum(0)[rows] - torch.arange(len(rows)))
+    expected = batch.block_table[rows, positions // BS].long() * BS + positions % BS
+    wrong = (slots >= 0) & (slots != expected)
+    if bool(wrong.any()):
+        t = int(wrong.nonzero()[0])
+        raise ShapeError(
+            f"batch: slot_mapping must agree with block_table, which has position "
+            f"{int(positions[t])} of request {int(rows[t])} in slot {int(expected[t])}, "
+            f"got {int(slots[t])}."
+        )

@@ -1,0 +1,188 @@
+"""What make_plan() refuses of V4: caches, options and batches that do not belong together."""
+
+from __future__ import annotations
+
+import torch
+
+from openmla.cache import LayerCache, PagedCache
+from openmla.cache.format import get_format, state_rows, state_width
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.ops._values import check_block_table, check_slots
+from openmla.plan.batch import Batch
+from openmla.plan.workspace import Workspace
+
+
+def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
+    """The parts of a layer's cache belong together; returns the window."""
+    assert config.compressor is not None
+    if cache.window is None:
+        raise ConfigError(
+            f"plan: cache must have window rows for {config.model_type}, got none. "
+            "allocate_cache makes it, a layer at a time."
+        )
+    get_format(cache.window.format, "latent")
+    ratio = cache.ratio
+    if ratio not in (0, *config.compressor.ratios):
+        raise ConfigError(
+            f"plan: cache must be of a compress ratio of this model, "
+            f"{', '.join(map(str, sorted({0, *config.compressor.ratios})))}, got {ratio}."
+        )
+    for name, wanted in (
+        ("compressed", ratio > 0),
+        ("state", ratio > 0),
+        ("index", ratio == INDEXED_RATIO),
+    ):
+        if (getattr(cache, name) is not None) != wanted:
+            verb = "have" if wanted else "not have"
+            raise ConfigError(f"plan: cache must {verb} {name} rows for ratio {ratio}.")
+    entries, index, state, D = cache.compressed, cache.index, cache.state, config.latent_dim
+    cache.window.check_width("plan", "window", D)
+    if entries is not None and state is not None:
+        get_format(entries.format, "latent")
+        entries.check_width("plan", "compressed", D)
+        width = state_width(D, overlap=index is not None)
+        if index is not None and config.indexer is not None:
+            width += state_width(config.indexer.head_dim, overlap=True)
+        state.check_width("plan", "state", width)
+        least = state_rows(ratio, overlap=index is not None)
+        if state.block_size < least:
+            raise ConfigError(
+                f"plan: state must have at least {least} rows for ratio {ratio}, "
+                f"got {state.block_size}."
+            )
+    if index is not None and entries is not None and config.indexer is not None:
+        get_format(index.format, "index")
+        index.check_width("plan", "index", config.indexer.head_dim)
+        if (index.num_blocks, index.block_size) != (entries.num_blocks, entries.block_size):
+            raise ConfigError(
+                f"plan: index rows must be in {entries.num_blocks} blocks of "
+                f"{entries.block_size} like the entries, got {index.num_blocks} of "
+                f"{index.block_size}."
+            )
+    return cache.window
+
+
+def check_options(
+    config: MLAConfig, form: str, workspace_tokens: int | None, batch_invariant: bool
+) -> None:
+    """What make_plan() takes for other models only."""
+    if batch_invariant:
+        raise UnsupportedError(
+            f"plan: batch_invariant is not supported for {config.model_type}: whether a token's "
+            "entries are listed or counted depends on the others in its batch."
+        )
+    if workspace_tokens is not None:
+        raise ConfigError(
+            f"plan: workspace_tokens must not be given for {config.model_type}, which expands "
+            "nothing."
+        )
+    if form not in ("auto", "absorbed"):
+        raise ConfigError(
+            f"plan: form must be auto or absorbed for {config.model_type}, got {form!r}."
+        )
+
+
+def check_workspace(
+    config: MLAConfig, cache: LayerCache, workspace: Workspace | None, num_tokens: int
+) -> None:
+    """A workspace of warmup() has room for what the step's tokens choose."""
+    if workspace is None or cache.index is None or config.indexer is None:
+        return
+    if workspace.selection.shape[1] != config.indexer.topk:
+        raise ConfigError(
+            "plan: workspace must be of a layer that chooses, got another. Give warmup() its cache."
+        )
+    if workspace.selection.device != cache.index.data.device:
+        raise ConfigError(
+            f"plan: workspace must be on {cache.index.data.device} like the cache, "
+            f"got {workspace.selection.device}."
+        )
+    most = workspace.selection.shape[0]
+    if num_tokens > most:
+        raise ConfigError(
+            f"plan: a step may have at most {most} tokens in this workspace, got {num_tokens}. "
+            "Give warmup() a larger max_tokens, or split the step."
+        )
+
+
+def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: PagedCache) -> None:
+    """Values are checked on the host; tensors that are on the device already are trusted."""
+    if batch.window_table is None or batch.state_slots is None:
+        raise ShapeError(
+            f"batch: window_table and state_slots must be given for {config.model_type}, got none."
+        )
+    longest = max(batch.seq_lens, default=0)
+    if longest > config.max_positions:
+        raise ShapeError(
+            f"batch: seq_lens must be at most max_positions={config.max_positions}, got {longest}."
+        )
+    device = window.data.device
+    for name in ("block_table", "window_table", "state_slots", "device_seq_lens"):
+        tensor = getattr(batch, name)
+        if tensor is not None and tensor.device.type not in ("cpu", device.type):
+            raise ShapeError(f"batch: {name} must be on cpu or {device}, got {tensor.device}.")
+    _check_window(batch, config, window)
+    if cache.compressed is None or cache.state is None:
+        return
+    if batch.block_table.device.type == "cpu":
+        finished = [S // cache.ratio for S in batch.seq_lens]
+        ends = torch.tensor(finished, dtype=torch.int32)
+        N, BS = cache.compressed.num_blocks, cache.compressed.block_size
+        check_block_table("batch", batch.block_table, None, ends, N, BS)
+        _check_entries(batch, cache.ratio, N, BS)
+    if batch.state_slots.device.type == "cpu":
+        used = batch.state_slots[torch.tensor(batch.query_lens) > 0].long()
+        if used.numel() and int(used.min()) < 0:
+            raise ShapeError(
+                f"batch: state_slots must not be negative for requests with tokens, "
+                f"got {int(used.min())}."
+            )
+        check_slots("batch", used, cache.state.num_blocks, "state_slots")
+
+
+def _check_entries(batch: Batch, ratio: int, N: int, BS: int) -> None:
+    """No two requests finish the same entry in this step."""
+    firsts = torch.tensor([(S - n) // ratio for n, S in _lens(batch)], dtype=torch.int64)
+    counts = torch.tensor([S // ratio for _, S in _lens(batch)], dtype=torch.int64) - firsts
+    owners = torch.arange(len(batch.seq_lens)).repeat_interleave(counts)
+    starts = counts.cumsum(0) - counts
+    entries = torch.arange(owners.shape[0]) - starts[owners] + firsts[owners]
+    blocks = batch.block_table[owners, entries // BS].long() if owners.numel() else owners
+    check_slots("batch", blocks * BS + entries % BS, N * BS, "entries of block_table")
+
+
+def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
+    """Rings hold the step's tokens and the window before them, in blocks that exist."""
+    assert config.compressor is not None and batch.window_table is not None
+    span, BS, N = config.compressor.window, window.block_size, window.num_blocks
+    table = batch.window_table
+    room = table.shape[1] * BS
+    for b, (n, S) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        needed = min(S, n + span - 1)
+        if n and needed > room:
+            raise ShapeError(
+                f"batch: window_table must have room for the {needed} rows that request {b} "
+                f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
+                "Give the step fewer tokens, or the table more columns."
+            )
+    if table.device.type != "cpu" or batch.device_seq_lens is not None:
+        return
+    starts = torch.tensor([max(S - n - span + 1, 0) for n, S in _lens(batch)])
+    ends = torch.tensor([S if n else 0 for n, S in _lens(batch)])
+    firsts = starts // BS
+    most = int(((ends + BS - 1) // BS - firsts).clamp_min(0).max()) if len(starts) else 0
+    columns = firsts[:, None] + torch.arange(most)
+    blocks = table.long().gather(1, columns % max(table.shape[1], 1)) if most else table[:, :0]
+    wrong = (columns * BS < ends[:, None]) & ((blocks < 0) | (blocks >= N))
+    if bool(wrong.any()):
+        b, k = (int(index) for index in wrong.nonzero()[0])
+        column = int(columns[b, k]) % table.shape[1]
+        raise ShapeError(
+            f"batch: window_table[{b}, {column}] must be a block of the cache (0..{N - 1}), "
+            f"got {int(blocks[b, k])}."
+        )
+
+
+def _lens(batch: Batch) -> list[tuple[int, int]]:
+    return list(zip(batch.query_lens, batch.seq_lens, strict=True))

@@ -1,0 +1,88 @@
+"""Requests that attend to all their keys: in absorbed form, or expanded chunk by chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from openmla.cache import PagedCache
+from openmla.config import MLAConfig
+from openmla.hardware import multiprocessors
+from openmla.plan.batch import Batch
+from openmla.plan.chunks import cut_contexts
+from openmla.plan.rows import cumulative, pick, pick_rows
+from openmla.plan.splits import run_length, split_bounds
+from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
+
+
+def plan_decode(
+    batch: Batch,
+    config: MLAConfig,
+    requests: Sequence[int],
+    starts: Sequence[int],
+    latent: PagedCache,
+    batch_invariant: bool,
+    num_splits: int = 0,  # 0: as many as the longest request needs
+) -> DecodePlan:
+    """Arguments of mqa_paged for some of the requests."""
+    query_lens = [batch.query_lens[b] for b in requests]
+    seq_lens = [batch.seq_lens[b] for b in requests]
+    host_lens = torch.tensor(seq_lens, dtype=torch.int32)
+    length = run_length(
+        seq_lens,
+        multiprocessors=multiprocessors(latent.data.device),
+        block_size=latent.block_size,
+        batch_invariant=batch_invariant,
+        num_heads=config.num_heads,
+    )
+    true_lens = batch.device_seq_lens
+    return DecodePlan(
+        rows=pick_rows(requests, starts),
+        block_table=pick(batch.block_table, requests),
+        seq_lens=host_lens if true_lens is None else pick(true_lens, requests),
+        query_start_loc=cumulative(query_lens),
+        split_starts=split_bounds(host_lens, length, num_splits),
+        max_query_len=max(query_lens, default=0),
+    )
+
+
+def plan_prefill(
+    batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: int, rows_at_once: int
+) -> PrefillPlan:
+    """Some of the requests with all their keys at once, or with their contexts in chunks."""
+    query_lens = [batch.query_lens[b] for b in requests]
+    seq_lens = [batch.seq_lens[b] for b in requests]
+    contexts = [S - n for n, S in zip(query_lens, seq_lens, strict=True)]
+    table = pick(batch.block_table, requests)
+    query_start_loc = cumulative(query_lens)
+    bounds = query_start_loc.tolist()
+
+    def chunk(first: int, key_starts: Sequence[int], key_lens: Sequence[int]) -> ContextChunk:
+        stop = first + len(key_lens)
+        return ContextChunk(
+            rows=slice(bounds[first], bounds[stop]),
+            query_start_loc=cumulative(query_lens[first:stop]),
+            max_query_len=max(query_lens[first:stop]),
+            block_table=table[first:stop],
+            starts=torch.tensor(key_starts, dtype=torch.int32),
+            key_start_loc=cumulative(key_lens),
+            max_key_len=max(key_lens),
+            num_keys=sum(key_lens),
+        )
+
+    rows = pick_rows(requests, starts)
+    longest = max(query_lens)
+    if not any(contexts):
+        return PrefillPlan(rows, "new", query_start_loc, longest)
+    if sum(seq_lens) <= rows_at_once:
+        whole = chunk(0, [0] * len(requests), seq_lens)
+        ends = list(accumulate(seq_lens))
+        new_rows = torch.cat(
+            [torch.arange(end - n, end) for n, end in zip(query_lens, ends, strict=True)]
+        )
+        return PrefillPlan(rows, "one-shot", query_start_loc, longest, whole, new_rows)
+    spans = cut_contexts(contexts, rows_at_once, BS)
+    chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
+    return PrefillPlan(rows, "chunked", query_start_loc, longest, chunks=chunks)
