@@ -66,6 +66,20 @@ def test_holes(family: str, cached: bool, device: str) -> None:
     torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
+def test_where_tokens_are_is_uploaded_once_in_a_pass() -> None:
+    model = attach(make_model("deepseek_v3"), block_size=4)
+    ids, mask = padded_prompts(B=3, S=40)
+    elsewhere = torch.device("meta")
+    with torch.no_grad():
+        past = model(ids, attention_mask=mask).past_key_values
+        session = past.layers[0].session
+        first = session.picked_on(elsewhere)
+        assert first is not None and session.picked_on(elsewhere) is first
+        longer = torch.cat([mask, mask.new_ones(3, 1)], dim=1)
+        model(ids[:, :1], attention_mask=longer, past_key_values=past)
+    assert session.picked_on(elsewhere) is None  # of a pass that has no padding
+
+
 @pytest.mark.parametrize("last", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cached_tokens_hidden_later(family: str, last: int, device: str) -> None:

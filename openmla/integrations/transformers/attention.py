@@ -63,8 +63,7 @@ def openmla_attention(
         out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
     if module is attachment.modules[-1]:
         session.finish()
-    picked = session.picked
-    return _unpacked(out, None if picked is None else picked.to(out.device), B, S), None
+    return _unpacked(out, session.picked_on(out.device), B, S), None
 
 
 def _attend(
@@ -81,9 +80,8 @@ def _attend(
     assert layer.latents is not None
     kv_c, k_pe = (part.flatten(0, 1) for part in layer.latents)
     layer.latents = None
-    picked = session.picked
+    picked = session.picked_on(query.device)
     if picked is not None:
-        picked = picked.to(query.device)
         q, kv_c, k_pe = q[picked], kv_c[picked], k_pe[picked]
     P = attachment.config.qk_nope_head_dim
     absorbed = session.absorbed(module, layer.layer, query.dtype)

@@ -120,9 +120,8 @@ def attend_v4(
     layer.latents = None
     current = attachment.current
     inputs, current.compressible = current.compressible, None
-    picked = session.picked
+    picked = session.picked_on(query.device)
     if picked is not None:
-        picked = picked.to(query.device)
         q, raw = q[picked], raw[picked]
         inputs = inputs and inputs.picked(picked)
     R, table, index = config.qk_rope_head_dim, None, None

@@ -56,6 +56,7 @@ class Session:
         self.entries: list[Entry] = []  # of the pass under way
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
+        self.placed: dict[torch.device, Tensor] = {}  # the same, where layers are
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
         self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
@@ -115,6 +116,7 @@ class Session:
         self._free()
         self.attachment.current.session = None
         self.plans, self.batch, self.picked, self.selection = {}, None, None, None
+        self.placed = {}
 
     def _free(self) -> None:
         self.attachment.drop(tuple(self.requests))
@@ -195,7 +197,7 @@ class Session:
                     self.columns[b] = hide_tokens(self.columns[b], hidden[b])
                 add_runs(self.columns[b], new[b])
             self.describe()
-        self.plans = {}
+        self.plans, self.placed = {}, {}
         self.steps += 1
         self.unfinished = True
 
@@ -307,6 +309,12 @@ class Session:
             stored = stored.repeat_interleave(torch.tensor(query_lens))
             slots = torch.full(stored.shape, -1).masked_scatter(stored, slots)
         self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
+
+    def picked_on(self, device: torch.device) -> Tensor | None:
+        """The tokens that are not padding, None: all; uploaded once for all layers of a pass."""
+        if self.picked is not None and device not in self.placed:
+            self.placed[device] = self.picked.to(device)
+        return self.placed.get(device)
 
     def plan(
         self,
