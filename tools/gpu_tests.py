@@ -53,7 +53,7 @@ def run(path: Path, memcheck: bool) -> tuple[Path, bool, str, float]:
     """One file in a process of its own: its output, whether it passed, seconds."""
     command = [*MEMCHECK] if memcheck else []
     command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m"]
-    command += ["gpu and triton and contract" if memcheck else "gpu", str(path)]
+    command += ["gpu and contract and (triton or gluon)" if memcheck else "gpu", str(path)]
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2", **os.environ}
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)

@@ -14,11 +14,13 @@ from openmla.errors import UnsupportedError
 from openmla.testing import Inputs, assert_within_budget
 
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
+GLUON = pytest.param("gluon", marks=pytest.mark.gluon)
 
 
 def backends(op: str) -> list[Any]:
     """An op's backends to parametrise a test with."""
-    return [TRITON if name == "triton" else name for name in BACKENDS[op]]
+    marked: dict[str, Any] = {"gluon": GLUON, "triton": TRITON}
+    return [marked.get(name, name) for name in BACKENDS[op]]
 
 
 def slow_interpreted(cases: Sequence[Any], slow: Collection[str]) -> list[Any]:

@@ -11,7 +11,14 @@ import torch
 
 from openmla.ops import mqa_sparse
 from openmla.testing import SegmentCase, SparseCase
-from tests.ops.contract import backends, check_attention, run_or_skip, slow_interpreted
+from tests.ops.contract import (
+    GLUON,
+    TRITON,
+    backends,
+    check_attention,
+    run_or_skip,
+    slow_interpreted,
+)
 from tests.ops.mqa_sparse_cases import (
     CASES,
     FAR,
@@ -28,6 +35,7 @@ from tests.ops.mqa_sparse_cases import (
 )
 
 SLOW = pytest.mark.slow_interpreted
+OWN = [GLUON, TRITON]
 
 
 @pytest.mark.parametrize("backend", backends("mqa_sparse"))
@@ -85,25 +93,25 @@ def test_a_v4_token_has_its_own_bits(
 
 
 @pytest.mark.slow_interpreted
-@pytest.mark.triton
+@pytest.mark.parametrize("backend", OWN)
 @pytest.mark.parametrize(
     "parts", [(NEAR, FAR), (PACKED,), (LISTED_16,)], ids=["v4", "packed-v3", "v3"]
 )
-def test_triton_prompt_has_the_same_bits_every_time(
-    parts: tuple[SegmentCase, ...], device: str
+def test_a_prompt_has_the_same_bits_every_time(
+    parts: tuple[SegmentCase, ...], backend: str, device: str
 ) -> None:
     """Warps that hand tiles to one another do not depend on who is first."""
     (T, H, times), last = ((200, 64, 50) if device == "cuda" else (2, 3, 1)), len(parts) - 1
     options: Any = {"C": 512, "R": 0 if last else 64, "contiguous": True, "sink": SINKS}
     case = SparseCase("again", (T,), (3000,), parts[0], parts[1] if last else None, H=H, **options)
     inputs = case.make(device)
-    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    expected = run_or_skip(mqa_sparse, inputs, backend)
     for _ in range(times):
-        for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+        for one, other in zip(inputs.run(mqa_sparse, backend=backend), expected, strict=True):
             assert torch.equal(one, other)
 
 
-@pytest.mark.triton
+@pytest.mark.parametrize("backend", OWN)
 @pytest.mark.parametrize(
     "case",
     slow_interpreted(
@@ -111,46 +119,48 @@ def test_triton_prompt_has_the_same_bits_every_time(
     ),
     ids=str,
 )
-def test_triton_in_one_run(case: SparseCase, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_one_run(
+    case: SparseCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a machine that a few tokens fill: no run is merged, a kernel itself knows the sink."""
     monkeypatch.setattr("openmla.backends.triton._launch.multiprocessors", lambda _: 1)
-    check_attention(mqa_sparse, case.make(device), "triton")
+    check_attention(mqa_sparse, case.make(device), backend)
 
 
-@pytest.mark.triton
+@pytest.mark.parametrize("backend", OWN)
 @pytest.mark.parametrize("first", [PACKED, replace(POSITIONS, BS=16)], ids=["packed", "bf16"])
-def test_triton_bits_do_not_depend_on_the_columns_there_are(
-    first: SegmentCase, device: str
+def test_bits_do_not_depend_on_the_columns_there_are(
+    first: SegmentCase, backend: str, device: str
 ) -> None:
     """A token of one run, in rows of one run and of more: its sink takes the same share."""
     width: Any = {"C": 512, "R": 64} if first.format == "fp8_ds_mla" else {}
     case = SparseCase("short", (2, 1), (33, 20), first=replace(first, K=64), sink=SINKS, **width)
     inputs = replace(case, contiguous=True).make(device)
     inputs = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
-    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    expected = run_or_skip(mqa_sparse, inputs, backend)
     wider = dict(inputs.tensors)
     wider["rows"] = torch.nn.functional.pad(wider["rows"], (0, 100), value=-1)
     wider["sink"] = torch.stack((wider["sink"], wider["sink"]), 1)[:, 0]  # not contiguous either
-    actual = run_or_skip(mqa_sparse, replace(inputs, tensors=wider), "triton")
+    actual = run_or_skip(mqa_sparse, replace(inputs, tensors=wider), backend)
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.triton
+@pytest.mark.parametrize("backend", OWN)
 @pytest.mark.parametrize(
     "first", [PACKED, RING, PREFIX, NEAR], ids=["packed", "window", "prefix", "v4"]
 )
-def test_triton_takes_more_tokens_than_a_grid_holds(
-    first: SegmentCase, device: str, monkeypatch: pytest.MonkeyPatch
+def test_more_tokens_than_a_grid_holds(
+    first: SegmentCase, backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's grids have 65535 tokens in their second dimension; as if they had two."""
     widths: dict[str, Any] = {"fp8_ds_mla": {"C": 512, "R": 64}, "fp8_dsv4": {"C": 512, "R": 0}}
     width = widths.get(first.format, {})
     case = SparseCase("tokens", (1, 3, 1), (33, 70, 9), first=replace(first, K=64), **width)
     inputs = replace(case, contiguous=True, padding=2).make(device)
-    expected = run_or_skip(mqa_sparse, inputs, "triton")
+    expected = run_or_skip(mqa_sparse, inputs, backend)
     monkeypatch.setattr("openmla.backends.triton._launch.TOKENS", 2)
-    for one, other in zip(inputs.run(mqa_sparse, backend="triton"), expected, strict=True):
+    for one, other in zip(inputs.run(mqa_sparse, backend=backend), expected, strict=True):
         assert torch.equal(one, other)
 
 
