@@ -23,7 +23,7 @@ from openmla import (
 from openmla.plan.captured import fill
 from openmla.plan.sparse import even_chunks, score_chunks
 from openmla.plan.workspace import LOGITS_BYTES
-from tests.plan import test_compressed, test_plan
+from tests.plan import dense, v4
 
 KINDS = ("tiny-v3", "tiny-v3.2", "tiny-minicpm3", 0, 4, 128)  # presets, V4's compress ratios
 Step = tuple[Batch, MLAConfig, LayerCache, dict[str, Tensor]]
@@ -33,12 +33,12 @@ def make_step(kind: str | int, query_lens: list[int], seq_lens: list[int]) -> St
     """A step and buffers for four requests of two tokens."""
     sizes = {"max_requests": 4, "max_tokens": 8, "max_blocks": 6}
     if isinstance(kind, int):
-        config, cache = test_compressed.CONFIG, test_compressed.make_cache(kind)
+        config, cache = v4.CONFIG, v4.make_cache(kind)
         buffers = plan_buffers(config, cache, **sizes)
         columns = buffers["window_table"].shape[1]
-        batch = test_compressed.make_batch(cache, query_lens, seq_lens, window_columns=columns)
+        batch = v4.make_batch(cache, query_lens, seq_lens, window_columns=columns)
     else:
-        config, batch = PRESETS[kind], test_plan.make_batch(query_lens, seq_lens)
+        config, batch = PRESETS[kind], dense.make_batch(query_lens, seq_lens)
         cache = allocate_cache(config, num_blocks=64, block_size=4, format="fp32")
         buffers = plan_buffers(config, cache, **sizes)
     return batch, config, cache, buffers

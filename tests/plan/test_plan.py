@@ -15,7 +15,6 @@ from torch import Tensor
 from openmla import (
     PRESETS,
     Batch,
-    BlockPool,
     ConfigError,
     LayerCache,
     Plan,
@@ -27,19 +26,10 @@ from openmla import (
 )
 from openmla.plan import default_workspace_tokens
 from openmla.plan.upload import upload
+from tests.plan.dense import BS, make_batch
 
 CONFIG = PRESETS["tiny-v3"]
-BS = 4
 CACHE = allocate_cache(CONFIG, num_blocks=64, block_size=BS, format="fp32")
-
-
-def make_batch(query_lens: list[int], seq_lens: list[int], BS: int = BS) -> Batch:
-    pool = BlockPool(num_blocks=sum(-(-S // BS) for S in seq_lens) + 1, block_size=BS)
-    pool.take(dict(enumerate(seq_lens)))
-    spans = [(b, S - n, S) for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True))]
-    return Batch(
-        query_lens, seq_lens, pool.block_table(range(len(seq_lens))), pool.slot_mapping(spans)
-    )
 
 
 def token_rows(rows: slice | Tensor, T: int) -> list[int]:
