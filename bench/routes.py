@@ -25,9 +25,9 @@ from torch import Tensor
 from bench.latent import kept_rows
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
 from openmla.attention import Absorbed, Projected, Selection, attend_step
+from openmla.attention.select import absorbed_rows
 from openmla.bench.harness import describe_machine, time_once
 from openmla.errors import UnsupportedError
-from openmla.ops import map_slots
 
 BS, ROUNDS = 64, 3
 FORMS = ("absorbed", "expanded")
@@ -61,16 +61,7 @@ def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
     if not bool((lens >= K).all()):  # short rows take all they have
         every = torch.arange(K, device=lens.device, dtype=torch.int32)
         places = places.where(lens[:, None] >= K, every.where(every < lens[:, None], -1))
-    rows = places[: sparse.num_absorbed]
-    if plan.mapped:
-        rows, _ = map_slots(
-            rows,
-            sparse.block_table,
-            sparse.query_start_loc.clamp(max=sparse.num_absorbed),
-            BS=BS,
-            num_blocks=latent.num_blocks,
-            backend=plan.backends["map_slots"],
-        )
+    rows = absorbed_rows(places, latent, plan, sparse)
     return Selection(places, lens.clamp(max=K), rows, lens)
 
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
 # Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {
+    "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",
     "tests/layers/test_v4_histories.py": "which rows a step names; test_v4.py attends there",

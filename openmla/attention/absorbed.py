@@ -46,11 +46,11 @@ def attend_chosen(
     H, V = plan.config.num_heads, plan.config.v_head_dim
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
-    for turn in sparse.turns:
+    for turn, start_loc in zip(sparse.turns, sparse.turn_start_locs, strict=True):
         out_latent, lse[turn] = mqa_sparse(
             _into_latent(q_nope[turn], q_pe[turn], absorbed),
-            sparse.query_start_loc.clamp(turn.start, turn.stop) - turn.start,
-            sparse.row_lens[turn].long() - 1,
+            start_loc,
+            sparse.positions[turn],
             Segment(
                 latent.data,
                 latent.kv_scale,

@@ -234,7 +234,6 @@ def _all_entries(entries: PagedCache, step: CompressedPlan) -> Segment:
 def _chosen_entries(
     index: IndexInputs, keys: PagedCache, entries: PagedCache, plan: Plan, step: CompressedPlan
 ) -> Segment:
-    assert plan.config.indexer is not None
     positions = choose_positions(index.q_idx, index.w_idx, keys, plan, step)
     return Segment(
         entries.data,
@@ -243,5 +242,5 @@ def _chosen_entries(
         "positions",
         block_table=step.block_table,
         rows=positions,
-        row_lens=step.row_lens.clamp(max=plan.config.indexer.topk).to(torch.int32),
+        row_lens=step.topk_lens,
     )

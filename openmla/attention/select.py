@@ -11,7 +11,7 @@ from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, index_logits, index_topk, map_slots
 from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
-from openmla.plan import CompressedPlan, Plan, SparsePlan
+from openmla.plan import CompressedPlan, Plan, ScoreChunk, SparsePlan
 
 
 def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection | None:
@@ -57,21 +57,34 @@ def _choose(
     index: IndexInputs, keys: PagedCache, cache: LayerCache, plan: Plan, sparse: SparsePlan
 ) -> Selection:
     assert plan.config.indexer is not None and cache.latent is not None
-    K = plan.config.indexer.topk
     positions = choose_positions(
         index.q_idx[sparse.rows], index.w_idx[sparse.rows], keys, plan, sparse
     )
-    rows = positions[: sparse.num_absorbed]
-    if plan.mapped:
-        rows, _ = map_slots(
-            rows,
+    rows = absorbed_rows(positions, cache.latent, plan, sparse)
+    return Selection(positions, sparse.topk_lens, rows, sparse.row_lens)
+
+
+def absorbed_rows(
+    positions: Tensor,  # [n, K] i32
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+) -> Tensor:  # [num_absorbed, K] i32
+    """What the absorbed rows chose, as slots where whoever attends takes nothing else."""
+    if not plan.mapped:
+        return positions[: sparse.num_absorbed]
+    parts = [
+        map_slots(
+            positions[turn],
             sparse.block_table,
-            sparse.query_start_loc.clamp(max=sparse.num_absorbed),
-            BS=cache.latent.block_size,
-            num_blocks=cache.latent.num_blocks,
+            start_loc,
+            BS=latent.block_size,
+            num_blocks=latent.num_blocks,
             backend=plan.backends["map_slots"],
-        )
-    return Selection(positions, sparse.row_lens.clamp(max=K), rows, sparse.row_lens)
+        )[0]
+        for turn, start_loc in zip(sparse.turns, sparse.turn_start_locs, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def choose_positions(
@@ -89,13 +102,13 @@ def choose_positions(
     else:
         shape = (scored.num_rows, K)
         positions = torch.empty(shape, dtype=torch.int32, device=q_idx.device)
-    for chunk in scored.chunks:
+    for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
         turn = positions[chunk.rows]
         if chunk.num_keys <= K:  # nothing to choose
             turn.copy_(torch.arange(K, dtype=torch.int32, device=q_idx.device).expand(turn.shape))
             turn.masked_fill_(turn >= scored.row_lens[chunk.rows, None], -1)
         else:
-            turn.copy_(_turn(q_idx, w_idx, keys, plan, scored, chunk.rows, chunk.num_keys))
+            turn.copy_(_turn(q_idx, w_idx, keys, plan, scored, chunk, start_loc))
     return positions
 
 
@@ -104,28 +117,29 @@ def _turn(
     w_idx: Tensor,
     keys: PagedCache,
     plan: Plan,
-    sparse: SparsePlan | CompressedPlan,
-    rows: slice,
-    num_keys: int,
+    scored: SparsePlan | CompressedPlan,
+    chunk: ScoreChunk,
+    start_loc: Tensor,  # [B+1] i32
 ) -> Tensor:  # [rows, K] i32
     assert plan.config.indexer is not None
-    seen = sparse.row_lens[rows]
+    rows = chunk.rows
+    seen = scored.row_lens[rows]
     q, scales = keys.layout.encode_query(q_idx[rows])
     w = w_idx[rows] if scales is None else w_idx[rows] * scales
     logits = index_logits(
         q,
         w,
         keys.data,
-        sparse.block_table,
-        sparse.query_start_loc.clamp(rows.start, rows.stop) - rows.start,
+        scored.block_table,
+        start_loc,
         seen,
         format=keys.format,
-        num_keys=num_keys,
+        num_keys=chunk.num_keys,
         backend=plan.backends["index_logits"],
     )
     positions, _ = index_topk(
         logits,
-        torch.zeros_like(seen),
+        scored.row_starts[: len(seen)],
         seen,
         K=plan.config.indexer.topk,
         backend=plan.backends["index_topk"],

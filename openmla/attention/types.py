@@ -68,7 +68,7 @@ class Selection(NamedTuple):
     """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
 
     positions: Tensor  # [n, K] i32, -1 pads
-    lens: Tensor  # [n] i32
+    lens: Tensor  # [num_absorbed] i32
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is
 

@@ -9,6 +9,7 @@ from openmla.plan.types import (
     DecodePlan,
     Plan,
     PrefillPlan,
+    ScoreChunk,
     SparsePlan,
 )
 from openmla.plan.workspace import Workspace, default_workspace_tokens, reserve
@@ -20,6 +21,7 @@ __all__ = [
     "DecodePlan",
     "Plan",
     "PrefillPlan",
+    "ScoreChunk",
     "SparsePlan",
     "Workspace",
     "default_workspace_tokens",

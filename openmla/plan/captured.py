@@ -22,12 +22,18 @@ from openmla.plan.compressed_checks import check_caches
 from openmla.plan.dense import plan_decode
 from openmla.plan.problems import latent_of
 from openmla.plan.rows import long_context_rows
-from openmla.plan.sparse import chosen_turns, even_chunks, plan_sparse, query_bytes
+from openmla.plan.sparse import (
+    chosen_turns,
+    even_chunks,
+    no_starts,
+    plan_sparse,
+    query_bytes,
+)
 from openmla.plan.splits import FIXED_RUN
-from openmla.plan.types import CompressedPlan, DecodePlan, Parts, SparsePlan
+from openmla.plan.types import CompressedPlan, DecodePlan, Parts, ScoreChunk, SparsePlan
 from openmla.plan.upload import upload
 
-Tensors = dict[str, Tensor]
+Buffers = dict[str, Tensor]
 Part = TypeVar("Part", DecodePlan, SparsePlan, CompressedPlan)
 
 EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is; else 0
@@ -51,20 +57,33 @@ def plan_buffers(
             raise ConfigError(f"plan_buffers: {name} must be positive, got {value}.")
     shapes: dict[str, tuple[int, ...]] = {
         "block_table": (max_requests, max_blocks),
-        "query_start_loc": (max_requests + 1,),
         "slot_mapping": (max_tokens,),
     }
     if config.compressor is not None:
         rows = check_caches(config, cache)
         columns = _ring_columns(config, cache, rows, max_tokens // max_requests)
-        shapes["window_table"] = (max_requests, columns)
-        shapes["state_slots"] = (max_requests,)
-        shapes["positions"] = shapes["row_lens"] = (max_tokens,)
+        turns = _score_turns(config, cache, max_tokens, max_blocks)
+        shapes |= {
+            "query_start_loc": (max_requests + 1,),
+            "window_table": (max_requests, columns),
+            "state_slots": (max_requests,),
+            "positions": (max_tokens,),
+            "row_lens": (max_tokens,),
+            "topk_lens": (max_tokens if turns else 0,),
+            "row_starts": no_starts(turns).shape,
+            **_each("score_start_locs", len(turns), (max_requests + 1,)),
+        }
     else:
         rows = latent_of(cache)
         if config.indexer is not None:
-            shapes["row_lens"] = (max_tokens,)
+            shapes |= dict.fromkeys(("row_lens", "topk_lens", "positions"), (max_tokens,))
+            turns = _score_turns(config, cache, max_tokens, max_blocks)
+            most = len(chosen_turns(max_tokens, config, itemsize=8))  # enough for any dtype
+            shapes["row_starts"] = no_starts(turns).shape
+            shapes |= _each("score_start_locs", len(turns), (max_requests + 1,))
+            shapes |= _each("turn_start_locs", most, (max_requests + 1,))
         else:
+            shapes["query_start_loc"] = (max_requests + 1,)
             shapes["seq_lens"] = (max_requests,)
             shapes["split_starts"] = (max_requests, _most_splits(rows, max_blocks) + 1)
         if config.rope.kind == "longrope":
@@ -83,6 +102,11 @@ def plan_buffers(
     return buffers
 
 
+def _each(name: str, count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a tuple of tensors, which are buffers by themselves."""
+    return {f"{name}.{i}": shape for i in range(count)}
+
+
 def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, tokens: int) -> int:
     """As many as a step of so many tokens per request needs."""
     assert config.compressor is not None
@@ -96,40 +120,51 @@ def _most_splits(latent: PagedCache, max_blocks: int) -> int:
     return min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(latent.data.device), 1))
 
 
+def captured_turns(
+    config: MLAConfig, cache: LayerCache, buffers: Buffers
+) -> tuple[ScoreChunk, ...]:
+    """How the rows of a captured step are scored: each may have all the keys there is room for."""
+    max_tokens, max_blocks = buffers["slot_mapping"].shape[0], buffers["block_table"].shape[1]
+    return _score_turns(config, cache, max_tokens, max_blocks)
+
+
+def _score_turns(
+    config: MLAConfig, cache: LayerCache, max_tokens: int, max_blocks: int
+) -> tuple[ScoreChunk, ...]:
+    index = cache.index
+    if index is None:
+        return ()
+    return even_chunks(max_tokens, max_blocks * index.block_size, query_bytes(config, index))
+
+
 def captured_parts(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
     dtype: torch.dtype,
-    buffers: Tensors,
+    buffers: Buffers,
     batch_invariant: bool,
-) -> tuple[Parts, Tensors]:
+) -> tuple[Parts, Buffers]:
     """A step over buffers, all of it absorbed, and what goes into them; none is touched yet."""
     _check_fit(batch, buffers)
     latent = latent_of(cache)
     assert batch.slot_mapping is not None  # make_plan looked
-    max_requests, max_blocks = buffers["block_table"].shape
-    max_tokens = buffers["slot_mapping"].shape[0]
+    max_requests, max_tokens = buffers["block_table"].shape[0], buffers["slot_mapping"].shape[0]
     everyone = range(len(batch.query_lens))
     starts = list(accumulate(batch.query_lens, initial=0))
-    fixed = {"rows": slice(0, max_tokens), "max_query_len": max_tokens // max_requests}
     decode, sparse = None, None
     if config.indexer is None:
         X = buffers["split_starts"].shape[1] - 1
         decode = plan_decode(batch, config, everyone, starts, latent, batch_invariant, X)
+        fixed = {"rows": slice(0, max_tokens), "max_query_len": max_tokens // max_requests}
         decode, values = _over(buffers, decode, **fixed)
     else:  # every row chooses, short ones all they have: one graph for all lengths
         routes, BS = (everyone, ()), latent.block_size
-        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, rows_at_once=BS)
-        sparse, values = _over(
-            buffers,
-            sparse,
-            **fixed,
-            num_rows=max_tokens,
-            num_absorbed=max_tokens,
-            chunks=even_chunks(max_tokens, max_blocks * BS, sparse.query_bytes),
-            turns=chosen_turns(max_tokens, config, dtype.itemsize),
-        )
+        turns = chosen_turns(max_tokens, config, dtype.itemsize)
+        both = captured_turns(config, cache, buffers), turns
+        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, BS, both)
+        fixed = {"rows": slice(0, max_tokens), "num_rows": max_tokens, "num_absorbed": max_tokens}
+        sparse, values = _over(buffers, sparse, **fixed)
     values["slot_mapping"] = batch.slot_mapping
     if "long_context" in buffers:
         flags = long_context_rows(batch, config)
@@ -144,8 +179,8 @@ def captured_step(
     cache: LayerCache,
     step: CompressedPlan,
     slots: Tensor,
-    buffers: Tensors,
-) -> tuple[CompressedPlan, Tensors]:
+    buffers: Buffers,
+) -> tuple[CompressedPlan, Buffers]:
     """The same of V4: every token chooses, short ones all they have."""
     if int(buffers["ratio"]) != cache.ratio:
         raise ConfigError(
@@ -161,19 +196,11 @@ def captured_step(
     _check_fit(batch, buffers)
     max_blocks, max_tokens = buffers["block_table"].shape[1], buffers["slot_mapping"].shape[0]
     entries = max_blocks * cache.compressed.block_size if cache.compressed is not None else 0
-    held = query_bytes(config, cache.index) if cache.index is not None else 0
-    step, values = _over(
-        buffers,
-        step,
-        num_rows=max_tokens,
-        max_entries=entries,
-        chunks=even_chunks(max_tokens, entries, held) if cache.index is not None else (),
-        query_bytes=held,
-    )
+    step, values = _over(buffers, step, num_rows=max_tokens, max_entries=entries)
     return step, {**values, "slot_mapping": slots}
 
 
-def _check_fit(batch: Batch, buffers: Tensors) -> None:
+def _check_fit(batch: Batch, buffers: Buffers) -> None:
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
     B, M = batch.block_table.shape
@@ -188,14 +215,20 @@ def _check_fit(batch: Batch, buffers: Tensors) -> None:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
 
 
-def _over(buffers: Tensors, part: Part, **fixed: Any) -> tuple[Part, Tensors]:
+def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
     """A part with buffers for its tensors and fixed integers, and what the tensors were."""
-    values = {name: value for name, value in vars(part).items() if isinstance(value, Tensor)}
-    changes: dict[str, Any] = {name: buffers[name] for name in values}
-    return replace(part, **changes, **fixed), values
+    values, changes = {}, fixed
+    for name, value in vars(part).items():
+        if isinstance(value, Tensor):
+            values[name], changes[name] = value, buffers[name]
+        elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+            mine = {f"{name}.{i}": each for i, each in enumerate(value)}
+            values |= mine
+            changes[name] = tuple(buffers[each] for each in mine)
+    return replace(part, **changes), values
 
 
-def fill(buffers: Tensors, values: Tensors) -> None:
+def fill(buffers: Buffers, values: Buffers) -> None:
     """A step's tensors into its buffers, uploaded at once; what is left over is empty."""
     padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
     for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
@@ -205,7 +238,7 @@ def fill(buffers: Tensors, values: Tensors) -> None:
 def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
     if value.shape == buffer.shape:
         return value
-    if name == "query_start_loc":  # requests behind the last begin where it ends
+    if "start_loc" in name:  # requests behind the last begin where it ends
         return torch.cat([value, value[-1:].expand(len(buffer) - len(value))])
     whole = value.new_full(buffer.shape, EMPTY.get(name, 0))
     whole[tuple(map(slice, value.shape))] = value

@@ -14,7 +14,7 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.hardware import capability
 from openmla.ops._values import check_slots
 from openmla.plan.batch import Batch
-from openmla.plan.captured import captured_step, fill
+from openmla.plan.captured import captured_step, captured_turns, fill
 from openmla.plan.compressed_checks import (
     check_batch,
     check_caches,
@@ -22,9 +22,9 @@ from openmla.plan.compressed_checks import (
     check_workspace,
 )
 from openmla.plan.problems import chosen, index_problem
-from openmla.plan.rows import cumulative
-from openmla.plan.sparse import query_bytes, row_lens, score_chunks, true_row_lens
-from openmla.plan.types import CompressedPlan, Plan
+from openmla.plan.rows import cumulative, start_locs
+from openmla.plan.sparse import no_starts, query_bytes, row_lens, score_chunks, true_row_lens
+from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace
 
@@ -50,7 +50,8 @@ def plan_compressed(
     if dtype is None:
         dtype = torch.bfloat16 if window.layout.packed else window.data.dtype
     check_batch(batch, config, cache, window)
-    step = _describe(batch, config, cache)
+    turns = None if into is None else captured_turns(config, cache, into)
+    step = _describe(batch, config, cache, turns)
     slots = window_slots(step, window.block_size)
     if slots.device.type == "cpu":
         check_slots("batch", slots, window.num_blocks * window.block_size)
@@ -77,8 +78,14 @@ def plan_compressed(
     )
 
 
-def _describe(batch: Batch, config: MLAConfig, cache: LayerCache) -> CompressedPlan:
+def _describe(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    turns: tuple[ScoreChunk, ...] | None,  # of a captured step
+) -> CompressedPlan:
     assert batch.window_table is not None and batch.state_slots is not None
+    assert config.indexer is not None
     seen = row_lens(batch.query_lens, batch.seq_lens)  # tokens, this one included
     everyone = range(len(batch.query_lens))
     true_lens = true_row_lens(batch, everyone, seen)
@@ -90,24 +97,28 @@ def _describe(batch: Batch, config: MLAConfig, cache: LayerCache) -> CompressedP
     ratio = cache.ratio
     entries = true_lens // max(ratio, 1) if ratio else torch.zeros_like(true_lens)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
-    step = CompressedPlan(
+    held = 0 if cache.index is None else query_bytes(config, cache.index)
+    if turns is None:
+        chooses = ratio == INDEXED_RATIO and most > config.indexer.topk
+        turns = score_chunks((seen // ratio).tolist(), held) if chooses else ()
+    bounds = cumulative(batch.query_lens)
+    choosing = entries if turns else entries[:0]  # nobody else looks at what they choose
+    return CompressedPlan(
         ratio=ratio,
-        query_start_loc=cumulative(batch.query_lens),
+        query_start_loc=bounds,
         positions=true_lens.long() - 1,
         window_table=table,
         block_table=batch.block_table,
         state_slots=states,
+        row_starts=no_starts(turns),
         row_lens=entries,
+        topk_lens=choosing.clamp(max=config.indexer.topk),
+        score_start_locs=start_locs(bounds, [chunk.rows for chunk in turns], len(true_lens)),
         num_rows=batch.num_tokens,
         max_entries=most,
+        chunks=turns,
+        query_bytes=held if turns else 0,
     )
-    if ratio != INDEXED_RATIO:
-        return step
-    assert config.indexer is not None and cache.index is not None
-    if most <= config.indexer.topk:
-        return step
-    held = query_bytes(config, cache.index)
-    return replace(step, chunks=score_chunks((seen // ratio).tolist(), held), query_bytes=held)
 
 
 def window_slots(step: CompressedPlan, BS: int) -> Tensor:

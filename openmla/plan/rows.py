@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmla.config import MLAConfig
 from openmla.plan.batch import Batch
-from openmla.plan.types import Rows
+from openmla.plan.types import Rows, Tensors
 
 
 def pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
@@ -32,6 +32,13 @@ def cumulative(lens: Sequence[int]) -> Tensor:
     if len(lens) and min(lens) == max(lens) == 1:  # plain decode, at every step: kept cheap
         return torch.arange(len(lens) + 1, dtype=torch.int32)
     return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+
+
+def start_locs(query_start_loc: Tensor, turns: Sequence[slice], num_rows: int) -> Tensors:
+    """query_start_loc of each turn over the rows, [B+1] i32, from the turn's first row on."""
+    if len(turns) == 1 and turns[0].stop >= num_rows:  # all at once, as when decoding
+        return (query_start_loc,)
+    return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in turns)
 
 
 def long_context_rows(batch: Batch, config: MLAConfig) -> Tensor | None:

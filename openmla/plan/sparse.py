@@ -14,7 +14,7 @@ from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
 from openmla.plan.problems import sparse_efficiencies
-from openmla.plan.rows import cumulative, pick, pick_rows
+from openmla.plan.rows import cumulative, pick, pick_rows, start_locs
 from openmla.plan.types import (
     ContextChunk,
     MaskedChunk,
@@ -63,6 +63,12 @@ def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreCh
     return tuple(ScoreChunk(slice(i, min(i + step, num_rows)), num_keys) for i in firsts)
 
 
+def no_starts(chunks: Sequence[ScoreChunk]) -> Tensor:
+    """[n] i32 zeros, as many as the longest turn has rows: their scores begin with the logits."""
+    most = max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
+    return torch.zeros(most, dtype=torch.int32)
+
+
 def query_bytes(config: MLAConfig, index: PagedCache) -> int:
     """What quantising one row's index queries holds: three float32 copies and the fp8 one."""
     assert config.indexer is not None
@@ -72,6 +78,7 @@ def query_bytes(config: MLAConfig, index: PagedCache) -> int:
 def chosen_turns(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
     """Rows that attend to chosen keys, as many at once as the bound on latent queries allows."""
     step = max(LATENT_BYTES // (latent_row(config) * itemsize), 1)
+    step -= step % 4 if step > 4 else 0  # turns begin where kernels made for the first serve all
     return tuple(slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 
@@ -167,8 +174,11 @@ def plan_sparse(
     routes: tuple[Sequence[int], Sequence[int]],
     starts: Sequence[int],
     rows_at_once: int,
+    turns: tuple[tuple[ScoreChunk, ...], tuple[slice, ...]] | None = None,
 ) -> SparsePlan:
-    assert cache.index is not None
+    """Requests by route, absorbed and masked. `turns` are a captured step's: how rows are scored,
+    how absorbed ones attend."""
+    assert config.indexer is not None and cache.index is not None
     held = query_bytes(config, cache.index)
     absorbed, masked = routes
     requests = [*absorbed, *masked]
@@ -184,17 +194,25 @@ def plan_sparse(
         BS=cache.index.block_size,
         rows_at_once=rows_at_once,
     )
+    if turns is None:
+        chosen = chosen_turns(num_absorbed, config, dtype.itemsize)
+        turns = score_chunks(lens.tolist(), held), chosen
+    chunks, chosen = turns
+    bounds, true_lens = cumulative(query_lens), true_row_lens(batch, requests, lens)
     return SparsePlan(
         rows=pick_rows(requests, starts),
         block_table=table,
-        query_start_loc=cumulative(query_lens),
-        row_lens=true_row_lens(batch, requests, lens),
+        row_starts=no_starts(chunks),
+        row_lens=true_lens,
+        topk_lens=true_lens[:num_absorbed].clamp(max=config.indexer.topk),
+        positions=true_lens[:num_absorbed].long() - 1,
+        score_start_locs=start_locs(bounds, [chunk.rows for chunk in chunks], lens.shape[0]),
+        turn_start_locs=start_locs(bounds, chosen, lens.shape[0]),
         num_rows=lens.shape[0],
         num_absorbed=num_absorbed,
-        max_query_len=max(query_lens, default=0),
-        chunks=score_chunks(lens.tolist(), held),
+        chunks=chunks,
         query_bytes=held,
-        turns=chosen_turns(num_absorbed, config, dtype.itemsize),
+        turns=chosen,
         masked=cut,
     )
 

@@ -14,6 +14,7 @@ from openmla.errors import ConfigError
 from openmla.plan.workspace import Workspace
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
+Tensors = tuple[Tensor, ...]  # each by itself: where one begins, kernels care
 
 
 class _Part:
@@ -115,11 +116,14 @@ class SparsePlan(_Part):
 
     rows: Rows
     block_table: Tensor  # [B, M] i32
-    query_start_loc: Tensor  # [B+1] i32
+    row_starts: Tensor  # zeros, i32: where scores begin, for the longest of `chunks`
     row_lens: Tensor  # [n] i32, keys each token may choose from
+    topk_lens: Tensor  # [num_absorbed] i32, keys it does choose
+    positions: Tensor  # [num_absorbed] i64, of the tokens in their sequences
+    score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
+    turn_start_locs: Tensors  # [B+1] i32, and in each of `turns`
     num_rows: int
     num_absorbed: int
-    max_query_len: int
     chunks: tuple[ScoreChunk, ...]
     query_bytes: int  # of one row's queries while they are quantised
     turns: tuple[slice, ...]  # of the absorbed rows
@@ -166,7 +170,10 @@ class CompressedPlan(_Part):
     window_table: Tensor  # [B, M] i32, rings
     block_table: Tensor  # [B, M] i32, of entries
     state_slots: Tensor  # [B] i32
+    row_starts: Tensor  # zeros, i32: where scores begin, for the longest of `chunks`
     row_lens: Tensor  # [T] i32, entries each token may see
+    topk_lens: Tensor  # [T] i32, entries it chooses
+    score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
     num_rows: int
     max_entries: int  # the most one token sees
     chunks: tuple[ScoreChunk, ...] = ()

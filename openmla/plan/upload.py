@@ -17,25 +17,25 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     """The same tuple or dataclass, nested at will, with its CPU tensors moved."""
     if device.type == "cpu":
         return tree
-    found: list[Tensor] = []
+    found: dict[int, Tensor] = {}  # by identity: what stands in two places is moved once
     _collect(tree, found)
-    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found]
+    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found.values()]
     places = list(accumulate((-(-len(part) // ALIGN) * ALIGN for part in raw), initial=0))
     packed = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, place in zip(raw, places, strict=False):
         packed[place : place + len(part)] = part
     sent = packed.to(device, non_blocking=True)
     moved = {
-        id(tensor): sent[place : place + len(part)].view(tensor.dtype).view(tensor.shape)
-        for tensor, part, place in zip(found, raw, places, strict=False)
+        key: sent[place : place + len(part)].view(tensor.dtype).view(tensor.shape)
+        for (key, tensor), part, place in zip(found.items(), raw, places, strict=False)
     }
     return _rebuild(tree, moved)
 
 
-def _collect(node: object, found: list[Tensor]) -> None:
+def _collect(node: object, found: dict[int, Tensor]) -> None:
     if isinstance(node, Tensor):
         if node.device.type == "cpu":
-            found.append(node)
+            found[id(node)] = node
     elif isinstance(node, tuple):
         for part in node:
             _collect(part, found)

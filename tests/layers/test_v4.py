@@ -127,12 +127,18 @@ def test_an_entry_is_seen_by_the_token_that_finishes_it() -> None:
 
 def forced(plan: Plan, num_keys: int) -> Plan:
     """The same step, with entries scored and chosen even where all of them will be."""
-    assert plan.compressed is not None and not plan.compressed.chunks
-    chunk = ScoreChunk(slice(0, plan.num_tokens), num_keys)
+    step = plan.compressed
+    assert step is not None and not step.chunks
+    turns = {
+        "chunks": (ScoreChunk(slice(0, plan.num_tokens), num_keys),),
+        "row_starts": torch.zeros_like(step.row_lens),
+        "topk_lens": step.row_lens.clamp(max=TOPK),
+        "score_start_locs": (step.query_start_loc,),
+    }
     ops = dict.fromkeys(("index_logits", "index_topk"), "reference")
     return replace(
         plan,
-        compressed=replace(plan.compressed, chunks=(chunk,)),
+        compressed=replace(step, **turns),  # type: ignore[arg-type]
         backends={**plan.backends, **ops},
     )
 
