@@ -61,9 +61,10 @@ def plan_prefill(
 
     def chunk(first: int, key_starts: Sequence[int], key_lens: Sequence[int]) -> ContextChunk:
         stop = first + len(key_lens)
+        whole = len(key_lens) == len(query_lens)
         return ContextChunk(
             rows=slice(bounds[first], bounds[stop]),
-            query_start_loc=cumulative(query_lens[first:stop]),
+            query_start_loc=query_start_loc if whole else cumulative(query_lens[first:stop]),
             max_query_len=max(query_lens[first:stop]),
             block_table=table[first:stop],
             starts=torch.tensor(key_starts, dtype=torch.int32),

@@ -113,13 +113,16 @@ def masked_chunks(
         key_starts = starts.repeat_interleave(each)
         key_lens = lens.repeat_interleave(each)
         step = max(MASK_BYTES // (4 * num_words(context.max_key_len)), 1)
+        n = end - begin
+        turns = [slice(row, min(row + step, n)) for row in range(0, n, step)]
         groups = []
-        for row in range(0, end - begin, step):
-            rows = slice(row, min(row + step, end - begin))
+        for rows, start_loc in zip(
+            turns, start_locs(context.query_start_loc, turns, n), strict=True
+        ):
             groups.append(
                 MaskGroup(
                     rows=slice(first_row + begin + rows.start, first_row + begin + rows.stop),
-                    query_start_loc=context.query_start_loc.clamp(rows.start, rows.stop) - row,
+                    query_start_loc=start_loc,
                     key_starts=key_starts[rows],
                     key_lens=key_lens[rows],
                 )

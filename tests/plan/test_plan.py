@@ -320,6 +320,19 @@ def test_upload_moves_every_tensor_once() -> None:
         assert after.num_keys == before.num_keys
 
 
+def test_what_stands_in_two_places_is_uploaded_once() -> None:
+    plan = make_plan(make_batch([4, 9], [4, 20]), CONFIG, CACHE, form="expanded")
+    prefill = plan.prefill
+    assert prefill is not None and prefill.whole is not None and prefill.route == "one-shot"
+    assert prefill.query_start_loc is prefill.whole.query_start_loc
+    moved = upload(prefill, torch.device("meta"))
+    assert moved.whole is not None
+    assert moved.query_start_loc is moved.whole.query_start_loc
+    twice = torch.arange(4)
+    one, two, other = upload((twice, twice, torch.arange(4)), torch.device("meta"))
+    assert one is two and one is not other
+
+
 def buffers() -> dict[str, Tensor]:
     return plan_buffers(CONFIG, CACHE, max_requests=4, max_tokens=8, max_blocks=6)
 
