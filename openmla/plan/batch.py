@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import sub
 
 import torch
@@ -47,6 +47,8 @@ class Batch:
     device_seq_lens: Tensor | None = None  # [B] i32
     window_table: Tensor | None = None  # [B, M] i32
     state_slots: Tensor | None = None  # [B] i32, -1: no tokens in this step
+    # tells this batch from all others, whatever they hold
+    key: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         query_lens = _integers("query_lens", self.query_lens)

@@ -37,16 +37,26 @@ Buffers = dict[str, Tensor]
 Part = TypeVar("Part", DecodePlan, SparsePlan, CompressedPlan)
 
 EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is; else 0
+SHARED = (  # by V4's layers of all ratios
+    "block_table", "query_start_loc", "slot_mapping", "window_table", "state_slots", "positions",
+)  # fmt: skip
 WIDE = ("slot_mapping", "positions", "long_context")  # int64
 
 
 def plan_buffers(
-    config: MLAConfig, cache: LayerCache, *, max_requests: int, max_tokens: int, max_blocks: int
+    config: MLAConfig,
+    cache: LayerCache,
+    *,
+    max_requests: int,
+    max_tokens: int,
+    max_blocks: int,
+    beside: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Device tensors for make_plan(into=): the largest step a captured graph will replay.
 
     Empty requests and tokens fill up smaller steps: they see no key and write no row. V4 needs a
-    set for each kind of layer, from a cache of that kind.
+    set for each kind of layer, from a cache of that kind; `beside` is another kind's of the same
+    sizes, which then has tensors in common with this one: see make_plan(beside=).
     """
     for name, value in (
         ("max_requests", max_requests),
@@ -99,7 +109,20 @@ def plan_buffers(
     }
     if config.compressor is not None:
         buffers["ratio"] = torch.tensor(cache.ratio)  # on the host: whose buffers these are
+    if beside is not None:
+        buffers |= _common(beside, buffers)
     return buffers
+
+
+def _common(beside: Buffers, buffers: Buffers) -> Buffers:
+    for name in SHARED:
+        there, here = (each[name].shape if name in each else None for each in (beside, buffers))
+        if there is None or there != here:
+            raise ConfigError(
+                f"plan_buffers: beside must be of V4's layers and the same sizes, its {name} must "
+                f"be {here}, got {there}."
+            )
+    return {name: beside[name] for name in SHARED}
 
 
 def _each(name: str, count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -230,6 +253,7 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
 
 def fill(buffers: Buffers, values: Buffers) -> None:
     """A step's tensors into its buffers, uploaded at once; what is left over is empty."""
+    values = {name: value for name, value in values.items() if value is not buffers[name]}
     padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
     for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
         buffers[name].copy_(value, non_blocking=True)

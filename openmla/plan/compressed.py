@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from openmla.plan.batch import Batch
 from openmla.plan.captured import captured_step, captured_turns, fill
 from openmla.plan.compressed_checks import (
     check_batch,
+    check_beside,
     check_caches,
     check_options,
     check_workspace,
@@ -41,6 +43,7 @@ def plan_compressed(
     workspace_tokens: int | None,
     batch_invariant: bool,
     into: dict[str, Tensor] | None,
+    beside: Plan | None,
 ) -> Plan:
     """make_plan for a model with a compressor."""
     window = check_caches(config, cache)
@@ -49,12 +52,12 @@ def plan_compressed(
     check_workspace(config, cache, workspace, num_tokens)
     if dtype is None:
         dtype = torch.bfloat16 if window.layout.packed else window.data.dtype
-    check_batch(batch, config, cache, window)
+    if beside is not None:
+        check_beside(beside, batch, config, cache, num_tokens)
+    check_batch(batch, config, cache, window, again=beside is not None)
+    shared = _shared(batch, window) if beside is None else _shared_with(beside)
     turns = None if into is None else captured_turns(config, cache, into)
-    step = _describe(batch, config, cache, turns)
-    slots = window_slots(step, window.block_size)
-    if slots.device.type == "cpu":
-        check_slots("batch", slots, window.num_blocks * window.block_size)
+    step, slots = _describe(batch, config, cache, shared, turns), shared.slots
     if into is not None:
         step, values = captured_step(batch, config, cache, step, slots, into)
     problems = find_compressed_problems(config, cache, window, dtype, step)
@@ -75,6 +78,48 @@ def plan_compressed(
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,
+        batch_key=batch.key,
+    )
+
+
+class Shared(NamedTuple):
+    """What layers of all ratios have in common in a step."""
+
+    query_start_loc: Tensor  # [B+1] i32
+    positions: Tensor  # [T] i64
+    window_table: Tensor  # [B, M] i32
+    block_table: Tensor  # [B, M] i32
+    state_slots: Tensor  # [B] i32
+    slots: Tensor  # [T] i64
+
+
+def _shared(batch: Batch, window: PagedCache) -> Shared:
+    table, states = batch.window_table, batch.state_slots
+    assert table is not None and states is not None
+    seen = row_lens(batch.query_lens, batch.seq_lens)  # tokens, this one included
+    positions = true_row_lens(batch, range(len(batch.query_lens)), seen).long() - 1
+    if batch.device_seq_lens is not None:  # slots are worked out where positions are
+        device = batch.device_seq_lens.device
+        table = table.to(device, non_blocking=True)
+        states = states.to(device, non_blocking=True).where(batch.device_seq_lens > 0, -1)
+    bounds = cumulative(batch.query_lens)
+    slots = window_slots(table, bounds, positions, window.block_size)
+    if slots.device.type == "cpu":
+        check_slots("batch", slots, window.num_blocks * window.block_size)
+    return Shared(bounds, positions, table, batch.block_table, states, slots)
+
+
+def _shared_with(beside: Plan) -> Shared:
+    """As it was uploaded, or put into buffers, for another ratio."""
+    step = beside.compressed
+    assert step is not None  # check_beside looked
+    return Shared(
+        step.query_start_loc,
+        step.positions,
+        step.window_table,
+        step.block_table,
+        step.state_slots,
+        beside.slot_mapping,
     )
 
 
@@ -82,54 +127,47 @@ def _describe(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
+    shared: Shared,
     turns: tuple[ScoreChunk, ...] | None,  # of a captured step
 ) -> CompressedPlan:
-    assert batch.window_table is not None and batch.state_slots is not None
     assert config.indexer is not None
-    seen = row_lens(batch.query_lens, batch.seq_lens)  # tokens, this one included
-    everyone = range(len(batch.query_lens))
-    true_lens = true_row_lens(batch, everyone, seen)
-    table, states = batch.window_table, batch.state_slots
-    if batch.device_seq_lens is not None:  # slots are worked out where positions are
-        device = batch.device_seq_lens.device
-        table = table.to(device, non_blocking=True)
-        states = states.to(device, non_blocking=True).where(batch.device_seq_lens > 0, -1)
-    ratio = cache.ratio
-    entries = true_lens // max(ratio, 1) if ratio else torch.zeros_like(true_lens)
+    ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
+    seen = row_lens(batch.query_lens, batch.seq_lens)
+    true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1
+    entries = true_lens // ratio if ratio else torch.zeros_like(true_lens)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     if turns is None:
-        chooses = ratio == INDEXED_RATIO and most > config.indexer.topk
+        chooses = ratio == INDEXED_RATIO and most > K
         turns = score_chunks((seen // ratio).tolist(), held) if chooses else ()
     bounds = cumulative(batch.query_lens)
     choosing = entries if turns else entries[:0]  # nobody else looks at what they choose
     return CompressedPlan(
         ratio=ratio,
-        query_start_loc=bounds,
-        positions=true_lens.long() - 1,
-        window_table=table,
-        block_table=batch.block_table,
-        state_slots=states,
+        query_start_loc=shared.query_start_loc,
+        positions=shared.positions,
+        window_table=shared.window_table,
+        block_table=shared.block_table,
+        state_slots=shared.state_slots,
         row_starts=no_starts(turns),
         row_lens=entries,
-        topk_lens=choosing.clamp(max=config.indexer.topk),
-        score_start_locs=start_locs(bounds, [chunk.rows for chunk in turns], len(true_lens)),
-        num_rows=batch.num_tokens,
+        topk_lens=choosing.clamp(max=K),
+        score_start_locs=start_locs(bounds, [chunk.rows for chunk in turns], T),
+        num_rows=T,
         max_entries=most,
         chunks=turns,
         query_bytes=held if turns else 0,
     )
 
 
-def window_slots(step: CompressedPlan, BS: int) -> Tensor:
+def window_slots(table: Tensor, query_start_loc: Tensor, positions: Tensor, BS: int) -> Tensor:
     """[T] i64: where the step's raw rows go."""
-    table = step.window_table
     owners = torch.repeat_interleave(
         torch.arange(table.shape[0], device=table.device),
-        step.query_start_loc.to(table.device).diff().long(),
-        output_size=step.num_rows,
+        query_start_loc.to(table.device).diff().long(),
+        output_size=len(positions),
     )
-    positions = step.positions.to(table.device)
+    positions = positions.to(table.device)
     columns = (positions // BS) % max(table.shape[1], 1)
     slots = table[owners, columns].long() * BS + positions % BS
     return slots.masked_fill(positions < 0, -1)  # of a request only the device knows to be empty

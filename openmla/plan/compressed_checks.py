@@ -10,6 +10,7 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
+from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
 
 
@@ -106,8 +107,29 @@ def check_workspace(
         )
 
 
-def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: PagedCache) -> None:
-    """Values are checked on the host; tensors that are on the device already are trusted."""
+def check_beside(
+    beside: Plan, batch: Batch, config: MLAConfig, cache: LayerCache, num_tokens: int
+) -> None:
+    """Another plan whose positions, tables and slots are this one's, too."""
+    if beside.batch_key is not batch.key or beside.config != config:
+        raise ConfigError("plan: beside must be a plan of the same batch and config, got another.")
+    here, there = cache.geometry, beside.geometry
+    if here is None or there is None or not here.serves(there):
+        raise ConfigError("plan: beside must be of caches of the same geometry, got others.")
+    if beside.num_tokens != num_tokens:
+        raise ConfigError(
+            f"plan: beside must have {num_tokens} rows, got {beside.num_tokens}. "
+            "Give into= to both, or to neither."
+        )
+
+
+def check_batch(
+    batch: Batch, config: MLAConfig, cache: LayerCache, window: PagedCache, *, again: bool
+) -> None:
+    """Values are checked on the host; tensors that are on the device already are trusted.
+
+    `again`: what all kinds of layers share was looked at for another kind.
+    """
     if batch.window_table is None or batch.state_slots is None:
         raise ShapeError(
             f"batch: window_table and state_slots must be given for {config.model_type}, got none."
@@ -122,7 +144,8 @@ def check_batch(batch: Batch, config: MLAConfig, cache: LayerCache, window: Page
         tensor = getattr(batch, name)
         if tensor is not None and tensor.device.type not in ("cpu", device.type):
             raise ShapeError(f"batch: {name} must be on cpu or {device}, got {tensor.device}.")
-    _check_window(batch, config, window)
+    if not again:
+        _check_window(batch, config, window)
     if cache.compressed is None or cache.state is None:
         return
     if batch.block_table.device.type == "cpu":

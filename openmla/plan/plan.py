@@ -38,6 +38,7 @@ def make_plan(
     workspace_tokens: int | None = None,
     batch_invariant: bool = False,
     into: dict[str, Tensor] | None = None,
+    beside: Plan | None = None,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -56,6 +57,7 @@ def make_plan(
     chunks depends on the batch.
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
+    `beside` is another kind's plan of this batch: positions, tables and slots are taken from it.
     """
     if not isinstance(cache, LayerCache):
         raise ConfigError(
@@ -73,6 +75,7 @@ def make_plan(
         workspace_tokens=workspace_tokens,
         batch_invariant=batch_invariant,
         into=into,
+        beside=beside,
     )
 
 
@@ -88,9 +91,14 @@ def _plan_latent(
     workspace_tokens: int | None,
     batch_invariant: bool,
     into: dict[str, Tensor] | None,
+    beside: Plan | None,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
+    if beside is not None:
+        raise ConfigError(
+            f"plan: beside must not be given for {config.model_type}: one plan serves all layers."
+        )
     check_cache(config, cache, latent)
     check_batch(batch, latent)
     if dtype is None:

@@ -216,6 +216,7 @@ class Plan:
     workspace: Workspace | None = None
     long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
     geometry: Geometry | None = None  # of V4's caches
+    batch_key: object = None  # of V4: its plans of one batch share tensors
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
     run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes

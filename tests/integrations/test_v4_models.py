@@ -169,6 +169,21 @@ def test_bf16_model_runs_near_float32() -> None:
     assert relative(actual, expected) < 1.5 * relative(plain, expected)
 
 
+@pytest.mark.parametrize("capture", [None, True])
+def test_the_plans_of_a_pass_share_their_tensors(capture: bool | None) -> None:
+    model = make_v4()
+    attach(model, capture=capture)
+    ids, mask = prompts((20, 13))
+    past = model.generate(
+        ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True
+    ).past_key_values
+    plans = list(past.layers[0].session.plans.values())
+    assert sorted(plan.compressed.ratio for plan in plans) == [0, 4, 128]
+    for name in ("positions", "window_table", "block_table", "state_slots", "query_start_loc"):
+        assert len({id(getattr(plan.compressed, name)) for plan in plans}) == 1, name
+    assert len({id(plan.slot_mapping) for plan in plans}) == 1
+
+
 def test_a_pass_that_failed() -> None:
     """What a failed pass leaves is not taken for another's; its cache says what happened to it."""
     model = make_v4()

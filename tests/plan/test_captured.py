@@ -31,7 +31,7 @@ Step = tuple[Batch, MLAConfig, LayerCache, dict[str, Tensor]]
 
 def make_step(kind: str | int, query_lens: list[int], seq_lens: list[int]) -> Step:
     """A step and buffers for four requests of two tokens."""
-    sizes = {"max_requests": 4, "max_tokens": 8, "max_blocks": 6}
+    sizes: Any = {"max_requests": 4, "max_tokens": 8, "max_blocks": 6}
     if isinstance(kind, int):
         config, cache = v4.CONFIG, v4.make_cache(kind)
         buffers = plan_buffers(config, cache, **sizes)

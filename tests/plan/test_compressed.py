@@ -261,6 +261,60 @@ def test_rings_of_captured_plans_are_wide_enough(tokens_each: int) -> None:
     assert columns * BS < WINDOW + tokens_each + 6 + 2 * BS
 
 
+COMMON = ("query_start_loc", "positions", "window_table", "block_table", "state_slots")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_plans_of_one_batch_share_what_layers_have_in_common(captured: bool, bounded: bool) -> None:
+    """And are what they would be by themselves."""
+    caches = {ratio: make_cache(ratio) for ratio in RATIOS}
+    sizes: Any = {"max_requests": 3, "max_tokens": 9, "max_blocks": 6}
+    buffers: dict[int, Any] = dict.fromkeys(RATIOS)
+    columns = 0
+    if captured:
+        for ratio, cache in caches.items():
+            buffers[ratio] = plan_buffers(CONFIG, cache, **sizes, beside=buffers[0])
+        columns = buffers[0]["window_table"].shape[1]
+    batch = make_batch(caches[0], [1, 3], [400, 133], window_columns=columns)
+    if bounded:
+        batch = replace(batch, device_seq_lens=torch.tensor([390, 133], dtype=torch.int32))
+    first = make_plan(batch, CONFIG, caches[0], into=buffers[0])
+    assert first.compressed is not None
+    for ratio in (4, 128):
+        plan = make_plan(batch, CONFIG, caches[ratio], into=buffers[ratio], beside=first)
+        step = plan.compressed
+        assert step is not None and plan.slot_mapping is first.slot_mapping
+        assert all(getattr(step, name) is getattr(first.compressed, name) for name in COMMON)
+        own = plan_buffers(CONFIG, caches[ratio], **sizes) if captured else None
+        alone = make_plan(batch, CONFIG, caches[ratio], into=own)
+        assert (alone.backends, alone.problems) == (plan.backends, plan.problems)
+        pairs = zip(tensors_of(alone.compressed), tensors_of(step), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert bool(step.chunks) == (ratio == 4)
+
+
+def test_plans_that_do_not_belong_beside_one_another() -> None:
+    zeros, fours = make_cache(0), make_cache(4)
+    batch = make_batch(zeros, [1, 3], [400, 133])
+    plan = make_plan(batch, CONFIG, zeros)
+    with pytest.raises(ConfigError, match="beside must be a plan of the same batch and config"):
+        make_plan(replace(batch), CONFIG, fours, beside=plan)
+    with pytest.raises(ConfigError, match="beside must be of caches of the same geometry"):
+        make_plan(batch, CONFIG, make_cache(4, window_block_size=8), beside=plan)
+    sizes: Any = {"max_requests": 3, "max_tokens": 9, "max_blocks": 6}
+    into = plan_buffers(CONFIG, fours, **sizes)
+    with pytest.raises(ConfigError, match=r"beside must have 9 rows, got 4\. Give into= to both"):
+        make_plan(batch, CONFIG, fours, beside=plan, into=into)
+    with pytest.raises(ConfigError, match="plan_buffers: beside must be of V4's layers and the sa"):
+        plan_buffers(CONFIG, fours, **{**sizes, "max_blocks": 7}, beside=into)
+    dense = PRESETS["tiny-v3"]
+    cache = allocate_cache(dense, num_blocks=4, block_size=4, format="fp32")
+    one = Batch([1], [1], torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="beside must not be given for deepseek_v3: one plan ser"):
+        make_plan(one, dense, cache, beside=plan)
+
+
 def test_workspace() -> None:
     fours = make_cache(4)
     space = warmup(CONFIG, fours, max_requests=2, max_tokens=10)

@@ -168,11 +168,11 @@ class CapturedDecode:
         """The step's numbers into the buffers of every kind of layer."""
         assert session.dtype is not None
         session.plans = {}
+        rings = next(iter(buffers.values())).get("window_table")
+        if rings is not None:  # a ring's columns are part of what was recorded
+            session.describe(window_columns=rings.shape[1])
         for cache in one_of_a_kind(caches):
-            mine = buffers[cache.ratio]
-            if "window_table" in mine:  # a ring's columns are part of what was recorded
-                session.describe(window_columns=mine["window_table"].shape[1])
-            session.plan(cache, device, session.dtype, into=mine)
+            session.plan(cache, device, session.dtype, into=buffers[cache.ratio])
 
     def _pass(
         self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
@@ -202,12 +202,11 @@ class CapturedDecode:
         blocks = 1 << (needed - 1).bit_length()
         config = self.attachment.config
         with torch.inference_mode(False):  # what is written again and again, in whichever mode
-            buffers = {
-                cache.ratio: plan_buffers(
-                    config, cache, max_requests=B, max_tokens=B, max_blocks=blocks
-                )
-                for cache in one_of_a_kind(caches)
-            }
+            buffers: dict[int, dict[str, Tensor]] = {}
+            sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
+            for cache in one_of_a_kind(caches):
+                made = next(iter(buffers.values()), None)
+                buffers[cache.ratio] = plan_buffers(config, cache, **sizes, beside=made)
             ids, positions = ids.clone(), positions.clone()
         self._plan(session, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]

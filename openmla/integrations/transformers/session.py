@@ -333,6 +333,8 @@ class Session:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have an indexer of its own."
                 )
+            v4 = config.compressor is not None
+            made = (plan for (place, _), plan in self.plans.items() if v4 and place == device)
             self.plans[key] = make_plan(
                 self.batch,
                 self.attachment.config,
@@ -341,6 +343,7 @@ class Session:
                 backend=self.attachment.backend,
                 workspace_tokens=None if into else self.attachment.workspace_tokens,
                 into=into,
+                beside=next(made, None),
             )
             self.attachment.last_plan = self.plans[key]
         return self.plans[key]
