@@ -81,6 +81,10 @@ class Geometry:
         """Whether a plan made for other caches holds for these: alike, and no smaller."""
         return self == planned.grown(self.num_blocks, self.window_blocks, self.num_states)
 
+    def alike(self, other: Geometry) -> bool:
+        """Whether blocks are of the same sizes, and windows hold as many, however many others."""
+        return self == replace(other, num_blocks=self.num_blocks, num_states=self.num_states)
+
     def grown(self, num_blocks: int, window_blocks: int, num_states: int) -> Geometry:
         return replace(
             self,

@@ -114,7 +114,8 @@ def check_beside(
     if beside.batch_key is not batch.key or beside.config != config:
         raise ConfigError("plan: beside must be a plan of the same batch and config, got another.")
     here, there = cache.geometry, beside.geometry
-    if here is None or there is None or not here.serves(there):
+    # a window-only layer's cache does not grow with the pool of entries, which it does not have
+    if here is None or there is None or not here.alike(there):
         raise ConfigError("plan: beside must be of caches of the same geometry, got others.")
     if beside.num_tokens != num_tokens:
         raise ConfigError(

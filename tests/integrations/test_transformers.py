@@ -486,7 +486,7 @@ def test_every_mla_family_is_supported_or_refused_by_name() -> None:
         ({"cache_format": "fp4"}, "cache: format 'fp4' is not known"),
         ({"index_format": "fp4"}, "cache: format 'fp4' is not known"),
         ({"num_blocks": 0}, "num_blocks must be"),
-        ({"backend": "gluon"}, "attach: backend 'gluon' is not known"),
+        ({"backend": "abacus"}, "attach: backend 'abacus' is not known"),
         ({"workspace": 3}, "attach: workspace must be at least one block of 64 rows, got 3"),
     ],
 )

@@ -302,6 +302,10 @@ def test_plans_that_do_not_belong_beside_one_another() -> None:
         make_plan(replace(batch), CONFIG, fours, beside=plan)
     with pytest.raises(ConfigError, match="beside must be of caches of the same geometry"):
         make_plan(batch, CONFIG, make_cache(4, window_block_size=8), beside=plan)
+    geometry = fours.geometry
+    assert geometry is not None
+    larger = fours.grown(2 * geometry.num_blocks, geometry.window_blocks, 2 * geometry.num_states)
+    make_plan(batch, CONFIG, larger, beside=plan)  # zeros has none of what has grown
     sizes: Any = {"max_requests": 3, "max_tokens": 9, "max_blocks": 6}
     into = plan_buffers(CONFIG, fours, **sizes)
     with pytest.raises(ConfigError, match=r"beside must have 9 rows, got 4\. Give into= to both"):
