@@ -63,7 +63,7 @@ def attend_chosen(
             C=plan.config.kv_lora_rank,
             scale=plan.config.scale,
             run_length=plan.run_length,
-            backend=plan.backends["mqa_sparse"],
+            backend=plan.gathering,
         )
         out[turn] = _out_of_latent(out_latent, absorbed)
     return out, lse

@@ -84,7 +84,7 @@ def attend_compressed(
         sink,
         C=D,
         scale=plan.config.scale,
-        backend=plan.backends["mqa_sparse"],
+        backend=plan.gathering,
     )
     return out
 

@@ -31,7 +31,7 @@ def why_none(kernels: Sequence[Kernel], problem: Problem) -> str | None:
     reasons = {kernel.name: kernel.why_not(problem) for kernel in kernels}
     if None in reasons.values():
         return None
-    # those of other rows say nothing where one of these rows' says something
+    # a kernel of another cache format says nothing where one of this format says why
     near = {name: reason for name, reason in reasons.items() if not str(reason).startswith("reads")}
     return "; ".join(f"{name} {reason}" for name, reason in (near or reasons).items())
 

@@ -23,7 +23,7 @@ from openmla.plan.compressed_checks import (
     check_options,
     check_workspace,
 )
-from openmla.plan.problems import chosen, index_problem
+from openmla.plan.problems import chosen, index_problem, named
 from openmla.plan.rows import cumulative, start_locs
 from openmla.plan.sparse import no_starts, query_bytes, row_lens, score_chunks, true_row_lens
 from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
@@ -75,6 +75,7 @@ def plan_compressed(
         prefill=None,
         compressed=step,
         backends=backends,
+        gathering=named("mqa_sparse", backend),
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,

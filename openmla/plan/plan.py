@@ -17,7 +17,7 @@ from openmla.plan.checks import check_batch, check_cache, check_workspace
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import choose_backends, find_problems, latent_of
+from openmla.plan.problems import choose_backends, find_problems, latent_of, named
 from openmla.plan.rows import long_context_rows
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.splits import fixed_run
@@ -132,6 +132,7 @@ def _plan_latent(
         prefill=parts.prefill,
         sparse=parts.sparse,
         backends=backends,
+        gathering=named("mqa_sparse", backend),
         problems=problems,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,

@@ -226,6 +226,10 @@ class Plan:
     seq_lens: Sequence[int] = ()
     bounded: bool = False  # these are upper bounds, the device has the lengths
     form: str = "auto"
+    # What mqa_sparse is called with. Its kernels differ by the tokens of a call and by where a
+    # layer's rows lie, so each call chooses unless a backend was named; `backends` has the choice
+    # for the largest call over the planned cache.
+    gathering: str = "auto"
     routes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def check_cache(self, cache: LayerCache) -> None:

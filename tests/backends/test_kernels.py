@@ -1,0 +1,65 @@
+"""Which of several kernels runs a problem, by the rows of a backend's own table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from openmla import PRESETS, BlockPool, allocate_cache, make_plan
+from openmla.backends import Problem, kernel_of, select
+from openmla.errors import UnsupportedError
+from openmla.plan import Batch
+
+V3 = Problem(
+    "mqa_sparse", "cuda", (9, 0), 132, torch.bfloat16, "fp8_ds_mla", 128, 576, 512, tokens=64,
+    kinds=("slots",),
+)  # fmt: skip
+V4 = replace(V3, format="fp8_dsv4", H=64, D=512, kinds=("window", "positions"))
+CHOICES = {
+    "many heads": V3,
+    "few heads": replace(V3, H=16),
+    "few heads for one token": replace(V3, tokens=1),
+    "many heads for one token, fixed runs": replace(V3, tokens=1, run_length=64),
+    "many heads over bf16": replace(V3, format="bf16"),
+    "many heads V4": V4,
+    "few heads V4": replace(V4, H=16),
+    "few heads V4 for one token": replace(V4, tokens=1),
+    "triton: odd rows": replace(V3, aligned=V3.aligned - {"rows"}),
+    "triton: odd pages": replace(V4, aligned=V4.aligned - {"pages"}),
+    "triton: many heads before SM90": replace(V3, capability=(8, 0), tokens=512),
+    "triton: 16 heads over bf16": replace(V3, H=16, format="bf16"),
+    "triton: float16": replace(V3, dtype=torch.float16),
+    "triton: another width": replace(V3, D=320, C=256, format="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_kernel_that_runs(name: str) -> None:
+    pytest.importorskip("triton")
+    problem = CHOICES[name]
+    backend = select(problem)
+    if name.startswith("triton"):
+        assert (backend, kernel_of(problem, backend)) == ("triton", "")
+    else:
+        assert backend == "gluon" and name.startswith(kernel_of(problem, backend))
+
+
+def test_a_named_backend_says_why_it_cannot() -> None:
+    pytest.importorskip("triton")
+    with pytest.raises(UnsupportedError, match=r"gluon +many heads needs SM90"):
+        select(replace(V3, capability=(8, 0), format="bf16"), "gluon")
+    assert select(replace(V3, H=16, format="bf16"), "gluon") == "gluon"  # slower, but it can
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])
+def test_each_call_chooses_unless_named(backend: str) -> None:
+    """Rows of another layer may lie otherwise, and a prompt's last turn is short."""
+    config = PRESETS["tiny-v3.2"]
+    cache = allocate_cache(config, num_blocks=8, block_size=16, format="fp32")
+    pool = BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 60})
+    table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 0, 60)])
+    plan = make_plan(Batch([60], [60], table, slots), config, cache, backend=backend)
+    assert plan.gathering == ("reference" if backend == "reference" else "auto")
