@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,19 @@ def test_one_name_in_four_places() -> None:
             "openmla/bench/{}.py",
         ):
             assert (ROOT / place.format(op)).is_file(), f"{op} has no {place.format(op)}"
+
+
+def test_one_author_of_a_problem() -> None:
+    """An op says how backends are asked about it, to its own calls and to the planner; doctor asks
+    about machines that are elsewhere."""
+    for op in BACKENDS:
+        assert callable(import_module(f"openmla.ops.{op}").problem), f"{op} has no problem()"
+    for path in MODULES:
+        calls = (
+            node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        )
+        made = any(ast.unparse(call.func) == "Problem" for call in calls)
+        assert not made or relative(path) in ("backends/__init__.py", "cli/doctor.py"), path
 
 
 def test_tests_do_not_import_tests() -> None:

@@ -155,7 +155,7 @@ def _check_kinds(
                 given.append((f"{name}.{part}", weight, weight.dtype))
     if index is not None:
         given += [("q_idx", index.q_idx, index.q_idx.dtype)]
-        given += [("w_idx", index.w_idx, scores_dtype(index.q_idx))]
+        given += [("w_idx", index.w_idx, scores_dtype(index.q_idx.dtype))]
     if table is not None:
         given.append(("table", table, torch.promote_types(table.dtype, torch.float32)))
     for name, tensor, dtype in given:

@@ -36,7 +36,7 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
             )
     device = keys.data.device
     check_alike("select", "q_idx", index.q_idx, index.q_idx.dtype, device)
-    check_alike("select", "w_idx", index.w_idx, scores_dtype(index.q_idx), device)
+    check_alike("select", "w_idx", index.w_idx, scores_dtype(index.q_idx.dtype), device)
     refuse_grad("select", tuple(tensor for tensor in index if tensor is not None))
     if index.k_idx is not None:
         cache_write(

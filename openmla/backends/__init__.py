@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from openmla.backends.requirements import explain_failure, missing
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.hardware import capability
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cache_gather": ("triton", "reference"),
@@ -67,6 +69,11 @@ class Problem:
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
     run_length: int = 0  # rows after which a backend must cut, 0 where it may as it likes
+
+
+def problem_on(device: torch.device, op: str, **fields: Any) -> Problem:
+    """A problem on a device of this machine; `fields` are Problem's."""
+    return Problem(op, device.type, capability(device), **fields)
 
 
 def bucketed(tokens: int) -> int:

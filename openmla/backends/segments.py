@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from openmla.backends import Problem, bucketed
-from openmla.hardware import capability, multiprocessors
+from openmla.backends import Problem, bucketed, problem_on
+from openmla.hardware import multiprocessors
 
 
 class Segment(NamedTuple):
@@ -36,27 +36,26 @@ class Segment(NamedTuple):
 
 
 def problem_of(q: Tensor, segments: Sequence[Segment], *, C: int, run_length: int) -> Problem:
-    """mqa_sparse as backends are asked about it, of a call."""
+    """A call of mqa_sparse, as backends are asked about it."""
     T, H, D = q.shape
     aligned = alignment(segment.cache for segment in segments)
     if q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0:
         aligned |= {"queries"}
-    return sparse_problem(
+    return problem(
         q.device, q.dtype, [segment.format for segment in segments],
         tuple(segment.kind for segment in segments), H=H, D=D, C=C, tokens=T, aligned=aligned,
         run_length=run_length,
     )  # fmt: skip
 
 
-def sparse_problem(
+def problem(
     device: torch.device, dtype: torch.dtype, formats: Sequence[str], kinds: tuple[str, ...], *,
     H: int, D: int, C: int, tokens: int, aligned: frozenset[str], run_length: int,
 ) -> Problem:  # fmt: skip
-    """The same, of a call that is planned."""
-    return Problem(
-        op="mqa_sparse",
-        device=device.type,
-        capability=capability(device),
+    """The same, before its tensors exist."""
+    return problem_on(
+        device,
+        "mqa_sparse",
         multiprocessors=multiprocessors(device),
         dtype=dtype,
         format=" ".join(dict.fromkeys(formats)),

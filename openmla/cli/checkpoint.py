@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from openmla import hardware
-from openmla.backends import Problem, all_backends, why_not
+from openmla.backends import all_backends, why_not
 from openmla.config import MLAConfig
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.ops.cache_write import problem
 
 DEMO = Path(__file__).parent.parent / "demo"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -142,7 +142,7 @@ def checked_device(name: str | None) -> str:
     return name
 
 
-def check_backend(name: str, config: MLAConfig, device: str, format: str | None) -> None:
+def check_backend(name: str, device: str, format: str | None) -> None:
     """A named backend exists and can at least write a model's rows; plans ask for all else."""
     if name == "auto":
         return
@@ -150,15 +150,8 @@ def check_backend(name: str, config: MLAConfig, device: str, format: str | None)
         raise ConfigError(
             f"--backend must be auto or one of {', '.join(all_backends())}, got {name!r}."
         )
-    problem = Problem(
-        op="cache_write",
-        device=torch.device(device).type,
-        capability=hardware.capability(torch.device(device)),
-        format=format or "bf16",
-        D=config.latent_dim,
-        C=config.kv_lora_rank,
-    )
-    reason = why_not(problem, name)
+    rows = problem(torch.device(device), torch.float32, format or "bf16")
+    reason = why_not(rows, name)
     if reason is not None:
         raise UnsupportedError(f"--backend {name} cannot run this model: {reason}.")
 

@@ -99,7 +99,7 @@ def run_generate(options: argparse.Namespace) -> int:
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
     check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
-    check_backend(options.backend, checkpoint.config, device, options.cache_format)
+    check_backend(options.backend, device, options.cache_format)
     tokenizer = load_tokenizer(checkpoint.folder)
     tokens = tokenizer.encode(prompt)
     check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))

@@ -11,12 +11,12 @@ positions are never read. out is [n, D] in any floating dtype.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_block_table, check_start_loc
 
@@ -48,21 +48,19 @@ def _check_values(
     check_block_table("cache_gather", block_table, starts, ends, dims["N"], dims["BS"])
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "cache_gather", dtype=dtype, format=format)
+
+
 def _run(*tensors: Tensor, format: str, backend: str) -> None:
-    out, cache, _, block_table, starts, row_start_loc = tensors
+    out, _cache, _, block_table, starts, row_start_loc = tensors
     dims = _check(tensors, format)
     refuse_grad("cache_gather", (out,))
     if out.device.type == "cpu":
         _check_values(dims, block_table, starts, row_start_loc)
-    problem = Problem(
-        op="cache_gather",
-        device=cache.device.type,
-        capability=capability(cache.device),
-        dtype=out.dtype,
-        format=format,
-        D=dims["D"],
-    )
-    load("cache_gather", select(problem, backend)).run(*tensors, format=format)
+    asked = problem(out.device, out.dtype, format)
+    load("cache_gather", select(asked, backend)).run(*tensors, format=format)
 
 
 def _fake(*tensors: Tensor, format: str, backend: str) -> None:

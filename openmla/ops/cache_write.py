@@ -11,12 +11,12 @@ Encoding is cache/format.py's: bit copy or round to nearest even; fp8 saturates.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_slots
 
@@ -38,22 +38,19 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
     return dims
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "cache_write", dtype=dtype, format=format)
+
+
 def _run(*tensors: Tensor, format: str, backend: str) -> None:
     cache, kv_c, k_pe, slot_mapping, _ = tensors
     dims = _check(tensors, format)
     refuse_grad("cache_write", (kv_c, k_pe))
     if cache.device.type == "cpu":
         check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
-    problem = Problem(
-        op="cache_write",
-        device=cache.device.type,
-        capability=capability(cache.device),
-        dtype=kv_c.dtype,
-        format=format,
-        D=dims["C"] + dims["R"],
-        C=dims["C"],
-    )
-    load("cache_write", select(problem, backend)).run(*tensors, format=format)
+    asked = problem(cache.device, kv_c.dtype, format)
+    load("cache_write", select(asked, backend)).run(*tensors, format=format)
 
 
 def _fake(*tensors: Tensor, format: str, backend: str) -> None:

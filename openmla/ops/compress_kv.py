@@ -30,10 +30,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format, state_rows, state_width
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_block_table, check_slots, check_start_loc
 
@@ -119,6 +118,11 @@ def _check_values(tensors: tuple[Tensor, ...], dims: dict[str, int], ratio: int)
     )
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "compress_kv", dtype=dtype, format=format, D=D)
+
+
 def _run(
     *tensors: Tensor,
     format: str,
@@ -133,15 +137,8 @@ def _run(
     refuse_grad("compress_kv", tensors[3:7])
     if cache.device.type == "cpu":
         _check_values(tensors, dims, ratio)
-    problem = Problem(
-        op="compress_kv",
-        device=cache.device.type,
-        capability=capability(cache.device),
-        dtype=kv.dtype,
-        format=format,
-        D=dims["D"],
-    )
-    load("compress_kv", select(problem, backend)).run(
+    asked = problem(cache.device, kv.dtype, format, D=dims["D"])
+    load("compress_kv", select(asked, backend)).run(
         *tensors, format=format, ratio=ratio, overlap=overlap, eps=eps, hadamard=hadamard
     )
 

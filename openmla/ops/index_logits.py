@@ -20,10 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_block_table, check_row_lens, check_start_loc
 
@@ -41,8 +40,8 @@ def check_paged(op: str, tensors: tuple[Tensor, ...], format: str, num_keys: int
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
     dims = bind(op, SPEC, tensors, {"W": W, "B+1": B1})
     check_pages(op, cache, format)
-    if w_idx.dtype != scores_dtype(q_idx):
-        raise ShapeError(f"{op}: w_idx must be {scores_dtype(q_idx)}, got {w_idx.dtype}.")
+    if w_idx.dtype != scores_dtype(q_idx.dtype):
+        raise ShapeError(f"{op}: w_idx must be {scores_dtype(q_idx.dtype)}, got {w_idx.dtype}.")
     if num_keys < 0:
         raise ShapeError(f"{op}: num_keys must not be negative, got {num_keys}.")
     return dims
@@ -60,20 +59,13 @@ def check_paged_values(
     check_block_table(op, block_table, None, longest, dims["N"], dims["BS"])
 
 
-def scores_dtype(q_idx: Tensor) -> torch.dtype:
-    return torch.float64 if q_idx.dtype == torch.float64 else torch.float32
+def scores_dtype(queries: torch.dtype) -> torch.dtype:
+    return torch.float64 if queries == torch.float64 else torch.float32
 
 
-def problem_of(op: str, q_idx: Tensor, dims: dict[str, int], format: str) -> Problem:
-    return Problem(
-        op=op,
-        device=q_idx.device.type,
-        capability=capability(q_idx.device),
-        dtype=q_idx.dtype,
-        format=format,
-        H=dims["HI"],
-        D=dims["DI"],
-    )
+def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "index_logits", dtype=dtype, format=format, H=HI, D=DI)
 
 
 def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
@@ -82,8 +74,8 @@ def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
     refuse_grad("index_logits", (q_idx, w_idx))
     if q_idx.device.type == "cpu":
         check_paged_values("index_logits", dims, tensors, num_keys)
-    problem = problem_of("index_logits", q_idx, dims, format)
-    logits: Tensor = load("index_logits", select(problem, backend)).run(
+    asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
+    logits: Tensor = load("index_logits", select(asked, backend)).run(
         *tensors, format=format, num_keys=num_keys
     )
     return logits
@@ -91,7 +83,7 @@ def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
 
 def _fake(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
     dims = check_paged("index_logits", tensors, format, num_keys)
-    return tensors[0].new_empty((dims["T"], num_keys), dtype=scores_dtype(tensors[0]))
+    return tensors[0].new_empty((dims["T"], num_keys), dtype=scores_dtype(tensors[0].dtype))
 
 
 _OP = register(

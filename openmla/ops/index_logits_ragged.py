@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops.index_logits import scores_dtype
 
@@ -29,10 +29,15 @@ _SPEC = (
 def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
     q_idx, w_idx = tensors[:2]
     dims = bind("index_logits_ragged", _SPEC, tensors)
-    if w_idx.dtype != scores_dtype(q_idx):
-        wanted = scores_dtype(q_idx)
+    if w_idx.dtype != scores_dtype(q_idx.dtype):
+        wanted = scores_dtype(q_idx.dtype)
         raise ShapeError(f"index_logits_ragged: w_idx must be {wanted}, got {w_idx.dtype}.")
     return dims
+
+
+def problem(device: torch.device, dtype: torch.dtype, *, HI: int, DI: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "index_logits_ragged", dtype=dtype, H=HI, D=DI)
 
 
 def _run(*tensors: Tensor, backend: str) -> Tensor:
@@ -44,21 +49,14 @@ def _run(*tensors: Tensor, backend: str) -> Tensor:
             f"index_logits_ragged: starts and ends must be within the S={dims['S']} keys, "
             f"got {int(starts.min())} and {int(ends.max())}."
         )
-    problem = Problem(
-        op="index_logits_ragged",
-        device=q_idx.device.type,
-        capability=capability(q_idx.device),
-        dtype=q_idx.dtype,
-        H=dims["HI"],
-        D=dims["DI"],
-    )
-    logits: Tensor = load("index_logits_ragged", select(problem, backend)).run(*tensors)
+    asked = problem(q_idx.device, q_idx.dtype, HI=dims["HI"], DI=dims["DI"])
+    logits: Tensor = load("index_logits_ragged", select(asked, backend)).run(*tensors)
     return logits
 
 
 def _fake(*tensors: Tensor, backend: str) -> Tensor:
     dims = _check(tensors)
-    return tensors[0].new_empty((dims["T"], dims["S"]), dtype=scores_dtype(tensors[0]))
+    return tensors[0].new_empty((dims["T"], dims["S"]), dtype=scores_dtype(tensors[0].dtype))
 
 
 _OP = register(

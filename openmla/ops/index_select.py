@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, refuse_grad, register
-from openmla.ops.index_logits import check_paged, check_paged_values, problem_of
+from openmla.ops.index_logits import check_paged, check_paged_values
 from openmla.ops.index_logits import cost as logits_cost
 
 
@@ -24,6 +24,11 @@ def _check(tensors: tuple[Tensor, ...], format: str, num_keys: int, K: int) -> d
     if K < 1:
         raise ShapeError(f"index_select: K must be positive, got {K}.")
     return check_paged("index_select", tensors, format, num_keys)
+
+
+def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "index_select", dtype=dtype, format=format, H=HI, D=DI)
 
 
 def _run(
@@ -34,8 +39,8 @@ def _run(
     refuse_grad("index_select", (q_idx, w_idx))
     if q_idx.device.type == "cpu":
         check_paged_values("index_select", dims, tensors, num_keys)
-    problem = problem_of("index_select", q_idx, dims, format)
-    found: tuple[Tensor, Tensor] = load("index_select", select(problem, backend)).run(
+    asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
+    found: tuple[Tensor, Tensor] = load("index_select", select(asked, backend)).run(
         *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted
     )
     return found

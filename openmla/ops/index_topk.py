@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, register
 
 _SPEC = "logits:T S f row, row_starts:T i32, row_lens:T i32"
@@ -26,6 +25,11 @@ def _check(tensors: tuple[Tensor, ...], K: int) -> dict[str, int]:
     if K < 1:
         raise ShapeError(f"index_topk: K must be positive, got {K}.")
     return dims
+
+
+def problem(device: torch.device, dtype: torch.dtype) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "index_topk", dtype=dtype)
 
 
 def _run(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, Tensor]:
@@ -39,13 +43,8 @@ def _run(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, 
                 f"index_topk: row {t} must lie within the S={dims['S']} columns, got "
                 f"{int(row_lens[t])} from {int(row_starts[t])} on."
             )
-    problem = Problem(
-        op="index_topk",
-        device=logits.device.type,
-        capability=capability(logits.device),
-        dtype=logits.dtype,
-    )
-    found: tuple[Tensor, Tensor] = load("index_topk", select(problem, backend)).run(
+    asked = problem(logits.device, logits.dtype)
+    found: tuple[Tensor, Tensor] = load("index_topk", select(asked, backend)).run(
         *tensors, K=K, sorted=sorted
     )
     return found

@@ -11,12 +11,12 @@ Rows of k_raw past the slots [T'] are not looked at; a negative slot skips its r
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_slots
 from openmla.ops.rope import PAIRINGS
@@ -54,6 +54,11 @@ def _check(
     return dims
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "index_write", dtype=dtype, format=format)
+
+
 def _run(
     *tensors: Tensor,
     format: str,
@@ -73,15 +78,8 @@ def _run(
                 f"index_write: positions must be within the table's 0..{dims['Q'] - 1}, "
                 f"got {int(positions.min())}..{int(positions.max())}."
             )
-    problem = Problem(
-        op="index_write",
-        device=cache.device.type,
-        capability=capability(cache.device),
-        dtype=k_raw.dtype,
-        format=format,
-        D=dims["DI"],
-    )
-    load("index_write", select(problem, backend)).run(
+    asked = problem(cache.device, k_raw.dtype, format)
+    load("index_write", select(asked, backend)).run(
         *tensors, format=format, eps=eps, pairing=pairing, rope_start=rope_start, hadamard=hadamard
     )
 

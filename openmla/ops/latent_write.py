@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops._values import check_slots
 from openmla.ops.rope import PAIRINGS
@@ -68,6 +68,11 @@ def _check(
     return dims
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "latent_write", dtype=dtype, format=format, D=D, E=E)
+
+
 def _run(
     *tensors: Any,
     format: str,
@@ -90,18 +95,8 @@ def _run(
                     f"latent_write: positions must be within the table's 0..{table.shape[0] - 1}, "
                     f"got {int(low)}..{int(high)}."
                 )
-    problem = Problem(
-        op="latent_write",
-        device=cache.device.type,
-        capability=capability(cache.device),
-        dtype=kv.dtype,
-        format=format,
-        H=dims["H"],
-        D=dims["D"],
-        C=dims["C"],
-        E=dims["E"],
-    )
-    load("latent_write", select(problem, backend)).run(
+    asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
+    load("latent_write", select(asked, backend)).run(
         *given,
         table,
         format=format,

@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, register
 from openmla.ops._values import check_start_loc
 
@@ -44,17 +43,18 @@ def _check(tensors: tuple[Tensor, ...], **scalars: int) -> dict[str, int]:
     return dims
 
 
+def problem(device: torch.device) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "map_slots")
+
+
 def _run(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> tuple[Tensor, Tensor]:
     positions, _, query_start_loc = tensors
     dims = _check(tensors, **scalars)
     if positions.device.type == "cpu":
         check_start_loc("map_slots", "query_start_loc", query_start_loc, dims["T"], "positions")
-    problem = Problem(
-        op="map_slots",
-        device=positions.device.type,
-        capability=capability(positions.device),
-    )
-    found: tuple[Tensor, Tensor] = load("map_slots", select(problem, backend)).run(
+    asked = problem(positions.device)
+    found: tuple[Tensor, Tensor] = load("map_slots", select(asked, backend)).run(
         *tensors, compact=compact, **scalars
     )
     return found

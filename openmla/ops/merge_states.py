@@ -12,11 +12,11 @@ tensors out and lse. lse may have any strides. Arithmetic is in float32 (float64
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 
 _SPEC = "out:T H V f row, lse:T H f, other_out:T H V f row, other_lse:T H f"
@@ -33,19 +33,17 @@ def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
     return dims
 
 
+def problem(device: torch.device, dtype: torch.dtype) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "merge_states", dtype=dtype)
+
+
 def _run(*tensors: Tensor, backend: str) -> None:
     out = tensors[0]
-    dims = _check(tensors)
+    _check(tensors)
     refuse_grad("merge_states", tensors)
-    problem = Problem(
-        op="merge_states",
-        device=out.device.type,
-        capability=capability(out.device),
-        dtype=out.dtype,
-        H=dims["H"],
-        V=dims["V"],
-    )
-    load("merge_states", select(problem, backend)).run(*tensors)
+    asked = problem(out.device, out.dtype)
+    load("merge_states", select(asked, backend)).run(*tensors)
 
 
 def _fake(*tensors: Tensor, backend: str) -> None:

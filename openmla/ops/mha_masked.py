@@ -16,9 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
@@ -57,6 +56,11 @@ def _check_values(
             raise ShapeError(f"mha_masked: {name} must be at least {longest}, got {given}.")
 
 
+def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "mha_masked", dtype=dtype, E=E, V=V)
+
+
 def _run(
     *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str
 ) -> tuple[Tensor, Tensor]:
@@ -66,16 +70,8 @@ def _run(
     check_scale("mha_masked", scale)
     if q.device.type == "cpu":
         _check_values(dims, tensors, max_query_len, max_key_len)
-    problem = Problem(
-        op="mha_masked",
-        device=q.device.type,
-        capability=capability(q.device),
-        dtype=q.dtype,
-        H=dims["H"],
-        E=dims["E"],
-        V=dims["V"],
-    )
-    result: tuple[Tensor, Tensor] = load("mha_masked", select(problem, backend)).run(
+    asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
+    result: tuple[Tensor, Tensor] = load("mha_masked", select(asked, backend)).run(
         *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len
     )
     return result

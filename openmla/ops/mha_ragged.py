@@ -19,9 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
@@ -54,6 +53,11 @@ def _check_values(
             raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
 
 
+def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "mha_ragged", dtype=dtype, E=E, V=V)
+
+
 def _run(
     *tensors: Tensor,
     scale: float,
@@ -68,16 +72,8 @@ def _run(
     check_scale("mha_ragged", scale)
     if q.device.type == "cpu":
         _check_values(dims, tensors, max_query_len, max_key_len)
-    problem = Problem(
-        op="mha_ragged",
-        device=q.device.type,
-        capability=capability(q.device),
-        dtype=q.dtype,
-        H=dims["H"],
-        E=dims["E"],
-        V=dims["V"],
-    )
-    result: tuple[Tensor, Tensor] = load("mha_ragged", select(problem, backend)).run(
+    asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
+    result: tuple[Tensor, Tensor] = load("mha_ragged", select(asked, backend)).run(
         *tensors,
         scale=scale,
         causal=causal,

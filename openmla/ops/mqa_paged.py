@@ -23,10 +23,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_block_table, check_start_loc
 
@@ -75,6 +74,11 @@ def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_l
         )
 
 
+def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, C: int) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "mqa_paged", dtype=dtype, format=format, D=D, C=C)
+
+
 def _run(
     *tensors: Tensor,
     format: str,
@@ -90,17 +94,8 @@ def _run(
     check_scale("mqa_paged", scale)
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len)
-    problem = Problem(
-        op="mqa_paged",
-        device=q_latent.device.type,
-        capability=capability(q_latent.device),
-        dtype=q_latent.dtype,
-        format=format,
-        H=dims["H"],
-        D=dims["D"],
-        C=C,
-    )
-    result: tuple[Tensor, Tensor] = load("mqa_paged", select(problem, backend)).run(
+    asked = problem(q_latent.device, q_latent.dtype, format, D=dims["D"], C=C)
+    result: tuple[Tensor, Tensor] = load("mqa_paged", select(asked, backend)).run(
         *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len
     )
     return result

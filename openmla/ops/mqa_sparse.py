@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from openmla.backends import load, select
-from openmla.backends.segments import Segment, problem_of
+from openmla.backends.segments import Segment, problem, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
-__all__ = ["Segment", "cost", "mqa_sparse"]
+__all__ = ["Segment", "cost", "mqa_sparse", "problem"]
 
 KINDS = ("slots", "positions", "window", "prefix")
 _QUERY_SPEC = "q_latent:T H D f row, query_start_loc:B+1 i32, positions:T i64"
@@ -118,8 +118,8 @@ def _run(
         check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
-    problem = problem_of(q_latent, parts, C=C, run_length=run_length)
-    result: tuple[Tensor, Tensor] = load("mqa_sparse", select(problem, backend)).run(
+    asked = problem_of(q_latent, parts, C=C, run_length=run_length)
+    result: tuple[Tensor, Tensor] = load("mqa_sparse", select(asked, backend)).run(
         q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
     )
     return result

@@ -9,14 +9,19 @@ entries set their bit once.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, register
 
 _SPEC = "topk_positions:T K i32 row, key_starts:T i32, key_lens:T i32"
+
+
+def problem(device: torch.device) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "pack_mask")
 
 
 def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
@@ -31,12 +36,8 @@ def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
                 f"pack_mask: key_lens must be within num_words={num_words} words, "
                 f"got {low}..{high}."
             )
-    problem = Problem(
-        op="pack_mask",
-        device=positions.device.type,
-        capability=capability(positions.device),
-    )
-    mask: Tensor = load("pack_mask", select(problem, backend)).run(*tensors, num_words=num_words)
+    asked = problem(positions.device)
+    mask: Tensor = load("pack_mask", select(asked, backend)).run(*tensors, num_words=num_words)
     return mask
 
 

@@ -12,11 +12,11 @@ once. Rows of x past the positions [T'], T' <= T, are not touched.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, select
+from openmla.backends import Problem, load, problem_on, select
 from openmla.errors import ShapeError
-from openmla.hardware import capability
 from openmla.ops._register import Cost, bind, refuse_grad, register
 
 PAIRINGS = ("pairs", "halves")
@@ -37,6 +37,11 @@ def _check(tensors: tuple[Tensor, ...], pairing: str) -> dict[str, int]:
     return dims
 
 
+def problem(device: torch.device, dtype: torch.dtype) -> Problem:
+    """A call, as backends are asked about it."""
+    return problem_on(device, "rope", dtype=dtype)
+
+
 def _run(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> None:
     x, positions, table = tensors
     dims = _check(tensors, pairing)
@@ -48,15 +53,8 @@ def _run(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> None:
                 f"rope: positions must be within the table's 0..{dims['Q'] - 1}, "
                 f"got {int(low)}..{int(high)}."
             )
-    problem = Problem(
-        op="rope",
-        device=x.device.type,
-        capability=capability(x.device),
-        dtype=x.dtype,
-        H=dims["H"],
-        D=dims["R"],
-    )
-    load("rope", select(problem, backend)).run(*tensors, pairing=pairing, inverse=inverse)
+    asked = problem(x.device, x.dtype)
+    load("rope", select(asked, backend)).run(*tensors, pairing=pairing, inverse=inverse)
 
 
 def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.segments import alignment, sparse_problem
+from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.hardware import capability
 from openmla.ops._values import check_slots
+from openmla.ops.cache_write import problem as cache_write_problem
+from openmla.ops.compress_kv import problem as compress_kv_problem
+from openmla.ops.latent_write import problem as latent_write_problem
+from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
+from openmla.ops.rope import problem as rope_problem
 from openmla.plan.batch import Batch
 from openmla.plan.captured import captured_step, captured_turns, fill
 from openmla.plan.compressed_checks import (
@@ -23,7 +26,7 @@ from openmla.plan.compressed_checks import (
     check_options,
     check_workspace,
 )
-from openmla.plan.problems import chosen, index_problem, named
+from openmla.plan.problems import chosen, named, scoring_problems
 from openmla.plan.rows import cumulative, start_locs
 from openmla.plan.sparse import no_starts, query_bytes, row_lens, score_chunks, true_row_lens
 from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
@@ -182,54 +185,31 @@ def find_compressed_problems(
     step: CompressedPlan,
 ) -> tuple[Problem, ...]:
     """The ops a V4 layer of this ratio calls, as the backends are asked about them."""
-    assert config.compressor is not None
-    device = window.data.device
-    common = Problem(
-        op="cache_write",
-        device=device.type,
-        capability=capability(device),
-        dtype=dtype,
-        format=window.format,
-        D=config.latent_dim,
-        C=config.latent_dim,
-    )
-    R, H = config.qk_rope_head_dim, config.num_heads
+    device, H, D = window.data.device, config.num_heads, config.latent_dim
     problems = [
-        replace(common, op="latent_write", H=H, E=config.latent_dim),
-        common,
-        replace(common, op="rope", format="", H=H, D=R, C=0),
+        latent_write_problem(device, dtype, window.format, D=D, E=D),
+        cache_write_problem(device, dtype, window.format),
+        rope_problem(device, dtype),
     ]
-    kinds, formats = ["window"], [window.format]
+    kinds, read = ["window"], [window]
     if cache.compressed is not None:
         entries = cache.compressed
         kinds.append("positions" if step.chunks else "prefix")
-        formats.append(entries.format)
-        problems.append(
-            replace(
-                common,
-                op="compress_kv",
-                dtype=torch.float32,
-                format=entries.format,
-                C=0,
-            )
-        )
+        read.append(entries)
+        wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
+        problems.append(compress_kv_problem(device, wide, entries.format, D=D))
     if step.chunks:
-        assert config.indexer is not None
-        for op in ("index_logits", "index_topk"):
-            problems.append(index_problem(op, config.indexer, cache, dtype, device))
-    caches = [window.data] if cache.compressed is None else [window.data, cache.compressed.data]
-    problems.append(
-        sparse_problem(
-            device,
-            dtype,
-            formats,
-            tuple(kinds),
-            H=H,
-            D=config.latent_dim,
-            C=config.latent_dim,
-            tokens=step.num_rows,
-            aligned=alignment(caches) | {"queries"},
-            run_length=0,
-        )
+        problems += scoring_problems(config, cache, dtype)
+    attending = mqa_sparse_problem(
+        device,
+        dtype,
+        [part.format for part in read],
+        tuple(kinds),
+        H=H,
+        D=D,
+        C=D,
+        tokens=step.num_rows,
+        aligned=alignment(part.data for part in read) | {"queries"},
+        run_length=0,
     )
-    return tuple(problems)
+    return (*problems, attending)

@@ -9,11 +9,25 @@ import torch
 
 from openmla.backends import BACKENDS, Problem, efficiency, prefers_slots, select, why_not
 from openmla.backends.requirements import warn_of_reference
-from openmla.backends.segments import alignment, sparse_problem
+from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
-from openmla.config import IndexerConfig, MLAConfig
+from openmla.config import MLAConfig
 from openmla.errors import ConfigError
-from openmla.hardware import capability
+from openmla.ops.cache_gather import problem as cache_gather_problem
+from openmla.ops.cache_write import problem as cache_write_problem
+from openmla.ops.index_logits import problem as index_logits_problem
+from openmla.ops.index_logits import scores_dtype
+from openmla.ops.index_topk import problem as index_topk_problem
+from openmla.ops.index_write import problem as index_write_problem
+from openmla.ops.latent_write import problem as latent_write_problem
+from openmla.ops.map_slots import problem as map_slots_problem
+from openmla.ops.merge_states import problem as merge_states_problem
+from openmla.ops.mha_masked import problem as mha_masked_problem
+from openmla.ops.mha_ragged import problem as mha_ragged_problem
+from openmla.ops.mqa_paged import problem as mqa_paged_problem
+from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
+from openmla.ops.pack_mask import problem as pack_mask_problem
+from openmla.ops.rope import problem as rope_problem
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
 PROMPT = 4096  # tokens: how many does not matter, but that they are many
@@ -69,7 +83,7 @@ def gathering_problem(
     config: MLAConfig, latent: PagedCache, dtype: torch.dtype, tokens: int, run_length: int = 0
 ) -> Problem:
     """mqa_sparse over the chosen rows of so many tokens."""
-    return sparse_problem(
+    return mqa_sparse_problem(
         latent.data.device, dtype, [latent.format], ("slots",), H=config.num_heads,
         D=config.latent_dim, C=config.kv_lora_rank, tokens=tokens,
         aligned=alignment([latent.data]) | {"queries"}, run_length=run_length,
@@ -81,7 +95,8 @@ def sparse_efficiencies(
 ) -> tuple[float, float]:
     """What prompts reach: rows gathered, and all keys computed and masked."""
     gathering = gathering_problem(config, latent, dtype, PROMPT)
-    masking = latent_problem("mha_masked", config, latent, dtype)
+    E, V = config.qk_head_dim, config.v_head_dim
+    masking = mha_masked_problem(latent.data.device, dtype, E=E, V=V)
     gathered, masked = (efficiency(p, select(p, "auto")) for p in (gathering, masking))
     return gathered, masked
 
@@ -97,68 +112,46 @@ def find_problems(
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
     latent = latent_of(cache)
-    ops = ["latent_write", "cache_write"]
-    ops += ["rope"] if config.rope.kind != "none" else []
+    device, format = latent.data.device, latent.format
+    D, C = config.latent_dim, config.kv_lora_rank
+    E, V = config.qk_head_dim, config.v_head_dim
+    problems = [
+        latent_write_problem(device, dtype, format, D=D, E=E),
+        cache_write_problem(device, dtype, format),
+    ]
+    if config.rope.kind != "none":
+        problems.append(rope_problem(device, dtype))
     if decode is not None:
-        ops.append("mqa_paged")
+        problems.append(mqa_paged_problem(device, dtype, format, D=D, C=C))
+    context = [
+        cache_gather_problem(device, dtype, format),
+        merge_states_problem(device, dtype),
+    ]
     if prefill is not None:
-        ops.append("mha_ragged")
-        ops += ["cache_gather"] if prefill.route != "new" else []
-        ops += ["merge_states"] if prefill.route == "chunked" else []
-    if config.indexer is not None:
-        ops.append("index_write")
+        problems.append(mha_ragged_problem(device, dtype, E=E, V=V))
+        problems += context[: {"new": 0, "one-shot": 1, "chunked": 2}[prefill.route]]
+    if cache.index is not None and config.indexer is not None:
+        problems.append(index_write_problem(device, dtype, cache.index.format))
     if sparse is not None:
-        ops += ["index_logits", "index_topk"]
+        problems += scoring_problems(config, cache, dtype)
         if sparse.num_absorbed:
-            ops += ["map_slots", "mqa_sparse"]
-        if sparse.masked:
-            more = ["pack_mask", "mha_masked", "cache_gather", "merge_states"]
-            ops += [op for op in more if op not in ops]
-    indexed = ("index_write", "index_logits", "index_topk")
-    problems = []
-    for op in ops:
-        if op in indexed and config.indexer is not None:
-            device = latent.data.device
-            problems.append(index_problem(op, config.indexer, cache, dtype, device))
-        elif op == "mqa_sparse" and sparse is not None:
             tokens = max((turn.stop - turn.start for turn in sparse.turns), default=0)
+            problems.append(map_slots_problem(device))
             problems.append(gathering_problem(config, latent, dtype, tokens, run_length))
-        else:
-            problems.append(latent_problem(op, config, latent, dtype))
-    return tuple(problems)
+        if sparse.masked:
+            problems.append(pack_mask_problem(device))
+            problems.append(mha_masked_problem(device, dtype, E=E, V=V))
+            problems += context
+    return tuple({problem.op: problem for problem in problems}.values())
 
 
-def latent_problem(op: str, config: MLAConfig, latent: PagedCache, dtype: torch.dtype) -> Problem:
-    return Problem(
-        op=op,
-        device=latent.data.device.type,
-        capability=capability(latent.data.device),
-        dtype=dtype,
-        format=latent.format,
-        H=config.num_heads,
-        D=config.qk_rope_head_dim if op == "rope" else config.latent_dim,
-        C=config.kv_lora_rank,
-        E=config.qk_head_dim,
-        V=config.v_head_dim,
-    )
-
-
-def index_problem(
-    op: str, indexer: IndexerConfig, cache: LayerCache, dtype: torch.dtype, device: torch.device
-) -> Problem:
-    index = cache.index
-    assert index is not None  # make_plan looked
-    if op == "index_topk":  # of scores, wherever they come from
-        where = capability(device)
-        return Problem(op, device.type, where, dtype=torch.float32)
-    if op == "index_logits":
-        dtype = index.layout.query_dtype(dtype, indexer.head_dim)
-    return Problem(
-        op=op,
-        device=device.type,
-        capability=capability(device),
-        dtype=dtype,
-        format=index.format,
-        H=indexer.num_heads if op == "index_logits" else 0,
-        D=indexer.head_dim,
-    )
+def scoring_problems(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> list[Problem]:
+    """The lightning indexer's scores and the choice by them."""
+    indexer, index = config.indexer, cache.index
+    assert indexer is not None and index is not None  # make_plan looked
+    HI, DI, device = indexer.num_heads, indexer.head_dim, index.data.device
+    queries = index.layout.query_dtype(dtype, DI)
+    return [
+        index_logits_problem(device, queries, index.format, HI=HI, DI=DI),
+        index_topk_problem(device, scores_dtype(queries)),
+    ]
