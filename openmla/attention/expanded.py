@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.attention.types import Absorbed, Projected
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
-from openmla.plan import ContextChunk, Plan, PrefillPlan
+from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
 
 
 def attend_expanded(
@@ -52,8 +52,8 @@ def attend_expanded(
     return out, lse
 
 
-def gather(latent: PagedCache, plan: Plan, chunk: ContextChunk, dtype: torch.dtype) -> Tensor:
-    """[num_keys, D]: a chunk's context rows, in the workspace if there is one."""
+def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:
+    """[num_keys, D]: a chunk's cached rows, in the workspace if there is one."""
     if plan.workspace is not None:
         rows = plan.workspace.rows[: chunk.num_keys]
     else:

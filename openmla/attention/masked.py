@@ -27,15 +27,14 @@ def attend_masked(
     out = q.new_zeros((n, H, plan.config.v_head_dim))
     lse = q.new_full((n, H), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     for chunk in sparse.masked:
-        context = chunk.context
-        rows = gather(latent, plan, context, projected.kv_c.dtype)
+        rows = gather(latent, plan, chunk, projected.kv_c.dtype)
         k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)
         for group in chunk.groups:
             mask = pack_mask(
                 selection.positions[group.rows],
                 group.key_starts,
                 group.key_lens,
-                num_words=-(-context.max_key_len // 32),
+                num_words=-(-chunk.max_key_len // 32),
                 backend=plan.backends["pack_mask"],
             )
             mine = slice(
@@ -46,11 +45,11 @@ def attend_masked(
                 k,
                 v,
                 group.query_start_loc,
-                context.key_start_loc,
+                chunk.key_start_loc,
                 mask,
                 scale=plan.config.scale,
-                max_query_len=context.max_query_len,
-                max_key_len=context.max_key_len,
+                max_query_len=chunk.max_query_len,
+                max_key_len=chunk.max_key_len,
                 backend=plan.backends["mha_masked"],
             )
             merge_states(out[mine], lse[mine], *part, backend=plan.backends["merge_states"])

@@ -105,7 +105,7 @@ def choose_positions(
     for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
         turn = positions[chunk.rows]
         if chunk.num_keys <= K:  # nothing to choose
-            turn.copy_(torch.arange(K, dtype=torch.int32, device=q_idx.device).expand(turn.shape))
+            turn.copy_(scored.first_keys.expand(turn.shape))
             turn.masked_fill_(turn >= scored.row_lens[chunk.rows, None], -1)
         else:
             turn.copy_(_turn(q_idx, w_idx, keys, plan, scored, chunk, start_loc))

@@ -162,8 +162,8 @@ class MLAAttention(nn.Module):
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
         table = None if self.rope_table is None else self.rope_table.table
-        if plan.long_context is not None:  # the table's second half
-            positions = positions + plan.long_context * config.max_positions
+        if plan.rope_offsets is not None:
+            positions = positions + plan.rope_offsets
         norm = self.kv_a_layernorm
         raw = Raw(
             q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,

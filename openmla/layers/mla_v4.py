@@ -152,8 +152,9 @@ class MLAAttentionV4(nn.Module):
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
         # what fills up a captured step, or belongs to an empty request, may have any
-        counted = torch.arange(plan.num_tokens) < step.query_start_loc[-1]
-        if bool((counted & (step.positions >= 0) & (positions != step.positions)).any()):
+        counted = slice(int(step.query_start_loc[-1]))
+        planned, given = step.positions[counted], positions[counted]
+        if bool(((planned >= 0) & (given != planned)).any()):
             raise ShapeError(
                 "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "
                 "plan does: entries are made and seen by them."

@@ -21,10 +21,11 @@ from openmla.plan.batch import Batch
 from openmla.plan.compressed_checks import check_caches
 from openmla.plan.dense import plan_decode
 from openmla.plan.problems import latent_of
-from openmla.plan.rows import long_context_rows
+from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import (
     chosen_turns,
     even_chunks,
+    first_keys,
     no_starts,
     plan_sparse,
     query_bytes,
@@ -40,7 +41,8 @@ EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is;
 SHARED = (  # by V4's layers of all ratios
     "block_table", "query_start_loc", "slot_mapping", "window_table", "state_slots", "positions",
 )  # fmt: skip
-WIDE = ("slot_mapping", "positions", "long_context")  # int64
+WIDE = ("slot_mapping", "positions", "rope_offsets")  # int64
+CONSTANT = ("row_starts", "first_keys")  # no step changes them
 
 
 def plan_buffers(
@@ -78,9 +80,8 @@ def plan_buffers(
             "window_table": (max_requests, columns),
             "state_slots": (max_requests,),
             "positions": (max_tokens,),
-            "row_lens": (max_tokens,),
+            "row_lens": (max_tokens if turns else 0,),
             "topk_lens": (max_tokens if turns else 0,),
-            "row_starts": no_starts(turns).shape,
             **_each("score_start_locs", len(turns), (max_requests + 1,)),
         }
     else:
@@ -89,7 +90,6 @@ def plan_buffers(
             shapes |= dict.fromkeys(("row_lens", "topk_lens", "positions"), (max_tokens,))
             turns = _score_turns(config, cache, max_tokens, max_blocks)
             most = len(chosen_turns(max_tokens, config, itemsize=8))  # enough for any dtype
-            shapes["row_starts"] = no_starts(turns).shape
             shapes |= _each("score_start_locs", len(turns), (max_requests + 1,))
             shapes |= _each("turn_start_locs", most, (max_requests + 1,))
         else:
@@ -97,7 +97,7 @@ def plan_buffers(
             shapes["seq_lens"] = (max_requests,)
             shapes["split_starts"] = (max_requests, _most_splits(rows, max_blocks) + 1)
         if config.rope.kind == "longrope":
-            shapes["long_context"] = (max_tokens,)
+            shapes["rope_offsets"] = (max_tokens,)
     buffers = {
         name: torch.full(
             shape,
@@ -107,6 +107,9 @@ def plan_buffers(
         )
         for name, shape in shapes.items()
     }
+    if config.indexer is not None:
+        for name, make in (("row_starts", no_starts), ("first_keys", first_keys)):
+            buffers[name] = make(turns, config.indexer.topk).to(rows.data.device)
     if config.compressor is not None:
         buffers["ratio"] = torch.tensor(cache.ratio)  # on the host: whose buffers these are
     if beside is not None:
@@ -189,11 +192,11 @@ def captured_parts(
         fixed = {"rows": slice(0, max_tokens), "num_rows": max_tokens, "num_absorbed": max_tokens}
         sparse, values = _over(buffers, sparse, **fixed)
     values["slot_mapping"] = batch.slot_mapping
-    if "long_context" in buffers:
-        flags = long_context_rows(batch, config)
-        values["long_context"] = torch.zeros(0, dtype=torch.int64) if flags is None else flags
-    long_context = buffers.get("long_context")
-    return Parts(decode, None, sparse, buffers["slot_mapping"], long_context), values
+    if "rope_offsets" in buffers:
+        offsets = rope_offsets(batch, config)
+        values["rope_offsets"] = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets
+    shared = buffers["slot_mapping"], buffers.get("rope_offsets")
+    return Parts(decode, None, sparse, *shared), values
 
 
 def captured_step(
@@ -243,7 +246,9 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
     values, changes = {}, fixed
     for name, value in vars(part).items():
         if isinstance(value, Tensor):
-            values[name], changes[name] = value, buffers[name]
+            changes[name] = buffers[name]
+            if name not in CONSTANT:
+                values[name] = value
         elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
             mine = {f"{name}.{i}": each for i, each in enumerate(value)}
             values |= mine

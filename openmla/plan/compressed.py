@@ -28,7 +28,14 @@ from openmla.plan.compressed_checks import (
 )
 from openmla.plan.problems import chosen, named, scoring_problems
 from openmla.plan.rows import cumulative, start_locs
-from openmla.plan.sparse import no_starts, query_bytes, row_lens, score_chunks, true_row_lens
+from openmla.plan.sparse import (
+    first_keys,
+    no_starts,
+    query_bytes,
+    row_lens,
+    score_chunks,
+    true_row_lens,
+)
 from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace
@@ -137,15 +144,15 @@ def _describe(
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
     seen = row_lens(batch.query_lens, batch.seq_lens)
-    true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1
-    entries = true_lens // ratio if ratio else torch.zeros_like(true_lens)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     if turns is None:
         chooses = ratio == INDEXED_RATIO and most > K
         turns = score_chunks((seen // ratio).tolist(), held) if chooses else ()
-    bounds = cumulative(batch.query_lens)
-    choosing = entries if turns else entries[:0]  # nobody else looks at what they choose
+    bounds, entries = cumulative(batch.query_lens), seen[:0]
+    if turns:  # or nobody looks at them
+        true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1
+        entries = true_lens // ratio
     return CompressedPlan(
         ratio=ratio,
         query_start_loc=shared.query_start_loc,
@@ -153,9 +160,10 @@ def _describe(
         window_table=shared.window_table,
         block_table=shared.block_table,
         state_slots=shared.state_slots,
-        row_starts=no_starts(turns),
+        row_starts=no_starts(turns, K),
+        first_keys=first_keys(turns, K),
         row_lens=entries,
-        topk_lens=choosing.clamp(max=K),
+        topk_lens=entries.clamp(max=K),
         score_start_locs=start_locs(bounds, [chunk.rows for chunk in turns], T),
         num_rows=T,
         max_entries=most,

@@ -65,12 +65,12 @@ def plan_prefill(
         return ContextChunk(
             rows=slice(bounds[first], bounds[stop]),
             query_start_loc=query_start_loc if whole else cumulative(query_lens[first:stop]),
-            max_query_len=max(query_lens[first:stop]),
             block_table=table[first:stop],
             starts=torch.tensor(key_starts, dtype=torch.int32),
             key_start_loc=cumulative(key_lens),
             max_key_len=max(key_lens),
             num_keys=sum(key_lens),
+            max_query_len=max(query_lens[first:stop]),
         )
 
     rows = pick_rows(requests, starts)

@@ -103,7 +103,7 @@ def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
             f"  why     {told or f'cost: {K} rows gathered for each are cheaper than all keys'}",
         ]
     if expanded:
-        rows = max(chunk.context.num_keys for chunk in sparse.masked)
+        rows = max(chunk.num_keys for chunk in sparse.masked)
         why = told or f"cheaper than {K} rows gathered for each"
         lines.append(
             f"masked    {expanded} tokens, expanded: {why}; "
@@ -193,7 +193,7 @@ def _reads(plan: Plan) -> list[str]:
         K, chosen = config.indexer.topk, plan.routes.get("chosen", ())
         lens = [(query_lens[b], seq_lens[b]) for b in chosen]
         rows["chosen"] = sum(min(S - i, K) for n, S in lens for i in range(n))
-        rows["masked"] = sum(chunk.context.num_keys for chunk in plan.sparse.masked)
+        rows["masked"] = sum(chunk.num_keys for chunk in plan.sparse.masked)
         if _scored(plan):
             keys = sum(seq_lens[b] for b in (*chosen, *plan.routes.get("masked", ())))
     row_bytes = get_format(plan.problem("cache_write").format).row_bytes(config.latent_dim)

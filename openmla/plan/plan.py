@@ -18,7 +18,7 @@ from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import choose_backends, find_problems, latent_of, named
-from openmla.plan.rows import long_context_rows
+from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.splits import fixed_run
 from openmla.plan.types import Parts, Plan
@@ -138,7 +138,7 @@ def _plan_latent(
         block_size=latent.block_size,
         run_length=fixed,
         workspace=workspace,
-        long_context=parts.long_context,
+        rope_offsets=parts.rope_offsets,
         query_lens=batch.query_lens,
         seq_lens=batch.seq_lens,
         bounded=batch.device_seq_lens is not None,
@@ -214,8 +214,7 @@ def _parts(
         chosen = (routes["chosen"], routes["masked"])
         sparse = plan_sparse(batch, config, cache, dtype, chosen, starts, rows_at_once)
     assert batch.slot_mapping is not None  # check_batch looked
-    long_context = long_context_rows(batch, config)
-    return Parts(decode, prefill, sparse, batch.slot_mapping, long_context)
+    return Parts(decode, prefill, sparse, batch.slot_mapping, rope_offsets(batch, config))
 
 
 def _forms(

@@ -41,8 +41,9 @@ def start_locs(query_start_loc: Tensor, turns: Sequence[slice], num_rows: int) -
     return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in turns)
 
 
-def long_context_rows(batch: Batch, config: MLAConfig) -> Tensor | None:
-    """Which tokens use longrope's long factors: those of requests past the original length.
+def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:
+    """[T] i64, what longrope adds to positions: its table's second half has the long factors, for
+    tokens of requests past the original length.
 
     Lengths that only the device knows are compared there; `seq_lens` are their upper bounds.
     """
@@ -53,8 +54,8 @@ def long_context_rows(batch: Batch, config: MLAConfig) -> Tensor | None:
         lens = batch.device_seq_lens
         query_lens = torch.tensor(batch.query_lens)
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
-        return (lens > original).long()[rows.to(lens.device)]
-    flags = [int(original < S) for S in batch.seq_lens]
-    if not any(flags):
+        return (lens > original).long()[rows.to(lens.device)] * config.max_positions
+    offsets = [config.max_positions if original < S else 0 for S in batch.seq_lens]
+    if not any(offsets):
         return None
-    return torch.repeat_interleave(torch.tensor(flags), torch.tensor(batch.query_lens))
+    return torch.repeat_interleave(torch.tensor(offsets), torch.tensor(batch.query_lens))

@@ -16,7 +16,6 @@ from openmla.plan.forms import choose_sparse_absorbed
 from openmla.plan.problems import sparse_efficiencies
 from openmla.plan.rows import cumulative, pick, pick_rows, start_locs
 from openmla.plan.types import (
-    ContextChunk,
     MaskedChunk,
     MaskGroup,
     ScoreChunk,
@@ -63,10 +62,18 @@ def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreCh
     return tuple(ScoreChunk(slice(i, min(i + step, num_rows)), num_keys) for i in firsts)
 
 
-def no_starts(chunks: Sequence[ScoreChunk]) -> Tensor:
-    """[n] i32 zeros, as many as the longest turn has rows: their scores begin with the logits."""
-    most = max((chunk.rows.stop - chunk.rows.start for chunk in chunks), default=0)
+def no_starts(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
+    """[n] i32 zeros, a row each of the longest chunk that is scored: its scores begin with the
+    logits."""
+    scored = (chunk.rows for chunk in chunks if chunk.num_keys > K)
+    most = max((rows.stop - rows.start for rows in scored), default=0)
     return torch.zeros(most, dtype=torch.int32)
+
+
+def first_keys(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
+    """[K] i32: what is chosen from no more than K keys; empty where every chunk sees more."""
+    unscored = any(chunk.num_keys <= K for chunk in chunks)
+    return torch.arange(K if unscored else 0, dtype=torch.int32)
 
 
 def query_bytes(config: MLAConfig, index: PagedCache) -> int:
@@ -99,26 +106,14 @@ def masked_chunks(
         begin, end = bounds[span.first], bounds[stop]
         starts = torch.tensor(span.starts, dtype=torch.int32)
         lens = torch.tensor(span.lens, dtype=torch.int32)
-        context = ContextChunk(
-            rows=slice(begin, end),
-            query_start_loc=cumulative(query_lens[span.first : stop]),
-            max_query_len=max(query_lens[span.first : stop]),
-            block_table=table[span.first : stop],
-            starts=starts,
-            key_start_loc=cumulative(span.lens),
-            max_key_len=max(span.lens),
-            num_keys=sum(span.lens),
-        )
-        each = torch.tensor(query_lens[span.first : stop])
-        key_starts = starts.repeat_interleave(each)
-        key_lens = lens.repeat_interleave(each)
-        step = max(MASK_BYTES // (4 * num_words(context.max_key_len)), 1)
+        owned = query_lens[span.first : stop]
+        key_starts = starts.repeat_interleave(torch.tensor(owned))
+        key_lens = lens.repeat_interleave(torch.tensor(owned))
+        step = max(MASK_BYTES // (4 * num_words(max(span.lens))), 1)
         n = end - begin
-        turns = [slice(row, min(row + step, n)) for row in range(0, n, step)]
+        cuts = [slice(row, min(row + step, n)) for row in range(0, n, step)]
         groups = []
-        for rows, start_loc in zip(
-            turns, start_locs(context.query_start_loc, turns, n), strict=True
-        ):
+        for rows, start_loc in zip(cuts, start_locs(cumulative(owned), cuts, n), strict=True):
             groups.append(
                 MaskGroup(
                     rows=slice(first_row + begin + rows.start, first_row + begin + rows.stop),
@@ -127,7 +122,17 @@ def masked_chunks(
                     key_lens=key_lens[rows],
                 )
             )
-        chunks.append(MaskedChunk(context, tuple(groups)))
+        chunks.append(
+            MaskedChunk(
+                block_table=table[span.first : stop],
+                starts=starts,
+                key_start_loc=cumulative(span.lens),
+                max_key_len=max(span.lens),
+                num_keys=sum(span.lens),
+                max_query_len=max(owned),
+                groups=tuple(groups),
+            )
+        )
     return tuple(chunks)
 
 
@@ -205,7 +210,8 @@ def plan_sparse(
     return SparsePlan(
         rows=pick_rows(requests, starts),
         block_table=table,
-        row_starts=no_starts(chunks),
+        row_starts=no_starts(chunks, config.indexer.topk),
+        first_keys=first_keys(chunks, config.indexer.topk),
         row_lens=true_lens,
         topk_lens=true_lens[:num_absorbed].clamp(max=config.indexer.topk),
         positions=true_lens[:num_absorbed].long() - 1,

@@ -48,17 +48,23 @@ class DecodePlan(_Part):
 
 
 @dataclass(frozen=True, repr=False)
-class ContextChunk(_Part):
-    """Context rows that fit the workspace, and the neighbouring requests that attend to them."""
+class KeyChunk(_Part):
+    """Cached rows that fit the workspace, of neighbouring requests: arguments of cache_gather."""
 
-    rows: slice  # of the packed prefill rows
-    query_start_loc: Tensor  # [B+1] i32
-    max_query_len: int
     block_table: Tensor  # [B, M] i32
     starts: Tensor  # [B] i32
     key_start_loc: Tensor  # [B+1] i32
     max_key_len: int
     num_keys: int
+    max_query_len: int
+
+
+@dataclass(frozen=True, repr=False)
+class ContextChunk(KeyChunk):
+    """Context, and the queries that attend to it."""
+
+    rows: slice  # of the packed prefill rows
+    query_start_loc: Tensor  # [B+1] i32
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,10 +104,9 @@ class MaskGroup(_Part):
 
 
 @dataclass(frozen=True, repr=False)
-class MaskedChunk(_Part):
-    """Keys that fit the workspace, and the groups of queries that attend to them."""
+class MaskedChunk(KeyChunk):
+    """All keys, this step's too, and the groups of queries that attend to them."""
 
-    context: ContextChunk
     groups: tuple[MaskGroup, ...]
 
 
@@ -117,6 +122,7 @@ class SparsePlan(_Part):
     rows: Rows
     block_table: Tensor  # [B, M] i32
     row_starts: Tensor  # zeros, i32: where scores begin, for the longest of `chunks`
+    first_keys: Tensor  # [K] i32, 0, 1, ...: the choice of rows that see no more; or empty
     row_lens: Tensor  # [n] i32, keys each token may choose from
     topk_lens: Tensor  # [num_absorbed] i32, keys it does choose
     positions: Tensor  # [num_absorbed] i64, of the tokens in their sequences
@@ -139,7 +145,7 @@ class SparsePlan(_Part):
         """Of the largest mask."""
         return max(
             (
-                (group.rows.stop - group.rows.start) * num_words(chunk.context.max_key_len) * 4
+                (group.rows.stop - group.rows.start) * num_words(chunk.max_key_len) * 4
                 for chunk in self.masked
                 for group in chunk.groups
             ),
@@ -155,7 +161,7 @@ class Parts(_Part):
     prefill: PrefillPlan | None
     sparse: SparsePlan | None
     slot_mapping: Tensor  # [T] i64
-    long_context: Tensor | None  # [T] i64
+    rope_offsets: Tensor | None  # [T] i64
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,7 +176,9 @@ class CompressedPlan(_Part):
     window_table: Tensor  # [B, M] i32, rings
     block_table: Tensor  # [B, M] i32, of entries
     state_slots: Tensor  # [B] i32
-    row_starts: Tensor  # zeros, i32: where scores begin, for the longest of `chunks`
+    # of `chunks`, empty where there are none
+    row_starts: Tensor  # zeros, i32: where scores begin, for the longest of them
+    first_keys: Tensor  # [K] i32, 0, 1, ...: the choice of tokens that see no more; or empty
     row_lens: Tensor  # [T] i32, entries each token may see
     topk_lens: Tensor  # [T] i32, entries it chooses
     score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
@@ -214,7 +222,7 @@ class Plan:
     sparse: SparsePlan | None = None
     compressed: CompressedPlan | None = None
     workspace: Workspace | None = None
-    long_context: Tensor | None = None  # [T] i64: 1 where longrope takes its long factors
+    rope_offsets: Tensor | None = None  # [T] i64: rows to longrope's long factors in its table
     geometry: Geometry | None = None  # of V4's caches
     batch_key: object = None  # of V4: its plans of one batch share tensors
     num_blocks: int = 0  # of the others', and the tokens in each
@@ -282,7 +290,7 @@ class Plan:
         sparse, config = self.sparse, self.config
         if sparse is None or config.indexer is None:
             return {}
-        rows = max((chunk.context.num_keys for chunk in sparse.masked), default=0)
+        rows = max((chunk.num_keys for chunk in sparse.masked), default=0)
         dtype = self.problem("cache_write").dtype
         heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
         listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)

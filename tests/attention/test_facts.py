@@ -25,7 +25,7 @@ from openmla.plan import sparse as planned
 from openmla.plan.types import latent_row
 
 CONFIG = PRESETS["tiny-v3.2"]
-DERIVING = {"clamp", "sub", "zeros_like", "_to_copy"}
+DERIVING = {"arange", "clamp", "sub", "zeros_like", "_to_copy"}
 
 
 class Integers(TorchDispatchMode):
@@ -66,10 +66,10 @@ def run(plan: Plan, cache: LayerCache) -> tuple[Tensor, set[str]]:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_sparse_layers(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen and masked rows, scored and attended to at once or in turns."""
+    """Chosen and masked rows, some that see no more than K; at once or in turns."""
     cache = allocate_cache(CONFIG, num_blocks=64, block_size=4, format="fp32")
     pool = BlockPool(64, 4)
-    new, lens = ([5, 1], [70, 60]) if captured else ([5, 1, 40], [70, 60, 80])
+    new, lens = ([5, 1], [70, 60]) if captured else ([5, 1, 80], [70, 60, 80])
     requests = range(len(lens))
     pool.take(dict(zip(requests, lens, strict=True)))
     slots = pool.slot_mapping([(b, lens[b] - new[b], lens[b]) for b in requests])

@@ -205,10 +205,10 @@ def test_longrope_switches_past_the_original_length() -> None:
     hidden = {"long": sequence(24, 1), "short": sequence(10, 2)}
     server = Server(layer, hidden)
     plan = server.step([("short", 10), ("long", 24)])
-    assert plan.long_context is not None
-    assert plan.long_context.tolist() == [0] * 10 + [1] * 24
+    assert plan.rope_offsets is not None
+    assert plan.rope_offsets.tolist() == [0] * 10 + [64] * 24
     alone = Server(layer, hidden)
-    assert alone.step([("short", 10)]).long_context is None
+    assert alone.step([("short", 10)]).rope_offsets is None
     torch.testing.assert_close(alone.output("short"), server.output("short"))
     short_only = replace(config, rope=replace(config.rope, long_factor=config.rope.short_factor))
     layer.config = short_only
@@ -237,8 +237,8 @@ def test_longrope_by_lengths_that_only_the_device_knows(captured: bool) -> None:
         bounds = [40, 40] if lens else [20, 10]
         batch = Batch([2, 1], bounds, table, slots, **lens)
         plan = make_plan(batch, config, cache, form="absorbed", into=into)
-        assert plan.long_context is not None
-        assert plan.long_context[:3].tolist() == [1, 1, 0]
+        assert plan.rope_offsets is not None
+        assert plan.rope_offsets[:3].tolist() == [64, 64, 0]
         fill = plan.num_tokens - 3  # a captured step's empty tokens
         layer(
             torch.cat([hidden, hidden.new_zeros(fill, config.hidden_size)]),

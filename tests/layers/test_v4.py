@@ -129,10 +129,13 @@ def forced(plan: Plan, num_keys: int) -> Plan:
     """The same step, with entries scored and chosen even where all of them will be."""
     step = plan.compressed
     assert step is not None and not step.chunks
+    seen = (step.positions.int() + 1) // step.ratio
     turns = {
         "chunks": (ScoreChunk(slice(0, plan.num_tokens), num_keys),),
-        "row_starts": torch.zeros_like(step.row_lens),
-        "topk_lens": step.row_lens.clamp(max=TOPK),
+        "row_starts": torch.zeros_like(seen),
+        "first_keys": torch.arange(TOPK, dtype=torch.int32),
+        "row_lens": seen,
+        "topk_lens": seen.clamp(max=TOPK),
         "score_start_locs": (step.query_start_loc,),
     }
     ops = dict.fromkeys(("index_logits", "index_topk"), "reference")

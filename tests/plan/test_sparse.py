@@ -158,10 +158,10 @@ def test_masks_cover_every_pair_once(
     owners = [b for b, n in enumerate(query_lens) for _ in range(n)]
     pairs: list[tuple[int, int]] = []
     for chunk in chunks:
-        assert chunk.context.num_keys <= 4 * blocks
+        assert chunk.num_keys <= 4 * blocks
         for group in chunk.groups:
             rows = range(group.rows.start - 7, group.rows.stop - 7)
-            words = -(-chunk.context.max_key_len // 32)
+            words = -(-chunk.max_key_len // 32)
             assert len(rows) * words * 4 <= mask_bytes or len(rows) == 1
             assert group.query_start_loc[-1] == len(rows) and group.query_start_loc[0] == 0
             for row, start, length in zip(
