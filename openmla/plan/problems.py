@@ -123,13 +123,12 @@ def find_problems(
         problems.append(rope_problem(device, dtype))
     if decode is not None:
         problems.append(mqa_paged_problem(device, dtype, format, D=D, C=C))
-    context = [
-        cache_gather_problem(device, dtype, format),
-        merge_states_problem(device, dtype),
-    ]
     if prefill is not None:
         problems.append(mha_ragged_problem(device, dtype, E=E, V=V))
-        problems += context[: {"new": 0, "one-shot": 1, "chunked": 2}[prefill.route]]
+        if prefill.route != "new":
+            problems.append(cache_gather_problem(device, dtype, format))
+        if prefill.route == "chunked":
+            problems.append(merge_states_problem(device, dtype))
     if cache.index is not None and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, cache.index.format))
     if sparse is not None:
@@ -141,7 +140,8 @@ def find_problems(
         if sparse.masked:
             problems.append(pack_mask_problem(device))
             problems.append(mha_masked_problem(device, dtype, E=E, V=V))
-            problems += context
+            problems.append(cache_gather_problem(device, dtype, format))
+            problems.append(merge_states_problem(device, dtype))
     return tuple({problem.op: problem for problem in problems}.values())
 
 
