@@ -9,10 +9,9 @@ from functools import partial
 import torch
 
 from openmla.bench.harness import Job, main
-from openmla.cache.format import LATENT_FORMATS
 from openmla.ops import cache_gather
 from openmla.ops.cache_gather import cost
-from openmla.testing import Inputs, paged_rows, start_loc
+from openmla.testing import LATENT_FORMATS, Inputs, paged_rows, start_loc
 
 BS, D = 64, 576
 

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from openmla.bench.harness import Job, main
-from openmla.cache.format import LATENT_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.ops import cache_write
 from openmla.ops.cache_write import cost
-from openmla.testing import Inputs
+from openmla.testing import LATENT_FORMATS, Inputs
 
 BS, C, R = 64, 512, 64
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from openmla.bench.harness import Job, main
-from openmla.cache.format import INDEX_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.ops import index_write
 from openmla.ops.index_write import cost
-from openmla.testing import Inputs, out_budget
+from openmla.testing import INDEX_FORMATS, Inputs, out_budget
 
 BS, DI, R, Q = 64, 128, 64, 4096
 

@@ -350,8 +350,6 @@ FORMATS: dict[str, CacheFormat] = {
         PackedIndex("index_fp8_exact", torch.uint8, holds="index", exact=True),
     )
 }
-LATENT_FORMATS = tuple(name for name, layout in FORMATS.items() if layout.holds == "latent")
-INDEX_FORMATS = tuple(name for name, layout in FORMATS.items() if layout.holds == "index")
 
 
 def get_format(name: str, holds: str | None = None) -> CacheFormat:

@@ -201,7 +201,6 @@ def captured_parts(
 
 def captured_step(
     batch: Batch,
-    config: MLAConfig,
     cache: LayerCache,
     step: CompressedPlan,
     slots: Tensor,

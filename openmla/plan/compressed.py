@@ -69,7 +69,7 @@ def plan_compressed(
     turns = None if into is None else captured_turns(config, cache, into)
     step, slots = _describe(batch, config, cache, shared, turns), shared.slots
     if into is not None:
-        step, values = captured_step(batch, config, cache, step, slots, into)
+        step, values = captured_step(batch, cache, step, slots, into)
     problems = find_compressed_problems(config, cache, window, dtype, step)
     backends = chosen(problems, backend)
     if into is None:

@@ -19,6 +19,8 @@ from openmla.testing.budgets import (
 )
 from openmla.testing.cases import (
     GARBAGE_BLOCK,
+    INDEX_FORMATS,
+    LATENT_FORMATS,
     PAGED_SHAPES,
     RAGGED_SHAPES,
     Inputs,
@@ -40,6 +42,8 @@ from openmla.testing.sparse_cases import (
 
 __all__ = [
     "GARBAGE_BLOCK",
+    "INDEX_FORMATS",
+    "LATENT_FORMATS",
     "MASKED_SHAPES",
     "PAGED_SHAPES",
     "RAGGED_SHAPES",

@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.format import get_format, raw_view
+from openmla.cache.format import FORMATS, get_format, raw_view
 from openmla.testing.memory import poison, strided
 
 GARBAGE_BLOCK = 2**30 + 7  # a block id no cache has, for table columns nobody may read
+LATENT_FORMATS, INDEX_FORMATS = (
+    tuple(name for name, layout in FORMATS.items() if layout.holds == rows)
+    for rows in ("latent", "index")
+)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from openmla import (
     ShapeError,
     allocate_cache,
 )
-from openmla.cache.format import LATENT_FORMATS
+from openmla.testing import LATENT_FORMATS
 
 ONE = torch.tensor(1.0)
 PLAIN = ("fp32", "bf16", "fp16", "fp8")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.cache.format import INDEX_FORMATS, LATENT_FORMATS
+from openmla.testing import INDEX_FORMATS, LATENT_FORMATS
 from tests.ops.compress_kv_story import NOBODY, Feed, PoolCase, Step
 
 

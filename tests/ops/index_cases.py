@@ -9,8 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.format import INDEX_FORMATS, get_format
-from openmla.testing import Inputs, lse_budget, out_budget, paged_rows, start_loc, strided
+from openmla.cache.format import get_format
+from openmla.testing import (
+    INDEX_FORMATS,
+    Inputs,
+    lse_budget,
+    out_budget,
+    paged_rows,
+    start_loc,
+    strided,
+)
 from tests.ops.contract import put
 
 FP8 = torch.float8_e4m3fn

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from openmla.cache.format import INDEX_FORMATS, LATENT_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.ops import compress_kv
-from openmla.testing import poisoned_memory
+from openmla.testing import INDEX_FORMATS, LATENT_FORMATS, poisoned_memory
 from tests.ops.compress_kv_cases import cut
 from tests.ops.compress_kv_story import PoolCase, Story, entry_bytes
 from tests.ops.contract import backends, broken, page_bytes, put, run_or_skip

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.cache.format import INDEX_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_logits
 from openmla.ops.index_logits import cost
-from openmla.testing import Inputs, poison, poisoned_memory, start_loc, strided
+from openmla.testing import INDEX_FORMATS, Inputs, poison, poisoned_memory, start_loc, strided
 from tests.ops.contract import backends, broken, run_or_skip, slow_interpreted
 from tests.ops.index_cases import (
     BAD_INPUT,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.cache.format import INDEX_FORMATS
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_logits, index_select, index_topk
 from openmla.ops.index_select import cost
-from openmla.testing import Inputs, start_loc
+from openmla.testing import INDEX_FORMATS, Inputs, start_loc
 from tests.ops.contract import TRITON, backends, broken, run_or_skip
 from tests.ops.index_cases import BAD_INPUT, BASE, CASES, FP8, IndexCase
 

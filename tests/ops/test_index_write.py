@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.cache.format import INDEX_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import index_write
 from openmla.ops.index_write import cost
-from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
+from openmla.testing import INDEX_FORMATS, Inputs, out_budget, poison, poisoned_memory, strided
 from tests.ops.contract import backends, broken, page_bytes, put, run_or_skip
 from tests.ops.index_cases import stored_key
 

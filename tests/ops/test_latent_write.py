@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.cache.format import LATENT_FORMATS, get_format
+from openmla.cache.format import get_format
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import cache_write, latent_write
 from openmla.ops.latent_write import cost
-from openmla.testing import Inputs, out_budget, poison, poisoned_memory, strided
+from openmla.testing import LATENT_FORMATS, Inputs, out_budget, poison, poisoned_memory, strided
 from tests.ops.contract import backends, broken, page_bytes, run_or_skip
 
 
