@@ -31,7 +31,7 @@ from openmla.backends.segments import problem_of
 from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.ops import Segment, cache_gather, mqa_paged, mqa_sparse
-from openmla.plan.splits import run_length, split_bounds
+from openmla.plan.splits import split_bounds, split_length
 
 D, C, K, BS = 576, 512, 2048, 64
 SCALE = D**-0.5
@@ -132,7 +132,7 @@ def paged(B: int, S: int, H: int, calls: int) -> Shape:
     q = (torch.randn(B, H, D, device="cuda") / 3).bfloat16()
     lens = torch.full((B,), S, dtype=torch.int32)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    length = run_length(
+    length = split_length(
         [S] * B, multiprocessors=sms, block_size=BS, batch_invariant=False, num_heads=H
     )
     starts, seq_lens = split_bounds(lens, length).cuda(), lens.cuda()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bench.latent import kept_rows
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
-from openmla.attention import Absorbed, Projected, Selection, attend_step
+from openmla.attention import AbsorbedWeights, Projected, Selection, attend_step
 from openmla.attention.select import absorbed_rows
 from openmla.bench.harness import describe_machine, time_once
 from openmla.errors import UnsupportedError
@@ -40,13 +40,13 @@ def shapes() -> Iterator[tuple[int, int, int, str]]:
             yield H, 8192, context, "bf16"
 
 
-def make_absorbed(config: MLAConfig, device: str) -> Absorbed:
+def make_absorbed(config: MLAConfig, device: str) -> AbsorbedWeights:
     H, P, V, C = (
         config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank,
     )  # fmt: skip
     kv_b = (torch.randn(H * (P + V), C, device=device) * C**-0.5).bfloat16()
     per_head = kv_b.view(H, P + V, C)
-    return Absorbed(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
+    return AbsorbedWeights(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
 
 
 def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:

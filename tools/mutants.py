@@ -28,8 +28,8 @@ MUTANTS = [
     Mutant(
         "drop one key",
         "backends/reference/mqa_paged.py",
-        "lse[turn] = logits.logsumexp(dim=-1)",
-        "logits[..., 0] = -torch.inf; lse[turn] = logits.logsumexp(dim=-1)",
+        "lse[chunk] = logits.logsumexp(dim=-1)",
+        "logits[..., 0] = -torch.inf; lse[chunk] = logits.logsumexp(dim=-1)",
     ),
     Mutant(
         "scale off by 2 %",
@@ -94,8 +94,8 @@ MUTANTS = [
     Mutant(
         "duplicate rows count once",
         "backends/reference/mqa_sparse.py",
-        "there = slots >= 0",
-        "there = (slots >= 0) & ~(slots[..., None] == slots[:, None]).tril(-1).any(-1)",
+        "valid = slots >= 0",
+        "valid = (slots >= 0) & ~(slots[..., None] == slots[:, None]).tril(-1).any(-1)",
     ),
     Mutant(
         "mask bit 31 lost",

@@ -3,14 +3,21 @@
 from openmla.attention.compressed import attend_compressed
 from openmla.attention.select import select_step
 from openmla.attention.step import attend_step, check_inputs
-from openmla.attention.types import Absorbed, IndexInputs, Pooled, Projected, Raw, Selection
+from openmla.attention.types import (
+    AbsorbedWeights,
+    IndexInputs,
+    PoolInputs,
+    Projected,
+    RawProjections,
+    Selection,
+)
 
 __all__ = [
-    "Absorbed",
+    "AbsorbedWeights",
     "IndexInputs",
-    "Pooled",
+    "PoolInputs",
     "Projected",
-    "Raw",
+    "RawProjections",
     "Selection",
     "attend_compressed",
     "attend_step",

@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import Absorbed, Projected, Selection
+from openmla.attention.types import AbsorbedWeights, Projected, Selection
 from openmla.cache import PagedCache
 from openmla.ops import Segment, mqa_paged, mqa_sparse
 from openmla.plan import DecodePlan, Plan, SparsePlan
 
 
 def attend_absorbed(
-    projected: Projected, absorbed: Absorbed, latent: PagedCache, plan: Plan, decode: DecodePlan
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    decode: DecodePlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
     out_latent, lse = mqa_paged(
@@ -36,43 +40,43 @@ def attend_absorbed(
 def attend_chosen(
     q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
     q_pe: Tensor,
-    absorbed: Absorbed,
+    absorbed: AbsorbedWeights,
     latent: PagedCache,
     plan: Plan,
     sparse: SparsePlan,
     selection: Selection,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
-    """The same over each token's own rows, a turn at a time."""
+    """The same over each token's own rows, a chunk of queries at a time."""
     H, V = plan.config.num_heads, plan.config.v_head_dim
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
-    for turn, start_loc in zip(sparse.turns, sparse.turn_start_locs, strict=True):
-        out_latent, lse[turn] = mqa_sparse(
-            _into_latent(q_nope[turn], q_pe[turn], absorbed),
+    for chunk, start_loc in zip(sparse.query_chunks, sparse.query_chunk_start_locs, strict=True):
+        out_latent, lse[chunk] = mqa_sparse(
+            _into_latent(q_nope[chunk], q_pe[chunk], absorbed),
             start_loc,
-            sparse.positions[turn],
+            sparse.positions[chunk],
             Segment(
                 latent.data,
                 latent.kv_scale,
                 latent.format,
                 "slots" if plan.mapped else "positions",
                 block_table=None if plan.mapped else sparse.block_table,
-                rows=selection.rows[turn],
-                row_lens=selection.lens[turn],
+                rows=selection.rows[chunk],
+                row_lens=selection.lens[chunk],
             ),
             C=plan.config.kv_lora_rank,
             scale=plan.config.scale,
             run_length=plan.run_length,
             backend=plan.gathering,
         )
-        out[turn] = _out_of_latent(out_latent, absorbed)
+        out[chunk] = _out_of_latent(out_latent, absorbed)
     return out, lse
 
 
-def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: Absorbed) -> Tensor:
+def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Tensor:
     into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
-def _out_of_latent(out_latent: Tensor, absorbed: Absorbed) -> Tensor:
+def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights) -> Tensor:
     return torch.bmm(out_latent.transpose(0, 1), absorbed.w_uv).transpose(0, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention.select import choose_positions
-from openmla.attention.types import IndexInputs, Pooled, Raw, check_alike
+from openmla.attention.types import IndexInputs, PoolInputs, RawProjections, check_alike
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
@@ -17,7 +17,7 @@ from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
 from openmla.plan import CompressedPlan, Plan
 
-_TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of Pooled
+_TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of PoolInputs
 
 
 def attend_compressed(
@@ -27,11 +27,11 @@ def attend_compressed(
     plan: Plan,
     *,
     sink: Tensor,  # [H] f32
-    raw: Raw | None = None,  # what q and rows are before they are normalised and rotated
+    raw: RawProjections | None = None,  # what q and rows are before they are normalised and rotated
     table: Tensor | None = None,  # [Q, R] f32, the layer's rope, where it has entries
-    pooled: Pooled | None = None,  # where the layer has entries
+    pool_inputs: PoolInputs | None = None,  # where the layer has entries
     index: IndexInputs | None = None,  # where the plan has tokens choose among them
-    index_pooled: Pooled | None = None,
+    index_pool_inputs: PoolInputs | None = None,
     hadamard: bool = False,
 ) -> Tensor:  # [T, H, D], still rotated: rope with inverse=True undoes that
     """One layer's attention over the step's T tokens, in the caller's order.
@@ -52,20 +52,20 @@ def attend_compressed(
     ):
         if tensor.shape != shape:
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
-    _check_inputs(plan, step, sink, table, pooled, index, index_pooled)
-    _check_kinds(q, rows, sink, table, pooled, index, index_pooled, window.data.device)
-    _check_cache(cache, plan, pooled, index_pooled)
+    _check_inputs(plan, step, sink, table, pool_inputs, index, index_pool_inputs)
+    _check_dtypes(q, rows, sink, table, pool_inputs, index, index_pool_inputs, window.data.device)
+    _check_cache(cache, plan, pool_inputs, index_pool_inputs)
     write_rows(rows, rows[:, :0], raw, window, plan)
     entries = None
-    if pooled is not None and table is not None:
+    if pool_inputs is not None and table is not None:
         assert cache.compressed is not None and cache.state is not None
         width = state_width(D, overlap=cache.index is not None)
-        _compress(pooled, cache.compressed, cache.state.data[..., :width], plan, step, table)
+        _compress(pool_inputs, cache.compressed, cache.state.data[..., :width], plan, step, table)
         entries = _all_entries(cache.compressed, step)
         if cache.index is not None:
-            assert index_pooled is not None
+            assert index_pool_inputs is not None
             state = cache.state.data[..., width:]
-            _compress(index_pooled, cache.index, state, plan, step, table, hadamard=hadamard)
+            _compress(index_pool_inputs, cache.index, state, plan, step, table, hadamard=hadamard)
             if index is not None and step.chunks:
                 entries = _chosen_entries(index, cache.index, cache.compressed, plan, step)
     out, _ = mqa_sparse(
@@ -94,9 +94,9 @@ def _check_inputs(
     step: CompressedPlan,
     sink: Tensor,
     table: Tensor | None,
-    pooled: Pooled | None,
+    pool_inputs: PoolInputs | None,
     index: IndexInputs | None,
-    index_pooled: Pooled | None,
+    index_pool_inputs: PoolInputs | None,
 ) -> None:
     """What a layer of this ratio takes is given, in the shapes planned for, and nothing else."""
     config, T, r = plan.config, step.num_rows, step.ratio
@@ -104,8 +104,8 @@ def _check_inputs(
     HI, DI, chooses = config.indexer.num_heads, config.indexer.head_dim, r == INDEXED_RATIO
     wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("sink", sink, (config.num_heads,))]
     for name, given, due, D in (
-        ("pooled", pooled, r > 0, config.latent_dim),
-        ("index_pooled", index_pooled, chooses, DI),
+        ("pool_inputs", pool_inputs, r > 0, config.latent_dim),
+        ("index_pool_inputs", index_pool_inputs, chooses, DI),
     ):
         if (given is not None) != due:
             verb = "be given" if due else "not be given"
@@ -131,14 +131,14 @@ def _check_inputs(
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
 
 
-def _check_kinds(
+def _check_dtypes(
     q: Tensor,
     rows: Tensor,
     sink: Tensor,
     table: Tensor | None,
-    pooled: Pooled | None,
+    pool_inputs: PoolInputs | None,
     index: IndexInputs | None,
-    index_pooled: Pooled | None,
+    index_pool_inputs: PoolInputs | None,
     device: torch.device,
 ) -> None:
     """Dtypes and devices, which ops ask for one by one, some after rows were written."""
@@ -147,7 +147,7 @@ def _check_kinds(
         ("rows", rows, rows.dtype),
         ("sink", sink, torch.float32),
     ]
-    for name, parts in (("pooled", pooled), ("index_pooled", index_pooled)):
+    for name, parts in (("pool_inputs", pool_inputs), ("index_pool_inputs", index_pool_inputs)):
         if parts is not None:
             given += [(f"{name}.{part}", getattr(parts, part), parts.kv.dtype) for part in _TOKENS]
             for part in _WEIGHTS:
@@ -164,7 +164,10 @@ def _check_kinds(
 
 
 def _check_cache(
-    cache: LayerCache, plan: Plan, pooled: Pooled | None, index_pooled: Pooled | None
+    cache: LayerCache,
+    plan: Plan,
+    pool_inputs: PoolInputs | None,
+    index_pool_inputs: PoolInputs | None,
 ) -> None:
     """What would otherwise come up when half of a step is written."""
     for name, part in (("window", cache.window), ("compressed", cache.compressed)):
@@ -175,7 +178,7 @@ def _check_cache(
     here, planned = cache.geometry, plan.geometry
     if here is not None and planned is not None and not here.serves(planned):
         raise ConfigError("step: cache must have the geometry the plan was made for, got another.")
-    for parts in (pooled, index_pooled):
+    for parts in (pool_inputs, index_pool_inputs):
         if parts is not None and cache.state is not None:
             wide = torch.promote_types(parts.kv.dtype, torch.float32)
             if wide != cache.state.data.dtype:
@@ -188,7 +191,7 @@ def _window_of(plan: Plan) -> int:
 
 
 def _compress(
-    pooled: Pooled,
+    pool_inputs: PoolInputs,
     entries: PagedCache,
     state: Tensor,
     plan: Plan,
@@ -201,10 +204,10 @@ def _compress(
         entries.data,
         entries.kv_scale,
         state,
-        pooled.kv,
-        pooled.score,
-        pooled.bias,
-        pooled.norm_weight,
+        pool_inputs.kv,
+        pool_inputs.score,
+        pool_inputs.bias,
+        pool_inputs.norm_weight,
         table,
         step.positions,
         step.query_start_loc,
@@ -212,7 +215,7 @@ def _compress(
         step.state_slots,
         format=entries.format,
         ratio=step.ratio,
-        overlap=pooled.kv.shape[1] == 2 * pooled.norm_weight.shape[0],
+        overlap=pool_inputs.kv.shape[1] == 2 * pool_inputs.norm_weight.shape[0],
         eps=plan.config.latent_eps,
         hadamard=hadamard,
         backend=plan.backends["compress_kv"],
@@ -220,7 +223,7 @@ def _compress(
 
 
 def _all_entries(entries: PagedCache, step: CompressedPlan) -> Segment:
-    """Every finished entry: told by the token's position, no list is made."""
+    """Every finished entry: known from the token's position, no list is made."""
     return Segment(
         entries.data,
         entries.kv_scale,

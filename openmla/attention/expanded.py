@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import Absorbed, Projected
+from openmla.attention.types import AbsorbedWeights, Projected
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
 from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
 
 
 def attend_expanded(
-    projected: Projected, absorbed: Absorbed, latent: PagedCache, plan: Plan, prefill: PrefillPlan
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    prefill: PrefillPlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of prefill.rows
     """New rows causally and context beside them: in one call if it fits, else chunk by chunk.
 
@@ -21,11 +25,11 @@ def attend_expanded(
     """
     q = torch.cat([projected.q_nope[prefill.rows], projected.q_pe[prefill.rows]], dim=-1)
     kv_c, k_pe = projected.kv_c[prefill.rows], projected.k_pe[prefill.rows]
-    if prefill.whole is not None:
+    if prefill.one_shot is not None:
         assert prefill.new_rows is not None
-        rows = gather(latent, plan, prefill.whole, kv_c.dtype)
+        rows = gather(latent, plan, prefill.one_shot, kv_c.dtype)
         rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
-        return _attend(q, rows, absorbed, plan, prefill.whole, causal=True)
+        return _attend(q, rows, absorbed, plan, prefill.one_shot, causal=True)
     k, v = expand(kv_c, k_pe, absorbed, plan)
     out, lse = mha_ragged(
         q,
@@ -72,7 +76,9 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
     return rows
 
 
-def expand(kv_c: Tensor, k_pe: Tensor, absorbed: Absorbed, plan: Plan) -> tuple[Tensor, Tensor]:
+def expand(
+    kv_c: Tensor, k_pe: Tensor, absorbed: AbsorbedWeights, plan: Plan
+) -> tuple[Tensor, Tensor]:
     """Keys [S, H, P + R] and values [S, H, V]; values are a view into the expansion."""
     config = plan.config
     S, H, P = kv_c.shape[0], config.num_heads, config.qk_nope_head_dim
@@ -91,7 +97,13 @@ def expand(kv_c: Tensor, k_pe: Tensor, absorbed: Absorbed, plan: Plan) -> tuple[
 
 
 def _attend(
-    q: Tensor, rows: Tensor, absorbed: Absorbed, plan: Plan, chunk: ContextChunk, *, causal: bool
+    q: Tensor,
+    rows: Tensor,
+    absorbed: AbsorbedWeights,
+    plan: Plan,
+    chunk: ContextChunk,
+    *,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     C = plan.config.kv_lora_rank
     k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)

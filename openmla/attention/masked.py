@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention.expanded import expand, gather
-from openmla.attention.types import Absorbed, Projected, Selection
+from openmla.attention.types import AbsorbedWeights, Projected, Selection
 from openmla.cache import PagedCache
 from openmla.ops import merge_states, mha_masked, pack_mask
 from openmla.plan import Plan, SparsePlan
@@ -15,7 +15,7 @@ from openmla.plan import Plan, SparsePlan
 def attend_masked(
     q: Tensor,  # [n, H, P + R], the sparse rows from num_absorbed on
     projected: Projected,
-    absorbed: Absorbed,
+    absorbed: AbsorbedWeights,
     latent: PagedCache,
     plan: Plan,
     sparse: SparsePlan,

@@ -75,14 +75,14 @@ def absorbed_rows(
         return positions[: sparse.num_absorbed]
     parts = [
         map_slots(
-            positions[turn],
+            positions[chunk],
             sparse.block_table,
             start_loc,
             BS=latent.block_size,
             num_blocks=latent.num_blocks,
             backend=plan.backends["map_slots"],
         )[0]
-        for turn, start_loc in zip(sparse.turns, sparse.turn_start_locs, strict=True)
+        for chunk, start_loc in zip(sparse.query_chunks, sparse.query_chunk_start_locs, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -103,16 +103,16 @@ def choose_positions(
         shape = (scored.num_rows, K)
         positions = torch.empty(shape, dtype=torch.int32, device=q_idx.device)
     for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
-        turn = positions[chunk.rows]
+        choice = positions[chunk.rows]
         if chunk.num_keys <= K:  # nothing to choose
-            turn.copy_(scored.first_keys.expand(turn.shape))
-            turn.masked_fill_(turn >= scored.row_lens[chunk.rows, None], -1)
+            choice.copy_(scored.first_keys.expand(choice.shape))
+            choice.masked_fill_(choice >= scored.row_lens[chunk.rows, None], -1)
         else:
-            turn.copy_(_turn(q_idx, w_idx, keys, plan, scored, chunk, start_loc))
+            choice.copy_(_score_and_choose(q_idx, w_idx, keys, plan, scored, chunk, start_loc))
     return positions
 
 
-def _turn(
+def _score_and_choose(
     q_idx: Tensor,
     w_idx: Tensor,
     keys: PagedCache,

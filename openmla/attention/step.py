@@ -8,7 +8,13 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
-from openmla.attention.types import Absorbed, Projected, Raw, Selection, check_alike
+from openmla.attention.types import (
+    AbsorbedWeights,
+    Projected,
+    RawProjections,
+    Selection,
+    check_alike,
+)
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
@@ -18,13 +24,13 @@ from openmla.plan import Plan, SparsePlan
 
 def attend_step(
     projected: Projected,
-    absorbed: Absorbed,
+    absorbed: AbsorbedWeights,
     cache: LayerCache,
     plan: Plan,
     *,
     selection: Selection | None = None,
     sink: Tensor | None = None,  # [H] f32
-    raw: Raw | None = None,
+    raw: RawProjections | None = None,
 ) -> Tensor:  # [T, H, V]
     """One layer's attention over the step's T tokens, in the caller's order.
 
@@ -53,15 +59,15 @@ def attend_step(
         parts = [(rows, _with_sink(out, lse, sink), lse) for rows, out, lse in parts]
     if len(parts) == 1 and isinstance(parts[0][0], slice):  # every token, in order
         return parts[0][1]
-    whole = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
+    combined = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
     for rows, out, _ in parts:
-        whole[rows] = out
-    return whole
+        combined[rows] = out
+    return combined
 
 
 def check_inputs(
     projected: Projected,
-    absorbed: Absorbed,
+    absorbed: AbsorbedWeights,
     cache: LayerCache,
     plan: Plan,
     sink: Tensor | None = None,
@@ -113,7 +119,7 @@ def _check_selection(selection: Selection | None, sparse: SparsePlan) -> None:
 
 def _attend_sparse(
     projected: Projected,
-    absorbed: Absorbed,
+    absorbed: AbsorbedWeights,
     latent: PagedCache,
     plan: Plan,
     sparse: SparsePlan,
@@ -135,5 +141,5 @@ def _attend_sparse(
 
 def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """What the sink leaves; a token that sees nothing stays 0, whatever its sink."""
-    share = (lse - sink.to(lse.dtype)).sigmoid().masked_fill(lse == -torch.inf, 0)
-    return (out * share[..., None]).to(out.dtype)
+    kept = (lse - sink.to(lse.dtype)).sigmoid().masked_fill(lse == -torch.inf, 0)
+    return (out * kept[..., None]).to(out.dtype)

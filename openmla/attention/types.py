@@ -11,7 +11,8 @@ from openmla.errors import ShapeError
 
 
 class Projected(NamedTuple):
-    """A step's tokens after projections, norms and rope; views of Raw before the last two."""
+    """A step's tokens after projections, norms and rope: views of RawProjections where latent_write
+    applies the last two."""
 
     q_nope: Tensor  # [T, H, P]
     q_pe: Tensor  # [T, H, R], rotated
@@ -19,24 +20,24 @@ class Projected(NamedTuple):
     k_pe: Tensor  # [T, R], rotated
 
 
-class Raw(NamedTuple):
-    """Projections as they come: latent rows still to be normalised, they and queries to be rotated.
+class RawProjections(NamedTuple):
+    """Projections before norm and rope: latent rows lack both, queries the rotation.
 
-    latent_write does it in place, so what is a view of them is finished with them.
+    latent_write applies them in place, so views of these tensors see the result.
     """
 
     q: Tensor  # [T, H, E]
     kv: Tensor  # [T, D]
     norm_weight: Tensor  # of the columns to be normalised
     positions: Tensor  # [T] i64, rows of the table
-    table: Tensor | None  # [Q, R] f32; None where nothing turns
+    table: Tensor | None  # [Q, R] f32; None where nothing is rotated
     pairing: str
     eps: float
     factor: float = 1.0
     norm_queries: bool = False
 
 
-class Absorbed(NamedTuple):
+class AbsorbedWeights(NamedTuple):
     """kv_b_proj in the three shapes attention uses; the last two are views of the first."""
 
     kv_b: Tensor  # [H * (P + V), C]
@@ -55,7 +56,7 @@ class IndexInputs(NamedTuple):
     k_idx: Tensor | None  # [T, DI]
 
 
-class Pooled(NamedTuple):
+class PoolInputs(NamedTuple):
     """What V4's compressor makes of a step's tokens, before they are pooled, and its weights."""
 
     kv: Tensor  # [T, D], [T, 2 D] for overlapping windows

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from openmla.attention.types import Raw
+from openmla.attention.types import RawProjections
 from openmla.cache import PagedCache
 from openmla.ops import cache_write, latent_write, rope
 from openmla.plan import Plan
 
 
-def write_rows(kv_c: Tensor, k_pe: Tensor, raw: Raw | None, cache: PagedCache, plan: Plan) -> None:
+def write_rows(
+    kv_c: Tensor, k_pe: Tensor, raw: RawProjections | None, cache: PagedCache, plan: Plan
+) -> None:
     """kv_c and k_pe, or with `raw` what they are views of."""
     if raw is not None and in_one_launch(cache, plan):
         latent_write(
@@ -48,7 +50,7 @@ def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
     return plan.backends["latent_write"] != "reference" or not cache.data.is_cuda
 
 
-def finish(raw: Raw, plan: Plan) -> None:
+def finish(raw: RawProjections, plan: Plan) -> None:
     """latent_write's norms and rotations, op by op."""
     C = raw.norm_weight.shape[0]
     normed = raw.norm_weight * rms_normed(raw.kv[:, :C], raw.eps)

@@ -118,9 +118,9 @@ def why_not(problem: Problem, backend: str) -> str | None:
 
 def slower(problem: Problem, backend: str) -> str | None:
     """Why another backend is faster where both can run a problem, as measured; None if none is."""
-    told: Callable[[Problem], str | None] | None
-    told = getattr(load(problem.op, backend), "slower", None)
-    return None if told is None else told(problem)
+    rule: Callable[[Problem], str | None] | None
+    rule = getattr(load(problem.op, backend), "slower", None)
+    return None if rule is None else rule(problem)
 
 
 def kernel_of(problem: Problem, backend: str) -> str:
@@ -132,16 +132,16 @@ def kernel_of(problem: Problem, backend: str) -> str:
 
 def efficiency(problem: Problem, backend: str) -> float:
     """The share of the machine's matrix peak that a backend reaches on long work."""
-    told: Callable[[Problem], float] | None
-    told = getattr(load(problem.op, backend), "efficiency", None)
-    return 1.0 if told is None else told(problem)
+    rule: Callable[[Problem], float] | None
+    rule = getattr(load(problem.op, backend), "efficiency", None)
+    return 1.0 if rule is None else rule(problem)
 
 
 def prefers_slots(problem: Problem, backend: str) -> bool:
     """Whether a backend that takes positions is better off with slots, mapped by a launch."""
-    told: Callable[[Problem], bool] | None
-    told = getattr(load(problem.op, backend), "prefers_slots", None)
-    return told is not None and told(problem)
+    rule: Callable[[Problem], bool] | None
+    rule = getattr(load(problem.op, backend), "prefers_slots", None)
+    return rule is not None and rule(problem)
 
 
 def _interpreted() -> bool:

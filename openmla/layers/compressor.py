@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import IndexInputs, Pooled
+from openmla.attention import IndexInputs, PoolInputs
 from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
 from openmla.layers.indexer import hadamard_transform
@@ -29,11 +29,11 @@ class Compressor(nn.Module):
         self.kv_norm = RMSNorm(D, config.latent_eps)
         self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor) -> Pooled:  # [T, hidden_size]
+    def forward(self, hidden: Tensor) -> PoolInputs:  # [T, hidden_size]
         """Float32 products of the model's precision: pooling is sensitive to rounded scores."""
         kv = wide_linear(hidden, self.kv_proj.weight)
         score = wide_linear(hidden, self.gate_proj.weight)
-        return Pooled(kv, score, self.position_bias, self.kv_norm.weight)
+        return PoolInputs(kv, score, self.position_bias, self.kv_norm.weight)
 
 
 class Scorer(nn.Module):

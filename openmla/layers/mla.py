@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from openmla.attention import (
-    Absorbed,
+    AbsorbedWeights,
     Projected,
-    Raw,
+    RawProjections,
     Selection,
     attend_step,
     check_inputs,
@@ -132,7 +132,7 @@ class MLAAttention(nn.Module):
             kept.copy_(dense)
 
     @property
-    def absorbed(self) -> Absorbed:
+    def absorbed(self) -> AbsorbedWeights:
         """kv_b_proj as attention uses it: views of its weight, or of the decoded one."""
         refuse_unabsorbable(self.kv_b_proj, "MLAAttention: kv_b_proj")
         if self.kv_b_dense is None and not is_plain(self.kv_b_proj):
@@ -144,7 +144,7 @@ class MLAAttention(nn.Module):
 
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan
-    ) -> tuple[Projected, Raw, Tensor | None]:
+    ) -> tuple[Projected, RawProjections, Tensor | None]:
         """What attention takes, what is still to be done to it, and the low-rank query if any."""
         config = self.config
         T, P = hidden.shape[0], config.qk_nope_head_dim
@@ -165,7 +165,7 @@ class MLAAttention(nn.Module):
         if plan.rope_offsets is not None:
             positions = positions + plan.rope_offsets
         norm = self.kv_a_layernorm
-        raw = Raw(
+        raw = RawProjections(
             q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
             factor=config.latent_factor,
         )  # fmt: skip

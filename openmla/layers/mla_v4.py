@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Raw, attend_compressed
+from openmla.attention import RawProjections, attend_compressed
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
@@ -104,17 +104,17 @@ class MLAAttentionV4(nn.Module):
         table = self.rope_table.table
         q_resid = self.q_a_norm(self.q_a_proj(hidden))
         q, rows = self.q_b_proj(q_resid).view(T, H, D), self.kv_proj(hidden)
-        raw = Raw(
+        raw = RawProjections(
             q, rows, self.kv_norm.weight, positions, table, "pairs", config.latent_eps,
             norm_queries=True,
         )  # fmt: skip
-        pooled = index = index_pooled = None
+        pool_inputs = index = index_pool_inputs = None
         hadamard = False
         if self.compressor is not None:
-            pooled = self.compressor(hidden)
+            pool_inputs = self.compressor(hidden)
             indexer = getattr(self.compressor, "indexer", None)
             if indexer is not None:
-                index_pooled, hadamard = indexer(hidden), indexer.hadamard
+                index_pool_inputs, hadamard = indexer(hidden), indexer.hadamard
                 if plan.compressed is not None and plan.compressed.chunks:
                     index = indexer.queries(hidden, q_resid, positions, table, plan)
         out = attend_compressed(
@@ -125,9 +125,9 @@ class MLAAttentionV4(nn.Module):
             raw=raw,
             sink=self.sinks.float(),
             table=table,
-            pooled=pooled,
+            pool_inputs=pool_inputs,
             index=index,
-            index_pooled=index_pooled,
+            index_pool_inputs=index_pool_inputs,
             hadamard=hadamard,
         )
         rope(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmla.attention import IndexInputs, Projected, Raw, attend_step, select_step
+from openmla.attention import IndexInputs, Projected, RawProjections, attend_step, select_step
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
@@ -51,12 +51,12 @@ def warmup(
         if config.compressor is not None:
             run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
             return workspace
-        for kind in kinds_of_steps(config, cache, workspace, max_requests, max_tokens):
-            run_step(kind, config, cache, workspace, dtype, backend)
+        for shape in step_shapes(config, cache, workspace, max_requests, max_tokens):
+            run_step(shape, config, cache, workspace, dtype, backend)
     return workspace
 
 
-class Kind(NamedTuple):
+class StepShape(NamedTuple):
     """Requests alike: how many, new tokens and tokens in all of each, in which form."""
 
     requests: int
@@ -65,9 +65,9 @@ class Kind(NamedTuple):
     form: str
 
 
-def kinds_of_steps(
+def step_shapes(
     config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int
-) -> Iterator[Kind]:
+) -> Iterator[StepShape]:
     """One request and as many as there may be, short and long: cut into runs or not, choosing keys
     or not; where keys are chosen, numbers of tokens between; prefill without context, with some,
     with more than the workspace holds."""
@@ -78,25 +78,25 @@ def kinds_of_steps(
     longest = min(room, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
     for B in sorted({1, min(max_requests, max_tokens)}):
         for length in sorted({1, min(BS + 1, longest), longest}):
-            yield Kind(B, 1, length, "absorbed")
+            yield StepShape(B, 1, length, "absorbed")
     if config.indexer is not None:  # chosen rows are cut as the number of tokens wants
         units = multiprocessors(cache.latent.data.device)
         for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units):
             for B in sorted({1, min(T, max_requests)}):  # indexers take a request's together
                 if longest >= T // B:
-                    yield Kind(B, T // B, longest, "absorbed")
+                    yield StepShape(B, T // B, longest, "absorbed")
             # so long that chosen rows are decoded each time they are read
             rare = min(room, config.max_positions, T * chosen // 4)
             if rare > longest:
-                yield Kind(1, T, rare, "absorbed")
+                yield StepShape(1, T, rare, "absorbed")
     new = min(max_tokens, longest)
     for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
         for length in sorted({new, min(new + BS, longest), longest}):
-            yield Kind(1, new, length, form)
+            yield StepShape(1, new, length, form)
 
 
 def run_step(
-    kind: Kind,
+    shape: StepShape,
     config: MLAConfig,
     cache: LayerCache,
     workspace: Workspace | None,
@@ -107,12 +107,12 @@ def run_step(
     that do not; every slot is -1."""
     assert cache.latent is not None
     device, BS = cache.latent.data.device, cache.latent.block_size
-    B, T, H = kind.requests, kind.requests * kind.new, config.num_heads
-    columns = -(-kind.length // BS)
+    B, T, H = shape.requests, shape.requests * shape.new, config.num_heads
+    columns = -(-shape.length // BS)
     table = (torch.arange(columns, dtype=torch.int32) % cache.latent.num_blocks).expand(B, -1)
     batch = Batch(
-        [kind.new] * B,
-        [kind.length] * B,
+        [shape.new] * B,
+        [shape.length] * B,
         table.contiguous(),
         torch.full((T,), -1, dtype=torch.int64),
     )
@@ -122,7 +122,7 @@ def run_step(
         cache,
         dtype=dtype,
         backend=backend,
-        form=kind.form,
+        form=shape.form,
         workspace=workspace,
     )
 
@@ -138,7 +138,7 @@ def run_step(
         tables = 2 if config.rope.kind == "longrope" else 1
         table_of_angles = zeros(tables * config.max_positions, R, dtype=torch.float32)
     positions = zeros(T, dtype=torch.int64)
-    raw = Raw(
+    raw = RawProjections(
         q, kv, zeros(C), positions, table_of_angles, config.rope.pairing, config.latent_eps,
         factor=config.latent_factor,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from openmla.plan import Batch, Plan, Workspace, make_plan
 ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at once
 
 
-class CompressedKind(NamedTuple):
+class CompressedStepShape(NamedTuple):
     """Requests alike: how many, new tokens and tokens in all of each, and how many columns their
     tables have, of entries and of the window: callers may give more than a step needs."""
 
@@ -42,18 +42,18 @@ def run_compressed_steps(
 ) -> None:
     """Every kind of step of a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
-    kinds = list(compressed_kinds(config, cache, max_requests, max_tokens))
-    for kind in kinds:
-        run_compressed(kind, layer, cache, workspace, dtype, backend)
+    shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens))
+    for shape in shapes:
+        run_compressed(shape, layer, cache, workspace, dtype, backend)
     indexer = getattr(layer.compressor, "indexer", None)
     if indexer is not None and indexer.hadamard:  # keys are pooled by another kernel without it
         indexer.hadamard = False
-        run_compressed(kinds[-1], layer, cache, workspace, dtype, backend)
+        run_compressed(shapes[-1], layer, cache, workspace, dtype, backend)
 
 
-def compressed_kinds(
+def compressed_step_shapes(
     config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int
-) -> Iterator[CompressedKind]:
+) -> Iterator[CompressedStepShape]:
     """Numbers of tokens that differ in how attention is cut, each in one request and in as many as
     there may be; nothing before them, a full window, as many entries as an indexer chooses among,
     all there is room for; tables as narrow as that allows and wider ones.
@@ -81,11 +81,11 @@ def compressed_kinds(
             for length in sorted({new, *(max(new, min(new + n, longest)) for n in lengths)}):
                 ring = -(-min(length, new + span - 1) // BS)
                 columns = -(-length // (per_block * ratio)) if per_block else 1
-                yield CompressedKind(B, new, length, columns, ring)
+                yield CompressedStepShape(B, new, length, columns, ring)
                 while B == 1 and length == new and 0 < columns * per_block < ENOUGH:
                     columns *= 2
-                    yield CompressedKind(B, new, length, columns, ring)
-                yield CompressedKind(B, new, length, widest, widest_ring)
+                    yield CompressedStepShape(B, new, length, columns, ring)
+                yield CompressedStepShape(B, new, length, widest, widest_ring)
 
 
 def numbers_of_tokens(most: int, units: int) -> list[int]:
@@ -111,7 +111,7 @@ def empty_layer(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> MLA
 
 
 def run_compressed(
-    kind: CompressedKind,
+    shape: CompressedStepShape,
     layer: MLAAttentionV4,
     cache: LayerCache,
     workspace: Workspace | None,
@@ -120,17 +120,17 @@ def run_compressed(
 ) -> Plan:
     """One forward; no slot and no state is written."""
     assert cache.window is not None
-    device, B = cache.window.data.device, kind.requests
-    table = torch.zeros((B, kind.columns), dtype=torch.int32)
+    device, B = cache.window.data.device, shape.requests
+    table = torch.zeros((B, shape.columns), dtype=torch.int32)
     if cache.compressed is not None:  # no two requests finish the same entry
-        own = -(-kind.new // (cache.compressed.block_size * cache.ratio)) + 1
-        table += torch.arange(kind.columns, dtype=torch.int32)
+        own = -(-shape.new // (cache.compressed.block_size * cache.ratio)) + 1
+        table += torch.arange(shape.columns, dtype=torch.int32)
         table += own * torch.arange(B, dtype=torch.int32)[:, None]
         table %= cache.compressed.num_blocks
-    ring = torch.arange(B * kind.ring, dtype=torch.int32).view(B, -1) % cache.window.num_blocks
+    ring = torch.arange(B * shape.ring, dtype=torch.int32).view(B, -1) % cache.window.num_blocks
     batch = Batch(
-        [kind.new] * B,
-        [kind.length] * B,
+        [shape.new] * B,
+        [shape.length] * B,
         table,
         device_seq_lens=torch.zeros(B, dtype=torch.int32, device=device),
         window_table=ring,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from openmla.attention import Absorbed
+from openmla.attention import AbsorbedWeights
 from openmla.config import MLAConfig
 from openmla.errors import ShapeError, UnsupportedError
 
@@ -17,7 +17,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
 
 
-def absorb(weight: Tensor, config: MLAConfig) -> Absorbed:
+def absorb(weight: Tensor, config: MLAConfig) -> AbsorbedWeights:
     """The three shapes of a dense kv_b weight [H * (P + V), C], all over its own storage."""
     H, P, V, C = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     if weight.shape != (H * (P + V), C):
@@ -26,7 +26,7 @@ def absorb(weight: Tensor, config: MLAConfig) -> Absorbed:
             f"got {tuple(weight.shape)}."
         )
     per_head = weight.view(H, P + V, C)
-    return Absorbed(weight, per_head[:, :P], per_head[:, P:].transpose(1, 2))
+    return AbsorbedWeights(weight, per_head[:, :P], per_head[:, P:].transpose(1, 2))
 
 
 def is_plain(linear: nn.Module) -> bool:

@@ -15,8 +15,8 @@ Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1, consecutive po
 query_start_loc[B] are not looked at. Tokens of earlier steps are in `state`, where request b has
 the V rows of state_slots[b], position p in row p % V:
     overlap      [kv | z], 4 D values: the token itself
-    otherwise    [largest z | sum | sum of kv], 3 D values: window p // ratio up to p, the sums
-                 weighted with exp(z - largest)
+    otherwise    [max of z | sum | sum of kv], 3 D values: window p // ratio up to p, the sums
+                 weighted with exp(z - max)
 Rows of this step's last V tokens are written after all reads. So a step may start over at an
 earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
 written with overlap, V - 1 without; entries the lost tokens finished are written again by the true

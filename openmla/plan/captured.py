@@ -23,14 +23,14 @@ from openmla.plan.dense import plan_decode
 from openmla.plan.problems import latent_of
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import (
-    chosen_turns,
     even_chunks,
     first_keys,
     no_starts,
     plan_sparse,
     query_bytes,
+    query_chunks,
 )
-from openmla.plan.splits import FIXED_RUN
+from openmla.plan.splits import FIXED_SPLIT
 from openmla.plan.types import CompressedPlan, DecodePlan, Parts, ScoreChunk, SparsePlan
 from openmla.plan.upload import upload
 
@@ -74,24 +74,24 @@ def plan_buffers(
     if config.compressor is not None:
         rows = check_caches(config, cache)
         columns = _ring_columns(config, cache, rows, max_tokens // max_requests)
-        turns = _score_turns(config, cache, max_tokens, max_blocks)
+        chunks = _even_score_chunks(config, cache, max_tokens, max_blocks)
         shapes |= {
             "query_start_loc": (max_requests + 1,),
             "window_table": (max_requests, columns),
             "state_slots": (max_requests,),
             "positions": (max_tokens,),
-            "row_lens": (max_tokens if turns else 0,),
-            "topk_lens": (max_tokens if turns else 0,),
-            **_each("score_start_locs", len(turns), (max_requests + 1,)),
+            "row_lens": (max_tokens if chunks else 0,),
+            "topk_lens": (max_tokens if chunks else 0,),
+            **_each("score_start_locs", len(chunks), (max_requests + 1,)),
         }
     else:
         rows = latent_of(cache)
         if config.indexer is not None:
             shapes |= dict.fromkeys(("row_lens", "topk_lens", "positions"), (max_tokens,))
-            turns = _score_turns(config, cache, max_tokens, max_blocks)
-            most = len(chosen_turns(max_tokens, config, itemsize=8))  # enough for any dtype
-            shapes |= _each("score_start_locs", len(turns), (max_requests + 1,))
-            shapes |= _each("turn_start_locs", most, (max_requests + 1,))
+            chunks = _even_score_chunks(config, cache, max_tokens, max_blocks)
+            most = len(query_chunks(max_tokens, config, itemsize=8))  # enough for any dtype
+            shapes |= _each("score_start_locs", len(chunks), (max_requests + 1,))
+            shapes |= _each("query_chunk_start_locs", most, (max_requests + 1,))
         else:
             shapes["query_start_loc"] = (max_requests + 1,)
             shapes["seq_lens"] = (max_requests,)
@@ -109,7 +109,7 @@ def plan_buffers(
     }
     if config.indexer is not None:
         for name, make in (("row_starts", no_starts), ("first_keys", first_keys)):
-            buffers[name] = make(turns, config.indexer.topk).to(rows.data.device)
+            buffers[name] = make(chunks, config.indexer.topk).to(rows.data.device)
     if config.compressor is not None:
         buffers["ratio"] = torch.tensor(cache.ratio)  # on the host: whose buffers these are
     if beside is not None:
@@ -119,11 +119,11 @@ def plan_buffers(
 
 def _common(beside: Buffers, buffers: Buffers) -> Buffers:
     for name in SHARED:
-        there, here = (each[name].shape if name in each else None for each in (beside, buffers))
-        if there is None or there != here:
+        given, due = (each[name].shape if name in each else None for each in (beside, buffers))
+        if given is None or given != due:
             raise ConfigError(
                 f"plan_buffers: beside must be of V4's layers and the same sizes, its {name} must "
-                f"be {here}, got {there}."
+                f"be {due}, got {given}."
             )
     return {name: beside[name] for name in SHARED}
 
@@ -142,19 +142,19 @@ def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, toke
 
 
 def _most_splits(latent: PagedCache, max_blocks: int) -> int:
-    runs = -(-max_blocks * latent.block_size // FIXED_RUN)
+    runs = -(-max_blocks * latent.block_size // FIXED_SPLIT)
     return min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(latent.data.device), 1))
 
 
-def captured_turns(
+def captured_score_chunks(
     config: MLAConfig, cache: LayerCache, buffers: Buffers
 ) -> tuple[ScoreChunk, ...]:
     """How the rows of a captured step are scored: each may have all the keys there is room for."""
     max_tokens, max_blocks = buffers["slot_mapping"].shape[0], buffers["block_table"].shape[1]
-    return _score_turns(config, cache, max_tokens, max_blocks)
+    return _even_score_chunks(config, cache, max_tokens, max_blocks)
 
 
-def _score_turns(
+def _even_score_chunks(
     config: MLAConfig, cache: LayerCache, max_tokens: int, max_blocks: int
 ) -> tuple[ScoreChunk, ...]:
     index = cache.index
@@ -186,9 +186,9 @@ def captured_parts(
         decode, values = _over(buffers, decode, **fixed)
     else:  # every row chooses, short ones all they have: one graph for all lengths
         routes, BS = (everyone, ()), latent.block_size
-        turns = chosen_turns(max_tokens, config, dtype.itemsize)
-        both = captured_turns(config, cache, buffers), turns
-        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, BS, both)
+        attending = query_chunks(max_tokens, config, dtype.itemsize)
+        cuts = captured_score_chunks(config, cache, buffers), attending
+        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, BS, cuts)
         fixed = {"rows": slice(0, max_tokens), "num_rows": max_tokens, "num_absorbed": max_tokens}
         sparse, values = _over(buffers, sparse, **fixed)
     values["slot_mapping"] = batch.slot_mapping
@@ -268,6 +268,6 @@ def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
         return value
     if "start_loc" in name:  # requests behind the last begin where it ends
         return torch.cat([value, value[-1:].expand(len(buffer) - len(value))])
-    whole = value.new_full(buffer.shape, EMPTY.get(name, 0))
-    whole[tuple(map(slice, value.shape))] = value
-    return whole
+    padded = value.new_full(buffer.shape, EMPTY.get(name, 0))
+    padded[tuple(map(slice, value.shape))] = value
+    return padded

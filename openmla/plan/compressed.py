@@ -18,7 +18,7 @@ from openmla.ops.latent_write import problem as latent_write_problem
 from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.rope import problem as rope_problem
 from openmla.plan.batch import Batch
-from openmla.plan.captured import captured_step, captured_turns, fill
+from openmla.plan.captured import captured_score_chunks, captured_step, fill
 from openmla.plan.compressed_checks import (
     check_batch,
     check_beside,
@@ -66,8 +66,8 @@ def plan_compressed(
         check_beside(beside, batch, config, cache, num_tokens)
     check_batch(batch, config, cache, window, again=beside is not None)
     shared = _shared(batch, window) if beside is None else _shared_with(beside)
-    turns = None if into is None else captured_turns(config, cache, into)
-    step, slots = _describe(batch, config, cache, shared, turns), shared.slots
+    chunks = None if into is None else captured_score_chunks(config, cache, into)
+    step, slots = _describe(batch, config, cache, shared, chunks), shared.slots
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)
     problems = find_compressed_problems(config, cache, window, dtype, step)
@@ -139,18 +139,18 @@ def _describe(
     config: MLAConfig,
     cache: LayerCache,
     shared: Shared,
-    turns: tuple[ScoreChunk, ...] | None,  # of a captured step
+    chunks: tuple[ScoreChunk, ...] | None,  # of a captured step
 ) -> CompressedPlan:
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
     seen = row_lens(batch.query_lens, batch.seq_lens)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
-    if turns is None:
+    if chunks is None:
         chooses = ratio == INDEXED_RATIO and most > K
-        turns = score_chunks((seen // ratio).tolist(), held) if chooses else ()
+        chunks = score_chunks((seen // ratio).tolist(), held) if chooses else ()
     bounds, entries = cumulative(batch.query_lens), seen[:0]
-    if turns:  # or nobody looks at them
+    if chunks:  # or nobody looks at them
         true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1
         entries = true_lens // ratio
     return CompressedPlan(
@@ -160,15 +160,15 @@ def _describe(
         window_table=shared.window_table,
         block_table=shared.block_table,
         state_slots=shared.state_slots,
-        row_starts=no_starts(turns, K),
-        first_keys=first_keys(turns, K),
+        row_starts=no_starts(chunks, K),
+        first_keys=first_keys(chunks, K),
         row_lens=entries,
         topk_lens=entries.clamp(max=K),
-        score_start_locs=start_locs(bounds, [chunk.rows for chunk in turns], T),
+        score_start_locs=start_locs(bounds, [chunk.rows for chunk in chunks], T),
         num_rows=T,
         max_entries=most,
-        chunks=turns,
-        query_bytes=held if turns else 0,
+        chunks=chunks,
+        query_bytes=held if chunks else 0,
     )
 
 

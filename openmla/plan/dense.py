@@ -13,7 +13,7 @@ from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.rows import cumulative, pick, pick_rows
-from openmla.plan.splits import run_length, split_bounds
+from openmla.plan.splits import split_bounds, split_length
 from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
 
 
@@ -30,7 +30,7 @@ def plan_decode(
     query_lens = [batch.query_lens[b] for b in requests]
     seq_lens = [batch.seq_lens[b] for b in requests]
     host_lens = torch.tensor(seq_lens, dtype=torch.int32)
-    length = run_length(
+    length = split_length(
         seq_lens,
         multiprocessors=multiprocessors(latent.data.device),
         block_size=latent.block_size,
@@ -61,10 +61,10 @@ def plan_prefill(
 
     def chunk(first: int, key_starts: Sequence[int], key_lens: Sequence[int]) -> ContextChunk:
         stop = first + len(key_lens)
-        whole = len(key_lens) == len(query_lens)
+        everyone = len(key_lens) == len(query_lens)
         return ContextChunk(
             rows=slice(bounds[first], bounds[stop]),
-            query_start_loc=query_start_loc if whole else cumulative(query_lens[first:stop]),
+            query_start_loc=query_start_loc if everyone else cumulative(query_lens[first:stop]),
             block_table=table[first:stop],
             starts=torch.tensor(key_starts, dtype=torch.int32),
             key_start_loc=cumulative(key_lens),
@@ -78,12 +78,12 @@ def plan_prefill(
     if not any(contexts):
         return PrefillPlan(rows, "new", query_start_loc, longest)
     if sum(seq_lens) <= rows_at_once:
-        whole = chunk(0, [0] * len(requests), seq_lens)
+        one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))
         new_rows = torch.cat(
             [torch.arange(end - n, end) for n, end in zip(query_lens, ends, strict=True)]
         )
-        return PrefillPlan(rows, "one-shot", query_start_loc, longest, whole, new_rows)
+        return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
     spans = cut_contexts(contexts, rows_at_once, BS)
     chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
     return PrefillPlan(rows, "chunked", query_start_loc, longest, chunks=chunks)

@@ -34,11 +34,11 @@ def explain(plan: Plan, finished: bool) -> str:
 
 def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
     config, dtype = plan.config, plan.problem("cache_write").dtype
-    chunks = prefill.chunks if prefill.whole is None else (prefill.whole,)
+    chunks = prefill.chunks if prefill.one_shot is None else (prefill.one_shot,)
     gathered = max((chunk.num_keys for chunk in chunks), default=0)
     rows = prefill.rows
     new = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-    keys = gathered if prefill.whole is not None else max(gathered, new)
+    keys = gathered if prefill.one_shot is not None else max(gathered, new)
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
@@ -58,9 +58,9 @@ def _few_keys(plan: Plan) -> str:
 
 def _why(plan: Plan, form: str) -> str:
     """Why the requests of a form have it: told to, bound to, or by cost."""
-    told = _told(plan)
-    if told:
-        return told
+    forced = _forced(plan)
+    if forced:
+        return forced
     config, problem = plan.config, plan.problem("cache_write")
     found = []
     for b in plan.routes.get(form, ()):
@@ -76,7 +76,7 @@ def _why(plan: Plan, form: str) -> str:
     return f"cost: {n} new tokens over {S} keys; over about so many expanding pays from {most + 1}"
 
 
-def _told(plan: Plan) -> str:
+def _forced(plan: Plan) -> str:
     if plan.form == "captured":
         return "a captured graph replays one form, into= takes the absorbed one"
     if plan.form != "auto":
@@ -90,21 +90,21 @@ def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
     assert plan.config.indexer is not None
     K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
     keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
-    told = _told(plan)
+    forced = _forced(plan)
     lines = [
         f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
-        f"scores    in {len(sparse.chunks)} turns of {_mib(sparse.score_bytes)} at most "
+        f"scores    in {len(sparse.chunks)} chunks of {_mib(sparse.score_bytes)} at most "
         f"(bound {_mib(LOGITS_BYTES)})",
     ]
     if sparse.num_absorbed:
         lines += [
             f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows, in "
-            f"{len(sparse.turns)} turns",
-            f"  why     {told or f'cost: {K} rows gathered for each are cheaper than all keys'}",
+            f"{len(sparse.query_chunks)} chunks",
+            f"  why     {forced or f'cost: {K} rows gathered for each are cheaper than all keys'}",
         ]
     if expanded:
         rows = max(chunk.num_keys for chunk in sparse.masked)
-        why = told or f"cheaper than {K} rows gathered for each"
+        why = forced or f"cheaper than {K} rows gathered for each"
         lines.append(
             f"masked    {expanded} tokens, expanded: {why}; "
             f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
@@ -131,7 +131,7 @@ def _compressed(plan: Plan, step: CompressedPlan) -> list[str]:
         lines += [
             f"entries   one per {step.ratio} tokens, {config.indexer.topk} of up to "
             f"{step.max_entries} chosen by each token",
-            f"scores    in {len(step.chunks)} turns of {_mib(step.score_bytes)} at most "
+            f"scores    in {len(step.chunks)} chunks of {_mib(step.score_bytes)} at most "
             f"(bound {_mib(LOGITS_BYTES)}), selection "
             f"{_mib(4 * config.indexer.topk * step.num_rows)}",
         ]
@@ -185,8 +185,8 @@ def _reads(plan: Plan) -> list[str]:
     query_lens, seq_lens, config = plan.query_lens, plan.seq_lens, plan.config
     rows = {"absorbed": sum(seq_lens[b] for b in plan.routes.get("absorbed", ()))}
     if plan.prefill is not None:
-        whole = plan.prefill.whole
-        chunks = plan.prefill.chunks if whole is None else (whole,)
+        one_shot = plan.prefill.one_shot
+        chunks = plan.prefill.chunks if one_shot is None else (one_shot,)
         rows["expanded"] = sum(chunk.num_keys for chunk in chunks)
     keys = 0
     if plan.sparse is not None and config.indexer is not None:
@@ -252,11 +252,11 @@ def _scored(plan: Plan) -> int:
 def _calls(plan: Plan, op: str, finished: bool) -> int:
     """How often a layer calls an op in this step."""
     chunks = len(plan.prefill.chunks) if plan.prefill is not None else 0
-    whole = plan.prefill is not None and plan.prefill.whole is not None
-    groups, contexts, turns = 0, 0, 1
+    one_shot = plan.prefill is not None and plan.prefill.one_shot is not None
+    groups, contexts, query_chunks = 0, 0, 1
     if plan.sparse is not None:
         groups = sum(len(chunk.groups) for chunk in plan.sparse.masked)
-        contexts, turns = len(plan.sparse.masked), len(plan.sparse.turns)
+        contexts, query_chunks = len(plan.sparse.masked), len(plan.sparse.query_chunks)
     step = plan.compressed
     turned = 0
     if not finished:
@@ -271,12 +271,12 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "cache_write": int(not one_launch),
         "rope": turned,
         "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
-        "cache_gather": chunks + whole + contexts,
+        "cache_gather": chunks + one_shot + contexts,
         "mha_ragged": 1 + chunks,
         "merge_states": chunks + groups,
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),
-        "mqa_sparse": turns,
+        "mqa_sparse": query_chunks,
         "pack_mask": groups,
         "mha_masked": groups,
     }.get(op, 1)

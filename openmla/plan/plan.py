@@ -20,7 +20,7 @@ from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import choose_backends, find_problems, latent_of, named
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
-from openmla.plan.splits import fixed_run
+from openmla.plan.splits import fixed_run_length
 from openmla.plan.types import Parts, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
@@ -117,7 +117,7 @@ def _plan_latent(
         name = "absorbed" if parts.sparse is None else "chosen"
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
-    fixed = fixed_run(batch_invariant)
+    fixed = fixed_run_length(batch_invariant)
     problems = find_problems(config, cache, dtype, parts.decode, parts.prefill, parts.sparse, fixed)
     problems, backends = choose_backends(problems, backend)
     if into is None:

@@ -134,7 +134,7 @@ def find_problems(
     if sparse is not None:
         problems += scoring_problems(config, cache, dtype)
         if sparse.num_absorbed:
-            tokens = max((turn.stop - turn.start for turn in sparse.turns), default=0)
+            tokens = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
             problems.append(map_slots_problem(device))
             problems.append(gathering_problem(config, latent, dtype, tokens, run_length))
         if sparse.masked:

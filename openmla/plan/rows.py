@@ -34,11 +34,11 @@ def cumulative(lens: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
 
 
-def start_locs(query_start_loc: Tensor, turns: Sequence[slice], num_rows: int) -> Tensors:
-    """query_start_loc of each turn over the rows, [B+1] i32, from the turn's first row on."""
-    if len(turns) == 1 and turns[0].stop >= num_rows:  # all at once, as when decoding
+def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) -> Tensors:
+    """query_start_loc of each chunk of the rows, [B+1] i32, from the chunk's first row on."""
+    if len(chunks) == 1 and chunks[0].stop >= num_rows:  # all at once, as when decoding
         return (query_start_loc,)
-    return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in turns)
+    return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in chunks)
 
 
 def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:

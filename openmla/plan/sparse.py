@@ -1,4 +1,4 @@
-"""How tokens that choose their keys are scored in turns, and how masked ones are cut."""
+"""How tokens that choose their keys are scored in chunks, and how masked ones are cut."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def query_bytes(config: MLAConfig, index: PagedCache) -> int:
     return 13 * config.indexer.num_heads * config.indexer.head_dim if index.layout.packed else 0
 
 
-def chosen_turns(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
+def query_chunks(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
     """Rows that attend to chosen keys, as many at once as the bound on latent queries allows."""
     step = max(LATENT_BYTES // (latent_row(config) * itemsize), 1)
-    step -= step % 4 if step > 4 else 0  # turns begin where kernels made for the first serve all
+    step -= step % 4 if step > 4 else 0  # all chunks aligned as the first: no recompile
     return tuple(slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))
 
 
@@ -182,9 +182,9 @@ def plan_sparse(
     routes: tuple[Sequence[int], Sequence[int]],
     starts: Sequence[int],
     rows_at_once: int,
-    turns: tuple[tuple[ScoreChunk, ...], tuple[slice, ...]] | None = None,
+    cuts: tuple[tuple[ScoreChunk, ...], tuple[slice, ...]] | None = None,
 ) -> SparsePlan:
-    """Requests by route, absorbed and masked. `turns` are a captured step's: how rows are scored,
+    """Requests by route, absorbed and masked. `cuts` are a captured step's: how rows are scored,
     how absorbed ones attend."""
     assert config.indexer is not None and cache.index is not None
     held = query_bytes(config, cache.index)
@@ -202,10 +202,10 @@ def plan_sparse(
         BS=cache.index.block_size,
         rows_at_once=rows_at_once,
     )
-    if turns is None:
-        chosen = chosen_turns(num_absorbed, config, dtype.itemsize)
-        turns = score_chunks(lens.tolist(), held), chosen
-    chunks, chosen = turns
+    if cuts is None:
+        attending = query_chunks(num_absorbed, config, dtype.itemsize)
+        cuts = score_chunks(lens.tolist(), held), attending
+    chunks, attending = cuts
     bounds, true_lens = cumulative(query_lens), true_row_lens(batch, requests, lens)
     return SparsePlan(
         rows=pick_rows(requests, starts),
@@ -216,12 +216,12 @@ def plan_sparse(
         topk_lens=true_lens[:num_absorbed].clamp(max=config.indexer.topk),
         positions=true_lens[:num_absorbed].long() - 1,
         score_start_locs=start_locs(bounds, [chunk.rows for chunk in chunks], lens.shape[0]),
-        turn_start_locs=start_locs(bounds, chosen, lens.shape[0]),
+        query_chunk_start_locs=start_locs(bounds, attending, lens.shape[0]),
         num_rows=lens.shape[0],
         num_absorbed=num_absorbed,
         chunks=chunks,
         query_bytes=held,
-        turns=chosen,
+        query_chunks=attending,
         masked=cut,
     )
 

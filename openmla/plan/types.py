@@ -72,7 +72,7 @@ class PrefillPlan(_Part):
     """Requests in expanded form, packed.
 
     `route` is "new" (nobody has context), "one-shot" (context and new rows fit the workspace: one
-    causal call over `whole`, whose rows `new_rows` are this step's) or "chunked" (the new rows
+    causal call over `one_shot`, whose rows `new_rows` are this step's) or "chunked" (the new rows
     causally, then each chunk, merged).
     """
 
@@ -80,14 +80,14 @@ class PrefillPlan(_Part):
     route: str
     query_start_loc: Tensor  # [B+1] i32
     max_query_len: int
-    whole: ContextChunk | None = None
+    one_shot: ContextChunk | None = None
     new_rows: Tensor | None = None  # [T] i64
     chunks: tuple[ContextChunk, ...] = ()
 
 
 @dataclass(frozen=True)
 class ScoreChunk:
-    """Tokens scored in one turn: some of the packed sparse rows, and the most keys one sees."""
+    """Tokens scored at once: some of the packed sparse rows, and the most keys one sees."""
 
     rows: slice
     num_keys: int
@@ -127,17 +127,17 @@ class SparsePlan(_Part):
     topk_lens: Tensor  # [num_absorbed] i32, keys it does choose
     positions: Tensor  # [num_absorbed] i64, of the tokens in their sequences
     score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
-    turn_start_locs: Tensors  # [B+1] i32, and in each of `turns`
+    query_chunk_start_locs: Tensors  # [B+1] i32, and in each of `query_chunks`
     num_rows: int
     num_absorbed: int
     chunks: tuple[ScoreChunk, ...]
     query_bytes: int  # of one row's queries while they are quantised
-    turns: tuple[slice, ...]  # of the absorbed rows
+    query_chunks: tuple[slice, ...]  # of the absorbed rows, which attend to what they chose
     masked: tuple[MaskedChunk, ...] = ()
 
     @property
     def score_bytes(self) -> int:
-        """Of the largest turn: its logits, and its queries if they are quantised."""
+        """Of the largest chunk: its logits, and its queries if they are quantised."""
         return _score_bytes(self.chunks, self.query_bytes)
 
     @property
@@ -189,13 +189,13 @@ class CompressedPlan(_Part):
 
     @property
     def score_bytes(self) -> int:
-        """Of the largest turn: its logits, and its queries if they are quantised."""
+        """Of the largest chunk: its logits, and its queries if they are quantised."""
         return _score_bytes(self.chunks, self.query_bytes)
 
 
 def _score_bytes(chunks: Sequence[ScoreChunk], query_bytes: int) -> int:
-    turns = [(chunk.rows.stop - chunk.rows.start, chunk.num_keys) for chunk in chunks]
-    return max((rows * (4 * keys + query_bytes) for rows, keys in turns), default=0)
+    sizes = [(chunk.rows.stop - chunk.rows.start, chunk.num_keys) for chunk in chunks]
+    return max((rows * (4 * keys + query_bytes) for rows, keys in sizes), default=0)
 
 
 def latent_row(config: MLAConfig) -> int:
@@ -294,11 +294,11 @@ class Plan:
         dtype = self.problem("cache_write").dtype
         heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
         listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)
-        turn = max((turn.stop - turn.start for turn in sparse.turns), default=0)
+        most = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
         return {
             "scores": sparse.score_bytes,
             "selection": 4 * config.indexer.topk * listed,
-            "latent queries": turn * latent_row(config) * dtype.itemsize,
+            "latent queries": most * latent_row(config) * dtype.itemsize,
             "mask": sparse.mask_bytes,
             "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,
         }

@@ -66,7 +66,7 @@ def run(plan: Plan, cache: LayerCache) -> tuple[Tensor, set[str]]:
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_sparse_layers(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chosen and masked rows, some that see no more than K; at once or in turns."""
+    """Chosen and masked rows, some that see no more than K; at once or in chunks."""
     cache = allocate_cache(CONFIG, num_blocks=64, block_size=4, format="fp32")
     pool = BlockPool(64, 4)
     new, lens = ([5, 1], [70, 60]) if captured else ([5, 1, 80], [70, 60, 80])
@@ -75,15 +75,15 @@ def test_sparse_layers(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = pool.slot_mapping([(b, lens[b] - new[b], lens[b]) for b in requests])
     batch = Batch(new, lens, pool.block_table(requests), slots)
     outs = []
-    for in_turns in (False, True):
-        if in_turns:
+    for in_chunks in (False, True):
+        if in_chunks:
             monkeypatch.setattr(planned, "LOGITS_BYTES", 4 * 4 * 80)
             monkeypatch.setattr(planned, "LATENT_BYTES", 3 * 4 * latent_row(CONFIG))
         buffers = plan_buffers(CONFIG, cache, max_requests=3, max_tokens=15, max_blocks=20)
         into = buffers if captured else None
         plan = make_plan(batch, CONFIG, cache, dtype=torch.float32, into=into)
-        assert plan.sparse is not None and (captured or plan.sparse.masked or not in_turns)
-        assert (len(plan.sparse.chunks) > 1) == (len(plan.sparse.turns) > 1) == in_turns
+        assert plan.sparse is not None and (captured or plan.sparse.masked or not in_chunks)
+        assert (len(plan.sparse.chunks) > 1) == (len(plan.sparse.query_chunks) > 1) == in_chunks
         out, names = run(plan, cache)
         assert not names & DERIVING, names
         outs.append(out[: sum(new)])

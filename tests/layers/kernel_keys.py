@@ -73,15 +73,15 @@ def sparse() -> Iterator[object]:
     space = reserve(
         config, cache, max_requests=requests, max_tokens=most, workspace_tokens=4096, dtype=dtype
     )
-    for kind in warm.kinds_of_steps(config, cache, space, requests, most):
-        warm.run_step(kind, config, cache, space, dtype, "auto")
+    for shape in warm.step_shapes(config, cache, space, requests, most):
+        warm.run_step(shape, config, cache, space, dtype, "auto")
     yield None
     chance = random.Random(0)
     while True:
         B = chance.choice([1, 2, chance.randint(1, requests), requests])
         new = chance.choice([1, 2, 4, chance.randint(1, most // B)])
         before = chance.choice([0, 64, chance.randint(0, 3000), chance.randint(0, 150_000)])
-        one = warm.Kind(B, new, min(new + before, 2400 * 64), "auto")
+        one = warm.StepShape(B, new, min(new + before, 2400 * 64), "auto")
         warm.run_step(one, config, cache, space, dtype, "auto")
         yield one
 
@@ -114,7 +114,7 @@ def v4() -> Iterator[object]:
         ring = -(-min(length, new + span - 1) // 64) + chance.choice([0, 0, 1])
         if B * (-(-new // per_block) + 1) > cache.compressed.num_blocks:
             continue
-        one = warm_v4.CompressedKind(B, new, length, columns, ring)
+        one = warm_v4.CompressedStepShape(B, new, length, columns, ring)
         warm_v4.run_compressed(one, layer, cache, space, dtype, "auto")
         yield one
 

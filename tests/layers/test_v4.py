@@ -130,7 +130,7 @@ def forced(plan: Plan, num_keys: int) -> Plan:
     step = plan.compressed
     assert step is not None and not step.chunks
     seen = (step.positions.int() + 1) // step.ratio
-    turns = {
+    chunks = {
         "chunks": (ScoreChunk(slice(0, plan.num_tokens), num_keys),),
         "row_starts": torch.zeros_like(seen),
         "first_keys": torch.arange(TOPK, dtype=torch.int32),
@@ -141,7 +141,7 @@ def forced(plan: Plan, num_keys: int) -> Plan:
     ops = dict.fromkeys(("index_logits", "index_topk"), "reference")
     return replace(
         plan,
-        compressed=replace(step, **turns),  # type: ignore[arg-type]
+        compressed=replace(step, **chunks),  # type: ignore[arg-type]
         backends={**plan.backends, **ops},
     )
 
@@ -262,7 +262,7 @@ def test_draft_layers_have_a_window_only() -> None:
     assert relative_error(server.outputs["r"], attend_densely(layer, hidden).out) < CLOSE
 
 
-def test_scores_in_turns_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, hidden, dense = known(32, 4)
     monkeypatch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * 600)
     server = serve(layer, hidden, [150, 150])

@@ -25,7 +25,7 @@ from openmla import (
     plan_buffers,
     warmup,
 )
-from openmla.attention import IndexInputs, Pooled, attend_compressed
+from openmla.attention import IndexInputs, PoolInputs, attend_compressed
 from tests.layers.v4 import RATIOS, Server, make_layer, sequence, tiny_config
 
 
@@ -226,39 +226,42 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
     width = 64 if ratio == 4 else 32
     pools = torch.zeros(4, width)
-    pooled = Pooled(pools, pools, torch.zeros(max(ratio, 1), width), torch.ones(32))
+    pool_inputs = PoolInputs(pools, pools, torch.zeros(max(ratio, 1), width), torch.ones(32))
     if not ratio:
-        refused("pooled must not be given for ratio 0", pooled=pooled)
+        refused("pool_inputs must not be given for ratio 0", pool_inputs=pool_inputs)
         refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
         refused("sink must be torch.float32 like the", sink=torch.zeros(4, dtype=torch.float64))
         refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
         assert server.unchanged(before)
         return
-    refused(f"pooled must be given for ratio {ratio}.")
-    usual["pooled"] = pooled
+    refused(f"pool_inputs must be given for ratio {ratio}.")
+    usual["pool_inputs"] = pool_inputs
     if ratio == 4:
-        refused("index_pooled must be given for ratio 4.")
+        refused("index_pool_inputs must be given for ratio 4.")
         keys = torch.zeros(4, 2 * 16)
-        usual["index_pooled"] = Pooled(keys, keys, torch.zeros(4, 32), torch.ones(16))
+        usual["index_pool_inputs"] = PoolInputs(keys, keys, torch.zeros(4, 32), torch.ones(16))
         usual["index"] = IndexInputs(torch.zeros(4, 16, 16), torch.zeros(4, 16), None)
         refused("q_idx must be", index=IndexInputs(torch.zeros(4, 16, 8), torch.zeros(4, 16), None))
         halves = usual["index"]._replace(w_idx=torch.zeros(4, 16).half())
         refused("w_idx must be torch.float32 like the others, got torch.float16", index=halves)
-        wide = usual["index_pooled"]._replace(kv=keys.double(), score=keys.double())
-        refused("state must be torch.float64 with torch.float64 tokens", index_pooled=wide)
-        wide = usual["index_pooled"]._replace(score=keys.double())
-        refused("index_pooled.score must be torch.float32 like the oth", index_pooled=wide)
+        wide = usual["index_pool_inputs"]._replace(kv=keys.double(), score=keys.double())
+        refused("state must be torch.float64 with torch.float64 tokens", index_pool_inputs=wide)
+        wide = usual["index_pool_inputs"]._replace(score=keys.double())
+        refused(
+            "index_pool_inputs.score must be torch.float32 like the oth", index_pool_inputs=wide
+        )
         assert server.cache.index is not None
         part = server.cache.index
         narrow = PagedCache(part.data[:, :, :-1], part.format, part.kv_scale)
         refused("index rows must be W=16 wide", cache=replace(server.cache, index=narrow))
     refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
-    refused("pooled.kv must be", pooled=pooled._replace(kv=pools[:3]))
-    refused("pooled.bias must be", pooled=pooled._replace(bias=pooled.bias[1:]))
+    refused("pool_inputs.kv must be", pool_inputs=pool_inputs._replace(kv=pools[:3]))
+    refused("pool_inputs.bias must be", pool_inputs=pool_inputs._replace(bias=pool_inputs.bias[1:]))
     refused("table must have a row for", table=table[:50])
     refused("table must be torch.float32 like the others", table=table.half())
     refused(
-        "pooled.bias must be on cpu, got meta", pooled=pooled._replace(bias=pooled.bias.to("meta"))
+        "pool_inputs.bias must be on cpu, got meta",
+        pool_inputs=pool_inputs._replace(bias=pool_inputs.bias.to("meta")),
     )
     refused("sink must be torch.float32 like the others", sink=torch.zeros(4).double())
     refused("q must be torch.float32 like the others, got torch.float16", q=q.half())

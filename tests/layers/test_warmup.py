@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from openmla import PRESETS, LayerCache, MLAConfig, allocate_cache, make_plan, warmup
-from openmla.layers.warm import Kind, kinds_of_steps, run_step
+from openmla.layers.warm import StepShape, run_step, step_shapes
 from openmla.layers.warm_v4 import (
-    CompressedKind,
-    compressed_kinds,
+    CompressedStepShape,
+    compressed_step_shapes,
     empty_layer,
     run_compressed,
     run_compressed_steps,
@@ -88,8 +88,8 @@ def test_steps_of_every_kind_write_nothing(
         return plans[-1]
 
     monkeypatch.setattr("openmla.layers.warm.make_plan", remember)
-    for kind in kinds_of_steps(config, cache, space, *sizes.values()):
-        run_step(kind, config, cache, space, torch.float32, "auto")
+    for shape in step_shapes(config, cache, space, *sizes.values()):
+        run_step(shape, config, cache, space, torch.float32, "auto")
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
     runs = {plan.decode.split_starts.shape[1] for plan in plans if plan.decode is not None}
@@ -135,22 +135,22 @@ def test_kinds_of_v4() -> None:
     than there are blocks."""
     config = tiny_config()
     for ratio in RATIOS:
-        kinds = list(compressed_kinds(config, v4_cache(ratio, "cpu"), 9, 20))
-        assert kinds[0].new == 20 and kinds[-1].new == kinds[-1].requests == 1
-        assert max(kind.requests for kind in kinds) == (3 if ratio else 9)
-        lengths = {kind.length for kind in kinds if (kind.requests, kind.new) == (1, 1)}
+        shapes = list(compressed_step_shapes(config, v4_cache(ratio, "cpu"), 9, 20))
+        assert shapes[0].new == 20 and shapes[-1].new == shapes[-1].requests == 1
+        assert max(shape.requests for shape in shapes) == (3 if ratio else 9)
+        lengths = {shape.length for shape in shapes if (shape.requests, shape.new) == (1, 1)}
         choosing = {1 + 4 * (TOPK + 1)} if ratio == 4 else set()
         assert lengths == {1, 1 + 32, 1024, *choosing}
-        rings = {kind.ring for kind in kinds if kind[:3] == (1, 1, 33)}
+        rings = {shape.ring for shape in shapes if shape[:3] == (1, 1, 33)}
         assert rings == {2, 5}
 
 
 def test_a_kind_is_a_batch_of_equals() -> None:
     cache, config = cache_of(CONFIGS[0], "cpu"), CONFIGS[0]
     space = warmup(config, cache, max_requests=2, max_tokens=8, dtype=torch.float32)
-    kinds = list(kinds_of_steps(config, cache, space, 2, 8))
-    assert Kind(1, 1, 1, "absorbed") in kinds and Kind(2, 1, 160, "absorbed") in kinds
-    assert Kind(1, 8, 8, "expanded") in kinds and Kind(1, 8, 160, "expanded") in kinds
+    shapes = list(step_shapes(config, cache, space, 2, 8))
+    assert StepShape(1, 1, 1, "absorbed") in shapes and StepShape(2, 1, 160, "absorbed") in shapes
+    assert StepShape(1, 8, 8, "expanded") in shapes and StepShape(1, 8, 160, "expanded") in shapes
 
 
 @pytest.mark.gpu
@@ -166,8 +166,8 @@ def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
     with compilations() as compiled:
         for B, new, length in ((1, 1, 7), (3, 1, 100), (9, 1, 333), (7, 2, 90), (1, 33, 61)):
             for form in ("absorbed", "expanded"):
-                kind = Kind(B, new, length, form)
-                run_step(kind, config, cache, space, torch.float32, "auto")
+                shape = StepShape(B, new, length, form)
+                run_step(shape, config, cache, space, torch.float32, "auto")
     assert not compiled
     assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
 
@@ -208,8 +208,8 @@ def serve_after_warmup(ratio: int, device: str, *, real: bool) -> tuple[list[Any
         segments = torch.cuda.memory_stats()["segment.all.allocated"] if cuda else 0
         for B, new, length in ((1, 1, 7), (3, 1, 700), (5, 1, 333), (5, 2, 90), (1, 33, 61)):
             for columns, ring in ((-(-length // 128), 11), (11, 13)):
-                kind = CompressedKind(B, new, length, columns, ring)
-                run_compressed(kind, zeros, server.cache, space, dtype, "auto")
+                shape = CompressedStepShape(B, new, length, columns, ring)
+                run_compressed(shape, zeros, server.cache, space, dtype, "auto")
         if cuda and not real:  # wider rows may lie on either side of what torch takes for small
             assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
         for wanted in SERVED:

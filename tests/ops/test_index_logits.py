@@ -90,9 +90,9 @@ def test_reference_equals_loops(case: IndexCase) -> None:
     assert (logits[bounds[-1] :] == -torch.inf).all()
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long queries are taken a few at a time; the result does not change."""
-    inputs = IndexCase("turns", (7, 5), (40, 5), whole=True).make()
+    inputs = IndexCase("chunks", (7, 5), (40, 5), whole=True).make()
     expected = inputs.run(index_logits, backend="reference")
     monkeypatch.setattr("openmla.backends.reference.index_logits.PRODUCTS", 3 * 4 * 40)
     assert torch.equal(inputs.run(index_logits, backend="reference"), expected)

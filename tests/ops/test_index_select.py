@@ -205,7 +205,7 @@ def test_reference_equals_sorted() -> None:
 
 
 @pytest.mark.parametrize("backend", backends("index_select"))
-def test_in_turns(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_chunks(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn may end inside a request; the result does not change."""
     inputs = make(replace(WHOLE, padding=3), K=9, device=device)
     expected = run_or_skip(index_select, inputs, backend)

@@ -223,7 +223,7 @@ def test_invariance(backend: str, device: str) -> None:
     assert torch.equal(found, expected.flip(0).repeat(3, 1))
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = noise(40, 3, 0, 33, 41, 12, 40)
     monkeypatch.setattr("openmla.backends.reference.index_topk.SCORES", 2 * 44)
     check(make(rows, K=10), rows, "reference")

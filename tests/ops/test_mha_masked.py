@@ -96,9 +96,9 @@ def test_cases_have_what_they_promise() -> None:
     assert (mask[:5, 1] != 0).any() and (mask < 0).any()
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long queries are taken a few at a time; the result does not change."""
-    inputs = MaskedCase("turns", (7, 9), (40, 5)).make()
+    inputs = MaskedCase("chunks", (7, 9), (40, 5)).make()
     expected = inputs.run(mha_masked, backend="reference")
     monkeypatch.setattr("openmla.backends.reference.mha_masked.LOGITS", 3 * 4 * 40)
     for actual, whole in zip(inputs.run(mha_masked, backend="reference"), expected, strict=True):

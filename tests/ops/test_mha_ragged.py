@@ -85,9 +85,9 @@ def test_reference_equals_sdpa(case: RaggedCase) -> None:
     assert (out[queries[-1] :] == 0).all() and (lse[queries[-1] :] == -torch.inf).all()
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long queries are taken a few at a time; the result does not change."""
-    inputs = RaggedCase("turns", (7, 9), (40, 5)).make()
+    inputs = RaggedCase("chunks", (7, 9), (40, 5)).make()
     expected = inputs.run(mha_ragged, backend="reference")
     monkeypatch.setattr("openmla.backends.reference.mha_ragged.LOGITS", 3 * 4 * 40)
     for actual, whole in zip(inputs.run(mha_ragged, backend="reference"), expected, strict=True):

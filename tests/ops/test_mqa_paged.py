@@ -95,9 +95,9 @@ def test_reference_equals_loops(case: PagedCase) -> None:
     assert (out[bounds[-1] :] == 0).all() and (lse[bounds[-1] :] == -torch.inf).all()
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long queries are taken a few at a time; the result does not change."""
-    inputs = PagedCase("turns", (7, 5), (40, 5)).make()
+    inputs = PagedCase("chunks", (7, 5), (40, 5)).make()
     expected = inputs.run(mqa_paged, backend="reference")
     monkeypatch.setattr("openmla.backends.reference.mqa_paged.LOGITS", 3 * 4 * 40)
     for actual, whole in zip(inputs.run(mqa_paged, backend="reference"), expected, strict=True):

@@ -38,9 +38,9 @@ def test_reference_equals_loops(case: SparseCase) -> None:
     assert_equals_loops(replace(case, H=min(case.H, len(SINKS) if case.sink else 2)).make())
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few tokens at a time; the result does not change."""
-    inputs = SparseCase("turns", (7, 5), (40, 5), RING, COMPRESSED, sink=SINKS).make()
+    inputs = SparseCase("chunks", (7, 5), (40, 5), RING, COMPRESSED, sink=SINKS).make()
     expected = inputs.run(mqa_sparse, backend="reference")
     width = sum(part.width for part in inputs.segments())
     monkeypatch.setattr("openmla.backends.reference.mqa_sparse.ELEMENTS", 5 * width * 40)

@@ -132,7 +132,7 @@ def test_chunks_at_any_offset(backend: str, device: str) -> None:
     assert joined == expected
 
 
-def test_reference_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few rows at a time; the result does not change."""
     inputs = make(CASES["many"])
     expected = inputs.run(pack_mask, backend="reference")

@@ -1,4 +1,4 @@
-"""Plans of V4's layers: values, sizes, turns, captured buffers, workspace, and what they say."""
+"""Plans of V4's layers: values, sizes, chunks, captured buffers, workspace, and what they say."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_steps_without_tokens_or_requests(ratio: int) -> None:
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 300)), min_size=1, max_size=4),
     st.integers(1, 900),
 )
-def test_turns_cover_every_token_once_within_the_bound(
+def test_chunks_cover_every_token_once_within_the_bound(
     requests: list[tuple[int, int]], bound: int
 ) -> None:
     query_lens = [n for n, _ in requests]
@@ -164,9 +164,9 @@ def test_no_list_is_made(ratio: int) -> None:
     T, tables = 8194, batch.block_table.numel() + batch.window_table.numel()
     assert all(tensor.numel() <= max(T, tables) for tensor in found)
     each = 8 + 8 + 4 + (4 if ratio == 4 else 0)  # slot, position, entries seen; entries chosen
-    turns = 4 * len(plan.compressed.chunks) * len(plan.compressed.query_start_loc)
+    chunks = 4 * len(plan.compressed.chunks) * len(plan.compressed.query_start_loc)
     most = max((chunk.rows.stop - chunk.rows.start for chunk in plan.compressed.chunks), default=0)
-    bound = T * each + 4 * tables + turns + 4 * most + 100
+    bound = T * each + 4 * tables + chunks + 4 * most + 100
     assert sum(tensor.nbytes for tensor in found) <= bound
     assert plan.compressed.max_entries == (MILLION // ratio if ratio else 0)
     assert batch.window_table.shape[1] <= (8192 + 128 + 8) // 64 + 2  # of a million tokens' 16384
@@ -182,7 +182,7 @@ def test_scores_are_bounded_at_a_million() -> None:
     assert len(step.chunks) >= 8192 * MILLION // LOGITS_BYTES
     text = plan.explain()
     assert "entries   one per 4 tokens, 512 of up to 262144 chosen by each token" in text
-    assert f"scores    in {len(step.chunks)} turns of 256.0 MiB at most (bound 256.0 MiB)" in text
+    assert f"scores    in {len(step.chunks)} chunks of 256.0 MiB at most (bound 256.0 MiB)" in text
     assert "selection 16.0 MiB" in text
 
 
@@ -371,7 +371,7 @@ def test_explain_says_what_each_token_sees() -> None:
     assert "entries   one per 4 tokens, all of up to 17 (no more than 32): no list is made" in text
     text = plan_of(4, [40, 2], [60, 300]).explain()
     assert "entries   one per 4 tokens, 32 of up to 75 chosen by each token" in text
-    assert "scores    in 1 turns of 0.0 MiB at most (bound 256.0 MiB), selection 0.0 MiB" in text
+    assert "scores    in 1 chunks of 0.0 MiB at most (bound 256.0 MiB), selection 0.0 MiB" in text
     assert "index_topk   reference" in text
     text = plan_of(128, [40, 2], [60, 300]).explain()
     assert "entries   one per 128 tokens, all of up to 2: no list is made" in text

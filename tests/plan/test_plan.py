@@ -70,7 +70,7 @@ def test_exhaustive_small_batches() -> None:
             if prefill.route == "chunked" and form == "expanded":
                 gathered = sum(chunk.num_keys for chunk in prefill.chunks)
                 assert gathered == sum(contexts)
-            if prefill.whole is not None:
+            if prefill.one_shot is not None:
                 assert prefill.new_rows is not None
                 assert len(prefill.new_rows) == sum(query_lens[b] for b in with_queries)
 
@@ -91,7 +91,10 @@ def test_any_batch(requests: list[tuple[int, int]], form: str, blocks: int) -> N
     )
     check_rows(plan, query_lens)
     if plan.prefill is not None:
-        for chunk in (*plan.prefill.chunks, *([plan.prefill.whole] if plan.prefill.whole else [])):
+        for chunk in (
+            *plan.prefill.chunks,
+            *([plan.prefill.one_shot] if plan.prefill.one_shot else []),
+        ):
             assert chunk.num_keys == int(chunk.key_start_loc[-1]) <= BS * blocks
             assert chunk.max_key_len == int(chunk.key_start_loc.diff().max())
             assert chunk.max_query_len == int(chunk.query_start_loc.diff().max())
@@ -323,11 +326,11 @@ def test_upload_moves_every_tensor_once() -> None:
 def test_what_stands_in_two_places_is_uploaded_once() -> None:
     plan = make_plan(make_batch([4, 9], [4, 20]), CONFIG, CACHE, form="expanded")
     prefill = plan.prefill
-    assert prefill is not None and prefill.whole is not None and prefill.route == "one-shot"
-    assert prefill.query_start_loc is prefill.whole.query_start_loc
+    assert prefill is not None and prefill.one_shot is not None and prefill.route == "one-shot"
+    assert prefill.query_start_loc is prefill.one_shot.query_start_loc
     moved = upload(prefill, torch.device("meta"))
-    assert moved.whole is not None
-    assert moved.query_start_loc is moved.whole.query_start_loc
+    assert moved.one_shot is not None
+    assert moved.query_start_loc is moved.one_shot.query_start_loc
     twice = torch.arange(4)
     one, two, other = upload((twice, twice, torch.arange(4)), torch.device("meta"))
     assert one is two and one is not other

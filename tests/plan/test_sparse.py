@@ -1,4 +1,4 @@
-"""Plans of sparse models: routes, score turns, masks, captured buffers, and bounded memory."""
+"""Plans of sparse models: routes, score chunks, masks, captured buffers, and bounded memory."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_rows_are_packed_by_route_and_keep_their_places() -> None:
 def test_explain_says_how_many_keys_and_bytes() -> None:
     text = plan_of([40, 2], [60, 70], form="expanded").explain()
     assert "sparse    42 tokens choose 32 of up to 70 keys each" in text
-    assert "scores    in 1 turns of 0.0 MiB at most (bound 256.0 MiB)" in text
+    assert "scores    in 1 chunks of 0.0 MiB at most (bound 256.0 MiB)" in text
     assert "masked    42 tokens, expanded: asked for: form='expanded'; 1 chunks of" in text
     assert "MiB at most, beside what a backend holds: scores 0.0 MiB, selection" in text
     assert "mask 0.0 MiB, expanded keys 0.2 MiB" in text
     assert "mha_masked   reference" in text
     text = plan_of([2], [70], form="absorbed").explain()
-    assert "chosen    2 tokens, absorbed, over their own rows, in 1 turns" in text
+    assert "chosen    2 tokens, absorbed, over their own rows, in 1 chunks" in text
     assert "  why     asked for: form='absorbed'" in text
     assert "mask" not in text
     text = plan_of([1, 1], [K, 9]).explain()
@@ -127,7 +127,7 @@ def test_the_route_is_a_matter_of_cost() -> None:
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 400))
-def test_score_turns_cover_every_row_once_within_the_bound(lens: list[int], bound: int) -> None:
+def test_score_chunks_cover_every_row_once_within_the_bound(lens: list[int], bound: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
         chunks = score_chunks(lens, 8)
@@ -253,7 +253,7 @@ with torch.inference_mode():
 print(plan.explain())
 print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
 """
-OWN = 32 << 20  # what the reference backend holds for its own turns
+OWN = 32 << 20  # what the reference backend holds for its own chunks
 # glibc keeps freed blocks below a threshold that it moves by itself, so that the peak of one step
 # differed by 100 MiB from run to run; given the threshold, it hands every tensor back.
 EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -264,7 +264,7 @@ EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     [
         pytest.param(
             "absorbed fp32 index_fp32 4096 131072 1",
-            ["4096 tokens choose 2048 of up to 131072 keys", "8 turns"],
+            ["4096 tokens choose 2048 of up to 131072 keys", "8 chunks"],
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openmla.plan.splits import FIXED_RUN, SHORTEST_RUN, run_length, split_bounds
+from openmla.plan.splits import FIXED_SPLIT, SHORTEST_SPLIT, split_bounds, split_length
 
 
 @given(
@@ -19,7 +19,7 @@ from openmla.plan.splits import FIXED_RUN, SHORTEST_RUN, run_length, split_bound
 def test_bounds(
     seq_lens: list[int], multiprocessors: int, block_size: int, num_splits: int, invariant: bool
 ) -> None:
-    length = run_length(
+    length = split_length(
         seq_lens,
         multiprocessors=multiprocessors,
         block_size=block_size,
@@ -35,16 +35,16 @@ def test_bounds(
         assert (bounds.diff(dim=1) <= length).all()
         assert X == 1 or max(seq_lens) > length * X // 2  # no more than a power of two needs
     if invariant:
-        assert length == FIXED_RUN
+        assert length == FIXED_SPLIT
     else:
-        assert length >= SHORTEST_RUN and length % block_size == 0
+        assert length >= SHORTEST_SPLIT and length % block_size == 0
 
 
 def test_a_row_is_cut_alike_in_any_batch_when_invariant() -> None:
     rows = []
     for others in ([], [7], [200_000] * 50):
         lens = [5000, *others]
-        length = run_length(lens, multiprocessors=132, block_size=64, batch_invariant=True)
+        length = split_length(lens, multiprocessors=132, block_size=64, batch_invariant=True)
         bounds = split_bounds(torch.tensor(lens, dtype=torch.int32), length)[0]
         rows.append(bounds.unique().tolist())
     assert rows[0] == rows[1] == rows[2] == [0, 1024, 2048, 3072, 4096, 5000]
@@ -55,7 +55,7 @@ def test_work_fills_the_machine() -> None:
     16 heads run two at a time, programs of 64 one, and a request's runs are of equal length."""
 
     def length(B: int, S: int, H: int) -> int:
-        return run_length(
+        return split_length(
             [S] * B, multiprocessors=132, block_size=64, batch_invariant=False, num_heads=H
         )
 

@@ -18,10 +18,10 @@ def look_up(
     """[T, K] i64 slots of positions [T, K] in the rows' requests, -1 where there is none."""
     B, M = block_table.shape
     positions = positions.long()
-    there = (positions >= 0) & (positions < M * BS) & (requests < B)[:, None]
+    valid = (positions >= 0) & (positions < M * BS) & (requests < B)[:, None]
     if B == 0 or M == 0:
         return torch.full_like(positions, -1)
-    columns = (positions // BS).where(there, 0)
+    columns = (positions // BS).where(valid, 0)
     blocks = block_table[requests.clamp_max(B - 1)].long().gather(1, columns)
-    there &= (blocks >= 0) & (blocks < num_blocks)
-    return (blocks * BS + positions % BS).where(there, -1)
+    valid &= (blocks >= 0) & (blocks < num_blocks)
+    return (blocks * BS + positions % BS).where(valid, -1)

@@ -19,11 +19,11 @@ def why_not(problem: Problem) -> str | None:
 
 
 class Fold(NamedTuple):
-    """A softmax under way: what has been seen is weighted with exp(z - largest)."""
+    """An online softmax of the tokens seen so far, weighted with exp(z - running_max)."""
 
-    largest: Tensor  # [D]
-    total: Tensor  # [D]
-    weighted: Tensor  # [D]
+    running_max: Tensor  # [D]
+    running_sum: Tensor  # [D]
+    accumulator: Tensor  # [D]
 
 
 def run(
@@ -80,12 +80,12 @@ def _pool_overlapping(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: i
     rows = torch.cat([kept, torch.cat([kv, z], dim=1)])  # positions first .. start + n - 1
     windows = torch.arange(start // ratio, (start + n) // ratio, device=kv.device)
     places = windows[:, None] * ratio + torch.arange(-ratio, ratio, device=kv.device) - first
-    there = (places >= 0)[..., None]  # a first window has none before it
+    valid = (places >= 0)[..., None]  # a first window has none before it
     u, scores = rows[places.clamp_min(0)].chunk(2, dim=-1)  # [E, 2 ratio, 2 D]
     older, newer = slice(0, ratio), slice(ratio, 2 * ratio)
-    u = torch.cat([u[:, older, :D], u[:, newer, D:]], dim=1).masked_fill(~there, 0)
+    u = torch.cat([u[:, older, :D], u[:, newer, D:]], dim=1).masked_fill(~valid, 0)
     scores = torch.cat([scores[:, older, :D], scores[:, newer, D:]], dim=1)
-    weights = scores.masked_fill(~there, -torch.inf).softmax(dim=1)
+    weights = scores.masked_fill(~valid, -torch.inf).softmax(dim=1)
     kept_rows = min(n, V)
     last = torch.arange(start + n - kept_rows, start + n, device=kv.device)
     state[last % V] = rows[len(rows) - kept_rows :]
@@ -105,8 +105,8 @@ def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -
         for k in range(max(low, n - V), high):  # rows the state will keep
             folds[k] = _fold(kv[low : k + 1], z[low : k + 1], carry)
         if high + start == (window + 1) * ratio:
-            whole = _fold(kv[low:high], z[low:high], carry)
-            pooled.append(whole.weighted / whole.total)
+            finished = _fold(kv[low:high], z[low:high], carry)
+            pooled.append(finished.accumulator / finished.running_sum)
         carry = None
     for k, fold in folds.items():
         state[(start + k) % V] = torch.cat(fold)
@@ -115,10 +115,13 @@ def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -
 
 def _fold(kv: Tensor, z: Tensor, carry: Fold | None) -> Fold:
     """Rows [k, D] added to what was folded before them."""
-    largest = z.amax(0) if carry is None else z.amax(0).maximum(carry.largest)
-    weights = (z - largest).exp()
-    total, weighted = weights.sum(0), (weights * kv).sum(0)
+    running_max = z.amax(0) if carry is None else z.amax(0).maximum(carry.running_max)
+    weights = (z - running_max).exp()
+    running_sum, accumulator = weights.sum(0), (weights * kv).sum(0)
     if carry is not None:
-        shrink = (carry.largest - largest).exp()
-        total, weighted = total + carry.total * shrink, weighted + carry.weighted * shrink
-    return Fold(largest, total, weighted)
+        rescale = (carry.running_max - running_max).exp()
+        running_sum, accumulator = (
+            running_sum + carry.running_sum * rescale,
+            accumulator + carry.accumulator * rescale,
+        )
+    return Fold(running_max, running_sum, accumulator)

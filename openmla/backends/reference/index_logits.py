@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.cache.format import get_format
 
-PRODUCTS = 2**22  # head products held at once; more queries are taken in turns
+PRODUCTS = 2**22  # head products held at once; more queries are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -54,8 +54,8 @@ def score(
     places = torch.arange(keys.shape[0], device=keys.device)
     step = max(PRODUCTS // max(HI * keys.shape[0], 1), 1)
     for i in range(0, n, step):
-        turn = slice(i, i + step)
-        products = (q_idx[turn].to(keys.dtype) @ keys.T).relu_()  # [step, HI, S]
-        out[turn] = (w_idx[turn, None, :] @ products)[:, 0]
-        outside = (places < starts[turn, None]) | (places >= ends[turn, None])
-        out[turn].masked_fill_(outside, -torch.inf)
+        chunk = slice(i, i + step)
+        products = (q_idx[chunk].to(keys.dtype) @ keys.T).relu_()  # [step, HI, S]
+        out[chunk] = (w_idx[chunk, None, :] @ products)[:, 0]
+        outside = (places < starts[chunk, None]) | (places >= ends[chunk, None])
+        out[chunk].masked_fill_(outside, -torch.inf)

@@ -32,19 +32,19 @@ def run(
     positions = torch.full((T, K), -1, dtype=torch.int32, device=q_idx.device)
     step = max(SCORES // max(num_keys, 1), 1)
     for i in range(0, T, step):
-        turn = slice(i, min(i + step, T))
-        bounds = query_start_loc.clamp(turn.start, turn.stop) - turn.start
+        chunk = slice(i, min(i + step, T))
+        bounds = query_start_loc.clamp(chunk.start, chunk.stop) - chunk.start
         logits = index_logits.run(
-            q_idx[turn],
-            w_idx[turn],
+            q_idx[chunk],
+            w_idx[chunk],
             cache,
             block_table,
             bounds,
-            row_lens[turn],
+            row_lens[chunk],
             format=format,
             num_keys=num_keys,
         )
-        starts = torch.zeros_like(row_lens[turn])
-        found = index_topk.run(logits, starts, row_lens[turn], K=K, sorted=sorted)
-        positions[turn] = found[0]
+        starts = torch.zeros_like(row_lens[chunk])
+        found = index_topk.run(logits, starts, row_lens[chunk], K=K, sorted=sorted)
+        positions[chunk] = found[0]
     return positions, row_lens.clamp(max=K)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-SCORES = 2**21  # looked at in one turn
+SCORES = 2**21  # compared at once
 
 
 def why_not(problem: Problem) -> str | None:
@@ -21,8 +21,8 @@ def run(
     positions = torch.full((T, K), -1, dtype=torch.int32, device=logits.device)
     step = max(SCORES // max(S, 1), 1)
     for i in range(0, T, step):
-        turn = slice(i, i + step)
-        choose(positions[turn], logits[turn], row_starts[turn, None], row_lens[turn, None])
+        chunk = slice(i, i + step)
+        choose(positions[chunk], logits[chunk], row_starts[chunk, None], row_lens[chunk, None])
     return positions, row_lens.clamp(max=K)
 
 
@@ -36,8 +36,8 @@ def choose(positions: Tensor, logits: Tensor, starts: Tensor, lens: Tensor) -> N
         scores = logits.masked_fill(~inside | logits.isnan(), -torch.inf)
         cut = scores.topk(K, dim=1).values[:, -1:]
         above, equal = scores > cut, (scores == cut) & inside
-        room = K - above.sum(1, keepdim=True)
-        chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
+        ties = K - above.sum(1, keepdim=True)
+        chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= ties))
         kept |= chosen & (lens > K)
     rows, found = kept.nonzero(as_tuple=True)
     order = kept.cumsum(1, dtype=torch.int32)[rows, found].long() - 1

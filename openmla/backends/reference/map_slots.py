@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
 
-ENTRIES = 2**20  # looked up in one turn
+ENTRIES = 2**20  # looked up at once
 
 
 def why_not(problem: Problem) -> str | None:
@@ -32,12 +32,12 @@ def run(
     slots = torch.empty_like(positions)
     step = max(ENTRIES // max(K, 1), 1)
     for i in range(0, T, step):
-        turn = slice(i, i + step)
-        p = positions[turn].long()
+        chunk = slice(i, i + step)
+        p = positions[chunk].long()
         owned = (p >= 0) & (p // interleave % cp_size == cp_rank)
         local = p // (cp_size * interleave) * interleave + p % interleave
-        found = look_up(local.where(owned, -1), block_table, requests[turn], BS, num_blocks)
+        found = look_up(local.where(owned, -1), block_table, requests[chunk], BS, num_blocks)
         if compact:
             found = found.gather(1, (found < 0).int().argsort(dim=1, stable=True))
-        slots[turn] = found.int()
+        slots[chunk] = found.int()
     return slots, (slots >= 0).sum(1).int()

@@ -18,14 +18,14 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     merged = out.new_zeros(out.shape, dtype=wide)
     sides = [(out, lse), (other_out, other_lse)]
     lses = torch.stack([_plain(side_lse, wide) for _, side_lse in sides])
-    total = lses.logsumexp(dim=0)
+    merged_lse = lses.logsumexp(dim=0)
     for (side_out, _), side_lse in zip(sides, lses, strict=True):
         empty = side_lse == -torch.inf
-        weight = (side_lse - total).exp()
+        weight = (side_lse - merged_lse).exp()
         part = side_out.to(wide) * weight[:, :, None]
         merged += part.masked_fill(empty[:, :, None], 0)
     out.copy_(merged)
-    lse.copy_(total)
+    lse.copy_(merged_lse)
 
 
 def _plain(lse: Tensor, dtype: torch.dtype) -> Tensor:

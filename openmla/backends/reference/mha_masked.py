@@ -40,14 +40,14 @@ def run(
         wide_k, wide_v = k[keys].to(wide), v[keys].to(wide)
         step = max(LOGITS // (H * S), 1)
         for i in range(start, stop, step):
-            turn = slice(i, min(i + step, stop))
-            hidden = ~spread_bits(mask[turn], S)[:, None]  # [n, 1, S]
-            logits = scale * torch.einsum("qhe,khe->qhk", q[turn].to(wide), wide_k)
+            chunk = slice(i, min(i + step, stop))
+            hidden = ~spread_bits(mask[chunk], S)[:, None]  # [n, 1, S]
+            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide), wide_k)
             logits.masked_fill_(hidden, -torch.inf)
-            total = logits.logsumexp(-1)
-            lse[turn] = total
-            weights = (logits - total[..., None]).exp().masked_fill(hidden, 0)
-            out[turn] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
+            row_lse = logits.logsumexp(-1)
+            lse[chunk] = row_lse
+            weights = (logits - row_lse[..., None]).exp().masked_fill(hidden, 0)
+            out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-LOGITS = 2**26  # held at once; more queries are taken in turns
+LOGITS = 2**26  # held at once; more queries are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -44,12 +44,12 @@ def run(
         positions = torch.arange(S, device=q.device)
         step = max(LOGITS // (H * S), 1)
         for i in range(0, n, step):
-            turn = slice(start + i, start + min(i + step, n))
-            logits = scale * torch.einsum("qhe,khe->qhk", q[turn].to(wide), wide_k)
+            chunk = slice(start + i, start + min(i + step, n))
+            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide), wide_k)
             if causal:
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)
-            lse[turn] = logits.logsumexp(dim=-1)
-            weights = (logits - lse[turn][:, :, None]).exp()
-            out[turn] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
+            lse[chunk] = logits.logsumexp(dim=-1)
+            weights = (logits - lse[chunk][:, :, None]).exp()
+            out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse

@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.cache.format import get_format
 
-LOGITS = 2**26  # held at once; more queries are taken in turns
+LOGITS = 2**26  # held at once; more queries are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -46,12 +46,12 @@ def run(
         rows = get_format(format).read(cache, slots, kv_scale, wide, D)  # [S, D]
         step = max(LOGITS // (H * S), 1)
         for i in range(0, n, step):
-            turn = slice(start + i, start + min(i + step, n))
-            logits = scale * (q_latent[turn].to(wide) @ rows.T)  # [step, H, S]
+            chunk = slice(start + i, start + min(i + step, n))
+            logits = scale * (q_latent[chunk].to(wide) @ rows.T)  # [step, H, S]
             if causal:
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)
-            lse[turn] = logits.logsumexp(dim=-1)
-            weights = (logits - lse[turn][:, :, None]).exp()
-            out[turn] = (weights @ rows[:, :C]).to(out.dtype)
+            lse[chunk] = logits.logsumexp(dim=-1)
+            weights = (logits - lse[chunk][:, :, None]).exp()
+            out[chunk] = (weights @ rows[:, :C]).to(out.dtype)
     return out, lse

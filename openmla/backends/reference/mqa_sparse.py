@@ -12,7 +12,7 @@ from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
 from openmla.cache.format import get_format
 
-ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in turns
+ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in chunks
 
 
 def prefers_slots(problem: Problem) -> bool:
@@ -45,40 +45,40 @@ def run(
     # with fixed runs a token's bits are its own: a product of several tokens may add up otherwise
     step = 1 if run_length else max(ELEMENTS // max(width * max(D, H), 1), 1)
     for i in range(0, T, step):
-        turn = slice(i, min(i + step, T))
+        chunk = slice(i, min(i + step, T))
         parts, masks = [], []
         for segment in segments:
-            slots = listed_slots(segment, turn, positions[turn], requests[turn])
-            slots = slots.masked_fill((requests[turn] == B)[:, None], -1)
-            there = slots >= 0
+            slots = listed_slots(segment, chunk, positions[chunk], requests[chunk])
+            slots = slots.masked_fill((requests[chunk] == B)[:, None], -1)
+            valid = slots >= 0
             rows = get_format(segment.format).read(
-                segment.cache, slots[there], segment.kv_scale, wide, D
+                segment.cache, slots[valid], segment.kv_scale, wide, D
             )
-            parts.append(rows.new_zeros((*slots.shape, D)).masked_scatter_(there[..., None], rows))
-            masks.append(there)
-        rows, there = torch.cat(parts, 1), torch.cat(masks, 1)  # [n, width, D], [n, width]
-        logits = scale * (q_latent[turn].to(wide) @ rows.mT)  # [n, H, width]
-        logits.masked_fill_(~there[:, None], -torch.inf)
-        total = logits.logsumexp(-1)
-        lse[turn] = total
-        weights = (logits - total[..., None]).exp().masked_fill(~there[:, None], 0)
+            parts.append(rows.new_zeros((*slots.shape, D)).masked_scatter_(valid[..., None], rows))
+            masks.append(valid)
+        rows, valid = torch.cat(parts, 1), torch.cat(masks, 1)  # [n, width, D], [n, width]
+        logits = scale * (q_latent[chunk].to(wide) @ rows.mT)  # [n, H, width]
+        logits.masked_fill_(~valid[:, None], -torch.inf)
+        row_lse = logits.logsumexp(-1)
+        lse[chunk] = row_lse
+        weights = (logits - row_lse[..., None]).exp().masked_fill(~valid[:, None], 0)
         attended = weights @ rows[..., :C]
         if sink is not None:
-            share = (total - sink.to(wide)).sigmoid()
-            attended *= share.masked_fill(total == -torch.inf, 0)[..., None]
-        out[turn] = attended.to(out.dtype)
+            kept = (row_lse - sink.to(wide)).sigmoid()
+            attended *= kept.masked_fill(row_lse == -torch.inf, 0)[..., None]
+        out[chunk] = attended.to(out.dtype)
     return out, lse
 
 
-def listed_slots(segment: Any, turn: slice, positions: Tensor, requests: Tensor) -> Tensor:
+def listed_slots(segment: Any, chunk: slice, positions: Tensor, requests: Tensor) -> Tensor:
     """[n, width] i64: the slots a segment names for some tokens, -1 where there is none."""
     N, BS, _ = segment.cache.shape
     table = segment.block_table
     width = segment.width
     columns = torch.arange(width, device=positions.device)
     if segment.kind in ("slots", "positions"):
-        rows = segment.rows[turn].long()
-        rows = rows.where(columns < segment.row_lens[turn, None], -1)
+        rows = segment.rows[chunk].long()
+        rows = rows.where(columns < segment.row_lens[chunk, None], -1)
         if segment.kind == "slots":
             return rows.where(rows < N * BS, -1).clamp_min(-1)
         return look_up(rows, table, requests, BS, N)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-KEYS = 2**20  # held as bytes in one turn
+KEYS = 2**20  # held as bytes at once
 
 
 def why_not(problem: Problem) -> str | None:
@@ -21,12 +21,12 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
     places = torch.arange(32, dtype=torch.int64, device=device)
     step = max(KEYS // max(32 * num_words, 1), 1)
     for i in range(0, T, step):
-        turn = slice(i, min(i + step, T))
-        keys = topk_positions[turn].long() - key_starts[turn, None]
-        inside = (keys >= 0) & (keys < key_lens[turn, None].clamp(max=32 * num_words))
-        inside &= topk_positions[turn] >= 0
-        chosen = torch.zeros((turn.stop - i, 32 * num_words + 1), dtype=torch.bool, device=device)
+        chunk = slice(i, min(i + step, T))
+        keys = topk_positions[chunk].long() - key_starts[chunk, None]
+        inside = (keys >= 0) & (keys < key_lens[chunk, None].clamp(max=32 * num_words))
+        inside &= topk_positions[chunk] >= 0
+        chosen = torch.zeros((chunk.stop - i, 32 * num_words + 1), dtype=torch.bool, device=device)
         chosen.scatter_(1, keys.where(inside, 32 * num_words), True)
         words = chosen[:, :-1].unflatten(1, (num_words, 32)).long() << places
-        mask[turn] = words.sum(-1).to(torch.int32)
+        mask[chunk] = words.sum(-1).to(torch.int32)
     return mask

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 PART = 512  # keys per partial attention; parts run in parallel
 MERGED = 32  # parts merged at once: bounds the partial outputs held
 DECODED = 8  # parts at once where a format must be decoded: fresh pages cost more than copying
-QUERY_ROWS = 1024  # queries times heads at once; more are taken in turns
+QUERY_ROWS = 1024  # queries times heads at once; more are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -57,18 +57,18 @@ def run(
             continue
         blocks = block_table[b, : -(-S // BS)].tolist()
         for first_query in range(start, stop, step):
-            turn = slice(first_query, min(first_query + step, stop))
-            q = q_latent[turn].to(wide).reshape(-1, D)
-            num_seen = S - stop + turn.stop if causal else S
-            first_seen = S - stop + turn.start if causal else S - 1
-            last_key = torch.arange(first_seen, num_seen).expand(turn.stop - turn.start)
+            chunk = slice(first_query, min(first_query + step, stop))
+            q = q_latent[chunk].to(wide).reshape(-1, D)
+            num_seen = S - stop + chunk.stop if causal else S
+            first_seen = S - stop + chunk.start if causal else S - 1
+            last_key = torch.arange(first_seen, num_seen).expand(chunk.stop - chunk.start)
             merge = _Merge()
             layout = get_format(format)
             for first, rows in _parts(cache, blocks, num_seen, layout, kv_scale, wide, D):
                 merge.add(*_attend(q, rows, first, last_key.repeat_interleave(H), scale, C))
-            turn_out, turn_lse = merge.finish()
-            out[turn] = turn_out.view(-1, H, C).to(out.dtype)
-            lse[turn] = turn_lse.view(-1, H)
+            chunk_out, chunk_lse = merge.finish()
+            out[chunk] = chunk_out.view(-1, H, C).to(out.dtype)
+            lse[chunk] = chunk_lse.view(-1, H)
     return out, lse
 
 
@@ -90,9 +90,8 @@ class _Merge:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         lses = torch.cat(self.lses)
-        total = lses.logsumexp(dim=0)
-        # the first part is seen by every query, so total is finite
-        return torch.einsum("xq,xqc->qc", (lses - total).exp(), torch.cat(self.outs)), total
+        lse = lses.logsumexp(dim=0)  # finite: every query sees the first part
+        return torch.einsum("xq,xqc->qc", (lses - lse).exp(), torch.cat(self.outs)), lse
 
 
 def _parts(

@@ -124,9 +124,9 @@ def _padding_of(mask: Tensor | None) -> Tensor | None:
 def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
     """Tokens back in their batch rows; padding rows are 0."""
     if picked is not None:
-        whole = out.new_zeros((B * S, *out.shape[1:]))
-        whole[picked] = out
-        out = whole
+        padded = out.new_zeros((B * S, *out.shape[1:]))
+        padded[picked] = out
+        out = padded
     return out.reshape(B, S, *out.shape[1:])
 
 

@@ -249,11 +249,11 @@ class CapturedDecode:
                 out = step()
         except RuntimeError as reason:
             said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
-            told = f"attach: this model's decode step cannot be recorded: {said} "
+            message = f"attach: this model's decode step cannot be recorded: {said} "
             if self.asked:
-                told += "Leave capture=True out (openmla generate: --no-capture)."
-                raise UnsupportedError(told) from reason
-            warnings.warn(f"{told}It runs as it is.", stacklevel=2)
+                message += "Leave capture=True out (openmla generate: --no-capture)."
+                raise UnsupportedError(message) from reason
+            warnings.warn(f"{message}It runs as it is.", stacklevel=2)
             self.recordable = False
             return None, step()
         graph.replay()

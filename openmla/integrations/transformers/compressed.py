@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import IndexInputs, Pooled, attend_compressed
+from openmla.attention import IndexInputs, PoolInputs, attend_compressed
 from openmla.errors import ShapeError
 from openmla.integrations.transformers.offload import brought_in
 from openmla.ops import rope
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 class Compressible(NamedTuple):
     """What one layer's compressor computed in the pass under way, all columns of the batch."""
 
-    pooled: Pooled
-    index_pooled: Pooled | None = None
+    pool_inputs: PoolInputs
+    index_pool_inputs: PoolInputs | None = None
     index_query: Tensor | None = None  # [B * S, HI, DI], before rope
     index_weights: Tensor | None = None  # [B * S, HI]
 
     def picked(self, rows: Tensor) -> Compressible:
         """The same of the tokens that are not padding."""
 
-        def pick(part: Pooled | None) -> Pooled | None:
+        def pick(part: PoolInputs | None) -> PoolInputs | None:
             return part and part._replace(kv=part.kv[rows], score=part.score[rows])
 
-        pooled = pick(self.pooled)
-        assert pooled is not None
+        pool_inputs = pick(self.pool_inputs)
+        assert pool_inputs is not None
         query, weights = self.index_query, self.index_weights
         return Compressible(
-            pooled,
-            pick(self.index_pooled),
+            pool_inputs,
+            pick(self.index_pool_inputs),
             query if query is None else query[rows],
             weights if weights is None else weights[rows],
         )
@@ -67,16 +67,16 @@ class CompressorStandIn:
         self, hidden_states: Tensor, q_residual: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         hidden = hidden_states.flatten(0, 1)
-        pooled = _projected(self.compressor, hidden)
+        pool_inputs = _projected(self.compressor, hidden)
         indexer = getattr(self.compressor, "indexer", None)
         if indexer is None:
-            self.attachment.current.compressible = Compressible(pooled)
+            self.attachment.current.compressible = Compressible(pool_inputs)
         else:
             config = self.attachment.config.indexer
             assert config is not None
             query = indexer.q_b_proj(q_residual.flatten(0, 1))
             self.attachment.current.compressible = Compressible(
-                pooled,
+                pool_inputs,
                 _projected(indexer, hidden),
                 query.view(-1, config.num_heads, config.head_dim),
                 indexer.scorer.weights_proj(hidden),
@@ -94,10 +94,10 @@ class CompressorStandIn:
             self.compressor.forward = self.before
 
 
-def _projected(compressor: Any, hidden: Tensor) -> Pooled:
+def _projected(compressor: Any, hidden: Tensor) -> PoolInputs:
     kv, score = compressor.kv_proj(hidden), compressor.gate_proj(hidden)
     with brought_in(compressor, compressor.kv_norm):
-        return Pooled(kv, score, compressor.position_bias, compressor.kv_norm.weight)
+        return PoolInputs(kv, score, compressor.position_bias, compressor.kv_norm.weight)
 
 
 def attend_v4(
@@ -144,9 +144,9 @@ def attend_v4(
         plan,
         sink=sink.float(),
         table=table,
-        pooled=inputs and inputs.pooled,
+        pool_inputs=inputs and inputs.pool_inputs,
         index=index,
-        index_pooled=inputs and inputs.index_pooled,
+        index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
 
 

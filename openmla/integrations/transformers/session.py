@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Absorbed, Selection
+from openmla.attention import AbsorbedWeights, Selection
 from openmla.cache import BlockPool, CompressedPool, LayerCache
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
@@ -123,7 +123,7 @@ class Session:
         self.requests.clear()
         self.columns.clear()
 
-    def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> Absorbed:
+    def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> AbsorbedWeights:
         """The module's kv_b_proj as it is now: views of its weight, or what it does, decoded.
 
         Decoding is done again only when the linear has changed: another weight, or an adapter
