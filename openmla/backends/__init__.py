@@ -151,7 +151,7 @@ def _interpreted() -> bool:
 
 
 @lru_cache(maxsize=1024)
-def select(problem: Problem, backend: str = "auto") -> str:
+def choose_backend(problem: Problem, backend: str = "auto") -> str:
     """The backend that runs a problem: the named one, or with "auto" the first that can and is not
     slower than another, else the first that can.
 

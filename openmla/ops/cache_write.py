@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -50,7 +50,7 @@ def _run(*tensors: Tensor, format: str, backend: str) -> None:
     if cache.device.type == "cpu":
         check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
     asked = problem(cache.device, kv_c.dtype, format)
-    load("cache_write", select(asked, backend)).run(*tensors, format=format)
+    load("cache_write", choose_backend(asked, backend)).run(*tensors, format=format)
 
 
 def _fake(*tensors: Tensor, format: str, backend: str) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format, state_rows, state_width
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -138,7 +138,7 @@ def _run(
     if cache.device.type == "cpu":
         _check_values(tensors, dims, ratio)
     asked = problem(cache.device, kv.dtype, format, D=dims["D"])
-    load("compress_kv", select(asked, backend)).run(
+    load("compress_kv", choose_backend(asked, backend)).run(
         *tensors, format=format, ratio=ratio, overlap=overlap, eps=eps, hadamard=hadamard
     )
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -75,7 +75,7 @@ def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
     if q_idx.device.type == "cpu":
         check_paged_values("index_logits", dims, tensors, num_keys)
     asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
-    logits: Tensor = load("index_logits", select(asked, backend)).run(
+    logits: Tensor = load("index_logits", choose_backend(asked, backend)).run(
         *tensors, format=format, num_keys=num_keys
     )
     return logits

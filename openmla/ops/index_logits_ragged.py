@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
 from openmla.ops.index_logits import scores_dtype
@@ -50,7 +50,7 @@ def _run(*tensors: Tensor, backend: str) -> Tensor:
             f"got {int(starts.min())} and {int(ends.max())}."
         )
     asked = problem(q_idx.device, q_idx.dtype, HI=dims["HI"], DI=dims["DI"])
-    logits: Tensor = load("index_logits_ragged", select(asked, backend)).run(*tensors)
+    logits: Tensor = load("index_logits_ragged", choose_backend(asked, backend)).run(*tensors)
     return logits
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, refuse_grad, register
 from openmla.ops.index_logits import check_paged, check_paged_values
@@ -40,7 +40,7 @@ def _run(
     if q_idx.device.type == "cpu":
         check_paged_values("index_select", dims, tensors, num_keys)
     asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
-    found: tuple[Tensor, Tensor] = load("index_select", select(asked, backend)).run(
+    found: tuple[Tensor, Tensor] = load("index_select", choose_backend(asked, backend)).run(
         *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted
     )
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, register
 
@@ -44,7 +44,7 @@ def _run(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, 
                 f"{int(row_lens[t])} from {int(row_starts[t])} on."
             )
     asked = problem(logits.device, logits.dtype)
-    found: tuple[Tensor, Tensor] = load("index_topk", select(asked, backend)).run(
+    found: tuple[Tensor, Tensor] = load("index_topk", choose_backend(asked, backend)).run(
         *tensors, K=K, sorted=sorted
     )
     return found

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -79,7 +79,7 @@ def _run(
                 f"got {int(positions.min())}..{int(positions.max())}."
             )
     asked = problem(cache.device, k_raw.dtype, format)
-    load("index_write", select(asked, backend)).run(
+    load("index_write", choose_backend(asked, backend)).run(
         *tensors, format=format, eps=eps, pairing=pairing, rope_start=rope_start, hadamard=hadamard
     )
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
@@ -96,7 +96,7 @@ def _run(
                     f"got {int(low)}..{int(high)}."
                 )
     asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
-    load("latent_write", select(asked, backend)).run(
+    load("latent_write", choose_backend(asked, backend)).run(
         *given,
         table,
         format=format,

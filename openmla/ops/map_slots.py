@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, register
 from openmla.ops._values import check_start_loc
@@ -54,7 +54,7 @@ def _run(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> tuple
     if positions.device.type == "cpu":
         check_start_loc("map_slots", "query_start_loc", query_start_loc, dims["T"], "positions")
     asked = problem(positions.device)
-    found: tuple[Tensor, Tensor] = load("map_slots", select(asked, backend)).run(
+    found: tuple[Tensor, Tensor] = load("map_slots", choose_backend(asked, backend)).run(
         *tensors, compact=compact, **scalars
     )
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
 
@@ -43,7 +43,7 @@ def _run(*tensors: Tensor, backend: str) -> None:
     _check(tensors)
     refuse_grad("merge_states", tensors)
     asked = problem(out.device, out.dtype)
-    load("merge_states", select(asked, backend)).run(*tensors)
+    load("merge_states", choose_backend(asked, backend)).run(*tensors)
 
 
 def _fake(*tensors: Tensor, backend: str) -> None:

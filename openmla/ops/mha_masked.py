@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
@@ -71,7 +71,7 @@ def _run(
     if q.device.type == "cpu":
         _check_values(dims, tensors, max_query_len, max_key_len)
     asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
-    result: tuple[Tensor, Tensor] = load("mha_masked", select(asked, backend)).run(
+    result: tuple[Tensor, Tensor] = load("mha_masked", choose_backend(asked, backend)).run(
         *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len
     )
     return result

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
@@ -95,7 +95,7 @@ def _run(
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len)
     asked = problem(q_latent.device, q_latent.dtype, format, D=dims["D"], C=C)
-    result: tuple[Tensor, Tensor] = load("mqa_paged", select(asked, backend)).run(
+    result: tuple[Tensor, Tensor] = load("mqa_paged", choose_backend(asked, backend)).run(
         *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len
     )
     return result

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import load, select
+from openmla.backends import choose_backend, load
 from openmla.backends.segments import Segment, problem, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
@@ -119,7 +119,7 @@ def _run(
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
     asked = problem_of(q_latent, parts, C=C, run_length=run_length)
-    result: tuple[Tensor, Tensor] = load("mqa_sparse", select(asked, backend)).run(
+    result: tuple[Tensor, Tensor] = load("mqa_sparse", choose_backend(asked, backend)).run(
         q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
     )
     return result

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, register
 
@@ -37,7 +37,9 @@ def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
                 f"got {low}..{high}."
             )
     asked = problem(positions.device)
-    mask: Tensor = load("pack_mask", select(asked, backend)).run(*tensors, num_words=num_words)
+    mask: Tensor = load("pack_mask", choose_backend(asked, backend)).run(
+        *tensors, num_words=num_words
+    )
     return mask
 
 

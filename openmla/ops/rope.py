@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, load, problem_on, select
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, refuse_grad, register
 
@@ -54,7 +54,7 @@ def _run(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> None:
                 f"got {int(low)}..{int(high)}."
             )
     asked = problem(x.device, x.dtype)
-    load("rope", select(asked, backend)).run(*tensors, pairing=pairing, inverse=inverse)
+    load("rope", choose_backend(asked, backend)).run(*tensors, pairing=pairing, inverse=inverse)
 
 
 def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:

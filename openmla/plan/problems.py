@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from openmla.backends import BACKENDS, Problem, efficiency, prefers_slots, select, why_not
+from openmla.backends import BACKENDS, Problem, choose_backend, efficiency, prefers_slots, why_not
 from openmla.backends.requirements import warn_of_reference
 from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
@@ -55,7 +55,9 @@ def _known(backend: str) -> str:
 
 def chosen(problems: Sequence[Problem], backend: str) -> dict[str, str]:
     """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
-    backends = {problem.op: select(problem, named(problem.op, backend)) for problem in problems}
+    backends = {
+        problem.op: choose_backend(problem, named(problem.op, backend)) for problem in problems
+    }
     if backend == "auto" and "reference" in backends.values():
         warn_of_reference("plan", problems[0].device)
     return backends
@@ -97,7 +99,7 @@ def sparse_efficiencies(
     gathering = gathering_problem(config, latent, dtype, PROMPT)
     E, V = config.qk_head_dim, config.v_head_dim
     masking = mha_masked_problem(latent.data.device, dtype, E=E, V=V)
-    gathered, masked = (efficiency(p, select(p, "auto")) for p in (gathering, masking))
+    gathered, masked = (efficiency(p, choose_backend(p, "auto")) for p in (gathering, masking))
     return gathered, masked
 
 

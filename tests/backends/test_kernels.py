@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openmla import PRESETS, BlockPool, allocate_cache, make_plan
-from openmla.backends import Problem, kernel_of, select
+from openmla.backends import Problem, choose_backend, kernel_of
 from openmla.errors import UnsupportedError
 from openmla.plan import Batch
 
@@ -39,7 +39,7 @@ CHOICES = {
 def test_the_kernel_that_runs(name: str) -> None:
     pytest.importorskip("triton")
     problem = CHOICES[name]
-    backend = select(problem)
+    backend = choose_backend(problem)
     if name.startswith("triton"):
         assert (backend, kernel_of(problem, backend)) == ("triton", "")
     else:
@@ -49,8 +49,10 @@ def test_the_kernel_that_runs(name: str) -> None:
 def test_a_named_backend_says_why_it_cannot() -> None:
     pytest.importorskip("triton")
     with pytest.raises(UnsupportedError, match=r"gluon +many heads needs SM90"):
-        select(replace(V3, capability=(8, 0), format="bf16"), "gluon")
-    assert select(replace(V3, H=16, format="bf16"), "gluon") == "gluon"  # slower, but it can
+        choose_backend(replace(V3, capability=(8, 0), format="bf16"), "gluon")
+    assert (
+        choose_backend(replace(V3, H=16, format="bf16"), "gluon") == "gluon"
+    )  # slower, but it can
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "sdpa"])

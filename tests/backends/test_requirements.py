@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import Problem, requirements, select, why_not
+from openmla.backends import Problem, choose_backend, requirements, why_not
 from openmla.backends.requirements import REQUIRES, explain_failure, missing, warn_of_reference
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops._register import on_its_device
@@ -24,9 +24,9 @@ ON_A_GPU = Problem("cache_gather", device="cuda", capability=(9, 0), format="bf1
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(requirements, "_SAID", set())
-    select.cache_clear()
+    choose_backend.cache_clear()
     yield
-    select.cache_clear()
+    choose_backend.cache_clear()
 
 
 def with_triton(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -60,7 +60,7 @@ def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_triton(monkeypatch, "3.5.1")
     assert why_not(ON_A_GPU, "triton") == "needs triton>=3.6, this is 3.5.1"
     with pytest.raises(UnsupportedError, match=r"needs triton>=3\.6, this is 3\.5\.1"):
-        select(ON_A_GPU, "triton")
+        choose_backend(ON_A_GPU, "triton")
 
 
 @pytest.mark.parametrize(

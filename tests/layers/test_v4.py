@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from openmla import MLAAttentionV4, Plan, warmup
-from openmla.backends import Problem, select
+from openmla.backends import Problem, choose_backend
 from openmla.plan.types import ScoreChunk
 from tests.layers.v4 import (
     CLOSE,
@@ -299,12 +299,12 @@ def test_plans_ask_backends_what_ops_ask(
 
     def recorded(problem: Problem, backend: str) -> str:
         asked.append(problem)
-        return select(problem, backend)
+        return choose_backend(problem, backend)
 
     ops = {"latent_write", "mqa_sparse", *(["compress_kv"] if ratio else [])}
     ops |= {"index_logits"} if ratio == 4 else set()
     for op in ops:
-        monkeypatch.setattr(sys.modules[f"openmla.ops.{op}"], "select", recorded)
+        monkeypatch.setattr(sys.modules[f"openmla.ops.{op}"], "choose_backend", recorded)
     layer(*server.tokens([("r", 100)]), server.cache, plan)
     planned = {problem.op: problem for problem in plan.problems}
     assert {problem.op for problem in asked} == ops

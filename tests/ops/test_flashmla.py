@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, select, why_not
+from openmla.backends import Problem, choose_backend, why_not
 from openmla.backends.flashmla import mqa_sparse as adapter
 from openmla.backends.reference import mqa_sparse as reference
 from openmla.cache.format import FORMATS
@@ -154,10 +154,10 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by name, before anything is imported; asking for it by name tells why not."""
     monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: None)
     assert why_not(FITS, "flashmla") == "package flash_mla is not installed"
-    select.cache_clear()
-    assert select(FITS) == "reference"
+    choose_backend.cache_clear()
+    assert choose_backend(FITS) == "reference"
     with pytest.raises(UnsupportedError) as error:
-        select(FITS, "flashmla")
+        choose_backend(FITS, "flashmla")
     assert str(error.value).splitlines() == [
         "mqa_sparse: backend 'flashmla' cannot run this problem:",
         "  flashmla   package flash_mla is not installed",
@@ -165,4 +165,4 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         "  triton     package triton is not installed",
         "  reference  can",
     ]
-    select.cache_clear()
+    choose_backend.cache_clear()

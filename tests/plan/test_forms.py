@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openmla import PRESETS
-from openmla.backends import Problem, efficiency, select
+from openmla.backends import Problem, choose_backend, efficiency
 from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed, decode_threshold
 
 
@@ -54,7 +54,10 @@ def test_sm90_gathers_sooner_with_many_heads(H: int) -> None:
         where: Any = {"device": "cuda", "capability": capability, "multiprocessors": 132}
         gathering = Problem("mqa_sparse", tokens=8192, kinds=("slots",), **where, **shape)
         masking = Problem("mha_masked", **where, **shape, E=192, V=128)
-        shares = efficiency(gathering, select(gathering)), efficiency(masking, select(masking))
+        shares = (
+            efficiency(gathering, choose_backend(gathering)),
+            efficiency(masking, choose_backend(masking)),
+        )
         near = choose_sparse_absorbed(config, 8192, 10240, **what, efficiencies=shares)
         assert near == (capability == (9, 0) and H > 16)
         assert choose_sparse_absorbed(config, 8192, 40960, **what, efficiencies=shares)

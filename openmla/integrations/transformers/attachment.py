@@ -66,7 +66,7 @@ class Attachment:
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
     previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
-    names: Any = field(default_factory=count)
+    request_ids: Any = field(default_factory=count)
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
 

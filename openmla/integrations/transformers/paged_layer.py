@@ -77,17 +77,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self._leads():
-            self.session.select(beam_idx.tolist())
+            self.session.reorder_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._leads():
             rows = torch.arange(len(self.session.requests))[indices.cpu()]
-            self.session.select(rows.tolist())
+            self.session.reorder_rows(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._leads():
             rows = torch.arange(len(self.session.requests)).repeat_interleave(repeats)
-            self.session.select(rows.tolist())
+            self.session.reorder_rows(rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; a positive number is the length to keep, as it once was."""

@@ -78,13 +78,13 @@ class Session:
                 raise ShapeError(
                     f"attach: the cache has rows 0..{len(self.requests) - 1}, got {row}."
                 )
-        fresh = [next(self.attachment.names) for _ in rows]
+        fresh = [next(self.attachment.request_ids) for _ in rows]
         with self.attachment.bookkeeping() as pool:
             for row, name in zip(rows, fresh, strict=True):
                 pool.share(self.requests[row], name)
         return fresh
 
-    def select(self, rows: Sequence[int]) -> None:
+    def reorder_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes a copy of what row rows[i] was; no byte moves."""
         fresh = self._shared(rows)
         self.attachment.drop(tuple(self.requests))
@@ -170,7 +170,7 @@ class Session:
         if packed is not None:
             new = [[(True, length)] for length in packed]
         hidden = [[]] * B if found is None else found.hidden
-        requests = [next(attachment.names) for _ in range(B)] if fresh else self.requests
+        requests = [next(attachment.request_ids) for _ in range(B)] if fresh else self.requests
         with attachment.lock, attachment.bookkeeping() as pool:
             if isinstance(pool, CompressedPool):
                 lens = [pool.seq_len(request) for request in requests]
@@ -233,7 +233,7 @@ class Session:
                 assert isinstance(pool, BlockPool)
                 first, length = positions[0], pool.seq_len(request)
                 rest = sorted(set(range(first, length)) - set(positions))
-                held[request] = next(self.attachment.names)
+                held[request] = next(self.attachment.request_ids)
                 pool.share(request, held[request])
                 pool.truncate(request, first)
                 old += [(held[request], position, position + 1) for position in rest]
