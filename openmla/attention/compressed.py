@@ -141,7 +141,7 @@ def _check_dtypes(
     index_pool_inputs: PoolInputs | None,
     device: torch.device,
 ) -> None:
-    """Dtypes and devices, which ops ask for one by one, some after rows were written."""
+    """Dtypes and devices, all before the first write: ops check them one by one."""
     given: list[tuple[str, Tensor, torch.dtype]] = [
         ("q", q, rows.dtype),
         ("rows", rows, rows.dtype),
@@ -169,7 +169,7 @@ def _check_cache(
     pool_inputs: PoolInputs | None,
     index_pool_inputs: PoolInputs | None,
 ) -> None:
-    """What would otherwise come up when half of a step is written."""
+    """What an op would refuse only after half of the step is written."""
     for name, part in (("window", cache.window), ("compressed", cache.compressed)):
         if part is not None:
             part.check_width("step", name, plan.config.latent_dim)

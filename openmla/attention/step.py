@@ -37,7 +37,7 @@ def attend_step(
     All new rows are written first, so that absorbed queries find their own row in the cache. With
     `raw`, of which `projected` is a view, they are normalised and rotated on their way.
     `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
-    A `sink` is a logit per head that takes its share of the softmax and gives nothing.
+    A `sink` is a logit per head that joins the softmax and has no value.
     """
     latent = check_inputs(projected, absorbed, cache, plan, sink)
     if plan.sparse is not None:
@@ -72,7 +72,7 @@ def check_inputs(
     plan: Plan,
     sink: Tensor | None = None,
 ) -> PagedCache:
-    """What would otherwise come up when a step's rows are written already; returns the latents."""
+    """What an op would refuse only after rows are written; returns the latent cache."""
     latent = cache.latent
     if latent is None:
         raise ConfigError("step: cache must have latent rows, got none.")

@@ -1,4 +1,4 @@
-"""This step's rows into the cache, finished on their way where they are raw."""
+"""This step's rows into the cache, normalised and rotated first where they are raw."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_rows(
 
 
 def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
-    """On a GPU the reference would look at slots on the host: op by op nothing waits there."""
+    """The reference reads slots on the host, which on a GPU synchronises; op by op nothing does."""
     return plan.backends["latent_write"] != "reference" or not cache.data.is_cuda
 
 

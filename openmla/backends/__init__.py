@@ -37,12 +37,12 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Asked before a backend is imported: on other devices its hundred megabytes are not loaded.
+# Checked before import, so that other devices never load a backend's hundred megabytes.
 RUNS_ON = {"gluon": "cuda", "triton": "cuda"}
 
 
-# What lies at multiples of 16 bytes: queries; pages of the cache; its rows, with nothing between
-# pages and few enough of them to be counted in 32 bits.
+# What is 16-byte aligned: queries; cache pages; cache rows, contiguous across pages and indexable
+# in 32 bits.
 ALIGNED = frozenset(("queries", "pages", "rows"))
 
 
@@ -68,7 +68,7 @@ class Problem:
     tokens: int = 0  # as bucketed() has it
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
-    run_length: int = 0  # rows after which a backend must cut, 0 where it may as it likes
+    run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
 
 
 def problem_on(device: torch.device, op: str, **fields: Any) -> Problem:
@@ -77,8 +77,8 @@ def problem_on(device: torch.device, op: str, **fields: Any) -> Problem:
 
 
 def bucketed(tokens: int) -> int:
-    """A number of tokens as problems carry it: exact where kernels differ by it, then powers of
-    two, so that few problems are asked about."""
+    """A token count as problems carry it: exact where kernels differ by it, then rounded up to a
+    power of two, so that distinct problems stay few."""
     return tokens if tokens <= 1024 else 1 << (tokens - 1).bit_length()
 
 
@@ -131,7 +131,7 @@ def kernel_of(problem: Problem, backend: str) -> str:
 
 
 def efficiency(problem: Problem, backend: str) -> float:
-    """The share of the machine's matrix peak that a backend reaches on long work."""
+    """The fraction of peak matmul throughput that a backend reaches on long inputs."""
     rule: Callable[[Problem], float] | None
     rule = getattr(load(problem.op, backend), "efficiency", None)
     return 1.0 if rule is None else rule(problem)

@@ -21,7 +21,7 @@ class Kernel:
     name: str
     why_not: Callable[[Problem], str | None]  # why it cannot run a problem
     slower: Callable[[Problem], str | None]  # why another is faster where both can, as measured
-    efficiency: float  # share of the machine's matrix peak that long work reaches
+    efficiency: float  # fraction of peak matmul throughput on long inputs
     run: Callable[..., Any]
     builds: Callable[[], Iterator[Any]]
 

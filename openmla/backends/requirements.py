@@ -65,7 +65,7 @@ def untested(backend: str) -> bool:
 
 @cache
 def version_of(package: str) -> str:
-    """A package's version as it says itself: distributions of it have several names. It is known
+    """A package's own __version__: its distributions go by several names. It is known
     to be there, so an error while it is imported is not hidden."""
     return str(import_module(package).__version__)
 

@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Most rows one token can have, as far as shapes tell."""
+        """Upper bound on the rows of one token, from shapes alone."""
         if self.rows is not None:
             return self.rows.shape[1]
         assert self.block_table is not None
@@ -70,10 +70,10 @@ def problem(
 
 
 def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
-    """Which of "pages" and "rows" lie at multiples of 16 bytes in all of some caches."""
+    """Which of "pages" and "rows" are 16-byte aligned in all of some caches."""
     pages = rows = True
     for cache in caches:
-        traced = isinstance(cache, FakeTensor)  # it stands for one that lies as allocated
+        traced = isinstance(cache, FakeTensor)  # stands for a tensor aligned as allocated
         start = cache.numel() > 0 and (traced or cache.data_ptr() % 16 == 0)
         page, row = (stride * cache.element_size() for stride in cache.stride()[:2])
         pages = pages and start and page % 16 == 0

@@ -28,14 +28,14 @@ def warmup(
     backend: str = "auto",
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
-    layers, and on a GPU run every kind of step once, so that its kernels are there.
+    layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
 
     Pass the result to make_plan, and `backend` and `dtype` alike. Steps then compile nothing and
     allocate no expanded keys or values of their own. Nothing is written: the steps have no slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
-    serves the other layers too, and the room their scores need is asked of the allocator once. On
-    a GPU its steps are run by a layer of zeros in `dtype`, which is there while they are.
+    serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
+    temporary layer of zeros in `dtype` runs the steps.
     """
     workspace = reserve(
         config,
@@ -57,7 +57,7 @@ def warmup(
 
 
 class StepShape(NamedTuple):
-    """Requests alike: how many, new tokens and tokens in all of each, in which form."""
+    """Equal requests: how many, the new tokens and the length of each, the form."""
 
     requests: int
     new: int

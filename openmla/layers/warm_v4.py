@@ -1,7 +1,7 @@
-"""V4's kinds of steps, run by a layer of zeros over requests that only the device knows are empty.
+"""V4's warm-up steps, run by a layer of zeros over requests that only the device knows are empty.
 
-The plan takes them for requests of the lengths it is told, so every kernel of such a step is
-launched as it will be; on the device their lengths are 0: nothing is written, little computed.
+The plan sees the lengths on the host, so every kernel is launched as it will be when serving; the
+lengths on the device are 0: nothing is written, little computed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at on
 
 
 class CompressedStepShape(NamedTuple):
-    """Requests alike: how many, new tokens and tokens in all of each, and how many columns their
-    tables have, of entries and of the window: callers may give more than a step needs."""
+    """Equal requests: how many, the new tokens and the length of each, and the columns of their
+    entry and window tables: callers may pass more than a step needs."""
 
     requests: int
     new: int
@@ -40,13 +40,13 @@ def run_compressed_steps(
     dtype: torch.dtype,
     backend: str,
 ) -> None:
-    """Every kind of step of a layer of the cache's ratio."""
+    """A step of every shape, in a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
     shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens))
     for shape in shapes:
         run_compressed(shape, layer, cache, workspace, dtype, backend)
     indexer = getattr(layer.compressor, "indexer", None)
-    if indexer is not None and indexer.hadamard:  # keys are pooled by another kernel without it
+    if indexer is not None and indexer.hadamard:  # without it, keys are pooled by another kernel
         indexer.hadamard = False
         run_compressed(shapes[-1], layer, cache, workspace, dtype, backend)
 

@@ -120,14 +120,14 @@ def refuse_grad(op: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_scale(op: str, scale: float) -> None:
-    """Of logits. Kernels find the largest product first and scale it, which turns with its sign."""
+    """Kernels take the max before they scale: a negative scale would make it a min."""
     if not scale > 0:
         raise ShapeError(f"{op}: scale must be positive, got {scale}.")
 
 
 def on_its_device(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Run where the first tensor is. torch's own ops go there by themselves, but a kernel of Triton
-    starts on the current device, whichever its pointers belong to."""
+    """Run on the first tensor's device. torch's own ops switch to it themselves; Triton launches on
+    the current device, wherever its pointers live."""
 
     def started(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device

@@ -47,7 +47,7 @@ class Batch:
     device_seq_lens: Tensor | None = None  # [B] i32
     window_table: Tensor | None = None  # [B, M] i32
     state_slots: Tensor | None = None  # [B] i32, -1: no tokens in this step
-    # tells this batch from all others, whatever they hold
+    # the batch's identity, whatever its values
     key: object = field(default_factory=object, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
     if not isinstance(values, Iterable):
         raise ShapeError(f"batch: {name} must be a list of integers, got {values!r}.")
     given = tuple(values)
-    if set(map(type, given)) <= {int}:  # made for every step: kept out of the interpreter
+    if set(map(type, given)) <= {int}:  # every step comes here: the check stays in C
         return given
     lens = tuple(map(as_integer, given))  # numpy's
     if None in lens:

@@ -1,7 +1,7 @@
 """Plans for captured graphs: over buffers of fixed size, which every step fills anew.
 
-A step is planned as any other, from host integers. Then its tensors give way to the buffers, its
-integers to what the buffers have room for, and what the tensors held is put into the buffers.
+A step is planned as any other, from host integers. Then buffers replace its tensors, their capacity
+its integers, and the values are copied into the buffers.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
 
 
 def fill(buffers: Buffers, values: Buffers) -> None:
-    """A step's tensors into its buffers, uploaded at once; what is left over is empty."""
+    """Copy a step's tensors into its buffers, in one upload; the rest is padding."""
     values = {name: value for name, value in values.items() if value is not buffers[name]}
     padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
     for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
@@ -266,7 +266,7 @@ def fill(buffers: Buffers, values: Buffers) -> None:
 def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
     if value.shape == buffer.shape:
         return value
-    if "start_loc" in name:  # requests behind the last begin where it ends
+    if "start_loc" in name:  # padding requests are empty, at the end
         return torch.cat([value, value[-1:].expand(len(buffer) - len(value))])
     padded = value.new_full(buffer.shape, EMPTY.get(name, 0))
     padded[tuple(map(slice, value.shape))] = value

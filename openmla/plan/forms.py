@@ -74,7 +74,7 @@ def choose_sparse_absorbed(
     efficiencies: tuple[float, float],
 ) -> bool:
     """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked.
-    `efficiencies`: the share of the flops each reaches; products with weights reach all of them."""
+    `efficiencies`: fraction of peak each route reaches; GEMMs with weights reach all of it."""
     assert config.indexer is not None
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim

@@ -14,7 +14,7 @@ from openmla.errors import ConfigError
 from openmla.plan.workspace import Workspace
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
-Tensors = tuple[Tensor, ...]  # each by itself: where one begins, kernels care
+Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialise on alignment
 
 
 class _Part:
@@ -227,9 +227,8 @@ class Plan:
     batch_key: object = None  # of V4: its plans of one batch share tensors
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
-    run_length: int = 0  # where mqa_sparse cuts rows; 0 where it may as it likes
-    # what was asked and who got which form, absorbed, expanded, chosen or masked: nothing that
-    # runs looks at it, explain() does
+    run_length: int = 0  # rows per run of mqa_sparse; 0: the backend decides
+    # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()
     bounded: bool = False  # these are upper bounds, the device has the lengths

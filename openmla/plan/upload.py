@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 Tree = TypeVar("Tree")
-ALIGN = 16  # bytes: where tensors of any size begin alike, kernels made for one serve all
+ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
-    """The same tuple or dataclass, nested at will, with its CPU tensors moved."""
+    """The same tuple or dataclass, however nested, with its CPU tensors moved."""
     if device.type == "cpu":
         return tree
-    found: dict[int, Tensor] = {}  # by identity: what stands in two places is moved once
+    found: dict[int, Tensor] = {}  # by identity: shared tensors are moved once
     _collect(tree, found)
     raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found.values()]
     places = list(accumulate((-(-len(part) // ALIGN) * ALIGN for part in raw), initial=0))

@@ -42,7 +42,7 @@ def run(
     requests = row_requests(query_start_loc, T)
     B = query_start_loc.shape[0] - 1
     width = sum(segment.width for segment in segments)
-    # with fixed runs a token's bits are its own: a product of several tokens may add up otherwise
+    # fixed runs promise each token its own bits: a batched product may sum in another order
     step = 1 if run_length else max(ELEMENTS // max(width * max(D, H), 1), 1)
     for i in range(0, T, step):
         chunk = slice(i, min(i + step, T))
