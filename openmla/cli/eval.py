@@ -93,14 +93,14 @@ def cut_windows(
     """Stretches of the text, evenly spread."""
     tokens = tokenizer.encode(text)
     check_tokens(tokens, vocab_size)
-    ids, room = torch.tensor(tokens), mla.max_positions
-    context = options.context or min(room, USUAL_CONTEXT, len(ids))
+    ids, limit = torch.tensor(tokens), mla.max_positions
+    context = options.context or min(limit, USUAL_CONTEXT, len(ids))
     if not 2 <= context <= len(ids):
         raise ConfigError(
             f"eval: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
         )
-    if context > room:
-        note(f"warning: windows of {context} tokens, more than the model's context of {room}")
+    if context > limit:
+        note(f"warning: windows of {context} tokens, more than the model's context of {limit}")
     starts = torch.linspace(0, len(ids) - context, options.windows).long()
     return torch.stack([ids[start : start + context] for start in starts.tolist()])
 

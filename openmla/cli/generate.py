@@ -116,7 +116,7 @@ def run_generate(options: argparse.Namespace) -> int:
         backend=options.backend,
         capture=options.capture,
     )
-    first_ones = {**choice, "told": {**choice["told"], "max_new_tokens": 2}}
+    first_ones = {**choice, "arguments": {**choice["arguments"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and device.startswith("cuda")
     if timed_on_gpu:
         note("two tokens beforehand, while which kernels are compiled")
@@ -198,16 +198,19 @@ def keys_attended(plan: Plan) -> str:
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """What generate() is told about choosing tokens."""
+    """generate()'s sampling options, and the seed."""
     temperature = options.temperature
     if temperature is None:
         temperature = DEMO_TEMPERATURE if options.model == "demo" else 0.0
-    told: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "do_sample": temperature > 0}
-    told["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
+    arguments: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "do_sample": temperature > 0,
+    }
+    arguments["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
     if temperature > 0:
-        told |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
         note(f"choosing at temperature {temperature}, seed {options.seed}")
-    return {"seed": options.seed, "told": told}
+    return {"seed": options.seed, "arguments": arguments}
 
 
 def generate_once(
@@ -218,7 +221,7 @@ def generate_once(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     progress = model.register_forward_pre_hook(PrefillProgress(ids.shape[1]), with_kwargs=True)
-    watch = Watch(tokenizer, shown=shown, num_tokens=choice["told"]["max_new_tokens"])
+    watch = Watch(tokenizer, shown=shown, num_tokens=choice["arguments"]["max_new_tokens"])
     options: dict[str, Any] = {}
     if ids.shape[1] > PREFILL_CHUNK:
         options["prefill_chunk_size"] = PREFILL_CHUNK
@@ -229,7 +232,7 @@ def generate_once(
             attention_mask=torch.ones_like(ids),
             streamer=watch,
             return_dict_in_generate=True,
-            **choice["told"],
+            **choice["arguments"],
             **options,
         )
     progress.remove()
@@ -296,21 +299,21 @@ def print_table(runs: dict[str, Run], prompt: int) -> None:
 def verdict(ours: Run, theirs: Run) -> str:
     """What was faster and by how much, in two plain sentences."""
     same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
-    told = [told_time("prefill", ours.prefill_s, theirs.prefill_s)]
+    findings = [compared_time("prefill", ours.prefill_s, theirs.prefill_s)]
     if ours.decode_s and theirs.decode_s:
-        told.insert(0, told_time("decode", ours.decode_s, theirs.decode_s))
+        findings.insert(0, compared_time("decode", ours.decode_s, theirs.decode_s))
     size = ours.cache_bytes / theirs.cache_bytes
     if alike(size):
-        told.append("the cache takes about as much memory")
+        findings.append("the cache takes about as much memory")
     else:
-        share = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
-        told.append(f"the cache takes {share} the memory")
-    compared = f"With openmla {', '.join(told[:-1])}, and {told[-1]}."
+        fraction = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
+        findings.append(f"the cache takes {fraction} the memory")
+    compared = f"With openmla {', '.join(findings[:-1])}, and {findings[-1]}."
     tokens = f"{same} of {len(theirs.tokens)} tokens the same"
     return f"openmla and plain transformers: {tokens}.\n{textwrap.fill(compared, 100)}"
 
 
-def told_time(what: str, ours: float, theirs: float) -> str:
+def compared_time(what: str, ours: float, theirs: float) -> str:
     """A ratio of times as one would say it."""
     if alike(ours / theirs):
         return f"{what} takes about as long"

@@ -73,9 +73,9 @@ def step_shapes(
     with more than the workspace holds."""
     assert cache.latent is not None
     BS = cache.latent.block_size
-    room = cache.latent.num_blocks * BS
+    capacity = cache.latent.num_blocks * BS
     chosen = config.indexer.topk if config.indexer is not None else 0
-    longest = min(room, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
+    longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
     for B in sorted({1, min(max_requests, max_tokens)}):
         for length in sorted({1, min(BS + 1, longest), longest}):
             yield StepShape(B, 1, length, "absorbed")
@@ -86,7 +86,7 @@ def step_shapes(
                 if longest >= T // B:
                     yield StepShape(B, T // B, longest, "absorbed")
             # so long that chosen rows are decoded each time they are read
-            rare = min(room, config.max_positions, T * chosen // 4)
+            rare = min(capacity, config.max_positions, T * chosen // 4)
             if rare > longest:
                 yield StepShape(1, T, rare, "absorbed")
     new = min(max_tokens, longest)

@@ -37,9 +37,9 @@ def cut_contexts(context_lens: Sequence[int], budget: int, align: int) -> list[S
             continue
         done = 0
         while done < context:
-            room = budget - sum(lens)
+            free = budget - sum(lens)
             rest = context - done
-            take = rest if rest <= room else min(room, rest - 1) // align * align
+            take = rest if rest <= free else min(free, rest - 1) // align * align
             if take > 0:
                 starts.append(done)
                 lens.append(take)

@@ -113,9 +113,9 @@ def check_beside(
     """Another plan whose positions, tables and slots are this one's, too."""
     if beside.batch_key is not batch.key or beside.config != config:
         raise ConfigError("plan: beside must be a plan of the same batch and config, got another.")
-    here, there = cache.geometry, beside.geometry
+    own, other = cache.geometry, beside.geometry
     # a window-only layer's cache does not grow with the pool of entries, which it does not have
-    if here is None or there is None or not here.alike(there):
+    if own is None or other is None or not own.alike(other):
         raise ConfigError("plan: beside must be of caches of the same geometry, got others.")
     if beside.num_tokens != num_tokens:
         raise ConfigError(
@@ -181,10 +181,10 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
     assert config.compressor is not None and batch.window_table is not None
     span, BS, N = config.compressor.window, window.block_size, window.num_blocks
     table = batch.window_table
-    room = table.shape[1] * BS
+    capacity = table.shape[1] * BS
     for b, (n, S) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         needed = min(S, n + span - 1)
-        if n and needed > room:
+        if n and needed > capacity:
             raise ShapeError(
                 f"batch: window_table must have room for the {needed} rows that request {b} "
                 f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
