@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.gluon import _few_heads as few_heads
+from openmla.backends.gluon import _few_heads_v3 as few_heads
 from openmla.backends.gluon import _many_heads_v3 as many_heads_v3
 from openmla.backends.gluon._runs import cut_runs, heads_build
 from openmla.backends.gluon._shapes import faster_with_16_heads, needs_nvidia, needs_sm90

@@ -47,7 +47,7 @@ def heads_build(
     """Of a kernel of 16 or 64 heads a program; they call the same things the same."""
     types = {
         **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
-        **dict.fromkeys(("words", "words_1", "words_2", "names", "row_lens"), "*i32"),
+        **dict.fromkeys(("words", "words_1", "words_2", "row_ids", "row_lens"), "*i32"),
         **dict.fromkeys(("query_start_loc", "table", "table_1", "table_2"), "*i32"),
         "q": "*bf16",
         "out": "*fp32" if constants["SPLIT"] else "*bf16",
