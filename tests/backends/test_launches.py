@@ -39,17 +39,33 @@ def launchers() -> Iterator[tuple[Path, ast.FunctionDef, ast.Call]]:
         yield from ((path, function, call) for call in launches(function))
 
 
-def kernels_of(function: ast.FunctionDef) -> set[str]:
-    """The kernels a function names, of which it launches one or another."""
-    names = {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+def named_kernels(tree: ast.AST) -> set[str]:
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     return {name for name in names if name.startswith("_") and name.endswith("_kernel")}
+
+
+def kernels_of(path: Path, function: ast.FunctionDef) -> set[str]:
+    """The kernels a function names, of which it launches one or another; those of the files that
+    import it where it is handed one."""
+    kernels = named_kernels(function)
+    module = f"openmla.backends.{path.parent.name}.{path.stem}"
+    if not kernels:
+        for tree in (ast.parse(file.read_text()) for file in FILES):
+            if (module, function.name) in imported(tree):
+                kernels |= named_kernels(tree)
+    return kernels
+
+
+def imported(tree: ast.AST) -> set[tuple[str | None, str]]:
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    return {(node.module, alias.name) for node in froms for alias in node.names}
 
 
 def test_every_launch_states_fp_fusion() -> None:
     launched: set[str] = set()
     for path, function, call in launchers():
-        launched |= kernels_of(function)
+        launched |= kernels_of(path, function)
         stated = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
         where = f"{path.name}: {function.name}"
         assert stated.get("enable_fp_fusion") == "FP_FUSION", f"{where} must pass FP_FUSION"
@@ -63,7 +79,7 @@ def test_builds_have_the_fp_fusion_of_their_launch() -> None:
     wanted: dict[str, bool] = {}
     for path, function, _ in launchers():
         own = import_module(f"openmla.backends.{path.parent.name}.{path.stem}").FP_FUSION
-        for kernel in kernels_of(function):
+        for kernel in kernels_of(path, function):
             assert wanted.setdefault(kernel, own) == own, kernel
     built = {(build.kernel.fn.__name__, build.fp_fusion) for build in all_builds()}
     assert built == set(wanted.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +11,25 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.gluon import _few_heads_v4 as few_heads_v4
 from openmla.backends.gluon import _many_heads_v4 as many_heads_v4
-from openmla.backends.gluon._runs import cut_runs, heads_build
-from openmla.backends.gluon._shapes import faster_with_16_heads, needs_nvidia, needs_sm90
+from openmla.backends.gluon._launch import NVIDIA, Tile, launch, split_rows, tile_builds
+from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
-from openmla.backends.triton import _launch as launch
-from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
-from openmla.backends.triton._launch import in_order
+from openmla.backends.triton._build import Build
+from openmla.backends.triton._launch import LOG2E, in_order
 
-FEW_HEADS_ROWS = 64  # of a block
-MANY_HEADS_ROWS = 128  # of a step
 KINDS = (("window",), ("window", "positions"), ("window", "prefix"))
-# of the kernel of many heads: its odd and its loading warps, the even ones have the rest of 512;
-# with others it spills
-REGISTERS = (192, 112)
-FP_FUSION = True
+FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
+# Registers a thread of the odd and of the loading warp group has; the even group has what is left
+# of 512. With others it spills.
+MANY = Tile(
+    many_heads_v4._many_heads_v4_kernel, 64, 128, {"ODD_REGISTERS": 192, "LOAD_REGISTERS": 112},
+    (90,),
+)  # fmt: skip
+# 64 heads at a time are faster once tiles of 16, of which two fit a multiprocessor, fill a fifth of
+# the machine. H200, 128 + 512 rows, 64 heads: 13.7 and 14.1 us for 4 and 8 tokens, 16 at a time
+# 10.9 and 15.3.
+MANY_TILES = 5
 
 
 def why_not_few(problem: Problem) -> str | None:
@@ -45,10 +48,6 @@ def why_not_few(problem: Problem) -> str | None:
     return None
 
 
-def slower_few(problem: Problem) -> str | None:
-    return None if faster_with_16_heads(problem) else "is for up to 32 heads, or few tokens"
-
-
 def why_not_many(problem: Problem) -> str | None:
     if problem.format != "fp8_dsv4":
         return f"reads fp8_dsv4, not {problem.format}"
@@ -56,20 +55,16 @@ def why_not_many(problem: Problem) -> str | None:
 
 
 def slower_many(problem: Problem) -> str | None:
-    """Programs of 16 heads, two at a time on a multiprocessor, are faster where they leave most of
-    the machine idle, and up to 16 heads unless one of 64 for each token just fills it. (H200, 128 +
-    512 rows: 15.3 beside 14.1 us for 8 tokens of 64 heads, 10.9 beside 13.7 for 4; 38.5 beside 33.1
-    for 128 of 16 heads, 60.1 beside 66.4 for 256.)"""
-    H, T, units = problem.H, problem.tokens, problem.multiprocessors
-    if H <= 16:
-        fills = not problem.run_length and 2 * units <= 3 * T <= 3 * units
-        return None if fills else "is for more than 16 heads"
-    if problem.run_length > 0 or cdiv(H, 16) * T > units // 5:
-        return None
-    return f"fills the machine from more than {T} tokens on"
+    """Up to 16 heads only where one program per token just fills the machine: two thirds of it to
+    all. (H200, 16 heads: 33.1 and 66.4 us for 128 and 256 tokens, 16 at a time 38.5 and 60.1.)"""
+    T, units = problem.tokens, problem.multiprocessors
+    if problem.H <= 16:
+        one_wave = not problem.run_length and 2 * units <= 3 * T <= 3 * units
+        return None if one_wave else "is for more than 16 heads"
+    return None if fills(problem, MANY_TILES) else f"fills the machine from more than {T} tokens on"
 
 
-def run_v4(
+def run(
     q: Tensor,
     query_start_loc: Tensor,
     positions: Tensor,
@@ -79,110 +74,57 @@ def run_v4(
     C: int,
     scale: float,
     run_length: int,
-    many: bool,
+    tile: Tile,
 ) -> tuple[Tensor, Tensor]:
-    sink = None if sink is None else sink.contiguous()
-    T, H, _ = q.shape
-    out = q.new_empty((T, H, 512))
-    lse = q.new_empty((T, H), dtype=torch.float32)
-    if T == 0:
-        return out, lse
-    kernel, block_h, block_n = few_heads_v4._few_heads_v4_kernel, 16, FEW_HEADS_ROWS
-    constants = {"BLOCK_N": block_n}
-    if many:
-        kernel, block_h, block_n = many_heads_v4._many_heads_v4_kernel, 64, MANY_HEADS_ROWS
-        constants = {"ODD_REGISTERS": REGISTERS[0], "LOAD_REGISTERS": REGISTERS[1]}
     width = sum(segment.width for segment in segments)
-    runs = cut_runs(
-        q, out, lse, sink, width=width, run_length=run_length, block_h=block_h, block_n=block_n
-    )
+    runs = split_rows(tile, q, sink, width=width, run_length=run_length)
     window = segments[0]
     assert window.block_table is not None
-    # a window alone has the prefix of a table without columns after it
-    nothing = window._replace(kind="prefix", block_table=window.block_table[:, :0], span=1)
-    second = segments[1] if len(segments) > 1 else nothing
+    # a window alone is followed by the prefix of a table without columns
+    empty = window._replace(kind="prefix", block_table=window.block_table[:, :0], span=1)
+    second = segments[1] if len(segments) > 1 else empty
     assert second.block_table is not None
-    query_start_loc = query_start_loc.contiguous()
-    names, row_lens = query_start_loc[None], query_start_loc
+    row_ids, row_lens = query_start_loc[None], query_start_loc
     if second.rows is not None and second.row_lens is not None:
-        names, row_lens = in_order(second.rows), in_order(second.row_lens)
-    tables = [in_order(window.block_table), in_order(second.block_table)]
-    sizes: list[int] = []
-    for part, table in zip((window, second), tables, strict=True):
-        sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]
+        row_ids, row_lens = in_order(second.rows), in_order(second.row_lens)
+    tensors: list[Tensor] = [q]
+    sizes = [scale * LOG2E, q.stride(0), q.stride(1), row_ids.stride(0), row_ids.shape[1]]
+    sizes += [runs.X, runs.length]
+    for part in (window, second):
+        assert part.block_table is not None
+        table = in_order(part.block_table)
+        tensors += [part.cache[:, 0].view(torch.int32), table]
+        sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]  # in units of 16 bytes
         sizes += [table.shape[1], part.span, table.stride(0)]
-    for first_token in range(0, T, launch.TOKENS):
-        kernel[(cdiv(H, block_h), min(T - first_token, launch.TOKENS), runs.X)](
-            q,
-            window.cache[:, 0].view(torch.int32),
-            tables[0],
-            second.cache[:, 0].view(torch.int32),
-            tables[1],
-            names,
-            row_lens,
-            positions.contiguous(),
-            query_start_loc,
-            lse if sink is None else sink,
-            runs.target,
-            runs.target_lse,
-            query_start_loc.shape[0] - 1,
-            first_token,
-            scale * launch.LOG2E,
-            q.stride(0),
-            q.stride(1),
-            names.stride(0),
-            names.shape[1],
-            runs.X,
-            runs.length,
-            *sizes,
-            LISTED=second.kind == "positions",
-            BS_1=window.cache.shape[1],
-            BS_2=second.cache.shape[1],
-            H=H,
-            SPLIT=runs.split,
-            SINK=sink is not None and not runs.split,
-            **constants,
-            num_warps=4,
-            enable_fp_fusion=FP_FUSION,
-        )
-    if runs.split:
-        fixed = bool(run_length)
-        launch.merge_runs(runs.target, runs.target_lse, sink, out, lse, fixed=fixed)
-    return out, lse
+    tensors += [row_ids, row_lens, positions.contiguous(), query_start_loc]
+    constants = {
+        "LISTED": second.kind == "positions", "BS_1": window.cache.shape[1],
+        "BS_2": second.cache.shape[1],
+    }  # fmt: skip
+    return launch(tile, runs, sink, query_start_loc.shape[0] - 1, tensors, sizes, constants)
 
 
 def few_heads_builds() -> Iterator[Build]:
-    for capability in TARGETS:
-        if capability == GFX942:  # its matrix instructions are others
-            continue
-        for kind, BS in (("positions", 64), ("prefix", 2)):
-            constants = {
-                "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": 16, "SPLIT": True,
-                "SINK": False, "BLOCK_N": 64,
-            }  # fmt: skip
-            name = f"few-heads-window-{kind}-fp8_dsv4-H16"
-            kernel: Any = few_heads_v4._few_heads_v4_kernel
-            yield heads_build(name, kernel, constants, capability, FP_FUSION)
+    for kind, BS in (("positions", 64), ("prefix", 2)):
+        constants = {"LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": 16}
+        constants |= {"SPLIT": True, "SINK": False}
+        yield from tile_builds(FEW, f"few-heads-window-{kind}-fp8_dsv4-H16", constants)
 
 
 def many_heads_builds() -> Iterator[Build]:
-    odd, load = REGISTERS
     for kind, BS in (("positions", 64), ("prefix", 2)):
         for H, split in ((64, False), (128, True)):
-            constants = {
-                "LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": H, "SPLIT": split,
-                "SINK": not split, "ODD_REGISTERS": odd, "LOAD_REGISTERS": load,
-            }  # fmt: skip
-            name = f"many-heads-window-{kind}-fp8_dsv4-H{H}"
-            yield heads_build(name, many_heads_v4._many_heads_v4_kernel, constants, 90, FP_FUSION)
+            constants = {"LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": H}
+            constants |= {"SPLIT": split, "SINK": not split}
+            yield from tile_builds(MANY, f"many-heads-window-{kind}-fp8_dsv4-H{H}", constants)
 
 
 FEW_HEADS = Kernel(
     name="few heads V4",
     why_not=why_not_few,
-    slower=slower_few,
+    slower=slower_with_16_heads,
     efficiency=0.42,
-    run=partial(run_v4, many=False),
+    run=partial(run, tile=FEW),
     builds=few_heads_builds,
 )
 MANY_HEADS = Kernel(
@@ -190,6 +132,6 @@ MANY_HEADS = Kernel(
     why_not=why_not_many,
     slower=slower_many,
     efficiency=0.75,
-    run=partial(run_v4, many=True),
+    run=partial(run, tile=MANY),
     builds=many_heads_builds,
 )

@@ -1,5 +1,4 @@
-"""V4's rows of 448 + 64 (fp8_dsv4): how pages hold them, and which rows of two segments are a
-token's."""
+"""V4's rows of 448 + 64 (fp8_dsv4): how pages hold them, and which rows a token attends to."""
 
 from typing import Any, NamedTuple
 

@@ -5,21 +5,29 @@ from __future__ import annotations
 from openmla.backends import Problem
 from openmla.backends.triton._build import assembly, cdiv
 
+# Up to a quarter of the machine, splits of rows have to fill the rest: small programs split finer.
+FEW_TILES = 4
+
 
 def needs_nvidia() -> str | None:
     return None if assembly() else "needs NVIDIA's instructions"
 
 
 def needs_sm90(problem: Problem) -> str | None:
-    """Of 64 heads: warpgroup products, queries that are copied as they are, 16 bytes at a time."""
+    """Of 64 heads: WGMMA, and queries that are copied as they are, 16 bytes at a time."""
     if problem.capability != (9, 0):
         return "needs SM90"
     return None if "queries" in problem.aligned else "needs queries at multiples of 16 bytes"
 
 
-def faster_with_16_heads(problem: Problem) -> bool:
-    """Up to 32 heads, or so few tokens that head tiles fill the machine (if their number may
-    tell)."""
+def fills(problem: Problem, fraction: int) -> bool:
+    """Whether tiles of 16 heads take more than 1/fraction of the multiprocessors. With fixed runs
+    always: a token's bits may not depend on how many others there are."""
     tiles = cdiv(problem.H, 16) * problem.tokens
-    alone = not problem.run_length and tiles <= problem.multiprocessors // 4
-    return problem.H <= 32 or alone
+    return problem.run_length > 0 or tiles > problem.multiprocessors // fraction
+
+
+def slower_with_16_heads(problem: Problem) -> str | None:
+    if problem.H <= 32 or not fills(problem, FEW_TILES):
+        return None
+    return "is for up to 32 heads, or few tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
@@ -51,9 +52,13 @@ def run(
     scale: float,
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
+    T, H, _ = q_latent.shape
+    if T == 0:
+        return q_latent.new_empty((T, H, C)), q_latent.new_empty((T, H), dtype=torch.float32)
     problem = problem_of(q_latent, segments, C=C, run_length=run_length)
+    sink = None if sink is None else sink.contiguous()
     out: tuple[Tensor, Tensor] = _choose(problem).run(
-        q_latent, query_start_loc, positions, segments, sink, C=C, scale=scale,
+        q_latent, query_start_loc.contiguous(), positions, segments, sink, C=C, scale=scale,
         run_length=run_length,
     )  # fmt: skip
     return out
