@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from openmla.backends.gluon._primitives import LINE, OUT, normalise
+from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, OUT, normalise
 
 BLOCK_H = gl.constexpr(16)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
@@ -28,6 +28,13 @@ def allocate_softmax(BLOCK_N: gl.constexpr):
     prob_tile = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, BLOCK_N], SHARED)
     score_tile = gl.allocate_shared_memory(gl.float32, [BLOCK_H, BLOCK_N], SCORES)
     return prob_tile, score_tile, gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE)
+
+
+@gluon.jit
+def initial_state(BLOCK_N: gl.constexpr):
+    """Running max, and running sum, which is reduced over rows only in the epilogue."""
+    running_sum = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SOFTMAX)
+    return gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS), running_sum
 
 
 @gluon.jit

@@ -18,44 +18,9 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from openmla.backends.gluon._few_heads import (
-    BLOCK_H,
-    HEADS,
-    MMA,
-    SCORED_ROWS,
-    SHARED,
-    SOFTMAX,
-    accumulate,
-    allocate_softmax,
-    output_at,
-    score,
-    softmax_step,
-    store_lse,
-)
-from openmla.backends.gluon._primitives import (
-    INITIAL_MAX,
-    LINE,
-    ROWS,
-    WORDS,
-    decode_e4m3,
-    run_bounds,
-    split_words,
-    thread_barrier,
-)
-from openmla.backends.gluon._rows_v4 import (
-    DECODE_SCALE,
-    DO_NOT_SPECIALIZE,
-    GROUP_WORDS,
-    GROUPS,
-    INV_DECODE_SCALE,
-    ROPE,
-    ROW,
-    SCALE_WORDS,
-    load_row_ids,
-    look_up,
-    scale_pairs,
-    token_rows,
-)
+from openmla.backends.gluon import _few_heads as few
+from openmla.backends.gluon import _primitives as primitives
+from openmla.backends.gluon import _rows_v4 as v4
 from openmla.backends.triton._build import PLANNED
 
 
@@ -76,7 +41,7 @@ def query_layout(g):
     two columns of two heads 8 apart and the next two, so that registers need no shuffle. A lane has
     16 adjacent columns, 8 of the rope's."""
     columns, heads = [[0, 2**i] for i in range(6)], [[2**i, 0] for i in range(4)]
-    own = 3 if g == GROUPS else 4
+    own = 3 if g == v4.GROUPS else 4
     lanes, rest = columns[own : own + 2] + heads[:3], columns[2:own] + columns[own + 2 :]
     return gl.SharedLinearLayout([columns[0], heads[3], columns[1], *lanes, *rest])
 
@@ -85,8 +50,8 @@ def query_layout(g):
 def decode_group(words, scales, g: gl.constexpr, BLOCK_N: gl.constexpr):
     """[BLOCK_N, 64] bf16 from [BLOCK_N, 16] words, times DECODE_SCALE. Scales of 0, as invalid rows
     have, decode any bytes to zeros."""
-    scales, words = gl.broadcast(scale_pairs(scales, g)[:, None], words)
-    a, b, c, d = decode_e4m3(words, scales)
+    scales, words = gl.broadcast(v4.scale_pairs(scales, g)[:, None], words)
+    a, b, c, d = primitives.decode_e4m3(words, scales)
     return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, 64])
 
 
@@ -112,11 +77,11 @@ def find_row(rows, pages, j, block, offset, BS_1: gl.constexpr, BS_2: gl.constex
     offset = gl.where(valid, offset, 0)
     page = gl.where(j < rows.n_1, pages.words_1, pages.words_2)
     page += block * gl.where(j < rows.n_1, pages.page_1, pages.page_2) * 4
-    scales = page + gl.where(j < rows.n_1, BS_1 * ROW, BS_2 * ROW) + offset * SCALE_WORDS
-    return page + offset * ROW, scales.to(gl.pointer_type(gl.int64), bitcast=True), valid
+    scales = page + gl.where(j < rows.n_1, BS_1 * v4.ROW, BS_2 * v4.ROW) + offset * v4.SCALE_WORDS
+    return page + offset * v4.ROW, scales.to(gl.pointer_type(gl.int64), bitcast=True), valid
 
 
-@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=PLANNED)
+@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=PLANNED)
 def _few_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
     lse,
@@ -126,88 +91,86 @@ def _few_heads_v4_kernel(
     SPLIT: gl.constexpr, SINK: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    first_head = gl.program_id(0) * BLOCK_H
-    t = first_token + gl.program_id(1)
-    x = gl.program_id(2)
-    t64 = t.to(gl.int64)
+    first_head, t, t64, x = primitives.program(first_token, few.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
-    tiles = allocate_softmax(BLOCK_N)
-    valid_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
-    offs_row = gl.arange(0, BLOCK_N, ROWS)
-    offs_word = gl.arange(0, GROUP_WORDS, gl.SliceLayout(0, WORDS))[None, :]
-    offs_rope = gl.arange(0, 32, gl.SliceLayout(0, WORDS))[None, :] + ROPE
-    rows, n = token_rows(
+    tiles = few.allocate_softmax(BLOCK_N)
+    valid_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], primitives.LINE)
+    offs_row = gl.arange(0, BLOCK_N, primitives.ROWS)
+    offs_word = gl.arange(0, v4.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
+    offs_rope = gl.arange(0, 32, gl.SliceLayout(0, primitives.WORDS))[None, :] + v4.ROPE
+    rows, n = v4.token_rows(
         t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1,
         table_stride_1, M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED, BS_1, BS_2,
     )  # fmt: skip
     pages = Pages(words_1, page_1, N_1, words_2, page_2, N_2)
-    lo, hi = run_bounds(n, x, X, run_length, BLOCK_N)
+    lo, hi = primitives.run_bounds(n, x, X, run_length, BLOCK_N)
     blocks = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 0)
     # prefetch: row ids three tiles ahead of their use, tables two, rows one
     j = lo + offs_row
-    row_id = load_row_ids(rows, j, hi, LISTED)
-    next_id = load_row_ids(rows, j + BLOCK_N, hi, LISTED)
-    block, offset = look_up(rows, j, row_id, hi, BS_1, BS_2)
+    row_id = v4.load_row_ids(rows, j, hi, LISTED)
+    next_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
+    block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
     row, scales_at, valid = find_row(rows, pages, j, block, offset, BS_1, BS_2)
     groups = ()
-    for g in gl.static_range(GROUPS):
-        groups += (gl.load(row[:, None] + offs_word + GROUP_WORDS * g),)
+    for g in gl.static_range(v4.GROUPS):
+        groups += (gl.load(row[:, None] + offs_word + v4.GROUP_WORDS * g),)
     rope = gl.load(row[:, None] + offs_rope)
     scales = gl.load(scales_at, mask=valid, other=0)
     j += BLOCK_N
-    block, offset = look_up(rows, j, next_id, hi, BS_1, BS_2)
-    row_id = load_row_ids(rows, j + BLOCK_N, hi, LISTED)
+    block, offset = v4.look_up(rows, j, next_id, hi, BS_1, BS_2)
+    row_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
     # queries; heads past the last are zeros
-    heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, QUERY))
+    heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY))
     q_at = q + (t64 * q_token + heads * q_head)[:, None]
     q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY))[None, :]
     queries = ()
     values = ()
     acc = ()
-    for g in gl.static_range(GROUPS + 1):
+    for g in gl.static_range(v4.GROUPS + 1):
         query = gl.load(q_at + 64 * g, mask=(heads < H)[:, None], other=0.0)
-        if g == GROUPS:
-            query = (query.to(gl.float32) * DECODE_SCALE).to(gl.bfloat16)
-        queries += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_H, 64], query_layout(g), query),)
-        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 64], SHARED),)
-        acc += (gl.zeros([BLOCK_H, 64], gl.float32, MMA),)
-    running_sum = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SOFTMAX)  # reduced in the epilogue
-    running_max = gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS)
-    thread_barrier()
+        if g == v4.GROUPS:
+            query = (query.to(gl.float32) * v4.DECODE_SCALE).to(gl.bfloat16)
+        queries += (
+            gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, 64], query_layout(g), query),
+        )
+        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 64], few.SHARED),)
+        acc += (gl.zeros([few.BLOCK_H, 64], gl.float32, few.MMA),)
+    running_max, running_sum = few.initial_state(BLOCK_N)
+    primitives.thread_barrier()
     for _ in tl.range(0, blocks, disable_licm=True):
         # j is of the next tile
         valid_line.store(valid.to(gl.int32))
         row, scales_at, next_valid = find_row(rows, pages, j, block, offset, BS_1, BS_2)
-        scores = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, MMA)
+        scores = gl.zeros([few.BLOCK_H, BLOCK_N], gl.float32, few.MMA)
         next_groups = ()
-        for g in gl.static_range(GROUPS):
+        for g in gl.static_range(v4.GROUPS):
             tile = decode_group(groups[g], scales, g, BLOCK_N)
             values[g].store(tile)
-            scores = score(scores, tile, queries[g], 16)
-            next_groups += (gl.load(row[:, None] + offs_word + GROUP_WORDS * g),)
+            scores = few.score(scores, tile, queries[g], 16)
+            next_groups += (gl.load(row[:, None] + offs_word + v4.GROUP_WORDS * g),)
             issue_loads(hi)
         groups = next_groups
-        first, second = split_words(gl.where(valid[:, None], rope, 0))
+        first, second = primitives.split_words(gl.where(valid[:, None], rope, 0))
         tile = gl.reshape(gl.join(first, second), [BLOCK_N, 64])
-        values[GROUPS].store(tile)
-        scores = score(scores, tile, queries[GROUPS], 8)
+        values[v4.GROUPS].store(tile)
+        scores = few.score(scores, tile, queries[v4.GROUPS], 8)
         rope = gl.load(row[:, None] + offs_rope)
         scales = gl.load(scales_at, mask=next_valid, other=0)
         valid = next_valid
         j += BLOCK_N
-        block, offset = look_up(rows, j, row_id, hi, BS_1, BS_2)
-        row_id = load_row_ids(rows, j + BLOCK_N, hi, LISTED)
-        scored = valid_line.load(SCORED_ROWS) != 0
-        running_max, running_sum, rescale = softmax_step(
-            scores, scored, qk_scale, running_max, running_sum, tiles, INV_DECODE_SCALE
+        block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+        row_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
+        scored = valid_line.load(few.SCORED_ROWS) != 0
+        running_max, running_sum, rescale = few.softmax_step(
+            scores, scored, qk_scale, running_max, running_sum, tiles, v4.INV_DECODE_SCALE
         )
-        acc = accumulate(acc, rescale, tiles[0], values, GROUPS + 1, BLOCK_N)
-    normaliser, line = store_lse(
+        acc = few.accumulate(acc, rescale, tiles[0], values, v4.GROUPS + 1, BLOCK_N)
+    normaliser, line = few.store_lse(
         running_max, running_sum, tiles[2], lse, sink, first_head, t64, x, X, 1.0, H, SPLIT, SINK,
     )  # fmt: skip
-    heads, at = output_at(out, line, first_head, 64, H)
-    for g in gl.static_range(GROUPS + 1):
+    heads, at = few.output_at(out, line, first_head, 64, H)
+    for g in gl.static_range(v4.GROUPS + 1):
         result = acc[g] * normaliser
-        if g < GROUPS:
-            result *= INV_DECODE_SCALE
+        if g < v4.GROUPS:
+            result *= v4.INV_DECODE_SCALE
         gl.store(at + 64 * g, result.to(out.dtype.element_ty), mask=(heads < H)[:, None])

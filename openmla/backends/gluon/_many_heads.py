@@ -31,6 +31,8 @@ from openmla.backends.triton._versions import async_load, reinterpret
 BLOCK_H = gl.constexpr(64)
 BLOCK_N = gl.constexpr(64)
 STEP = gl.constexpr(128)  # rows of an even and an odd tile
+HALF = gl.constexpr(256)  # columns
+ROPE_COLUMNS = gl.constexpr(64)
 GROUP_THREADS = gl.constexpr(128)
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 WORD_TILE = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -79,8 +81,16 @@ class Epilogue(NamedTuple):
 
 @gluon.jit
 def allocate_halves():
-    left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 256], TILE)
-    return left, gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 256], TILE)
+    left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, HALF], TILE)
+    return left, gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, HALF], TILE)
+
+
+@gluon.jit
+def allocate_tiles():
+    """Both halves of queries, of the even and of the odd tile of keys."""
+    queries = allocate_halves()
+    even = allocate_halves()
+    return queries, even, allocate_halves()
 
 
 @gluon.jit
@@ -133,15 +143,15 @@ def load_queries(
     """Heads past the last are zeros; rope columns are scaled as decoded ones are. Without a tile of
     its own the rope is the end of the right half."""
     heads = first_head + gl.arange(0, BLOCK_H, COPY_ROWS)
-    at = q + (heads * q_head)[:, None] + gl.arange(0, 256, gl.SliceLayout(0, COPY))[None, :]
+    at = q + (heads * q_head)[:, None] + gl.arange(0, HALF, gl.SliceLayout(0, COPY))[None, :]
     valid, at = gl.broadcast((heads < last_head)[:, None], at)
     async_load(queries.left, at, mask=valid)
-    async_load(queries.right, at + 256, mask=valid)
-    rope = queries.right.slice(192, 64, 1)
+    async_load(queries.right, at + HALF, mask=valid)
+    rope = queries.right.slice(HALF - ROPE_COLUMNS, ROPE_COLUMNS, 1)
     if ROPE:
         rope = queries.rope
-        at = q + 512 + (heads * q_head)[:, None]
-        at += gl.arange(0, 64, gl.SliceLayout(0, COPY))[None, :]
+        at = q + 2 * HALF + (heads * q_head)[:, None]
+        at += gl.arange(0, ROPE_COLUMNS, gl.SliceLayout(0, COPY))[None, :]
         valid, at = gl.broadcast((heads < last_head)[:, None], at)
         async_load(rope, at, mask=valid)
     async_copy.commit_group()
@@ -156,7 +166,7 @@ def load_queries(
 def initial_state():
     """Zeros of scores, accumulator, running max, running sum."""
     zeros = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
-    acc = gl.zeros([BLOCK_H, 256], gl.float32, ACC)
+    acc = gl.zeros([BLOCK_H, HALF], gl.float32, ACC)
     running_max = gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS)
     return zeros, acc, running_max, gl.zeros([BLOCK_H], gl.float32, HEADS)
 
@@ -281,7 +291,7 @@ def odd_partition(
     mbarrier.wait(sums_ready, 0)
     running_sum += exchange.even_sum.load(HEADS)
     store_output(
-        acc, running_sum, running_max, queries.right, epilogue, 256, H, SINK, DECODE_SCALE, DECODED
+        acc, running_sum, running_max, queries.right, epilogue, HALF, H, SINK, DECODE_SCALE, DECODED
     )
 
 
@@ -297,10 +307,10 @@ def store_output(
     )
     if first == 0:
         gl.store(epilogue.lse + epilogue.line * H + heads, lse, mask=heads < H)
-    if first + 256 <= DECODED:
+    if first + HALF <= DECODED:
         normaliser *= 1.0 / DECODE_SCALE
     else:
-        columns = first + gl.arange(0, 256, gl.SliceLayout(0, ACC))
+        columns = first + gl.arange(0, HALF, gl.SliceLayout(0, ACC))
         acc = acc * gl.where(columns < DECODED, 1.0 / DECODE_SCALE, 1.0)[None, :]
     acc = acc * gl.convert_layout(normaliser, ACC_HEADS)[:, None]
     if epilogue.out.dtype.element_ty == gl.float32:
@@ -313,7 +323,7 @@ def store_output(
 @gluon.jit
 def store_half(epilogue, half, first: gl.constexpr, H: gl.constexpr, LAYOUT: gl.constexpr):
     heads = epilogue.first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
-    columns = first + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    columns = first + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
     at = ((epilogue.line * H + heads) * OUT)[:, None] + columns[None, :]
     gl.store(epilogue.out + at, half, mask=(heads < H)[:, None])
 
@@ -327,4 +337,10 @@ def concat_columns(left, right, COLUMNS: gl.constexpr):
 @gluon.jit
 def as_words(half):
     """Half a tile as the decoder's pairs of bf16."""
-    return reinterpret(half, gl.int32, [BLOCK_N, 128], WORD_TILE)
+    return reinterpret(half, gl.int32, [BLOCK_N, HALF // 2], WORD_TILE)
+
+
+@gluon.jit
+def of_tile(line, odd: gl.constexpr):
+    """What a line that holds one entry per row of a step has for the even or the odd tile."""
+    return line.slice(BLOCK_N * odd, BLOCK_N)

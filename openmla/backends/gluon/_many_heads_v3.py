@@ -20,18 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
-from openmla.backends.gluon._primitives import LINE, ROWS, WORDS, decode_e4m3_pairs, run_bounds
-from openmla.backends.gluon._rows_v3 import (
-    DECODE_SCALE,
-    DO_NOT_SPECIALIZE,
-    GROUP_WORDS,
-    ROPE,
-    SCALES,
-    find_row,
-    look_up,
-    scale_pairs,
-    token_rows,
-)
+from openmla.backends.gluon import _primitives as primitives
+from openmla.backends.gluon import _rows_v3 as v3
 from openmla.backends.triton._build import PLANNED
 from openmla.backends.triton._versions import async_load
 
@@ -54,9 +44,18 @@ def load_row_ids(rows, j, hi):
 @gluon.jit
 def publish_rows(rows, block, offset, row_line, key_bias, BS: gl.constexpr):
     """Slots for all threads of the group, -1 where not valid, and the bias for their scores."""
-    row, valid = find_row(block, offset, rows.num_blocks, BS)
+    row, valid = v3.find_row(block, offset, rows.num_blocks, BS)
     row_line.store(gl.where(valid, row.to(gl.int32), -1))
     key_bias.store(gl.where(valid, 0.0, float("-inf")))
+
+
+@gluon.jit
+def first_rows(rows, lo, hi, row_line, key_bias, BS: gl.constexpr):
+    """Finds the rows of the first step, one per thread; returns which those are."""
+    j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
+    block, offset = v3.look_up(load_row_ids(rows, j, hi), rows.table, rows.M, BS)
+    publish_rows(rows, block, offset, row_line, key_bias.index(0), BS)
+    return j
 
 
 @gluon.jit
@@ -65,7 +64,7 @@ def copy_columns(
     ROW: gl.constexpr,
 ):  # fmt: skip
     """16-bit columns from `first` on, stored as they are; zeros for invalid rows."""
-    row = row_line.slice(64 * odd, 64).load(many.COPY_ROWS)
+    row = many.of_tile(row_line, odd).load(many.COPY_ROWS)
     at = words.to(gl.pointer_type(gl.bfloat16), bitcast=True) + first
     at += (gl.maximum(row, 0).to(gl.int64) * (2 * ROW))[:, None]
     at += gl.arange(0, COLUMNS, gl.SliceLayout(0, many.COPY))[None, :]
@@ -77,21 +76,21 @@ def copy_columns(
 def load_half(words, row_line, odd: gl.constexpr, right: gl.constexpr, ROW: gl.constexpr):
     """256 columns of one tile's rows, not yet decoded, and both scales of each row in 8 bytes;
     invalid rows get zeros, which decode any bytes to zeros."""
-    row = row_line.slice(64 * odd, 64).load(ROWS)
+    row = many.of_tile(row_line, odd).load(primitives.ROWS)
     start = gl.maximum(row, 0).to(gl.int64) * ROW
-    at = words + 2 * GROUP_WORDS * right + start[:, None]
-    at += gl.arange(0, GROUP_WORDS, gl.SliceLayout(0, WORDS))[None, :]
-    scales_at = (words + SCALES + 2 * right + start).to(gl.pointer_type(gl.int64), bitcast=True)
+    at = words + 2 * v3.GROUP_WORDS * right + start[:, None]
+    at += gl.arange(0, v3.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
+    scales_at = (words + v3.SCALES + 2 * right + start).to(gl.pointer_type(gl.int64), bitcast=True)
     scales = gl.load(scales_at, mask=row >= 0, other=0)
-    return gl.load(at), gl.load(at + GROUP_WORDS), scales
+    return gl.load(at), gl.load(at + v3.GROUP_WORDS), scales
 
 
 @gluon.jit
 def decode_group(words, scale):
     """128 columns, two bf16 per word, times DECODE_SCALE."""
-    scales = scale_pairs(scale.to(gl.float32, bitcast=True))
+    scales = v3.scale_pairs(scale.to(gl.float32, bitcast=True))
     scales, words = gl.broadcast(scales[:, None], words)
-    low, high = decode_e4m3_pairs(words, scales)
+    low, high = primitives.decode_e4m3_pairs(words, scales)
     return gl.reshape(gl.join(low, high), [64, 64])
 
 
@@ -116,27 +115,25 @@ def decode_partition(
     words = rows.words
     even_left, even_right = many.as_words(even.left), many.as_words(even.right)
     odd_left, odd_right = many.as_words(odd.left), many.as_words(odd.right)
-    j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
-    block, offset = look_up(load_row_ids(rows, j, hi), rows.table, rows.M, BS)
-    publish_rows(rows, block, offset, row_line, key_bias.index(0), BS)
+    j = first_rows(rows, lo, hi, row_line, key_bias, BS)
     for_even_left = load_half(words, row_line, 0, 0, ROW)
     for_odd_right = load_half(words, row_line, 1, 1, ROW)
     j += many.STEP
     row_id = load_row_ids(rows, j, hi)
     for i in tl.range(0, steps, disable_licm=True):
-        block, offset = look_up(row_id, rows.table, rows.M, BS)
+        block, offset = v3.look_up(row_id, rows.table, rows.M, BS)
         j += many.STEP
         row_id = load_row_ids(rows, j, hi)
         named.wait(named.EVEN_LEFT_READ, i)
         store_half(even_left, for_even_left, named.EVEN_LEFT_FILLED)
         for_even_right = load_half(words, row_line, 0, 1, ROW)
         named.wait(named.ODD_RIGHT_READ, i)
-        copy_columns(odd.rope, words, row_line, 1, 2 * ROPE, 64, ROW)
+        copy_columns(odd.rope, words, row_line, 1, 2 * v3.ROPE, 64, ROW)
         async_copy.mbarrier_arrive(odd_copied, increment_count=False)
         store_half(odd_right, for_odd_right, named.ODD_RIGHT_FILLED)
         for_odd_left = load_half(words, row_line, 1, 0, ROW)
         named.wait(named.EVEN_RIGHT_READ, i)
-        copy_columns(even.rope, words, row_line, 0, 2 * ROPE, 64, ROW)
+        copy_columns(even.rope, words, row_line, 0, 2 * v3.ROPE, 64, ROW)
         async_copy.mbarrier_arrive(even_copied, increment_count=False)
         store_half(even_right, for_even_right, named.EVEN_RIGHT_FILLED)
         publish_rows(rows, block, offset, row_line, key_bias.index((i + 1) & 1), BS)
@@ -153,13 +150,11 @@ def copy_partition(
     """Rows of 16 bits: the copy of half a tile is issued as soon as the half was read."""
     even_left_filled, even_right_filled, odd_left_filled, odd_right_filled = filled
     words = rows.words
-    j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
-    block, offset = look_up(load_row_ids(rows, j, hi), rows.table, rows.M, BS)
-    publish_rows(rows, block, offset, row_line, key_bias.index(0), BS)
+    j = first_rows(rows, lo, hi, row_line, key_bias, BS)
     j += many.STEP
     row_id = load_row_ids(rows, j, hi)
     for i in tl.range(0, steps, disable_licm=True):
-        block, offset = look_up(row_id, rows.table, rows.M, BS)
+        block, offset = v3.look_up(row_id, rows.table, rows.M, BS)
         j += many.STEP
         row_id = load_row_ids(rows, j, hi)
         named.wait(named.EVEN_LEFT_READ, i)
@@ -191,7 +186,9 @@ def load_partition(
         copy_partition(even, odd, key_bias, row_line, filled, rows, lo, hi, steps, ROW, BS)
 
 
-@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*PLANNED, "table"])
+@gluon.jit(
+    do_not_specialize=v3.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*PLANNED, "table"]
+)
 def _many_heads_v3_kernel(
     q, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,
     B, first_token, num_blocks, qk_scale, q_token, q_head, ids_stride, table_stride, K, M, X,
@@ -200,24 +197,19 @@ def _many_heads_v3_kernel(
     SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    first_head = gl.program_id(0) * many.BLOCK_H
-    t = first_token + gl.program_id(1)
-    x = gl.program_id(2)
-    t64 = t.to(gl.int64)
+    first_head, t, t64, x = primitives.program(first_token, many.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
-    queries = many.allocate_halves()
-    even = many.allocate_halves()
-    odd = many.allocate_halves()
+    queries, even, odd = many.allocate_tiles()
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
     even_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
     odd_rope = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
     odd_probs = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
-    key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], LINE)
-    row_line = gl.allocate_shared_memory(gl.int32, [many.STEP], LINE)
+    key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], primitives.LINE)
+    row_line = gl.allocate_shared_memory(gl.int32, [many.STEP], primitives.LINE)
     even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
     queries_ready, sums_ready, left0, right0, left1, right1 = many.allocate_mbarriers(4)
-    table, n = token_rows(t, row_lens, query_start_loc, table, table_stride, B, K, BS)
-    lo, hi = run_bounds(n, x, X, run_length, many.STEP)
+    table, n = v3.token_rows(t, row_lens, query_start_loc, table, table_stride, B, K, BS)
+    lo, hi = primitives.run_bounds(n, x, X, run_length, many.STEP)
     steps = gl.maximum((hi - lo + many.STEP - 1) // many.STEP, 1)  # without rows, one of none
     row_ids += t64 * ids_stride
     q += t64 * q_token
@@ -232,7 +224,7 @@ def _many_heads_v3_kernel(
     exchange = many.Exchange(even_rope, odd_probs, key_bias, even_max, odd_max, even_sum, odd_sum)
     rows = Rows(words, row_ids, table, M, num_blocks)
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
-    SCALE: gl.constexpr = DECODE_SCALE if PACKED else 1.0
+    SCALE: gl.constexpr = v3.DECODE_SCALE if PACKED else 1.0
     if PACKED:
         qk_scale = qk_scale * (1.0 / SCALE)
     # constants stay constants only inside this very call

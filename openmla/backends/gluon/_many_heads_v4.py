@@ -18,21 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_a
 
 from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
-from openmla.backends.gluon._primitives import LINE, ROWS, WORDS, decode_e4m3_pairs, run_bounds
-from openmla.backends.gluon._rows_v4 import (
-    DECODE_SCALE,
-    DO_NOT_SPECIALIZE,
-    GROUP_WORDS,
-    GROUPS,
-    INV_DECODE_SCALE,
-    ROPE,
-    ROW_8B,
-    ROW_16B,
-    load_row_ids,
-    look_up,
-    scale_pairs,
-    token_rows,
-)
+from openmla.backends.gluon import _primitives as primitives
+from openmla.backends.gluon import _rows_v4 as v4
 from openmla.backends.triton._build import PLANNED
 from openmla.backends.triton._versions import async_load
 
@@ -54,8 +41,8 @@ class Pages(NamedTuple):
 @gluon.jit
 def decode_group(words, scales, g: gl.constexpr):
     """64 columns, two bf16 per word, times DECODE_SCALE."""
-    scales, words = gl.broadcast(scale_pairs(scales, g)[:, None], words)
-    low, high = decode_e4m3_pairs(words, scales)
+    scales, words = gl.broadcast(v4.scale_pairs(scales, g)[:, None], words)
+    low, high = primitives.decode_e4m3_pairs(words, scales)
     return gl.reshape(gl.join(low, high), [64, 32])
 
 
@@ -68,25 +55,25 @@ def find_row(rows, pages, j, block, offset, BS_1: gl.constexpr, BS_2: gl.constex
     page = gl.where(valid, block, 0).to(gl.int64)
     page = page * gl.where(j < rows.n_1, pages.page_1, pages.page_2)
     page += gl.where(valid & (j >= rows.n_1), pages.apart, 0)
-    scales = page * 2 + gl.where(j < rows.n_1, BS_1 * ROW_8B, BS_2 * ROW_8B) + offset
-    return page + offset * ROW_16B, gl.where(valid, scales, INVALID)
+    scales = page * 2 + gl.where(j < rows.n_1, BS_1 * v4.ROW_8B, BS_2 * v4.ROW_8B) + offset
+    return page + offset * v4.ROW_16B, gl.where(valid, scales, INVALID)
 
 
 @gluon.jit
 def load_groups(words, row_line, odd: gl.constexpr, first: gl.constexpr, last: gl.constexpr):
     """Groups of 64 columns of one tile's rows, not yet decoded."""
-    at = words + (row_line.slice(64 * odd, 64).load(ROWS) * 4)[:, None]
-    at += gl.arange(0, GROUP_WORDS, gl.SliceLayout(0, WORDS))[None, :]
+    at = words + (many.of_tile(row_line, odd).load(primitives.ROWS) * 4)[:, None]
+    at += gl.arange(0, v4.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
     groups = ()
     for g in gl.static_range(first, last):
-        groups += (gl.load(at + GROUP_WORDS * g),)
+        groups += (gl.load(at + v4.GROUP_WORDS * g),)
     return groups
 
 
 @gluon.jit
 def load_scales(words, scale_line, odd: gl.constexpr):
     """Eight exponents a row; invalid rows get zeros, which decode any bytes to zeros."""
-    at = scale_line.slice(64 * odd, 64).load(ROWS)
+    at = many.of_tile(scale_line, odd).load(primitives.ROWS)
     return gl.load(
         words.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=at != INVALID, other=0
     )
@@ -121,12 +108,12 @@ def store_right(tile, groups, scales, FILLED: gl.constexpr):
 @gluon.jit
 def copy_rope(tile, words, row_line, scale_line, odd: gl.constexpr, copied):
     """Columns 448 to 511, stored as they are; zeros for invalid rows."""
-    valid = scale_line.slice(64 * odd, 64).load(many.COPY_ROWS) != INVALID
-    at = words.to(gl.pointer_type(gl.bfloat16), bitcast=True) + 2 * ROPE
-    at += (row_line.slice(64 * odd, 64).load(many.COPY_ROWS) * 8)[:, None]
-    at += gl.arange(0, 64, gl.SliceLayout(0, many.COPY))[None, :]
+    valid = many.of_tile(scale_line, odd).load(many.COPY_ROWS) != INVALID
+    at = words.to(gl.pointer_type(gl.bfloat16), bitcast=True) + 2 * v4.ROPE
+    at += (many.of_tile(row_line, odd).load(many.COPY_ROWS) * 8)[:, None]
+    at += gl.arange(0, many.ROPE_COLUMNS, gl.SliceLayout(0, many.COPY))[None, :]
     valid, at = gl.broadcast(valid[:, None], at)
-    async_load(tile.slice(192, 64, 1), at, mask=valid)
+    async_load(tile.slice(many.HALF - many.ROPE_COLUMNS, many.ROPE_COLUMNS, 1), at, mask=valid)
     async_copy.mbarrier_arrive(copied, increment_count=False)
 
 
@@ -142,24 +129,24 @@ def load_partition(
     even_left, even_right = many.as_words(even[0]), many.as_words(even[1])
     odd_left, odd_right = many.as_words(odd[0]), many.as_words(odd[1])
     j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
-    row_id = load_row_ids(rows, j, hi, LISTED)
-    block, offset = look_up(rows, j, row_id, hi, BS_1, BS_2)
+    row_id = v4.load_row_ids(rows, j, hi, LISTED)
+    block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
     row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
     row_line.store(row)
     scale_line.store(scales_at)
     key_bias.index(0).store(gl.where(scales_at != INVALID, 0.0, float("-inf")))
     for_even_left = load_groups(words, row_line, 0, 0, 4)
     even_scales = load_scales(words, scale_line, 0)
-    for_odd_right = load_groups(words, row_line, 1, 4, GROUPS)
+    for_odd_right = load_groups(words, row_line, 1, 4, v4.GROUPS)
     odd_scales = load_scales(words, scale_line, 1)
-    row_id = load_row_ids(rows, j + many.STEP, hi, LISTED)
+    row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
     for i in tl.range(0, steps, disable_licm=True):
         j += many.STEP
-        block, offset = look_up(rows, j, row_id, hi, BS_1, BS_2)
-        row_id = load_row_ids(rows, j + many.STEP, hi, LISTED)
+        block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+        row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
         named.wait(named.EVEN_LEFT_READ, i)
         store_left(even_left, for_even_left, even_scales, named.EVEN_LEFT_FILLED)
-        for_even_right = load_groups(words, row_line, 0, 4, GROUPS)
+        for_even_right = load_groups(words, row_line, 0, 4, v4.GROUPS)
         named.wait(named.ODD_RIGHT_READ, i)
         copy_rope(odd[1], words, row_line, scale_line, 1, odd_copied)
         store_right(odd_right, for_odd_right, odd_scales, named.ODD_RIGHT_FILLED)
@@ -175,11 +162,11 @@ def load_partition(
         even_scales = load_scales(words, scale_line, 0)
         named.wait(named.ODD_LEFT_READ, i)
         store_left(odd_left, for_odd_left, odd_scales, named.ODD_LEFT_FILLED)
-        for_odd_right = load_groups(words, row_line, 1, 4, GROUPS)
+        for_odd_right = load_groups(words, row_line, 1, 4, v4.GROUPS)
         odd_scales = load_scales(words, scale_line, 1)
 
 
-@gluon.jit(do_not_specialize=DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=PLANNED)
+@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=PLANNED)
 def _many_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
     lse,
@@ -189,26 +176,21 @@ def _many_heads_v4_kernel(
     SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    first_head = gl.program_id(0) * many.BLOCK_H
-    t = first_token + gl.program_id(1)
-    x = gl.program_id(2)
-    t64 = t.to(gl.int64)
+    first_head, t, t64, x = primitives.program(first_token, many.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
-    queries = many.allocate_halves()
-    even = many.allocate_halves()
-    odd = many.allocate_halves()
+    queries, even, odd = many.allocate_tiles()
     even_probs = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
     odd_probs = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
-    key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], LINE)
-    row_line = gl.allocate_shared_memory(gl.int64, [many.STEP], LINE)
-    scale_line = gl.allocate_shared_memory(gl.int64, [many.STEP], LINE)
+    key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], primitives.LINE)
+    row_line = gl.allocate_shared_memory(gl.int64, [many.STEP], primitives.LINE)
+    scale_line = gl.allocate_shared_memory(gl.int64, [many.STEP], primitives.LINE)
     even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
     queries_ready, sums_ready, even_copied, odd_copied = many.allocate_mbarriers(2)
-    rows, n = token_rows(
+    rows, n = v4.token_rows(
         t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1,
         table_stride_1, M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED, BS_1, BS_2,
     )  # fmt: skip
-    lo, hi = run_bounds(n, x, X, run_length, many.STEP)
+    lo, hi = primitives.run_bounds(n, x, X, run_length, many.STEP)
     steps = gl.maximum((hi - lo + many.STEP - 1) // many.STEP, 1)  # without rows, one of none
     apart = (words_2.to(gl.int64) - words_1.to(gl.int64)) // 16
     q += t64 * q_token
@@ -223,19 +205,19 @@ def _many_heads_v4_kernel(
     exchange = many.Exchange(even_probs, odd_probs, key_bias, even_max, odd_max, even_sum, odd_sum)
     pages = Pages(words_1, page_1, N_1, page_2, N_2, apart)
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
-    qk_scale = qk_scale * INV_DECODE_SCALE
+    qk_scale = qk_scale * v4.INV_DECODE_SCALE
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [
             (many.even_partition, (
                 queries, even_keys, odd[0], exchange, (even_copied, even_copied), queries_ready,
                 sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, False, False,
-                DECODE_SCALE, 64 * GROUPS,
+                v4.DECODE_SCALE, 64 * v4.GROUPS,
             )),
             (many.odd_partition, (
                 queries, even[1], odd_keys, exchange, (odd_copied, odd_copied), queries_ready,
-                sums_ready, qk_scale, epilogue, steps, H, SINK, False, False, DECODE_SCALE,
-                64 * GROUPS,
+                sums_ready, qk_scale, epilogue, steps, H, SINK, False, False, v4.DECODE_SCALE,
+                64 * v4.GROUPS,
             )),
             (load_partition, (
                 even, odd, key_bias, row_line, scale_line, (even_copied, odd_copied), rows, pages,

@@ -79,6 +79,15 @@ def split_words(words):
 
 
 @gluon.jit
+def program(first_token, BLOCK_H: gl.constexpr):
+    """What a program owns: heads from the first on, a token, also as int64, and a run."""
+    first_head = gl.program_id(0) * BLOCK_H
+    t = first_token + gl.program_id(1)
+    x = gl.program_id(2)
+    return first_head, t, t.to(gl.int64), x
+
+
+@gluon.jit
 def request_of(t, query_start_loc, B):
     """The request a token belongs to; B for a token past the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
