@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, OUT, normalise
+from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, OUT, normalise, output_line
 
 BLOCK_H = gl.constexpr(16)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
@@ -86,15 +86,13 @@ def store_lse(
     H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
     """First half of the epilogue. Returns what accumulators are normalised with, and the line of
-    outputs: a token's, or a run's."""
+    outputs."""
     heads, natural_lse, normaliser = normalise(
         running_max, gl.sum(running_sum, 1), sink, first_head, NUMERATOR, H, SINK
     )
     head_line.store(normaliser)
     normaliser = head_line.load(ACC_HEADS)[:, None]
-    line = t64
-    if SPLIT:
-        line = t64 * X + x
+    line = output_line(t64, x, X, SPLIT)
     gl.store(lse + line * H + heads, natural_lse, mask=heads < H)
     return normaliser, line
 

@@ -25,7 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from openmla.backends.gluon import _barriers as named
-from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, OUT, normalise, thread_barrier
+from openmla.backends.gluon._primitives import (
+    INITIAL_MAX,
+    LINE,
+    OUT,
+    normalise,
+    run_bounds,
+    thread_barrier,
+)
 from openmla.backends.triton._versions import async_load, reinterpret
 
 BLOCK_H = gl.constexpr(64)
@@ -70,7 +77,7 @@ class Exchange(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What the epilogue writes and where: a line is a token's outputs, or a run's."""
+    """Where the epilogue writes, and the sink."""
 
     out: Any
     lse: Any
@@ -118,6 +125,13 @@ def allocate_mbarriers(COPIES: gl.constexpr):
 
 
 @gluon.jit
+def run_steps(n, x, X, run_length):
+    """Bounds of a run and its steps; without rows, one step of none."""
+    lo, hi = run_bounds(n, x, X, run_length, STEP)
+    return lo, hi, gl.maximum((hi - lo + STEP - 1) // STEP, 1)
+
+
+@gluon.jit
 def wait_filled(BARRIER: gl.constexpr, copied, phase, COPIED: gl.constexpr):
     """Wait for half a tile: for copies, or for the group that decodes."""
     if COPIED:
@@ -138,7 +152,7 @@ def wait_scores(scores, more, COPIED: gl.constexpr):
 
 @gluon.jit
 def load_queries(
-    queries, q, first_head, q_head, last_head, ROPE: gl.constexpr, DECODE_SCALE: gl.constexpr
+    queries, q, first_head, q_head, last_head, ROPE_TILE: gl.constexpr, DECODE_SCALE: gl.constexpr
 ):
     """Heads past the last are zeros; rope columns are scaled as decoded ones are. Without a tile of
     its own the rope is the end of the right half."""
@@ -148,7 +162,7 @@ def load_queries(
     async_load(queries.left, at, mask=valid)
     async_load(queries.right, at + HALF, mask=valid)
     rope = queries.right.slice(HALF - ROPE_COLUMNS, ROPE_COLUMNS, 1)
-    if ROPE:
+    if ROPE_TILE:
         rope = queries.rope
         at = q + 2 * HALF + (heads * q_head)[:, None]
         at += gl.arange(0, ROPE_COLUMNS, gl.SliceLayout(0, COPY))[None, :]
@@ -174,13 +188,13 @@ def initial_state():
 @gluon.jit
 def even_partition(
     queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_head, last_head,
-    qk_scale, epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE: gl.constexpr,
+    qk_scale, epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
     COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
     """Scores of even tiles, output columns 0 to 255."""
     left_filled, right_filled = filled
     zeros, acc, running_max, running_sum = initial_state()
-    load_queries(queries, q, epilogue.first_head, q_head, last_head, ROPE, DECODE_SCALE)
+    load_queries(queries, q, epilogue.first_head, q_head, last_head, ROPE_TILE, DECODE_SCALE)
     mbarrier.arrive(queries_ready, count=1)
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
@@ -189,13 +203,13 @@ def even_partition(
             queries.left, even.left.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         wait_filled(named.EVEN_RIGHT_FILLED, right_filled, phase, COPIED)
-        if not (ROPE or COPIED):
+        if not (ROPE_TILE or COPIED):
             mbarrier.wait(right_filled, phase)
         more = zeros if COPIED else scores
         more = warpgroup_mma(
             queries.right, even.right.permute((1, 0)), more, use_acc=not COPIED, is_async=True
         )
-        if ROPE:
+        if ROPE_TILE:
             if not COPIED:
                 mbarrier.wait(right_filled, phase)
             more = warpgroup_mma(queries.rope, even.rope.permute((1, 0)), more, is_async=True)
@@ -237,7 +251,7 @@ def even_partition(
 @gluon.jit
 def odd_partition(
     queries, even_right, odd, exchange, filled, queries_ready, sums_ready, qk_scale, epilogue,
-    steps, H: gl.constexpr, SINK: gl.constexpr, ROPE: gl.constexpr, COPIED: gl.constexpr,
+    steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr, COPIED: gl.constexpr,
     DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
     """Scores of odd tiles, output columns 256 to 511."""
@@ -247,12 +261,12 @@ def odd_partition(
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
         wait_filled(named.ODD_RIGHT_FILLED, right_filled, phase, COPIED)
-        if not (ROPE or COPIED):
+        if not (ROPE_TILE or COPIED):
             mbarrier.wait(right_filled, phase)
         scores = warpgroup_mma(
             queries.right, odd.right.permute((1, 0)), zeros, use_acc=False, is_async=True
         )
-        if ROPE:
+        if ROPE_TILE:
             if not COPIED:
                 mbarrier.wait(right_filled, phase)
             scores = warpgroup_mma(queries.rope, odd.rope.permute((1, 0)), scores, is_async=True)

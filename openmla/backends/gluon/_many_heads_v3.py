@@ -207,16 +207,14 @@ def _many_heads_v3_kernel(
     key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], primitives.LINE)
     row_line = gl.allocate_shared_memory(gl.int32, [many.STEP], primitives.LINE)
     even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
-    queries_ready, sums_ready, left0, right0, left1, right1 = many.allocate_mbarriers(4)
+    barriers = many.allocate_mbarriers(4)
+    queries_ready, sums_ready, even_left, even_right, odd_left, odd_right = barriers
     table, n = v3.token_rows(t, row_lens, query_start_loc, table, table_stride, B, K, BS)
-    lo, hi = primitives.run_bounds(n, x, X, run_length, many.STEP)
-    steps = gl.maximum((hi - lo + many.STEP - 1) // many.STEP, 1)  # without rows, one of none
+    lo, hi, steps = many.run_steps(n, x, X, run_length)
     row_ids += t64 * ids_stride
     q += t64 * q_token
-    last_head = gl.where(hi > lo, H, 0)  # without rows, queries of NaN must not reach the scores
-    line = t64
-    if SPLIT:
-        line = t64 * X + x
+    last_head = gl.where(hi > lo, H, 0)  # NaN queries would make scores of no rows NaN
+    line = primitives.output_line(t64, x, X, SPLIT)
     queries = many.Tile(queries[0], queries[1], q_rope)
     even = many.Tile(even[0], even[1], even_rope)
     odd = many.Tile(odd[0], odd[1], odd_rope)
@@ -224,23 +222,27 @@ def _many_heads_v3_kernel(
     exchange = many.Exchange(even_rope, odd_probs, key_bias, even_max, odd_max, even_sum, odd_sum)
     rows = Rows(words, row_ids, table, M, num_blocks)
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
+    COPIED: gl.constexpr = not PACKED
     SCALE: gl.constexpr = v3.DECODE_SCALE if PACKED else 1.0
+    ROPE_TILE: gl.constexpr = True
+    DECODED: gl.constexpr = 512
     if PACKED:
-        qk_scale = qk_scale * (1.0 / SCALE)
+        qk_scale = qk_scale * v3.INV_DECODE_SCALE
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [
             (many.even_partition, (
-                queries, even, odd.left, exchange, (left0, right0), queries_ready, sums_ready, q,
-                q_head, last_head, qk_scale, epilogue, steps, H, SINK, True, not PACKED, SCALE, 512,
+                queries, even, odd.left, exchange, (even_left, even_right), queries_ready,
+                sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE,
+                COPIED, SCALE, DECODED,
             )),
             (many.odd_partition, (
-                queries, even.right, odd, exchange, (left1, right1), queries_ready, sums_ready,
-                qk_scale, epilogue, steps, H, SINK, True, not PACKED, SCALE, 512,
+                queries, even.right, odd, exchange, (odd_left, odd_right), queries_ready,
+                sums_ready, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED, SCALE, DECODED,
             )),
             (load_partition, (
-                even, odd, key_bias, row_line, (left0, right0, left1, right1), rows, lo, hi, steps,
-                PACKED, ROW, BS,
+                even, odd, key_bias, row_line, (even_left, even_right, odd_left, odd_right), rows,
+                lo, hi, steps, PACKED, ROW, BS,
             )),
         ],
         [4, 4],

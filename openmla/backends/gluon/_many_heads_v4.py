@@ -190,14 +190,11 @@ def _many_heads_v4_kernel(
         t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1,
         table_stride_1, M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED, BS_1, BS_2,
     )  # fmt: skip
-    lo, hi = primitives.run_bounds(n, x, X, run_length, many.STEP)
-    steps = gl.maximum((hi - lo + many.STEP - 1) // many.STEP, 1)  # without rows, one of none
+    lo, hi, steps = many.run_steps(n, x, X, run_length)
     apart = (words_2.to(gl.int64) - words_1.to(gl.int64)) // 16
     q += t64 * q_token
-    last_head = gl.where(hi > lo, H, 0)  # without rows, queries of NaN must not reach the scores
-    line = t64
-    if SPLIT:
-        line = t64 * X + x
+    last_head = gl.where(hi > lo, H, 0)  # NaN queries would make scores of no rows NaN
+    line = primitives.output_line(t64, x, X, SPLIT)
     # the rope is among the values and has no tile of its own: probs stand in, unused
     queries = many.Tile(queries[0], queries[1], even_probs)
     even_keys = many.Tile(even[0], even[1], even_probs)
@@ -206,18 +203,21 @@ def _many_heads_v4_kernel(
     pages = Pages(words_1, page_1, N_1, page_2, N_2, apart)
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
     qk_scale = qk_scale * v4.INV_DECODE_SCALE
+    ROPE_TILE: gl.constexpr = False
+    COPIED: gl.constexpr = False
+    DECODED: gl.constexpr = 64 * v4.GROUPS
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [
             (many.even_partition, (
                 queries, even_keys, odd[0], exchange, (even_copied, even_copied), queries_ready,
-                sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, False, False,
-                v4.DECODE_SCALE, 64 * v4.GROUPS,
+                sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE,
+                COPIED, v4.DECODE_SCALE, DECODED,
             )),
             (many.odd_partition, (
                 queries, even[1], odd_keys, exchange, (odd_copied, odd_copied), queries_ready,
-                sums_ready, qk_scale, epilogue, steps, H, SINK, False, False, v4.DECODE_SCALE,
-                64 * v4.GROUPS,
+                sums_ready, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED,
+                v4.DECODE_SCALE, DECODED,
             )),
             (load_partition, (
                 even, odd, key_bias, row_line, scale_line, (even_copied, odd_copied), rows, pages,

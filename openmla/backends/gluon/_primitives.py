@@ -111,6 +111,15 @@ def run_bounds(n, x, X, run_length, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def output_line(t64, x, X, SPLIT: gl.constexpr):
+    """Which line of outputs a program writes: its token's, or its run's partial results."""
+    line = t64
+    if SPLIT:
+        line = t64 * X + x
+    return line
+
+
+@gluon.jit
 def normalise(
     running_max, running_sum, sink, first_head, NUMERATOR: gl.constexpr, H: gl.constexpr,
     SINK: gl.constexpr,
