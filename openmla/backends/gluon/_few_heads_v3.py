@@ -4,7 +4,7 @@ Computes  what _latent.py does, for a segment of slots or positions and 16 heads
 Grid      (cdiv(H, 16), T, X): one program owns one token, 16 heads, one run of its rows; a grid
           holds 65535 tokens, more take several launches
 Reads     q [T, H, 576]; rows of 656 bytes as 32-bit words, ROW from one to the next; row_ids
-          [T, K]: slots, or with BS > 0 positions, whose block table [B, M] holds. ROW is a
+          [T, K]: slots, or with BS > 0 positions, which table [B, M] maps to blocks. ROW is a
           constant: 16-byte loads must be known to be aligned
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
@@ -28,7 +28,7 @@ def decode_group(words, scale, valid, BLOCK_N: gl.constexpr):
     scales = gl.where(valid, v3.scale_pairs(scale), 0)
     scales, words = gl.broadcast(scales[:, None], words)
     a, b, c, d = primitives.decode_e4m3(words, scales)
-    return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, 128])
+    return gl.reshape(gl.join(gl.join(a, c), gl.join(b, d)), [BLOCK_N, v3.GROUP])
 
 
 @gluon.jit
@@ -66,12 +66,12 @@ def _few_heads_kernel(
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
     queries = ()
     for _ in gl.static_range(v3.GROUPS):
-        queries += (gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, 128], few.SHARED),)
+        queries += (gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, v3.GROUP], few.SHARED),)
     q_rope = gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, 64], few.SHARED)
     values = ()
     for _ in gl.static_range(v3.GROUPS):
-        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 128], few.SHARED),)
-    tiles = few.allocate_softmax(BLOCK_N)
+        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, v3.GROUP], few.SHARED),)
+    exchange = few.allocate_exchange(BLOCK_N)
     offs_row = gl.arange(0, BLOCK_N, primitives.ROWS)
     offs_word = gl.arange(0, v3.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
     offs_scale = gl.arange(0, v3.GROUPS, gl.SliceLayout(0, primitives.WORDS))[None, :] + v3.SCALES
@@ -99,18 +99,18 @@ def _few_heads_kernel(
     # queries; heads past the last are zeros
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY))
     q_at = q + (t64 * q_token + heads * q_head)[:, None]
-    q_at += gl.arange(0, 128, gl.SliceLayout(0, QUERY))[None, :]
+    q_at += gl.arange(0, v3.GROUP, gl.SliceLayout(0, QUERY))[None, :]
     mask_q = (heads < H)[:, None]
     for g in gl.static_range(v3.GROUPS):
-        queries[g].store(gl.load(q_at + 128 * g, mask=mask_q, other=0.0))
+        queries[g].store(gl.load(q_at + v3.GROUP * g, mask=mask_q, other=0.0))
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY_ROPE))
-    q_at = q + (t64 * q_token + heads * q_head)[:, None] + 512
+    q_at = q + (t64 * q_token + heads * q_head)[:, None] + primitives.C
     q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY_ROPE))[None, :]
     rope_query = gl.load(q_at, mask=(heads < H)[:, None], other=0.0)
     q_rope.store((rope_query.to(gl.float32) * v3.DECODE_SCALE).to(gl.bfloat16))
     acc = ()
     for _ in gl.static_range(v3.GROUPS):
-        acc += (gl.zeros([few.BLOCK_H, 128], gl.float32, few.MMA),)
+        acc += (gl.zeros([few.BLOCK_H, v3.GROUP], gl.float32, few.MMA),)
     running_max, running_sum = few.initial_state(BLOCK_N)
     primitives.thread_barrier()
     for i in tl.range(0, blocks, disable_licm=True):
@@ -142,14 +142,14 @@ def _few_heads_kernel(
         else:
             scored = (scored_id >= 0) & (scored_id < num_blocks)
         running_max, running_sum, rescale = few.softmax_step(
-            scores, scored, qk_scale, running_max, running_sum, tiles, v3.INV_DECODE_SCALE
+            scores, scored, qk_scale, running_max, running_sum, exchange, v3.INV_DECODE_SCALE
         )
-        acc = few.accumulate(acc, rescale, tiles[0], values, v3.GROUPS, BLOCK_N)
+        acc = few.accumulate(acc, rescale, exchange, values, v3.GROUPS, BLOCK_N)
     normaliser, line = few.store_lse(
-        running_max, running_sum, tiles[2], lse, sink, first_head, t64, x, X,
+        running_max, running_sum, exchange, lse, sink, first_head, t64, x, X,
         v3.INV_DECODE_SCALE, H, SPLIT, SINK,
     )  # fmt: skip
-    heads, at = few.output_at(out, line, first_head, 128, H)
+    heads, at = few.output_at(out, line, first_head, v3.GROUP, H)
     mask_h = (heads < H)[:, None]
     for g in gl.static_range(v3.GROUPS):
-        gl.store(at + 128 * g, (acc[g] * normaliser).to(out.dtype.element_ty), mask=mask_h)
+        gl.store(at + v3.GROUP * g, (acc[g] * normaliser).to(out.dtype.element_ty), mask=mask_h)

@@ -93,7 +93,7 @@ def _few_heads_v4_kernel(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     first_head, t, t64, x = primitives.program(first_token, few.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
-    tiles = few.allocate_softmax(BLOCK_N)
+    exchange = few.allocate_exchange(BLOCK_N)
     valid_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], primitives.LINE)
     offs_row = gl.arange(0, BLOCK_N, primitives.ROWS)
     offs_word = gl.arange(0, v4.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
@@ -122,19 +122,19 @@ def _few_heads_v4_kernel(
     # queries; heads past the last are zeros
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY))
     q_at = q + (t64 * q_token + heads * q_head)[:, None]
-    q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY))[None, :]
+    q_at += gl.arange(0, v4.GROUP, gl.SliceLayout(0, QUERY))[None, :]
     queries = ()
     values = ()
     acc = ()
     for g in gl.static_range(v4.GROUPS + 1):
-        query = gl.load(q_at + 64 * g, mask=(heads < H)[:, None], other=0.0)
+        query = gl.load(q_at + v4.GROUP * g, mask=(heads < H)[:, None], other=0.0)
         if g == v4.GROUPS:
             query = (query.to(gl.float32) * v4.DECODE_SCALE).to(gl.bfloat16)
         queries += (
-            gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, 64], query_layout(g), query),
+            gl.allocate_shared_memory(gl.bfloat16, [few.BLOCK_H, v4.GROUP], query_layout(g), query),
         )
-        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, 64], few.SHARED),)
-        acc += (gl.zeros([few.BLOCK_H, 64], gl.float32, few.MMA),)
+        values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, v4.GROUP], few.SHARED),)
+        acc += (gl.zeros([few.BLOCK_H, v4.GROUP], gl.float32, few.MMA),)
     running_max, running_sum = few.initial_state(BLOCK_N)
     primitives.thread_barrier()
     for _ in tl.range(0, blocks, disable_licm=True):
@@ -162,15 +162,15 @@ def _few_heads_v4_kernel(
         row_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
         scored = valid_line.load(few.SCORED_ROWS) != 0
         running_max, running_sum, rescale = few.softmax_step(
-            scores, scored, qk_scale, running_max, running_sum, tiles, v4.INV_DECODE_SCALE
+            scores, scored, qk_scale, running_max, running_sum, exchange, v4.INV_DECODE_SCALE
         )
-        acc = few.accumulate(acc, rescale, tiles[0], values, v4.GROUPS + 1, BLOCK_N)
+        acc = few.accumulate(acc, rescale, exchange, values, v4.GROUPS + 1, BLOCK_N)
     normaliser, line = few.store_lse(
-        running_max, running_sum, tiles[2], lse, sink, first_head, t64, x, X, 1.0, H, SPLIT, SINK,
+        running_max, running_sum, exchange, lse, sink, first_head, t64, x, X, 1.0, H, SPLIT, SINK,
     )  # fmt: skip
-    heads, at = few.output_at(out, line, first_head, 64, H)
+    heads, at = few.output_at(out, line, first_head, v4.GROUP, H)
     for g in gl.static_range(v4.GROUPS + 1):
         result = acc[g] * normaliser
         if g < v4.GROUPS:
             result *= v4.INV_DECODE_SCALE
-        gl.store(at + 64 * g, result.to(out.dtype.element_ty), mask=(heads < H)[:, None])
+        gl.store(at + v4.GROUP * g, result.to(out.dtype.element_ty), mask=(heads < H)[:, None])

@@ -28,7 +28,7 @@ from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon._primitives import (
     INITIAL_MAX,
     LINE,
-    OUT,
+    C,
     normalise,
     run_bounds,
     thread_barrier,
@@ -164,7 +164,7 @@ def load_queries(
     rope = queries.right.slice(HALF - ROPE_COLUMNS, ROPE_COLUMNS, 1)
     if ROPE_TILE:
         rope = queries.rope
-        at = q + 2 * HALF + (heads * q_head)[:, None]
+        at = q + C + (heads * q_head)[:, None]
         at += gl.arange(0, ROPE_COLUMNS, gl.SliceLayout(0, COPY))[None, :]
         valid, at = gl.broadcast((heads < last_head)[:, None], at)
         async_load(rope, at, mask=valid)
@@ -338,7 +338,7 @@ def store_output(
 def store_half(epilogue, half, first: gl.constexpr, H: gl.constexpr, LAYOUT: gl.constexpr):
     heads = epilogue.first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     columns = first + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
-    at = ((epilogue.line * H + heads) * OUT)[:, None] + columns[None, :]
+    at = ((epilogue.line * H + heads) * C)[:, None] + columns[None, :]
     gl.store(epilogue.out + at, half, mask=(heads < H)[:, None])
 
 

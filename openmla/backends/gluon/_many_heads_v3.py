@@ -4,7 +4,7 @@ Computes  what _latent.py does, for a segment of slots or positions, 64 heads a 
 Grid      (cdiv(H, 64), T, X): one program owns one token, 64 heads, one run of its rows; a grid
           holds 65535 tokens, more take several launches
 Reads     q [T, H, 576]; rows as 32-bit words, ROW from one to the next; row_ids [T, K]: slots, or
-          with BS > 0 positions, whose block table [B, M] holds
+          with BS > 0 positions, which table [B, M] maps to blocks
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
 Warp groups and their schedule are _many_heads.py's. Of packed rows (PACKED) 512 columns are

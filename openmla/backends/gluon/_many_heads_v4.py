@@ -205,7 +205,7 @@ def _many_heads_v4_kernel(
     qk_scale = qk_scale * v4.INV_DECODE_SCALE
     ROPE_TILE: gl.constexpr = False
     COPIED: gl.constexpr = False
-    DECODED: gl.constexpr = 64 * v4.GROUPS
+    DECODED: gl.constexpr = v4.GROUP * v4.GROUPS
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [

@@ -1,13 +1,14 @@
-"""Device code the kernels share: e4m3 decode, a token's request and run of rows, softmax's end."""
+"""Device code the kernels share: e4m3 decode, a token's request and run of rows, epilogue."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # until 3.6
+# Triton 3.6 calls it thread_barrier, later versions barrier
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INITIAL_MAX = gl.constexpr(-1e30)  # a running max of -inf would make exp2(-inf - -inf) NaN
-OUT = gl.constexpr(512)  # columns of a head's output
+C = gl.constexpr(512)  # columns of values, and so of a head's output
 # Cached rows as 32-bit words: a warp loads 8 rows, 16 bytes per lane.
 WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0]))
 ROWS = gl.constexpr(gl.SliceLayout(1, WORDS))
@@ -80,7 +81,7 @@ def split_words(words):
 
 @gluon.jit
 def program(first_token, BLOCK_H: gl.constexpr):
-    """What a program owns: heads from the first on, a token, also as int64, and a run."""
+    """What a program owns: its first head, token, token as int64, and run."""
     first_head = gl.program_id(0) * BLOCK_H
     t = first_token + gl.program_id(1)
     x = gl.program_id(2)
@@ -102,8 +103,7 @@ def request_of(t, query_start_loc, B):
 
 @gluon.jit
 def run_bounds(n, x, X, run_length, BLOCK_N: gl.constexpr):
-    """First and last row of run x: X runs of whole tiles share n rows unless their length is
-    given."""
+    """Rows lo to hi of run x: X runs of whole tiles cover n rows, unless run_length is given."""
     run = ((n + BLOCK_N - 1) // BLOCK_N + X - 1) // X * BLOCK_N
     run = gl.where(run_length > 0, run_length, run)
     lo = x * run
@@ -125,7 +125,7 @@ def normalise(
     SINK: gl.constexpr,
 ):  # fmt: skip
     """Heads, their lse and what their accumulators are multiplied with: NUMERATOR over the running
-    sum, times the share of probability that the sink leaves."""
+    sum, times what the sink leaves of probability 1."""
     seen = running_sum != 0  # NaN stays NaN
     lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
     normaliser = gl.where(seen, NUMERATOR / running_sum, 0.0)

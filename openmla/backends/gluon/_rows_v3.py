@@ -6,7 +6,8 @@ from triton.experimental.gluon import language as gl
 from openmla.backends.gluon._primitives import request_of
 
 # A packed row in 32-bit words: 512 e4m3, a float32 scale for each 128 of them, 64 bf16 of rope.
-GROUPS = gl.constexpr(4)  # of 128 columns that share a scale
+GROUP = gl.constexpr(128)  # columns that share a scale
+GROUPS = gl.constexpr(4)
 GROUP_WORDS = gl.constexpr(32)
 SCALES = gl.constexpr(128)
 ROPE = gl.constexpr(132)

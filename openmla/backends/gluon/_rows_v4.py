@@ -12,7 +12,8 @@ from openmla.backends.gluon._primitives import request_of
 ROW = gl.constexpr(144)
 ROW_8B = gl.constexpr(144 // 2)  # the same in units of 8 bytes, and of 16
 ROW_16B = gl.constexpr(144 // 4)
-GROUPS = gl.constexpr(7)  # of 64 columns that share a scale
+GROUP = gl.constexpr(64)  # columns that share a scale
+GROUPS = gl.constexpr(7)
 GROUP_WORDS = gl.constexpr(16)
 ROPE = gl.constexpr(7 * 16)
 SCALE_WORDS = gl.constexpr(2)
