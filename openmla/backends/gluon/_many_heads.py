@@ -7,8 +7,8 @@ exchange probs. The running max goes from the one to the other and back, so that
 one scale. WGMMA of one group hides the softmax of the other: FlashMLA's published schedule (MIT
 licence).
 
-Groups wait for one another at named barriers. mbarriers are for copies in flight, which no thread
-waits for, and for what happens once.
+Groups wait for one another at named barriers. mbarriers are for copies in flight, so that threads
+that issue them need not wait, and for what happens once.
 """
 
 from typing import Any, NamedTuple
@@ -178,7 +178,7 @@ def load_queries(
 
 @gluon.jit
 def initial_state():
-    """Zeros of scores, accumulator, running max, running sum."""
+    """Zeros for scores to start from, accumulator, running max, running sum."""
     zeros = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SCORES)
     acc = gl.zeros([BLOCK_H, HALF], gl.float32, ACC)
     running_max = gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS)

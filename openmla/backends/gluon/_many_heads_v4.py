@@ -23,7 +23,7 @@ from openmla.backends.gluon import _rows_v4 as v4
 from openmla.backends.triton._build import PLANNED
 from openmla.backends.triton._versions import async_load
 
-INVALID = gl.constexpr(-(2**62))  # not negative alone: the other cache may be at lower addresses
+INVALID = gl.constexpr(-(2**62))  # the second cache may lie lower: offsets can be negative
 
 
 class Pages(NamedTuple):
@@ -126,8 +126,8 @@ def load_partition(
     steps ahead of their use, tables one, and a quarter of the columns while one is stored."""
     even_copied, odd_copied = copied
     words = pages.words
-    even_left, even_right = many.as_words(even[0]), many.as_words(even[1])
-    odd_left, odd_right = many.as_words(odd[0]), many.as_words(odd[1])
+    even_left, even_right = many.as_words(even.left), many.as_words(even.right)
+    odd_left, odd_right = many.as_words(odd.left), many.as_words(odd.right)
     j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
     row_id = v4.load_row_ids(rows, j, hi, LISTED)
     block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
@@ -148,11 +148,11 @@ def load_partition(
         store_left(even_left, for_even_left, even_scales, named.EVEN_LEFT_FILLED)
         for_even_right = load_groups(words, row_line, 0, 4, v4.GROUPS)
         named.wait(named.ODD_RIGHT_READ, i)
-        copy_rope(odd[1], words, row_line, scale_line, 1, odd_copied)
+        copy_rope(odd.right, words, row_line, scale_line, 1, odd_copied)
         store_right(odd_right, for_odd_right, odd_scales, named.ODD_RIGHT_FILLED)
         for_odd_left = load_groups(words, row_line, 1, 0, 4)
         named.wait(named.EVEN_RIGHT_READ, i)
-        copy_rope(even[1], words, row_line, scale_line, 0, even_copied)
+        copy_rope(even.right, words, row_line, scale_line, 0, even_copied)
         store_right(even_right, for_even_right, even_scales, named.EVEN_RIGHT_FILLED)
         row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
         row_line.store(row)
@@ -195,10 +195,10 @@ def _many_heads_v4_kernel(
     q += t64 * q_token
     last_head = gl.where(hi > lo, H, 0)  # NaN queries would make scores of no rows NaN
     line = primitives.output_line(t64, x, X, SPLIT)
-    # the rope is among the values and has no tile of its own: probs stand in, unused
+    # the rope is part of the values and has no tile of its own: probs stand in, unused
     queries = many.Tile(queries[0], queries[1], even_probs)
-    even_keys = many.Tile(even[0], even[1], even_probs)
-    odd_keys = many.Tile(odd[0], odd[1], even_probs)
+    even = many.Tile(even[0], even[1], even_probs)
+    odd = many.Tile(odd[0], odd[1], even_probs)
     exchange = many.Exchange(even_probs, odd_probs, key_bias, even_max, odd_max, even_sum, odd_sum)
     pages = Pages(words_1, page_1, N_1, page_2, N_2, apart)
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
@@ -210,12 +210,12 @@ def _many_heads_v4_kernel(
     gl.warp_specialize(
         [
             (many.even_partition, (
-                queries, even_keys, odd[0], exchange, (even_copied, even_copied), queries_ready,
+                queries, even, odd.left, exchange, (even_copied, even_copied), queries_ready,
                 sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE,
                 COPIED, v4.DECODE_SCALE, DECODED,
             )),
             (many.odd_partition, (
-                queries, even[1], odd_keys, exchange, (odd_copied, odd_copied), queries_ready,
+                queries, even.right, odd, exchange, (odd_copied, odd_copied), queries_ready,
                 sums_ready, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED,
                 v4.DECODE_SCALE, DECODED,
             )),
