@@ -41,9 +41,9 @@ def allocate_exchange(BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def initial_state(BLOCK_N: gl.constexpr):
-    """Running max, and running sum, which is reduced over rows only in the epilogue."""
+    """Running sum, which is reduced over rows only in the epilogue, and running max."""
     running_sum = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SOFTMAX)
-    return gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS), running_sum
+    return running_sum, gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS)
 
 
 @gluon.jit

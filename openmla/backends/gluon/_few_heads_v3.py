@@ -111,7 +111,7 @@ def _few_heads_kernel(
     acc = ()
     for _ in gl.static_range(v3.GROUPS):
         acc += (gl.zeros([few.BLOCK_H, v3.GROUP], gl.float32, few.MMA),)
-    running_max, running_sum = few.initial_state(BLOCK_N)
+    running_sum, running_max = few.initial_state(BLOCK_N)
     primitives.thread_barrier()
     for i in tl.range(0, blocks, disable_licm=True):
         start = lo + i * BLOCK_N

@@ -135,7 +135,7 @@ def _few_heads_v4_kernel(
         )
         values += (gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, v4.GROUP], few.SHARED),)
         acc += (gl.zeros([few.BLOCK_H, v4.GROUP], gl.float32, few.MMA),)
-    running_max, running_sum = few.initial_state(BLOCK_N)
+    running_sum, running_max = few.initial_state(BLOCK_N)
     primitives.thread_barrier()
     for _ in tl.range(0, blocks, disable_licm=True):
         # j is of the next tile
