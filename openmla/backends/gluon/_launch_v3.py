@@ -21,7 +21,7 @@ from openmla.backends.triton._launch import LOG2E, in_order
 
 FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)}
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
-# of 512. With others the decoding kernel spills; the copying one needs hardly any to load.
+# of 512. With others they spill; copying takes fewer to load than decoding.
 MANY = {
     "bf16": Tile(
         many_heads_v3._many_heads_v3_kernel, 64, 128,
@@ -35,7 +35,7 @@ MANY = {
 # 64 heads at a time are faster over packed rows once tiles of 16 fill a twelfth of the machine.
 # H200, 2048 rows, 64 heads: 13.6, 15.0 and 14.6 us for 1, 2 and 4 tokens, 16 at a time 10.8, 12.8
 # and 16.7.
-MANY_TILES = 12
+BUSY_FRACTION = 12
 WORDS = {"bf16": 288, "fp8_ds_mla": 164}  # of a row
 
 
@@ -69,7 +69,7 @@ def why_not_many(problem: Problem) -> str | None:
 def slower_many(problem: Problem) -> str | None:
     if problem.H <= 16:
         return "is for more than 16 heads"
-    if problem.format == "bf16" or fills(problem, MANY_TILES):
+    if problem.format == "bf16" or fills(problem, BUSY_FRACTION):
         return None
     return f"fills the machine from more than {problem.tokens} tokens on"
 
@@ -119,8 +119,8 @@ def few_heads_builds() -> Iterator[Build]:
 def many_heads_builds() -> Iterator[Build]:
     for format, tile in MANY.items():
         for kind, BS, split in (("slots", 0, False), ("positions", 64, True)):
-            constants = {"BS": BS, "H": 128, "SPLIT": split, "SINK": not split}
-            constants["ROW"] = WORDS[format]
+            constants = {"ROW": WORDS[format], "BS": BS, "H": 128}
+            constants |= {"SPLIT": split, "SINK": not split}
             yield from tile_builds(tile, f"many-heads-{kind}-{format}-H128", constants)
 
 

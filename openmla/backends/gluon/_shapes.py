@@ -6,7 +6,7 @@ from openmla.backends import Problem
 from openmla.backends.triton._build import assembly, cdiv
 
 # Up to a quarter of the machine, splits of rows have to fill the rest: small programs split finer.
-FEW_TILES = 4
+IDLE_FRACTION = 4
 
 
 def needs_nvidia() -> str | None:
@@ -28,6 +28,6 @@ def fills(problem: Problem, fraction: int) -> bool:
 
 
 def slower_with_16_heads(problem: Problem) -> str | None:
-    if problem.H <= 32 or not fills(problem, FEW_TILES):
+    if problem.H <= 32 or not fills(problem, IDLE_FRACTION):
         return None
     return "is for up to 32 heads, or few tokens"
