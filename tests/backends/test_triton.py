@@ -68,7 +68,7 @@ def assert_compiles(build: Any) -> None:
     assert 0 < report.registers <= 255, (build.name, report)
     assert report.shared <= SHARED_MEMORY[build.capability], (build.name, report)
     assert report.spills <= SPILLS, (build.name, report)
-    assert not report.in_turn, build.name
+    assert not report.serialized, build.name
 
 
 def builds_of(op: str, target: int) -> list[Any]:

@@ -17,7 +17,7 @@ from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
-from openmla.backends.triton._launch import LOG2E, in_order
+from openmla.backends.triton._launch import LOG2E, inner_contiguous
 
 FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)}
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
@@ -96,11 +96,11 @@ def run(
     flat = part.cache.as_strided((N * BS, W), (part.cache.stride(1), 1))  # the last may be unpadded
     words = flat.view(torch.int32)
     floats = [flat.view(torch.float32)] if tile.block_h == 16 else []  # 64 heads' are bitcast
-    row_ids, table = in_order(part.rows), part.block_table
+    row_ids, table = inner_contiguous(part.rows), part.block_table
     if part.kind == "slots":
         N, BS, table = N * BS, 0, None
-    table = query_start_loc[None] if table is None else in_order(table)
-    tensors = [q, words, *floats, row_ids, in_order(part.row_lens), query_start_loc, table]
+    table = query_start_loc[None] if table is None else inner_contiguous(table)
+    tensors = [q, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc, table]
     sizes = [
         N, scale * LOG2E, q.stride(0), q.stride(1), row_ids.stride(0), table.stride(0), K,
         table.shape[1], runs.X, runs.length,

@@ -16,7 +16,7 @@ from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slow
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._launch import LOG2E, in_order
+from openmla.backends.triton._launch import LOG2E, inner_contiguous
 
 KINDS = (("window",), ("window", "positions"), ("window", "prefix"))
 FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
@@ -88,13 +88,13 @@ def run(
     assert second.block_table is not None
     row_ids, row_lens = query_start_loc[None], query_start_loc
     if second.rows is not None and second.row_lens is not None:
-        row_ids, row_lens = in_order(second.rows), in_order(second.row_lens)
+        row_ids, row_lens = inner_contiguous(second.rows), inner_contiguous(second.row_lens)
     tensors: list[Tensor] = [q]
     sizes = [scale * LOG2E, q.stride(0), q.stride(1), row_ids.stride(0), row_ids.shape[1]]
     sizes += [runs.X, runs.length]
     for part in (window, second):
         assert part.block_table is not None
-        table = in_order(part.block_table)
+        table = inner_contiguous(part.block_table)
         tensors += [part.cache[:, 0].view(torch.int32), table]
         sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]  # in units of 16 bytes
         sizes += [table.shape[1], part.span, table.stride(0)]

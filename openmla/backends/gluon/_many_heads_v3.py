@@ -22,7 +22,7 @@ from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
 from openmla.backends.gluon import _primitives as primitives
 from openmla.backends.gluon import _rows_v3 as v3
-from openmla.backends.triton._build import PLANNED
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._versions import async_load
 
 
@@ -187,7 +187,7 @@ def load_partition(
 
 
 @gluon.jit(
-    do_not_specialize=v3.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*PLANNED, "table"]
+    do_not_specialize=v3.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"]
 )
 def _many_heads_v3_kernel(
     q, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,

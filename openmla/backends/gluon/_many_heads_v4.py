@@ -20,7 +20,7 @@ from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
 from openmla.backends.gluon import _primitives as primitives
 from openmla.backends.gluon import _rows_v4 as v4
-from openmla.backends.triton._build import PLANNED
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._versions import async_load
 
 INVALID = gl.constexpr(-(2**62))  # the second cache may lie lower: offsets can be negative
@@ -166,7 +166,7 @@ def load_partition(
         odd_scales = load_scales(words, scale_line, 1)
 
 
-@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=PLANNED)
+@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _many_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
     lse,

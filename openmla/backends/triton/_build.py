@@ -1,4 +1,4 @@
-"""How kernels are compiled ahead of time, and whether they are interpreted."""
+"""Ahead-of-time compilation of kernels, and whether they run in the interpreter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton import knobs
 
 from openmla.backends import BACKENDS
 
-# Most shared memory one program may take, by compute capability; AMD's targets by their number.
+# Shared memory limit of one program, by compute capability; AMD targets by their gfx number.
 SHARED_MEMORY = {
     80: 163 << 10,
     86: 99 << 10,
@@ -25,20 +25,31 @@ SHARED_MEMORY = {
     120: 99 << 10,
     942: 64 << 10,
 }
-# Pointers into what a plan or its caller cuts to size: where they begin is no reason for another
-# kernel.
-PLANNED = (
+# Pointers into buffers that a plan or its caller slices: Triton must not recompile a kernel when a
+# slice happens to start on, or off, 16 bytes.
+DO_NOT_SPECIALIZE_ON_ALIGNMENT = (
     "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "split_starts", "starts",
     "ends", "row_starts", "row_lens", "row_lens_1", "row_lens_2", "key_starts", "key_lens",
     "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions",
 )  # fmt: skip
+# Integer arguments that are multiples of 16 for every released model: strides over rows, heads and
+# pages, and the width of a row. At launch Triton finds that out from the value and vectorises;
+# ahead of time there is no value, so a kernel that names a stride so is compiled as if it were
+# aligned.
+MULTIPLES_OF_16 = frozenset(
+    ("page", "page_1", "page_2", "row_stride", "row_1", "row_2", "W_1", "W_2", "rows_stride_1",
+     "rows_stride_2", "q_token", "q_head", "k_head", "v_head", "x_token", "x_head", "out_token",
+     "out_head", "other_out_token", "other_out_head", "out_stride", "kv_stride", "kv_c_stride",
+     "k_pe_stride", "k_raw_stride", "score_stride", "bias_stride", "state_slot", "state_row")
+)  # fmt: skip
 TARGETS = tuple(SHARED_MEMORY)
-COMPILED = ("triton", "gluon")  # backends whose kernels are built ahead of time
-GFX942 = 942  # AMD's CDNA3, of the same family of numbers so that one table holds all
+COMPILED = ("triton", "gluon")  # backends with ahead-of-time builds
+GFX942 = 942  # AMD's CDNA3, as a number so that one table holds all targets
+ARCH_SPECIFIC = (90, 100, 120)  # compiled as sm_90a and so on, as Triton does
 
 
 class Build(NamedTuple):
-    """One kernel with everything that is fixed when it is compiled."""
+    """One kernel and everything fixed at compile time."""
 
     name: str
     kernel: Any
@@ -46,8 +57,8 @@ class Build(NamedTuple):
     constants: Mapping[str, Any]
     num_warps: int
     num_stages: int
-    capability: int  # the target it is meant for
-    fp_fusion: bool  # as its launch has it: Triton's default depends on the version
+    capability: int  # the target
+    fp_fusion: bool  # as at launch: Triton's default depends on the version
     maxnreg: int | None = None
 
 
@@ -57,7 +68,7 @@ def interpreted() -> bool:
 
 
 def assembly() -> bool:
-    """Whether kernels may hold lines of NVIDIA's assembly."""
+    """Whether kernels may use inline PTX."""
     return not interpreted() and torch.version.hip is None
 
 
@@ -66,7 +77,7 @@ def target_name(capability: int) -> str:
 
 
 def capability_of(device: torch.device) -> int:
-    """Compute capability as two digits, 90 for what the interpreter pretends to be."""
+    """Compute capability, e.g. 90; the interpreter passes for SM90."""
     if device.type != "cuda":
         return 90
     if torch.version.hip is not None:
@@ -76,7 +87,7 @@ def capability_of(device: torch.device) -> int:
 
 
 def nearest_target(capability: int) -> int:
-    """The newest known target that is not newer than a device."""
+    """The newest known target that is not newer than the device."""
     return max((target for target in TARGETS if target <= capability), default=TARGETS[0])
 
 
@@ -96,21 +107,31 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """At least 1. Triton's own takes microseconds, several times in every launch."""
+    """At least 1. Triton's own costs microseconds, and launches call this several times."""
     return 1 << (max(n, 1) - 1).bit_length()
 
 
+def signature_of(
+    kernel: Any, constants: Mapping[str, Any], types: Mapping[str, str]
+) -> dict[str, str]:
+    """Triton types of a kernel's arguments; integers where nothing is said."""
+    return {
+        name: "constexpr" if name in constants else types.get(name, "i32")
+        for name in kernel.arg_names
+    }
+
+
 class Report(NamedTuple):
-    """What a compiled kernel takes."""
+    """Resources of a compiled kernel."""
 
     registers: int
     spills: int  # bytes stored
     shared: int
-    in_turn: bool = False  # matrix products that could overlap wait for one another
+    serialized: bool = False  # ptxas had to serialise WGMMAs that could overlap
 
 
 def compile_build(build: Build) -> Report:
-    """Compile for a target without a GPU; registers and spills are what its assembler says."""
+    """Compile without a GPU; registers and spills as the target's assembler reports them."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -120,26 +141,9 @@ def compile_build(build: Build) -> Report:
     attrs = {}
     index = {name: i for i, name in enumerate(build.kernel.arg_names)}
     for name, kind in build.signature.items():
-        aligned = kind.startswith("*") or name.startswith(
-            (
-                "page",
-                "row_",
-                "q_",
-                "W_",
-                "rows_stride",
-                "kv_",
-                "score_",
-                "bias_",
-                "state_",
-                "k_",
-                "v_",
-                "x_",
-                "out_",
-                "other_out_",
-            )
-        )
-        plain = build.kernel.params[index[name]].do_not_specialize
-        if kind != "constexpr" and kind != "fp32" and aligned and not plain:
+        aligned = kind.startswith("*") or name in MULTIPLES_OF_16
+        specialized = not build.kernel.params[index[name]].do_not_specialize
+        if kind != "constexpr" and kind != "fp32" and aligned and specialized:
             attrs[(index[name],)] = [["tt.divisibility", 16]]
     constants = {(index[name],): value for name, value in build.constants.items()}
     if amd and "ASM" in index:
@@ -154,25 +158,28 @@ def compile_build(build: Build) -> Report:
     if build.maxnreg is not None and not amd:
         options["maxnreg"] = build.maxnreg
     compiled = triton.compile(source, target=target, options=options)
-    patterns = (r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)")
-    said = compiled.asm["amdgcn"] if amd else ""
-    if not amd:
+    if amd:
+        log = compiled.asm["amdgcn"]
+        patterns = (r"\.vgpr_count: +(\d+)", r"\.vgpr_spill_count: +(\d+)")
+    else:
+        log = _ptxas(compiled.asm["ptx"], build)
         patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
-        said = _ptxas(compiled.asm["ptx"], build)
-    registers, spills = (int(re.findall(pattern, said)[-1]) for pattern in patterns)
-    in_turn = "wgmma.mma_async instructions are serialized" in said
-    return Report(registers, 4 * spills if amd else spills, compiled.metadata.shared, in_turn)
+    registers, spills = (int(re.findall(pattern, log)[-1]) for pattern in patterns)
+    if amd:
+        spills *= 4  # counted in registers, of 4 bytes
+    serialized = "wgmma.mma_async instructions are serialized" in log
+    return Report(registers, spills, compiled.metadata.shared, serialized)
 
 
 def _ptxas(text: str, build: Build) -> str:
-    """What the assembler says of a kernel's text, called as Triton calls it."""
+    """ptxas' report on a kernel's PTX, called as Triton calls it."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
         ptx.write(text)
         ptx.flush()
         arch = build.capability
-        suffix = "a" if arch in (90, 100, 120) else ""
+        suffix = "a" if arch in ARCH_SPECIFIC else ""
         command = [
             get_ptxas(arch).path,
             "-v",
@@ -186,7 +193,7 @@ def _ptxas(text: str, build: Build) -> str:
 
 
 def all_builds() -> Iterator[Build]:
-    """What every kernel of this folder is compiled for, targets and rows."""
+    """Every ahead-of-time build of every op, over all targets."""
     for op, backends in BACKENDS.items():
         for backend in COMPILED:
             if backend in backends:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from openmla.backends.triton._build import PLANNED
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._index import load_queries, load_weights
 from openmla.backends.triton._latent import request_of
 from openmla.backends.triton.index_logits import score_tile
@@ -249,7 +249,7 @@ def of_row(values, i, BLOCK_Q: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["T", "B", "N", "K", "table_stride"],
-    do_not_specialize_on_alignment=[*PLANNED, "table"],
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _index_select_kernel(
     topk_positions, topk_lens, scores, kept, q, w, cache, table, query_start_loc, row_lens,

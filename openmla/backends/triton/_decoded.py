@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import cache_gather, map_slots
-from openmla.backends.triton._launch import in_order
+from openmla.backends.triton._launch import inner_contiguous
 
 PACKED = ("fp8_ds_mla", "fp8_dsv4")
 USES = 8  # of a row, on average, from which decoding it once pays
@@ -75,7 +75,7 @@ def _decode(q: Tensor, query_start_loc: Tensor, part: Segment) -> Segment:
     if part.rows is None:
         return part
     slots, _ = map_slots.run(
-        in_order(part.rows), table, query_start_loc, BS=BS, num_blocks=B * M, cp_size=1, cp_rank=0,
-        interleave=1, compact=False,
+        inner_contiguous(part.rows), table, query_start_loc, BS=BS, num_blocks=B * M, cp_size=1,
+        cp_rank=0, interleave=1, compact=False,
     )  # fmt: skip
     return part._replace(kind="slots", rows=slots, block_table=None)

@@ -19,7 +19,7 @@ memory, NaN or not, gets into a result.
 import triton
 import triton.language as tl
 
-from openmla.backends.triton._build import PLANNED
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 
 SLOTS, POSITIONS, WINDOW, PREFIX, PAGED = (tl.constexpr(i) for i in range(5))
 PLAIN, FP8, PACKED, V4 = (tl.constexpr(i) for i in range(4))
@@ -388,7 +388,9 @@ def store_columns(at, mask_h, values, FIRST: tl.constexpr, USED: tl.constexpr, B
     tl.store(at[:, None] + (FIRST + c)[None, :], values.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=PLANNED)
+@triton.jit(
+    do_not_specialize=CHANGING, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT
+)
 def _latent_kernel(
     q, query_start_loc, positions, seq_lens, split_starts, sink,
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,

@@ -187,10 +187,14 @@ def is_wide(part: Segment) -> bool:
 def _tensors(part: Segment, nothing: Tensor) -> tuple[Tensor, ...]:
     cache = part.cache.view(torch.uint8) if part.format == "fp8" else part.cache
     names = (part.rows, part.row_lens, part.block_table)
-    return (cache, part.kv_scale, *(nothing if each is None else in_order(each) for each in names))
+    return (
+        cache,
+        part.kv_scale,
+        *(nothing if each is None else inner_contiguous(each) for each in names),
+    )
 
 
-def in_order(names: Tensor) -> Tensor:
+def inner_contiguous(names: Tensor) -> Tensor:
     """Kernels step through the last dimension; what comes otherwise is a small table."""
     return names if names.stride(-1) == 1 or names.shape[-1] < 2 else names.contiguous()
 
@@ -198,7 +202,7 @@ def in_order(names: Tensor) -> Tensor:
 def _sizes(part: Segment) -> tuple[int, ...]:
     N, _, W = part.cache.shape
     table, rows = (
-        None if each is None else in_order(each) for each in (part.block_table, part.rows)
+        None if each is None else inner_contiguous(each) for each in (part.block_table, part.rows)
     )
     return (
         part.cache.stride(0),

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
-from openmla.backends.triton._build import PLANNED, TARGETS, TYPES, Build, cdiv, next_power_of_2
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    TYPES,
+    Build,
+    cdiv,
+    next_power_of_2,
+)
 from openmla.backends.triton._latent import FP8, PLAIN, V4, decode_e4m3
 from openmla.backends.triton.cache_write import places, round_to, widen
 from openmla.cache.format import get_format
@@ -81,7 +88,8 @@ def _decode(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["B", "M", "N", "table_stride"], do_not_specialize_on_alignment=PLANNED
+    do_not_specialize=["B", "M", "N", "table_stride"],
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _cache_gather_kernel(
     out, cache, kv_scale, block_table, starts, row_start_loc,

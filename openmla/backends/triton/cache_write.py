@@ -22,7 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import PLANNED, TARGETS, TYPES, Build, assembly, next_power_of_2
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    TYPES,
+    Build,
+    assembly,
+    next_power_of_2,
+)
 from openmla.backends.triton._latent import FP8, PACKED, PLAIN, V4
 from openmla.cache.format import (
     GROUP,
@@ -251,7 +258,7 @@ def store_values(
             store_bits(cache + rope_at, halves, mask_r, 2, ALIGNED)
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=PLANNED)
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _cache_write_kernel(
     cache, kv_c, k_pe, slot_mapping, kv_scale,
     page, row_stride, kv_c_stride, k_pe_stride, slot_stride, N,

@@ -26,7 +26,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
-    PLANNED,
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
     TYPES,
     Build,
@@ -35,7 +35,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
 )
 from openmla.backends.triton._latent import FP8, PLAIN, request_of
-from openmla.backends.triton._launch import in_order
+from openmla.backends.triton._launch import inner_contiguous
 from openmla.backends.triton.cache_write import INPUTS, round_to, store_values, widen
 from openmla.backends.triton.index_write import _hadamard
 from openmla.cache.format import get_format, state_rows
@@ -271,7 +271,8 @@ def _keep_folds(
 
 
 @triton.jit(
-    do_not_specialize=["B", "N", "NS", "M", "block_stride"], do_not_specialize_on_alignment=PLANNED
+    do_not_specialize=["B", "N", "NS", "M", "block_stride"],
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _compress_kv_kernel(
     cache, kv_scale, state, kv, score, bias, norm_weight, table, positions, query_start_loc,
@@ -389,7 +390,7 @@ def run(
         format, D, table.shape[1], cache.shape[1], state.shape[1], ratio, overlap, hadamard,
         aligned=aligned,
     )  # fmt: skip
-    block_table = in_order(block_table)
+    block_table = inner_contiguous(block_table)
     _compress_kv_kernel[(B + cdiv(T, ratio),)](
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,

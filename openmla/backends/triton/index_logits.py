@@ -21,7 +21,13 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
-from openmla.backends.triton._build import PLANNED, TARGETS, Build, capability_of, cdiv
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    Build,
+    capability_of,
+    cdiv,
+)
 from openmla.backends.triton._index import (
     FP8,
     KEYS,
@@ -122,7 +128,7 @@ def score_tile(
 
 @triton.jit(
     do_not_specialize=["T", "B", "N", "num_keys", "table_stride"],
-    do_not_specialize_on_alignment=[*PLANNED, "table"],
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _index_logits_kernel(
     out, q, w, cache, table, query_start_loc, row_lens,

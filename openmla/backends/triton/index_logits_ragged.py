@@ -20,7 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import PLANNED, TARGETS, Build, capability_of, cdiv
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    Build,
+    capability_of,
+    cdiv,
+)
 from openmla.backends.triton._index import (
     FP8,
     Config,
@@ -43,7 +49,9 @@ LAUNCHES = 1
 FP_FUSION = True
 
 
-@triton.jit(do_not_specialize=["T", "S"], do_not_specialize_on_alignment=PLANNED)
+@triton.jit(
+    do_not_specialize=["T", "S"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT
+)
 def _index_logits_ragged_kernel(
     out, q, w, k, k_scale, starts, ends,
     T, S, run, q_token, q_head, w_token, row_stride,

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     GFX942,
-    PLANNED,
     TARGETS,
     TYPES,
     Build,
@@ -422,7 +422,8 @@ def choose(
 
 
 @triton.jit(
-    do_not_specialize=["row_stride", "T", "K", "target"], do_not_specialize_on_alignment=PLANNED
+    do_not_specialize=["row_stride", "T", "K", "target"],
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
-from openmla.backends.triton._build import PLANNED, TARGETS, TYPES, Build
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, TARGETS, TYPES, Build
 from openmla.backends.triton._latent import PLAIN
 from openmla.backends.triton.cache_write import (
     INPUTS,
@@ -57,7 +57,7 @@ def _hadamard(k, LOG2: tl.constexpr):
     return k * (N**-0.5)
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=PLANNED)
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _index_write_kernel(
     cache, k_raw, norm_weight, norm_bias, positions, table, slot_mapping,
     eps, page, row_stride, k_raw_stride, position_stride, table_stride, slot_stride, N,

@@ -24,7 +24,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
-    PLANNED,
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
     TYPES,
     Build,
@@ -100,7 +100,7 @@ def weigh(values, weight, columns, mask, factor, ASM: tl.constexpr):
     return tl.where(factor == 1.0, weighted, round_to(widen(weighted) * factor, values.dtype, ASM))
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=PLANNED)
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _latent_write_kernel(
     cache, q, kv, norm_weight, positions, slot_mapping, kv_scale, table,
     page, row_stride, q_token, q_head, kv_c_stride, table_stride, position_stride, slot_stride,

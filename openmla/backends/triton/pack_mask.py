@@ -20,7 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import PLANNED, TARGETS, Build, next_power_of_2
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    Build,
+    next_power_of_2,
+)
 
 POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
 
@@ -28,7 +33,10 @@ LAUNCHES = 1
 FP_FUSION = True
 
 
-@triton.jit(do_not_specialize=["K", "num_words"], do_not_specialize_on_alignment=PLANNED)
+@triton.jit(
+    do_not_specialize=["K", "num_words"],
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+)
 def _pack_mask_kernel(
     topk_positions, key_starts, key_lens, mask, row_stride, K, num_words,
     BLOCK_K: tl.constexpr, BLOCK_W: tl.constexpr,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
-    PLANNED,
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
     TYPES,
     Build,
@@ -37,7 +37,7 @@ LAUNCHES = 1
 FP_FUSION = True
 
 
-@triton.jit(do_not_specialize_on_alignment=PLANNED)
+@triton.jit(do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _rope_kernel(
     x, positions, table, x_token, x_head, table_stride, positions_stride,
     H: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
