@@ -81,9 +81,9 @@ def test_contract(case: IndexCase, K: int, backend: str, device: str) -> None:
 
 @pytest.fixture
 def while_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the tokens are; the room for what is kept is soon full."""
-    monkeypatch.setattr("openmla.backends.triton.index_select.suits", lambda *_: True)
-    monkeypatch.setattr("openmla.backends.triton.index_select.ROOM", 2048)
+    """However few the tokens are; what is kept soon exceeds its capacity."""
+    monkeypatch.setattr("openmla.backends.triton.index_select.is_fused", lambda *_: True)
+    monkeypatch.setattr("openmla.backends.triton.index_select.CAPACITY", 2048)
 
 
 @pytest.mark.contract
@@ -98,17 +98,17 @@ def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> N
 
 
 def test_which_way() -> None:
-    """Chosen while scored: long rows, tokens that fill the machine and wait for no few last ones, a
-    K of which twice as many are kept."""
+    """Selected while scored: long rows, tokens that fill the machine with a nearly full last wave,
+    and a K of which twice as many can be kept."""
     pytest.importorskip("triton")
-    suits = import_module("openmla.backends.triton.index_select").suits
-    assert suits(4096, 131072, 2048, tiles=1024, slots=264)
-    assert not suits(4096, 131072, 2049, tiles=1024, slots=264)
-    assert not suits(4096, 65536, 2048, tiles=1024, slots=264)
-    assert suits(4096, 65536, 512, tiles=1024, slots=264)
-    assert not suits(400, 30000, 512, tiles=400, slots=264)  # 46 MiB
-    assert not suits(1200, 131072, 2048, tiles=300, slots=264)
-    assert not suits(64, 131072, 2048, tiles=16, slots=264)
+    is_fused = import_module("openmla.backends.triton.index_select").is_fused
+    assert is_fused(4096, 131072, 2048, tiles=1024, resident=264)
+    assert not is_fused(4096, 131072, 2049, tiles=1024, resident=264)
+    assert not is_fused(4096, 65536, 2048, tiles=1024, resident=264)
+    assert is_fused(4096, 65536, 512, tiles=1024, resident=264)
+    assert not is_fused(400, 30000, 512, tiles=400, resident=264)  # 46 MiB
+    assert not is_fused(1200, 131072, 2048, tiles=300, resident=264)
+    assert not is_fused(64, 131072, 2048, tiles=16, resident=264)
 
 
 def scores_of(pattern: str, n: int) -> Tensor:
@@ -210,7 +210,7 @@ def test_in_chunks(backend: str, device: str, monkeypatch: pytest.MonkeyPatch) -
     inputs = make(replace(WHOLE, padding=3), K=9, device=device)
     expected = run_or_skip(index_select, inputs, backend)
     if backend == "triton":
-        monkeypatch.setattr("openmla.backends.triton.index_select.SCORES", 3 * 67 * 4)
+        monkeypatch.setattr("openmla.backends.triton.index_select.SCORE_BYTES", 3 * 67 * 4)
     else:
         monkeypatch.setattr("openmla.backends.reference.index_select.SCORES", 3 * 67)
     for actual, whole in zip(inputs.run(index_select, backend=backend), expected, strict=True):

@@ -186,7 +186,7 @@ def test_triton_decodes_rows_of_many_tokens_once(
     assert len(decodes) == segments
     fixed = replace(inputs, scalars={**inputs.scalars, "run_length": 64})
     run_or_skip(mqa_sparse, fixed, "triton")
-    monkeypatch.setattr(module, "MOST", 1000)
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
     direct = run_or_skip(mqa_sparse, inputs, "triton")
     assert len(decodes) == segments
     for one, other in zip(whole, direct, strict=True):

@@ -1,16 +1,16 @@
-"""index_select's kernel: the best keys of each token, chosen while they are scored.
+"""index_select's kernel: the best keys of each token, selected while they are scored.
 
-Computes  what index_topk chooses of index_logits' scores (specification: ops/index_select.py)
-Grid      (min(tiles of BLOCK_Q tokens, programs the machine holds),): one program owns a tile of
-          tokens at a time, the last first: they see the most keys of a prompt
+Computes  what index_topk selects of index_logits' scores (specification: ops/index_select.py)
+Grid      (min(tiles of BLOCK_Q tokens, resident programs),): one program owns a tile of tokens at a
+          time, the last first: in a prompt those see the most keys
 Reads     q_idx [T, HI, DI], w_idx [T, HI], cache [N, BS, W], block_table [B, M], row_lens [T]
-Writes    topk_positions [T, K], rising whether asked to or not, topk_lens [T],
-          scores [programs, BLOCK_Q, STRETCH], kept [programs, BLOCK_Q, 2, ROOM + SPAN], scratch
+Writes    topk_positions [T, K], ascending whether asked to or not, topk_lens [T],
+          scores [programs, BLOCK_Q, CHUNK], kept [programs, BLOCK_Q, 2, CAPACITY + SPAN], scratch
 
-A token's keys come from left to right, a stretch at a time. Those whose scores beat the threshold
-are kept, in order. When they are too many, the best K stay and the threshold is the least of them:
-a later key has to beat it, as K that came before reach it. So the scores of a stretch are all that
-is written and read again, by the same multiprocessor while they are in its caches.
+A token's keys are scored from left to right, a chunk at a time. Those above the token's threshold
+are kept, in order. When they exceed CAPACITY, the best K stay and the least of them is the new
+threshold: a later key has to exceed it, as K earlier ones reach it. So only the scores of a chunk
+are written and read back, by the same multiprocessor while they are in its caches.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
-from openmla.backends.triton._index import load_queries, load_weights
-from openmla.backends.triton._latent import request_of
-from openmla.backends.triton.index_logits import score_tile
-from openmla.backends.triton.index_topk import (
+from openmla.backends.triton._index import load_queries, load_weights, score_paged_keys
+from openmla.backends.triton._primitives import request_of
+from openmla.backends.triton._topk import (
+    HIGH_ONE,
     HIGHEST,
     LANES,
+    LOW_HALF,
     NOTHING,
     SPAN,
     first_positions,
@@ -35,9 +36,9 @@ from openmla.backends.triton.index_topk import (
 
 
 @triton.jit
-def put(out, at, values, ASM: tl.constexpr):
-    """Store 32-bit values at out + at, as they lie: tl.store would carry them to other threads
-    first, index_topk.scatter() hold a pointer to each."""
+def scatter_all(out, at, values, ASM: tl.constexpr):
+    """Store 32-bit values at out + at in their own layout: tl.store would convert it first, and
+    _topk.scatter() takes a 64-bit pointer for each."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
@@ -53,8 +54,8 @@ def put(out, at, values, ASM: tl.constexpr):
 
 
 @triton.jit
-def put_where(out, at, flags, values, ASM: tl.constexpr):
-    """The same where flags are not zero."""
+def scatter_where(out, at, flags, values, ASM: tl.constexpr):
+    """The same where flags are set."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
@@ -73,8 +74,8 @@ def put_where(out, at, flags, values, ASM: tl.constexpr):
 
 
 @triton.jit
-def put_pairs(out, at, flags, positions, scores, WIDTH: tl.constexpr, ASM: tl.constexpr):
-    """The same for scores and, WIDTH further, positions."""
+def scatter_split(out, at, flags, positions, scores, WIDTH: tl.constexpr, ASM: tl.constexpr):
+    """The same for scores and, WIDTH behind them, positions."""
     if ASM:
         tl.inline_asm_elementwise(
             """{
@@ -98,7 +99,7 @@ def put_pairs(out, at, flags, positions, scores, WIDTH: tl.constexpr, ASM: tl.co
 
 @triton.jit
 def load_span(scores):
-    """Four times LANES of each row."""
+    """SPAN scores of each row, as four vectors of LANES."""
     return (
         tl.load(scores), tl.load(scores + LANES), tl.load(scores + 2 * LANES),
         tl.load(scores + 3 * LANES),
@@ -106,55 +107,55 @@ def load_span(scores):
 
 
 @triton.jit
-def better_flags(values, j, ends, cut):
-    """Which are not at or below the cut: four counts in one, each of at most LANES."""
-    flags = tl.where((j < ends) & ~(values[0] <= cut), 1, 0)
-    flags += tl.where((j + LANES < ends) & ~(values[1] <= cut), 1 << 8, 0)
-    flags += tl.where((j + 2 * LANES < ends) & ~(values[2] <= cut), 1 << 16, 0)
-    return flags + tl.where((j + 3 * LANES < ends) & ~(values[3] <= cut), 1 << 24, 0)
+def flag_above(values, j, limits, threshold):
+    """Those not at or below the threshold: four counts in one int32, each of at most LANES."""
+    flags = tl.where((j < limits) & ~(values[0] <= threshold), 1, 0)
+    flags += tl.where((j + LANES < limits) & ~(values[1] <= threshold), 1 << 8, 0)
+    flags += tl.where((j + 2 * LANES < limits) & ~(values[2] <= threshold), 1 << 16, 0)
+    return flags + tl.where((j + 3 * LANES < limits) & ~(values[3] <= threshold), 1 << 24, 0)
 
 
 @triton.jit
-def put_span(kept, seen, values, j, flags, ROOM: tl.constexpr, ASM: tl.constexpr):
-    """Append them; the new numbers. Beyond ROOM the last places are written over."""
-    WIDTH: tl.constexpr = ROOM + SPAN
+def append_span(kept, seen, values, j, flags, CAPACITY: tl.constexpr, ASM: tl.constexpr):
+    """Append flagged scores; the new counts. Beyond CAPACITY the last entries are overwritten."""
+    WIDTH: tl.constexpr = CAPACITY + SPAN
     ranks = tl.cumsum(flags, 1)
     totals = tl.sum(flags, 1, keep_dims=True)
-    to = kept + tl.minimum(seen, ROOM)
+    to = kept + tl.minimum(seen, CAPACITY)
     for i in tl.static_range(4):
         at = (ranks >> (8 * i)) & 255
-        put_pairs(to, at, flags & (1 << (8 * i)), j + i * LANES, values[i], WIDTH, ASM)
+        scatter_split(to, at, flags & (1 << (8 * i)), j + i * LANES, values[i], WIDTH, ASM)
         to += (totals >> (8 * i)) & 255
     pairs = (totals & 0xFF00FF) + ((totals >> 8) & 0xFF00FF)
     return seen + (pairs & 0xFFFF) + (pairs >> 16)
 
 
 @triton.jit
-def keep_better(
-    kept, scores, start, stop, ends, held, cut,
-    ASM: tl.constexpr, BLOCK_Q: tl.constexpr, STRETCH: tl.constexpr, ROOM: tl.constexpr,
+def append_above(
+    kept, scores, start, stop, limits, held, threshold,
+    ASM: tl.constexpr, BLOCK_Q: tl.constexpr, CHUNK: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Append what is not at or below each row's cut, of keys start to stop - 1; the new numbers of
-    those held. What is beyond ROOM is not kept."""
+    """Append, of keys start .. stop - 1, those not at or below each row's threshold; the new
+    counts. What exceeds CAPACITY is lost."""
     row = tl.arange(0, BLOCK_Q)[:, None]
     lane = tl.arange(0, LANES)[None, :]
-    ends, cut, seen = ends[:, None], cut[:, None], held[:, None]
-    scores += row * STRETCH + lane
-    kept += row * (2 * (ROOM + SPAN)) - 1
+    limits, threshold, seen = limits[:, None], threshold[:, None], held[:, None]
+    scores += row * CHUNK + lane
+    kept += row * (2 * (CAPACITY + SPAN)) - 1
     for first in range(start, stop, 2 * SPAN):
         j = first + lane
         values, more = load_span(scores), load_span(scores + SPAN)
-        flags = better_flags(values, j, ends, cut)
-        more_flags = better_flags(more, j + SPAN, ends, cut)
-        seen = put_span(kept, seen, values, j, flags, ROOM, ASM)
-        seen = put_span(kept, seen, more, j + SPAN, more_flags, ROOM, ASM)
+        flags = flag_above(values, j, limits, threshold)
+        more_flags = flag_above(more, j + SPAN, limits, threshold)
+        seen = append_span(kept, seen, values, j, flags, CAPACITY, ASM)
+        seen = append_span(kept, seen, more, j + SPAN, more_flags, CAPACITY, ASM)
         scores += 2 * SPAN
     return tl.sum(seen, 1)
 
 
 @triton.jit
-def load_keys(kept, first, count, PART: tl.constexpr):
-    """Ordered keys of PART scores; of what is not there, less than any."""
+def load_ordered_keys(kept, first, count, PART: tl.constexpr):
+    """Ordered keys of PART kept scores, NOTHING past the last."""
     offs = first + tl.arange(0, PART)[None, :]
     scores = tl.load(kept + offs).to(tl.float32, bitcast=True)
     keys = ordered_key(tl.where(scores == scores, scores, float("-inf")))
@@ -162,20 +163,22 @@ def load_keys(kept, first, count, PART: tl.constexpr):
 
 
 @triton.jit
-def least(keys):
+def lowest_keys(keys):
     return tl.min(tl.where(keys == NOTHING, HIGHEST, keys), 1)
 
 
 @triton.jit
-def cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
-    """The wanted-th highest of each row's `held` keys, and how many are above: those that reach it
-    are taken before its equals are. Rows are searched side by side: a warp reads its own."""
+def kth_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
+    """The wanted-th highest of each row's `held` keys, and how many are above it, which are taken
+    before its equals; 0 if no equals have to be left out. Rows are searched side by side, each by
+    its own warp."""
     lo = tl.minimum(
-        tl.minimum(least(keys_0), least(keys_1)), tl.minimum(least(keys_2), least(keys_3))
+        tl.minimum(lowest_keys(keys_0), lowest_keys(keys_1)),
+        tl.minimum(lowest_keys(keys_2), lowest_keys(keys_3)),
     )
     hi = 1 + tl.max(tl.maximum(tl.maximum(keys_0, keys_1), tl.maximum(keys_2, keys_3)), 1)
-    reached = held  # keys at or above lo, `wanted` or more
-    above = tl.zeros(lo.shape, tl.int32)  # at or above hi, fewer
+    reached = held  # keys at or above lo: `wanted` or more
+    above = tl.zeros(lo.shape, tl.int32)  # keys at or above hi: fewer
     searching = (hi > lo + 1) & (reached > wanted)
     while tl.max(searching.to(tl.int32), 0) > 0:
         pivot = middle(lo, hi)
@@ -193,57 +196,58 @@ def cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted):
 
 
 @triton.jit
-def put_part(
-    out, kept, keys, first, before, floor, room,
+def emit_part(
+    out, kept, keys, first, before, floor, num_equal,
     WIDTH: tl.constexpr, PART: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Those above the floor and the first `room` equals, of PART: see take_best(). How many were
-    above until now, and in the upper half equal."""
+    """Those of PART above the floor and the first num_equal equals: see take_best(). The counts so
+    far of those above and, in the upper half, of equals."""
     positions = tl.load(kept + WIDTH + first + tl.arange(0, PART)[None, :])
-    # two counts in one, each of at most PART
-    flags = tl.where(keys > floor, 1, tl.where((keys == floor) & (keys > NOTHING), 65536, 0))
+    flags = tl.where(keys > floor, 1, tl.where((keys == floor) & (keys > NOTHING), HIGH_ONE, 0))
     ranks = before + tl.cumsum(flags, 1)
-    at = (ranks & 65535) + tl.minimum(ranks >> 16, room) - 1
-    chosen = (flags == 1) | ((flags > 1) & ((ranks >> 16) <= room))
+    at = (ranks & LOW_HALF) + tl.minimum(ranks >> 16, num_equal) - 1
+    chosen = (flags == 1) | ((flags > 1) & ((ranks >> 16) <= num_equal))
     if out is None:
-        tl.debug_barrier()  # all is read that is written over
-        put_pairs(kept, at, chosen.to(tl.int32), positions, score_of(keys), WIDTH, ASM)
+        tl.debug_barrier()  # all is read before it is overwritten
+        scatter_split(kept, at, chosen.to(tl.int32), positions, score_of(keys), WIDTH, ASM)
     else:
-        put_where(out, at, chosen.to(tl.int32), positions, ASM)
+        scatter_where(out, at, chosen.to(tl.int32), positions, ASM)
     return before + tl.sum(flags, 1, keep_dims=True)
 
 
 @triton.jit
 def take_best(
-    out, kept, held, cut, K, ASM: tl.constexpr, ROWS: tl.constexpr, ROOM: tl.constexpr
+    out, kept, held, threshold, K, ASM: tl.constexpr, ROWS: tl.constexpr, CAPACITY: tl.constexpr
 ):  # fmt: skip
-    """The K best of each row's, of equals the first, in order: positions into `out`, or where there
-    is no out, themselves to the front. The new cuts; rows of fewer than K stay as they are."""
-    WIDTH: tl.constexpr = ROOM + SPAN
-    PART: tl.constexpr = ROOM // 4
+    """The K best that each row holds, of equals the first, in order: their positions into `out`, or
+    without one, moved to the front. The new thresholds; rows of fewer than K stay as they are."""
+    WIDTH: tl.constexpr = CAPACITY + SPAN
+    PART: tl.constexpr = CAPACITY // 4
     kept += tl.arange(0, ROWS)[:, None] * (2 * WIDTH)
     if out is not None:
         out += tl.arange(0, ROWS)[:, None].to(tl.int64) * K
     count = held[:, None]
-    # zero, which the compiler does not know: it would hold offsets in registers that are scarce
+    # 0, but the compiler cannot know and does not hoist offsets into registers: see _topk.up_to()
     zero = tl.multiple_of(tl.minimum(tl.max(held, 0), 0), 16)
-    keys_0 = load_keys(kept, zero, count, PART)
-    keys_1 = load_keys(kept, zero + PART, count, PART)
-    keys_2 = load_keys(kept, zero + 2 * PART, count, PART)
-    keys_3 = load_keys(kept, zero + 3 * PART, count, PART)
+    keys_0 = load_ordered_keys(kept, zero, count, PART)
+    keys_1 = load_ordered_keys(kept, zero + PART, count, PART)
+    keys_2 = load_ordered_keys(kept, zero + 2 * PART, count, PART)
+    keys_3 = load_ordered_keys(kept, zero + 3 * PART, count, PART)
     wanted = tl.minimum(held, K)
-    lo, above = cut_keys(keys_0, keys_1, keys_2, keys_3, held, wanted)
-    floor, room = lo[:, None], (wanted - above)[:, None]
+    lo, above = kth_keys(keys_0, keys_1, keys_2, keys_3, held, wanted)
+    floor, num_equal = lo[:, None], (wanted - above)[:, None]
     before = tl.zeros((ROWS, 1), tl.int32)
-    before = put_part(out, kept, keys_0, zero, before, floor, room, WIDTH, PART, ASM)
-    before = put_part(out, kept, keys_1, zero + PART, before, floor, room, WIDTH, PART, ASM)
-    before = put_part(out, kept, keys_2, zero + 2 * PART, before, floor, room, WIDTH, PART, ASM)
-    put_part(out, kept, keys_3, zero + 3 * PART, before, floor, room, WIDTH, PART, ASM)
-    return tl.where(held < K, cut, score_of(lo))
+    before = emit_part(out, kept, keys_0, zero, before, floor, num_equal, WIDTH, PART, ASM)
+    before = emit_part(out, kept, keys_1, zero + PART, before, floor, num_equal, WIDTH, PART, ASM)
+    before = emit_part(
+        out, kept, keys_2, zero + 2 * PART, before, floor, num_equal, WIDTH, PART, ASM
+    )
+    emit_part(out, kept, keys_3, zero + 3 * PART, before, floor, num_equal, WIDTH, PART, ASM)
+    return tl.where(held < K, threshold, score_of(lo))
 
 
 @triton.jit
-def of_row(values, i, BLOCK_Q: tl.constexpr):
+def pick_row(values, i, BLOCK_Q: tl.constexpr):
     return tl.sum(tl.where(tl.arange(0, BLOCK_Q) == i, values, 0))
 
 
@@ -254,15 +258,15 @@ def of_row(values, i, BLOCK_Q: tl.constexpr):
 def _index_select_kernel(
     topk_positions, topk_lens, scores, kept, q, w, cache, table, query_start_loc, row_lens,
     T, B, N, K, q_token, q_head, w_token, page, row_stride, table_stride,
-    HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, FORMAT: tl.constexpr, SLICE: tl.constexpr,
     SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
     HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
-    STRETCH: tl.constexpr, ROOM: tl.constexpr, dtype: tl.constexpr,
+    CHUNK: tl.constexpr, CAPACITY: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     offs_q = tl.arange(0, BLOCK_Q)
-    scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * STRETCH)
-    kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * 2 * (ROOM + SPAN))
+    scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * CHUNK)
+    kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * 2 * (CAPACITY + SPAN))
     tiles = tl.cdiv(T, BLOCK_Q)
     for i in tl.range(tl.program_id(0), tiles, tl.num_programs(0), disable_licm=True):
         first = (tiles - 1 - i) * BLOCK_Q
@@ -270,53 +274,55 @@ def _index_select_kernel(
         lens = tl.load(row_lens + t, mask=t < T, other=0)
         tl.store(topk_lens + t, tl.minimum(lens, K), mask=t < T)
         held = tl.zeros([BLOCK_Q], tl.int32)
-        cut = tl.full([BLOCK_Q], float("nan"), tl.float32)  # nothing is at or below it
+        threshold = tl.full([BLOCK_Q], float("nan"), tl.float32)  # nothing compares at or below it
         end = tl.minimum(first + BLOCK_Q, tl.load(query_start_loc + B))
         if (first < end) & (tl.max(lens, 0) > K):
             q_first = load_queries(
-                q, first, T, q_token, q_head, 0, 0, GROUP, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM,
+                q, first, T, q_token, q_head, 0, 0, SLICE, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM,
                 dtype,
             )  # fmt: skip
             w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
             last = request_of(end - 1, query_start_loc, B)
             for b in range(request_of(first, query_start_loc, B), last + 1):
-                mine = (t >= tl.load(query_start_loc + b)) & (t < tl.load(query_start_loc + b + 1))
-                ends = tl.where(mine & (lens > K), lens, 0)  # shorter rows are chosen whole
-                stop = tl.max(ends, 0)
+                owned = (t >= tl.load(query_start_loc + b)) & (t < tl.load(query_start_loc + b + 1))
+                limits = tl.where(owned & (lens > K), lens, 0)  # shorter rows need no scores
+                stop = tl.max(limits, 0)
                 blocks = table + tl.cast(b, tl.int64) * table_stride
-                for start in tl.range(0, stop, STRETCH, disable_licm=True):
-                    pause = tl.minimum(start + STRETCH, stop)
-                    for here in tl.range(start, pause, BLOCK_N, num_stages=STAGES):
-                        j = here + tl.arange(0, BLOCK_N)
-                        total = score_tile(
-                            cache, blocks, here, j, stop, N, page, row_stride, q, q_first, q_token,
-                            q_head, w, w_first, w_token, first, T, HI, DI, BS, KIND, GROUP, SCALES,
-                            ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION,
-                            HOLD, ASM, UPCAST, dtype,
+                for start in tl.range(0, stop, CHUNK, disable_licm=True):
+                    chunk_end = tl.minimum(start + CHUNK, stop)
+                    for tile_start in tl.range(start, chunk_end, BLOCK_N, num_stages=STAGES):
+                        j = tile_start + tl.arange(0, BLOCK_N)
+                        tile = score_paged_keys(
+                            cache, blocks, tile_start, j, stop, N, page, row_stride, q, q_first,
+                            q_token, q_head, w, w_first, w_token, first, T, HI, DI, BS, FORMAT,
+                            SLICE, SCALES, ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D,
+                            PRECISION, HOLD, ASM, UPCAST, dtype,
                         )  # fmt: skip
-                        column = scores + (offs_q * STRETCH)[None, :]
-                        put(column, (j - start)[:, None], total, ASM)
-                    tl.debug_barrier()  # other threads wrote what is read
-                    seen = keep_better(
-                        kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q, STRETCH,
-                        ROOM,
+                        column = scores + (offs_q * CHUNK)[None, :]
+                        scatter_all(column, (j - start)[:, None], tile, ASM)
+                    tl.debug_barrier()  # reads scores that other threads wrote
+                    seen = append_above(
+                        kept, scores, start, chunk_end, limits, held, threshold, ASM, BLOCK_Q,
+                        CHUNK, CAPACITY,
                     )  # fmt: skip
                     tl.debug_barrier()
-                    if tl.max(seen, 0) > ROOM:
-                        cut = take_best(None, kept, held, cut, K, ASM, BLOCK_Q, ROOM)
+                    if tl.max(seen, 0) > CAPACITY:
+                        threshold = take_best(
+                            None, kept, held, threshold, K, ASM, BLOCK_Q, CAPACITY
+                        )
                         held = tl.minimum(held, K)
-                        # read again rather than held meanwhile: registers are scarce there
+                        # reloaded: held across take_best() they would spill
                         w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
                         tl.debug_barrier()
-                        seen = keep_better(
-                            kept, scores, start, pause, ends, held, cut, ASM, BLOCK_Q,
-                            STRETCH, ROOM,
+                        seen = append_above(
+                            kept, scores, start, chunk_end, limits, held, threshold, ASM, BLOCK_Q,
+                            CHUNK, CAPACITY,
                         )  # fmt: skip
                         tl.debug_barrier()
                     held = seen
         out = topk_positions + first.to(tl.int64) * K
-        take_best(out, kept, held, cut, K, ASM, BLOCK_Q, ROOM)
+        take_best(out, kept, held, threshold, K, ASM, BLOCK_Q, CAPACITY)
         for row in range(BLOCK_Q):
-            if (first + row < T) & (of_row(held, row, BLOCK_Q) == 0):  # chosen whole
-                first_positions(out + row * K, of_row(lens, row, BLOCK_Q), K, 512)
-        tl.debug_barrier()  # before the next tile's are kept
+            if (first + row < T) & (pick_row(held, row, BLOCK_Q) == 0):  # all of its keys
+                first_positions(out + row * K, pick_row(lens, row, BLOCK_Q), K)
+        tl.debug_barrier()  # before the next tile overwrites `kept`

@@ -1,9 +1,9 @@
-"""Rows that many tokens attend to, decoded once: the kernel then reads a 16-bit copy of them.
+"""Packed rows that many tokens attend to, decoded once into a bf16 copy.
 
-Decoding costs a token that attends to a row about as much as the attention itself. A prompt's
-tokens name the same rows over and over: those of its block table, each decoded by one gather. What
-packed rows hold fits bf16 exactly, so this changes which kernel runs, not what it is given. Chosen
-rows are then named by their place in the copy: one load each less.
+Decoding a row costs a token about as much as attending to it, and the tokens of a prompt attend to
+the same rows over and over: those of its block table, which one gather decodes. bf16 holds packed
+rows exactly, so this changes which kernel runs, not its inputs. Chosen rows are renamed to slots of
+the copy, which saves a load each.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from openmla.backends.triton import cache_gather, map_slots
 from openmla.backends.triton._launch import inner_contiguous
 
 PACKED = ("fp8_ds_mla", "fp8_dsv4")
-USES = 8  # of a row, on average, from which decoding it once pays
-MOST = 256 << 20  # bytes of the copy
+MIN_USES = 8  # tokens per row, on average, from which decoding once is faster
+MAX_BYTES = 256 << 20  # of the copy
 
 
 def decoded(
     q: Tensor, query_start_loc: Tensor, parts: Sequence[Segment], run_length: int
 ) -> list[Segment]:
-    """The same segments, their packed rows decoded where that pays. With fixed runs they never are:
-    a token's bits may not depend on how many others there are."""
+    """The segments, packed rows decoded where that is faster. Never with fixed runs: a token's bits
+    must not depend on how many other tokens there are."""
     packed = list(filter(_is_packed, parts))
     sizes = [_rows_of(part) for part in packed]
     uses = sum(q.shape[0] * _width(part) for part in packed)
-    small = 2 * q.shape[2] * sum(sizes) <= MOST
-    if run_length or q.dtype != torch.bfloat16 or not small or not 0 < USES * sum(sizes) <= uses:
+    fits = q.itemsize * q.shape[2] * sum(sizes) <= MAX_BYTES
+    if run_length or q.dtype != torch.bfloat16 or not fits or not 0 < MIN_USES * sum(sizes) <= uses:
         return list(parts)
     return [_decode(q, query_start_loc, part) if _is_packed(part) else part for part in parts]
 
@@ -47,12 +47,12 @@ def _rows_of(part: Segment) -> int:
 
 
 def _width(part: Segment) -> int:
-    """Rows a token attends to, at most; of a prefix that grows with the tokens, half of it."""
+    """The most rows a token attends to; of a prefix, which grows with the tokens, half."""
     assert part.block_table is not None
     if part.rows is not None:
         return part.rows.shape[1]
-    everything = part.block_table.shape[1] * part.cache.shape[1]
-    return min(part.span, everything) if part.kind == "window" else everything // 2
+    capacity = part.block_table.shape[1] * part.cache.shape[1]
+    return min(part.span, capacity) if part.kind == "window" else capacity // 2
 
 
 def _decode(q: Tensor, query_start_loc: Tensor, part: Segment) -> Segment:
@@ -69,8 +69,8 @@ def _decode(q: Tensor, query_start_loc: Tensor, part: Segment) -> Segment:
         torch.arange(0, B * M * BS + 1, M * BS, **i32) if rows.numel() else torch.zeros(1, **i32),
         format=part.format,
     )
-    there = (part.block_table >= 0) & (part.block_table < N)
-    table = torch.arange(B * M, **i32).view(B, M).where(there, -1)
+    valid = (part.block_table >= 0) & (part.block_table < N)
+    table = torch.arange(B * M, **i32).view(B, M).where(valid, -1)
     part = part._replace(cache=rows.view(B * M, BS, D), format="bf16", block_table=table)
     if part.rows is None:
         return part

@@ -1,4 +1,4 @@
-"""Ahead-of-time builds of latent attention: one per kind of segments, format, heads and target."""
+"""Ahead-of-time builds of latent attention and of the kernel that merges runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton import _launch
-from openmla.backends.triton._build import TARGETS, TYPES, Build
-from openmla.backends.triton._tiles import LAYOUTS, PLAIN, Config, config_of, constants_of, shape_of
+from openmla.backends.triton._build import TARGETS, Build, signature_of
+from openmla.backends.triton._tiles import PLAIN, STORED_AS, config_of, constants_of, shape_of
 
 
 def latent_builds(*kinds: str) -> Iterator[Build]:
@@ -25,55 +25,44 @@ def latent_builds(*kinds: str) -> Iterator[Build]:
 
 
 def latent_build(
-    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int,
-    config: Config | None = None, dtype: torch.dtype = torch.bfloat16, split: bool = True,
-    BS: int = 64,
-) -> Build:  # fmt: skip
-    shape = shape_of(dtype, [format], H, D, C)
-    config = config or config_of(shape, capability, [(kind, format) for kind in kinds])
-    BS = 1 if kinds == ["slots"] else BS  # as flattened() makes it
+    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int
+) -> Build:
+    shape = shape_of(torch.bfloat16, [format], H, D, C)
+    config = config_of(shape, capability, [(kind, format) for kind in kinds])
+    BS = 1 if kinds == ["slots"] else 64  # as flattened() makes it
     constants = constants_of(
-        shape, config, [(kind, format, BS) for kind in kinds], aligned=True,
-        wide=False, causal=kinds[0] == "paged", sink=len(kinds) > 1 and not split, split=split,
+        shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
+        causal=kinds[0] == "paged", sink=False, split=True,
     )  # fmt: skip
-    stored = {PLAIN: TYPES[dtype]}.get(LAYOUTS[format], "u8")
-    result = "fp32" if split else TYPES[dtype]
+    stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
-        "q": TYPES[dtype],
-        "positions": "i64",
-        "cache_1": stored,
-        "cache_2": stored,
-        "out": result,
-        **dict.fromkeys(("sink", "lse", "kv_scale_1", "kv_scale_2"), "fp32"),
+        "q": "*bf16",
+        "positions": "*i64",
+        **dict.fromkeys(("cache_1", "cache_2"), stored),
+        **dict.fromkeys(("out", "sink", "lse", "kv_scale_1", "kv_scale_2"), "*fp32"),
         **dict.fromkeys(
             ("query_start_loc", "seq_lens", "split_starts", "rows_1", "row_lens_1", "table_1",
-             "rows_2", "row_lens_2", "table_2"), "i32"),
+             "rows_2", "row_lens_2", "table_2"), "*i32"),
+        "qk_scale": "fp32",
     }  # fmt: skip
-    signature = {}
-    for name in kernels._latent_kernel.arg_names:
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in types:
-            signature[name] = "*" + types[name]
-        else:
-            signature[name] = "fp32" if name == "qk_scale" else "i32"
     return Build(
-        f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel, signature,
-        constants, config.num_warps, config.num_stages, capability, _launch.FP_FUSION,
+        f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel,
+        signature_of(kernels._latent_kernel, constants, types), constants, config.num_warps,
+        config.num_stages, capability, _launch.FP_FUSION,
     )  # fmt: skip
 
 
 def merge_builds() -> Iterator[Build]:
-    """Runs the planner cut, and those cut by how busy the machine is."""
+    """Runs that the planner fixed, and runs that fill the machine."""
     for capability in TARGETS:
         for H, fixed in ((128, True), (16, False)):
             constants = _launch.merge_constants(64, 8, H, 512, sink=not fixed, fixed=fixed)
-            types = {"out": "*bf16", "X": "i32"}
-            signature = {
-                name: "constexpr" if name in constants else types.get(name, "*fp32")
-                for name in kernels._merge_runs_kernel.arg_names
+            types = {
+                "out": "*bf16",
+                **dict.fromkeys(("part", "part_lse", "sink", "lse"), "*fp32"),
             }
             yield Build(
                 f"merge-runs-H{H}-{'fixed' if fixed else 'free'}", kernels._merge_runs_kernel,
-                signature, constants, 4, 3, capability, _launch.FP_FUSION,
+                signature_of(kernels._merge_runs_kernel, constants, types), constants, 4, 3,
+                capability, _launch.FP_FUSION,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launching latent attention: how many runs, where partials go."""
+"""Launching latent attention: into how many runs keys are split, where partial results go."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from openmla.backends.triton._build import (
     next_power_of_2,
 )
 from openmla.backends.triton._tiles import (
-    LAYOUTS,
+    FEW_HEADS,
     PACKED,
+    STORED_AS,
     V4,
     config_of,
     constants_of,
@@ -28,7 +29,11 @@ from openmla.hardware import multiprocessors
 
 LOG2E = 1.4426950408889634
 FP_FUSION = True
-TOKENS = 65535  # of one launch: the second dimension of a grid has no more
+TOKENS = 65535  # of one launch: the limit of a grid's second dimension
+# Tiles of merge_runs: runs and columns of one program, narrow columns where there are few programs.
+MERGED_RUNS = 16
+MERGED_COLUMNS = 512
+MERGED_COLUMNS_NARROW = 128
 
 
 def run_latent(
@@ -46,10 +51,10 @@ def run_latent(
     width: int = 0,
     run_length: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Launch over all tokens. Rows are cut where split_starts say, else after run_length, else in
-    as many runs as suit; `width` bounds them then."""
+    """Launch over all tokens. Rows are split at split_starts, else every run_length, else into as
+    many runs as fill the machine; `width` is then the most rows of a token."""
     T, H, D = q.shape
-    # the interpreter cuts short where it should round: torch does it then
+    # the interpreter truncates where it should round: let torch round
     out = q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
     if T == 0:
@@ -64,7 +69,7 @@ def run_latent(
         X = max(cdiv(width, run_length), 1)
     if split_starts is not None:
         X = split_starts.shape[1] - 1
-    # with fixed runs a sink's share is a product of its own, however many runs there are
+    # with fixed runs the sink is always applied by merge_runs: the same rounding for any X
     split = X > 1 or (run_length > 0 and sink is not None)
     target, target_lse = out, lse
     if split:
@@ -78,17 +83,17 @@ def run_latent(
         aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)), causal=causal,
         sink=sink is not None and not split, split=split,
     )  # fmt: skip
-    nothing = query_start_loc = query_start_loc.contiguous()
+    unused = query_start_loc = query_start_loc.contiguous()
     for first_token in range(0, T, TOKENS):
         kernels._latent_kernel[(tiles, min(T - first_token, TOKENS), X)](
             q,
             query_start_loc,
-            nothing if positions is None else positions.contiguous(),
-            nothing if seq_lens is None else seq_lens.contiguous(),
-            nothing if split_starts is None else split_starts.contiguous(),
+            unused if positions is None else positions.contiguous(),
+            unused if seq_lens is None else seq_lens.contiguous(),
+            unused if split_starts is None else split_starts.contiguous(),
             lse if sink is None else sink,
-            *_tensors(first, nothing),
-            *_tensors(second, nothing),
+            *_tensors(first, unused),
+            *_tensors(second, unused),
             target,
             target_lse,
             B,
@@ -114,9 +119,9 @@ def run_latent(
 def merge_runs(
     part: Tensor, part_lse: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, *, fixed: bool
 ) -> None:
-    """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here. Where
-    runs are `fixed`, so is the order of the sum: empty ones at the end do not change it. Nor may
-    the number of tokens: threads of a wider tile would add runs up in another order."""
+    """part [T, X, H, C] and part_lse [T, X, H] into out and lse; the sink counts once, here. With
+    `fixed` runs the order of the sum is fixed too: neither empty runs at the end nor the number of
+    tokens, by way of wider tiles, may change a bit."""
     T, X, H, C = part.shape
     constants = merge_constants(T, X, H, C, sink=sink is not None, fixed=fixed)
     kernels._merge_runs_kernel[(T * H, cdiv(C, constants["BLOCK_C"]))](
@@ -134,20 +139,21 @@ def merge_runs(
 
 
 def merge_constants(T: int, X: int, H: int, C: int, *, sink: bool, fixed: bool) -> dict[str, Any]:
-    narrow = fixed or X > 16 or (X > 8 and T * H < 256)  # few rows, which have many runs
+    # few rows have many runs and few programs: narrower columns make more of them
+    narrow = fixed or X > 16 or (X > 8 and T * H < 256)
     return {
         "H": H,
         "C": C,
         "SINK": sink,
-        "BLOCK_X": 16 if fixed else min(next_power_of_2(X), 16),
-        "BLOCK_C": min(next_power_of_2(C), 128 if narrow else 512),
+        "BLOCK_X": MERGED_RUNS if fixed else min(next_power_of_2(X), MERGED_RUNS),
+        "BLOCK_C": min(next_power_of_2(C), MERGED_COLUMNS_NARROW if narrow else MERGED_COLUMNS),
     }
 
 
 def flattened(part: Segment) -> Segment:
-    """Slots of a cache without padding between pages: blocks of one row, nothing to divide."""
+    """Slots of a cache without padding between pages, as blocks of one row: no division by BS."""
     N, BS, W = part.cache.shape
-    if part.kind != "slots" or LAYOUTS[part.format] == V4 or not is_dense(part.cache):
+    if part.kind != "slots" or STORED_AS[part.format] == V4 or not is_dense(part.cache):
         return part
     return part._replace(
         cache=part.cache.as_strided((N * BS, 1, W), (part.cache.stride(1),) * 2 + (1,))
@@ -155,48 +161,48 @@ def flattened(part: Segment) -> Segment:
 
 
 def is_dense(cache: Tensor) -> bool:
-    """Whether pages follow one another without padding, so that slots count rows."""
+    """Whether pages follow one another without padding, so that a slot is a row index."""
     return cache.stride(0) == cache.shape[1] * cache.stride(1)
 
 
 def num_runs(programs: int, blocks: int, device: torch.device, block_h: int) -> int:
-    """Runs a token's rows are cut into: enough to fill the machine once, all alike. Two programs of
-    16 heads are on a multiprocessor at a time, one of more. A run of one block pays only where it
-    has a multiprocessor to itself: one partial less to write and to merge."""
-    units = max(multiprocessors(device), 1)
-    wanted = (2 if block_h <= 16 else 1) * units // max(programs, 1)
-    each = cdiv(blocks, max(wanted, 1))
-    if each == 1 and programs * blocks > units:
-        each = 2
-    return max(cdiv(blocks, max(each, 1)), 1)
+    """Runs a token's rows are split into: one wave, all of equal length. Occupancy is two programs
+    of 16 heads per multiprocessor, one of more heads. Runs of one block only pay where each has a
+    multiprocessor to itself: otherwise two blocks save a partial result to write and merge."""
+    sms = max(multiprocessors(device), 1)
+    wanted = (2 if block_h <= FEW_HEADS else 1) * sms // max(programs, 1)
+    blocks_per_run = cdiv(blocks, max(wanted, 1))
+    if blocks_per_run == 1 and programs * blocks > sms:
+        blocks_per_run = 2
+    return max(cdiv(blocks, max(blocks_per_run, 1)), 1)
 
 
 def is_aligned(part: Segment) -> bool:
-    """Whether scales and 16-bit columns inside bytes can be read as what they are."""
-    if LAYOUTS[part.format] < PACKED:
+    """Whether scales and bf16 columns inside bytes lie on multiples of 4."""
+    if STORED_AS[part.format] < PACKED:
         return True
     cache = part.cache
     return cache.data_ptr() % 4 == 0 and cache.stride(0) % 4 == 0 and cache.stride(1) % 4 == 0
 
 
 def is_wide(part: Segment) -> bool:
-    """Whether offsets into a cache need 64 bits; where not, gathering takes half the registers."""
+    """Whether offsets into a cache need 64 bits; 32 halve the registers of a gather."""
     return part.cache.shape[0] * part.cache.stride(0) >= 2**31
 
 
-def _tensors(part: Segment, nothing: Tensor) -> tuple[Tensor, ...]:
+def inner_contiguous(table: Tensor) -> Tensor:
+    """Kernels assume stride 1 in the last dimension; these tables are small enough to copy."""
+    return table if table.stride(-1) == 1 or table.shape[-1] < 2 else table.contiguous()
+
+
+def _tensors(part: Segment, unused: Tensor) -> tuple[Tensor, ...]:
     cache = part.cache.view(torch.uint8) if part.format == "fp8" else part.cache
-    names = (part.rows, part.row_lens, part.block_table)
+    tables = (part.rows, part.row_lens, part.block_table)
     return (
         cache,
         part.kv_scale,
-        *(nothing if each is None else inner_contiguous(each) for each in names),
+        *(unused if each is None else inner_contiguous(each) for each in tables),
     )
-
-
-def inner_contiguous(names: Tensor) -> Tensor:
-    """Kernels step through the last dimension; what comes otherwise is a small table."""
-    return names if names.stride(-1) == 1 or names.shape[-1] < 2 else names.contiguous()
 
 
 def _sizes(part: Segment) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which tile a problem of latent attention is given, and what a kernel is compiled for."""
+"""The tile latent attention uses for a problem, and its compile-time constants."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 import triton.language as tl
 
 from openmla.backends import Problem
+from openmla.backends.triton import _primitives as formats
 from openmla.backends.triton._build import (
     GFX942,
+    TARGETS,
     assembly,
     interpreted,
     nearest_target,
@@ -21,8 +23,10 @@ from openmla.cache.format import GROUP
 
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 KINDS = {"slots": 0, "positions": 1, "window": 2, "prefix": 3, "paged": 4}
-PLAIN, FP8, PACKED, V4 = range(4)
-LAYOUTS = {
+PLAIN, FP8, PACKED, V4 = (
+    each.value for each in (formats.PLAIN, formats.FP8, formats.PACKED, formats.V4)
+)
+STORED_AS = {
     "fp32": PLAIN,
     "bf16": PLAIN,
     "fp16": PLAIN,
@@ -31,7 +35,7 @@ LAYOUTS = {
     "fp8_ds_mla_exact": PACKED,
     "fp8_dsv4": V4,
 }
-# What a format's values fit in exactly, beside float32.
+# Query dtypes that hold a format's values exactly, beside float32.
 EXACT_IN = {
     "bf16": (torch.bfloat16,),
     "fp16": (torch.float16,),
@@ -40,6 +44,9 @@ EXACT_IN = {
     "fp8_dsv4": (torch.bfloat16,),
 }
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+WIDEST = 1024  # columns of a row, held as tiles of a power of two
+FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all
+MMA_ROWS = 16  # a warp's rows of a product
 
 
 class Config(NamedTuple):
@@ -47,12 +54,66 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    columns: int = 512  # of the first tile of a row; what is left is a second one
-    hoist: bool = True  # what a loop does not change, out of it: takes registers
+    columns: int = 512  # of a row's first tile; the rest is a second one
+    hoist: bool = True  # loop-invariant code out of the loop: costs registers
+
+
+def _on(
+    sm80: Config, small: Config, sm90: Config, sm100: Config, gfx942: Config
+) -> dict[int, Config]:
+    by_target = {80: sm80, **dict.fromkeys(SMALL, small), 90: sm90, 100: sm100, GFX942: gfx942}
+    assert set(by_target) == set(TARGETS)
+    return by_target
+
+
+# The largest tiles that do not spill, by rows, whether there are more than FEW_HEADS heads, and
+# target. SM90's were swept on an H200 (bench/results/triton_latent_h200.json): all others lost.
+# The other targets' were compiled only.
+#
+# Two tiles of 256 columns halve the rows that a warp gathers: faster for 16 heads, slower for 64
+# unless the decoded columns of one tile would not fit into registers. Rows that are decoded pass
+# through registers and take smaller tiles. Not hoisting recomputes addresses rather than hold them
+# in registers that would spill. DISABLE_LICM_STOPS_TRITON: there it would also store queries to
+# shared memory in every iteration, so small tiles hoist.
+FLOAT32 = Config(16, 16, 4, 1)  # float32 products hold whole rows in registers
+GATHER_64 = Config(16, 64, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
+GATHER_32 = Config(16, 32, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)  # fewer addresses to hold
+SM80 = Config(32, 64, 8, 2)
+SM90 = Config(64, 64, 8, 2)
+SM90_LEAN = Config(64, 64, 8, 2, 256, hoist=False)  # row ids, or a second segment, take registers
+SM100 = Config(64, 32, 8, 2)
+AMD = Config(16, 32, 4, 1)
+DECODED = Config(16, 32, 4, 2)
+DECODED_V4 = Config(16, 32, 4, 2, 256)
+DECODED_AMD = Config(16, 16, 4, 1, 256)
+FP8_SM80 = Config(32, 32, 8, 1, hoist=DISABLE_LICM_STOPS_TRITON)
+FP8_SM100 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
+PACKED_SM80 = Config(32, 32, 8, 1, hoist=False)
+V4_SM80 = Config(32, 32, 8, 1, 256, hoist=False)
+PAGED_SM90 = Config(64, 64, 8, 2, hoist=False)
+TILES = {
+    ("plain", False): _on(GATHER_64, GATHER_32, GATHER_64, GATHER_64, AMD),
+    ("plain", True): _on(SM80, GATHER_32, SM90, SM100, AMD),
+    ("positions", False): _on(GATHER_32, GATHER_32, GATHER_64, GATHER_64, AMD),
+    ("positions", True): _on(SM80, GATHER_32, SM90_LEAN, SM100, AMD),
+    ("two segments", False): _on(GATHER_64, GATHER_32, GATHER_64, GATHER_64, AMD),
+    ("two segments", True): _on(SM80, GATHER_32, SM90_LEAN, SM100, AMD),
+    ("fp8", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
+    ("fp8", True): _on(FP8_SM80, DECODED, SM90, FP8_SM100, DECODED_AMD),
+    ("paged fp8", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
+    ("paged fp8", True): _on(FP8_SM80, DECODED, PAGED_SM90, FP8_SM100, DECODED_AMD),
+    # on SM100 products of 64 heads spill beside rows that are decoded with group scales
+    ("packed", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
+    ("packed", True): _on(PACKED_SM80, DECODED, SM90, DECODED, DECODED_AMD),
+    ("paged packed", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
+    ("paged packed", True): _on(PACKED_SM80, DECODED, PAGED_SM90, DECODED, DECODED_AMD),
+    ("v4", False): _on(DECODED_V4, DECODED_V4, DECODED_V4, DECODED_V4, DECODED_AMD),
+    ("v4", True): _on(V4_SM80, DECODED_V4, SM90_LEAN, DECODED_V4, DECODED_AMD),
+}  # fmt: skip
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for, beside segments."""
+    """What a kernel specialises on, beside its segments."""
 
     H: int
     C: int
@@ -66,17 +127,17 @@ def why_not_latent(problem: Problem) -> str | None:
     if problem.dtype not in PRODUCTS:
         return f"takes 16- and 32-bit queries, this is {problem.dtype}"
     for format in problem.format.split():
-        if format not in LAYOUTS:
+        if format not in STORED_AS:
             return f"cache format {format} is not implemented"
-        if LAYOUTS[format] == PACKED and problem.C not in (packed_main(problem.D), problem.D):
+        if STORED_AS[format] == PACKED and problem.C not in (packed_main(problem.D), problem.D):
             return (
                 f"reads values of {packed_main(problem.D)} columns from {format}, not {problem.C}"
             )
-    layouts = {LAYOUTS[format] for format in problem.format.split()}
-    if layouts >= {PACKED, V4} and packed_main(problem.D) != problem.D:
+    stored_as = {STORED_AS[format] for format in problem.format.split()}
+    if stored_as >= {PACKED, V4} and packed_main(problem.D) != problem.D:
         return f"reads rows of {problem.D} values cut in one place, not as {problem.format}"
-    if problem.D > 1024:
-        return f"holds rows of up to 1024 values, this is {problem.D}"
+    if problem.D > WIDEST:
+        return f"holds rows of up to {WIDEST} values, this is {problem.D}"
     return None
 
 
@@ -85,13 +146,13 @@ def packed_main(D: int) -> int:
 
 
 def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int) -> Shape:
-    """Where rows are cut in two, and in which precision products are taken: 16-bit numbers where
-    query and rows both fit in one kind of them, else float32, as tf32 if 16 bits were all."""
-    layouts = {LAYOUTS[format] for format in formats}
+    """Where rows are cut in two, and the precision of products: a 16-bit type that holds queries
+    and rows exactly, else float32, as tf32 if all inputs have 16 bits or fewer."""
+    stored_as = {STORED_AS[format] for format in formats}
     main = C
-    if V4 in layouts:
+    if V4 in stored_as:
         main = D
-    elif PACKED in layouts:
+    elif PACKED in stored_as:
         main = packed_main(D)
     if all(dtype in EXACT_IN.get(format, ()) for format in formats):
         return Shape(H, C, main, D - main, dtype, "tf32")
@@ -100,42 +161,22 @@ def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int)
 
 
 def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]) -> Config:
-    """The tile for a shape and segments, (kind, format) each, on a target: the largest that does
-    not spill. Rows that are decoded pass through registers and want smaller ones.
-
-    Evidence: H200, bench/results/triton_latent_h200.json; other rows were swept and lost. Two tiles
-    of 256 columns halve the rows a warp gathers, which pays for 16 heads and costs for 64, unless
-    what is decoded at once would not fit otherwise.
-    """
-    small, wide, hopper = nearest_target(capability) in SMALL, capability >= 90, capability < 100
+    """The tile for a shape and its segments, (kind, format) each, on a target."""
     if shape.products == torch.float32:
-        return Config(16, 16, 4, 1)
-    layouts = {LAYOUTS[format] for _, format in segments}
-    if capability == GFX942:  # compiled, never run: what does not spill
-        return Config(16, 32, 4, 1) if layouts == {PLAIN} else Config(16, 16, 4, 1, 256)
-    few = shape.H <= 16 or small
-    if layouts != {PLAIN}:
-        if few:
-            return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
-        if wide and hopper:
-            if V4 in layouts:
-                return Config(64, 64, 8, 2, 256, hoist=False)
-            return Config(64, 64, 8, 2, hoist=segments[0][0] != "paged")
-        if wide and layouts & {PACKED, V4}:  # on SM100 products of 64 heads spill here
-            return Config(16, 32, 4, 2, 256 if V4 in layouts else 512)
-        hoist = DISABLE_LICM_STOPS_TRITON and not layouts & {PACKED, V4}
-        return Config(32, 32, 8, 2 if wide else 1, 256 if V4 in layouts else 512, hoist=hoist)
-    named = any(kind == "positions" for kind, _ in segments)
-    if few:
-        block_n = 32 if small or (named and not wide) else 64
-        return Config(16, block_n, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
-    if not wide:
-        return Config(32, 64, 8, 2)
-    if not hopper:
-        return Config(64, 32, 8, 2)
-    if named or len(segments) > 1:
-        return Config(64, 64, 8, 2, 256, hoist=False)
-    return Config(64, 64, 8, 2)
+        return FLOAT32
+    stored_as = {STORED_AS[format] for _, format in segments}
+    paged = "paged " if segments[0][0] == "paged" else ""
+    if V4 in stored_as:
+        rows = "v4"
+    elif PACKED in stored_as:
+        rows = f"{paged}packed"
+    elif FP8 in stored_as:
+        rows = f"{paged}fp8"
+    elif any(kind == "positions" for kind, _ in segments):
+        rows = "positions"
+    else:
+        rows = "two segments" if len(segments) > 1 else "plain"
+    return TILES[rows, shape.H > FEW_HEADS][nearest_target(capability)]
 
 
 def constants_of(
@@ -156,11 +197,11 @@ def constants_of(
         "MAIN": shape.MAIN,
         "ROPE": shape.ROPE,
         "KIND_1": KINDS[kind_1],
-        "FORMAT_1": LAYOUTS[format_1],
+        "FORMAT_1": STORED_AS[format_1],
         "BS_1": BS_1,
         "ONE_BLOCK_1": kind_1 in ("paged", "prefix") and BS_1 % config.block_n == 0,
         "KIND_2": KINDS[kind_2],
-        "FORMAT_2": LAYOUTS[format_2],
+        "FORMAT_2": STORED_AS[format_2],
         "BS_2": BS_2,
         "ONE_BLOCK_2": kind_2 in ("paged", "prefix") and BS_2 % config.block_n == 0,
         "SECOND": len(segments) == 2,
@@ -176,7 +217,8 @@ def constants_of(
         "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), 16),
         "BLOCK_R": max(next_power_of_2(shape.ROPE), 16),
         "PRECISION": shape.PRECISION,
-        "UNCHAINED": assembly() and 16 * config.num_warps > config.block_h > 16,
+        # where several warps would compute the same rows of chained products: see unchain()
+        "UNCHAINED": assembly() and MMA_ROWS * config.num_warps > config.block_h > MMA_ROWS,
         "UPCAST": interpreted(),
         "STAGES": config.num_stages,
         "HOIST": config.hoist,

@@ -19,7 +19,6 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
@@ -27,59 +26,57 @@ from openmla.backends.triton._build import (
     Build,
     cdiv,
     next_power_of_2,
+    signature_of,
 )
-from openmla.backends.triton._latent import FP8, PLAIN, V4, decode_e4m3
-from openmla.backends.triton.cache_write import places, round_to, widen
+from openmla.backends.triton._cache_rows import (
+    STORED_AS,
+    is_aligned,
+    layout_of,
+    row_constants,
+    row_offsets,
+)
+from openmla.backends.triton._primitives import (
+    FP8,
+    INT32_MAX,
+    PLAIN,
+    V4,
+    decode_e4m3,
+    load_bfloat16,
+    load_exponents,
+    load_float32,
+    round_to,
+    widen,
+)
 from openmla.cache.format import get_format
 
-BLOCK_B = 32  # requests looked at together, however many there are: nothing is compiled for B
+BLOCK_B = 32  # requests compared at once: fixed, so that B never recompiles the kernel
+ELEMENTS = 4096  # of a tile of rows, 32 per thread of 4 warps; wider rows take 8
+ROWS = 32  # of a tile, at most
 
 LAUNCHES = 1
-FP_FUSION = False  # a row's values do not depend on what else was compiled
+FP_FUSION = False  # a row's values must not depend on how the compiler contracts
 
 
 @triton.jit
-def _load_scales(
-    cache, scales_at, there, KIND: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
+def load_scales(
+    cache, scales_at, valid, FORMAT: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """The scales of some rows, [BLOCK_N, BLOCK_G]."""
     g = tl.arange(0, BLOCK_G)
-    mask = there[:, None] & (g < COUNT)[None, :]
-    if KIND == V4:
-        exponents = tl.load(cache + scales_at[:, None] + g[None, :], mask=mask, other=0)
-        bits = exponents.to(tl.uint32) << 23
-    elif ALIGNED:
-        words = (cache + scales_at).to(tl.pointer_type(tl.uint32))
-        bits = tl.load(words[:, None] + g[None, :], mask=mask, other=0)
+    mask = valid[:, None] & (g < COUNT)[None, :]
+    if FORMAT == V4:
+        scales = load_exponents(cache + scales_at[:, None] + g[None, :], mask)
     else:
-        bits = tl.zeros([there.shape[0], BLOCK_G], tl.uint32)
-        for i in tl.static_range(4):
-            at = cache + scales_at[:, None] + (4 * g + i)[None, :]
-            bits |= tl.load(at, mask=mask, other=0).to(tl.uint32) << (8 * i)
-    return bits.to(tl.float32, bitcast=True)
+        scales = load_float32((cache + scales_at)[:, None], g[None, :], mask, ALIGNED)
+    return scales
 
 
 @triton.jit
-def _load_halves(cache, rope_at, mask, ALIGNED: tl.constexpr, BLOCK_R: tl.constexpr):
-    """bf16 columns inside bytes, [BLOCK_N, BLOCK_R]."""
-    r = tl.arange(0, BLOCK_R)
-    if ALIGNED:
-        halves = (cache + rope_at).to(tl.pointer_type(tl.bfloat16))
-        columns = tl.load(halves[:, None] + r[None, :], mask=mask, other=0.0)
-    else:
-        at = cache + rope_at[:, None] + (2 * r)[None, :]
-        low = tl.load(at, mask=mask, other=0).to(tl.uint16)
-        high = tl.load(at + 1, mask=mask, other=0).to(tl.uint16)
-        columns = (low | (high << 8)).to(tl.bfloat16, bitcast=True)
-    return columns
-
-
-@triton.jit
-def _decode(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
-    """e4m3 bytes times their scales, one product, rounded to dtype once."""
-    FACTORS: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # either holds e4m3 exactly
-    values = widen(decode_e4m3(stored, FACTORS, ASM))
+def dequantize(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
+    """e4m3 bytes times their scales, rounded to dtype once."""
+    EXACT: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # either holds e4m3 exactly
+    values = widen(decode_e4m3(stored, EXACT, ASM))
     if dtype == tl.float64:
         product = values.to(tl.float64) * scales.to(tl.float64)
     else:
@@ -94,7 +91,7 @@ def _decode(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
 def _cache_gather_kernel(
     out, cache, kv_scale, block_table, starts, row_start_loc,
     out_stride, page, row_stride, table_stride, column_stride, starts_stride, loc_stride, B, M, N,
-    BS: tl.constexpr, KIND: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
+    BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, ALIGNED: tl.constexpr, ASM: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -106,9 +103,9 @@ def _cache_gather_kernel(
         i = first + tl.arange(0, BLOCK_N)
         mask_n = i < num_rows
         b = tl.zeros([BLOCK_N], tl.int32)  # requests that end at or before a row
-        for some in range(0, B, BLOCK_B):
-            each = some + tl.arange(0, BLOCK_B)
-            ends = tl.load(row_start_loc + (each + 1) * loc_stride, mask=each < B, other=2147483647)
+        for first_b in range(0, B, BLOCK_B):
+            each = first_b + tl.arange(0, BLOCK_B)
+            ends = tl.load(row_start_loc + (each + 1) * loc_stride, mask=each < B, other=INT32_MAX)
             b += tl.sum((ends[None, :] <= i[:, None]).to(tl.int32), 1)
         begin = tl.load(row_start_loc + b * loc_stride, mask=mask_n, other=0)
         position = tl.load(starts + b * starts_stride, mask=mask_n, other=0) + (i - begin)
@@ -118,10 +115,10 @@ def _cache_gather_kernel(
             mask=mask_n & (column < M),
             other=-1,
         )
-        there = mask_n & (block >= 0) & (block < N)
-        values_at, scales_at, rope_at = places(
+        valid = mask_n & (block >= 0) & (block < N)
+        values_at, scales_at, rope_at = row_offsets(
             block.to(tl.int64), (position % BS).to(tl.int64), page, row_stride,
-            BS, KIND, MAIN, ROPE, SCALES,
+            BS, FORMAT, MAIN, ROPE, SCALES,
         )  # fmt: skip
         out_at = i.to(tl.int64) * out_stride
         g = tl.arange(0, BLOCK_G)
@@ -130,16 +127,16 @@ def _cache_gather_kernel(
         mask_d = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
         stored = tl.load(
             cache + values_at[:, None, None] + d[None, :, :],
-            mask=there[:, None, None] & mask_d[None, :, :],
+            mask=valid[:, None, None] & mask_d[None, :, :],
             other=0,
         )  # [BLOCK_N, BLOCK_G, BLOCK_C]
-        if KIND == PLAIN:
+        if FORMAT == PLAIN:
             values = round_to(stored, dtype, ASM)
-        elif KIND == FP8:
-            values = _decode(stored, tl.load(kv_scale), dtype, ASM)
+        elif FORMAT == FP8:
+            values = dequantize(stored, tl.load(kv_scale), dtype, ASM)
         else:
-            scales = _load_scales(cache, scales_at, there, KIND, MAIN // GROUP, ALIGNED, BLOCK_G)
-            values = _decode(stored, scales[:, :, None], dtype, ASM)
+            scales = load_scales(cache, scales_at, valid, FORMAT, MAIN // GROUP, ALIGNED, BLOCK_G)
+            values = dequantize(stored, scales[:, :, None], dtype, ASM)
         tl.store(
             out + out_at[:, None, None] + d[None, :, :],
             values,
@@ -147,13 +144,13 @@ def _cache_gather_kernel(
         )
         if ROPE > 0:
             r = tl.arange(0, BLOCK_R)
-            mask_r = there[:, None] & (r < ROPE)[None, :]
-            if KIND == PLAIN or KIND == FP8:
+            mask_r = valid[:, None] & (r < ROPE)[None, :]
+            if FORMAT == PLAIN or FORMAT == FP8:
                 rope = tl.load(cache + rope_at[:, None] + r[None, :], mask=mask_r, other=0)
-                if KIND == FP8:
-                    rope = _decode(rope, tl.load(kv_scale), dtype, ASM)
+                if FORMAT == FP8:
+                    rope = dequantize(rope, tl.load(kv_scale), dtype, ASM)
             else:
-                rope = _load_halves(cache, rope_at, mask_r, ALIGNED, BLOCK_R)
+                rope = load_bfloat16((cache + rope_at)[:, None], r[None, :], mask_r, ALIGNED)
             tl.store(
                 out + out_at[:, None] + (MAIN + r)[None, :],
                 round_to(rope, dtype, ASM),
@@ -162,7 +159,7 @@ def _cache_gather_kernel(
 
 
 def why_not(problem: Problem) -> str | None:
-    if type(get_format(problem.format)) not in cache_write.KINDS:
+    if type(get_format(problem.format)) not in STORED_AS:
         return f"cache format {problem.format} is not implemented"
     return None
 
@@ -208,21 +205,21 @@ def run(
 def constants_of(
     format: str, D: int, BS: int, cache: Tensor | None = None
 ) -> tuple[dict[str, Any], int]:
-    """What the kernel is compiled for, and its warps: about 32 values of MAIN per thread."""
-    cut = next_power_of_2(D + 1) // 2  # the largest power of two in a row, and what is left
-    layout = cache_write.layout_of(format, D, cut)
-    aligned = cache is None or cache_write.is_aligned(cache, layout)
-    constants = cache_write.constants_of(layout, 0, BS, aligned=aligned)
+    """Compile-time constants and warps; without a cache, as for an aligned one."""
+    cut = next_power_of_2(D + 1) // 2  # the largest power of two in a row; ROPE is the rest
+    layout = layout_of(format, D, cut)
+    aligned = cache is None or is_aligned(cache, layout)
+    constants = row_constants(layout, 0, BS, aligned=aligned)
     del constants["C"], constants["EXACT"]
     width = constants["BLOCK_G"] * constants["BLOCK_C"]
     constants["BLOCK_B"] = BLOCK_B
-    constants["BLOCK_N"] = min(max(4096 // width, 1), 32)
-    return constants, 8 if width > 4096 else 4
+    constants["BLOCK_N"] = min(max(ELEMENTS // width, 1), ROWS)
+    return constants, 8 if width > ELEMENTS else 4
 
 
 def builds() -> Iterator[Build]:
-    """One per way of storing and target, into bf16."""
-    shapes = {
+    """One per format and target, into bf16."""
+    widths = {
         "bf16": 576,
         "fp8": 576,
         "fp8_ds_mla": 576,
@@ -230,27 +227,20 @@ def builds() -> Iterator[Build]:
         "index_fp8": 128,
     }
     for capability in TARGETS:
-        for format, D in shapes.items():
+        for format, D in widths.items():
             yield gather_build(capability, format, D)
 
 
-def gather_build(
-    capability: int, format: str, D: int, dtype: torch.dtype = torch.bfloat16
-) -> Build:
+def gather_build(capability: int, format: str, D: int) -> Build:
     constants, num_warps = constants_of(format, D, 64)
     types = {
-        "out": TYPES[dtype],
-        "cache": TYPES.get(get_format(format).dtype, "u8"),
-        "kv_scale": "fp32",
-        "block_table": "i32",
-        "starts": "i32",
-        "row_start_loc": "i32",
-    }
-    signature = {
-        name: "constexpr" if name in constants else "*" + types[name] if name in types else "i32"
-        for name in _cache_gather_kernel.arg_names
+        "out": "*bf16",
+        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
+        "kv_scale": "*fp32",
+        **dict.fromkeys(("block_table", "starts", "row_start_loc"), "*i32"),
     }
     return Build(
-        f"gather-{format}-D{D}", _cache_gather_kernel, signature, constants, num_warps, 1,
-        capability, FP_FUSION,
+        f"gather-{format}-D{D}", _cache_gather_kernel,
+        signature_of(_cache_gather_kernel, constants, types), constants, num_warps, 1, capability,
+        FP_FUSION,
     )  # fmt: skip

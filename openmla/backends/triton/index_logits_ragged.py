@@ -2,8 +2,8 @@
 
 Computes  out[t, j] = k_scale[j] * sum over h of w[t, h] * relu(q[t, h] . k[j]) for starts[t] <= j
           < ends[t], -inf elsewhere (specification: ops/index_logits_ragged.py)
-Grid      (cdiv(T, BLOCK_Q), X): one program owns BLOCK_Q tokens and one run of columns. It looks at
-          the keys from its tokens' first to their last.
+Grid      (cdiv(T, BLOCK_Q), X): one program owns BLOCK_Q tokens and one run of columns. It scores
+          the keys from the first to the last that any of its tokens sees.
 Reads     q_idx [T, HI, DI], w_idx [T, HI], k_idx [S, DI], k_scale [S], starts [T], ends [T]
 Writes    out [T, S], every column once
 Limits    see why_not()
@@ -26,19 +26,15 @@ from openmla.backends.triton._build import (
     Build,
     capability_of,
     cdiv,
+    signature_of,
 )
-from openmla.backends.triton._index import (
+from openmla.backends.triton._index import fill_columns, load_queries, load_weights, score_keys
+from openmla.backends.triton._index_tiles import (
     FP8,
     Config,
     Shape,
-    add_heads,
     as_stored,
-    fill_columns,
-    load_keys,
-    load_queries,
-    load_weights,
-    multiply,
-    run_length,
+    keys_per_program,
     shape_of,
     stored_type,
     tile_of,
@@ -54,64 +50,44 @@ FP_FUSION = True
 )
 def _index_logits_ragged_kernel(
     out, q, w, k, k_scale, starts, ends,
-    T, S, run, q_token, q_head, w_token, row_stride,
-    HI: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    T, S, keys_per_program, q_token, q_head, w_token, row_stride,
+    HI: tl.constexpr, DI: tl.constexpr, SLICE: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FILL: tl.constexpr,
     PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
     first = tl.program_id(0) * BLOCK_Q
-    lo = tl.program_id(1) * run
-    hi = tl.minimum(lo + run, S)
+    lo = tl.program_id(1) * keys_per_program
+    hi = tl.minimum(lo + keys_per_program, S)
     offs_n = tl.arange(0, BLOCK_N)
     t = first + tl.arange(0, BLOCK_Q)
     begin = tl.load(starts + t, mask=t < T, other=0)
     end = tl.load(ends + t, mask=t < T, other=0)
-    seen = begin < end
+    nonempty = begin < end
     row = out + t.to(tl.int64) * S
-    lowest = tl.maximum(tl.min(tl.where(seen, begin, S), 0), lo)
-    stop = tl.minimum(tl.max(tl.where(seen, end, 0), 0), hi)
+    lowest = tl.maximum(tl.min(tl.where(nonempty, begin, S), 0), lo)
+    stop = tl.minimum(tl.max(tl.where(nonempty, end, 0), 0), hi)
     from_tile = lo
     to_tile = lo
     if lowest < stop:
         from_tile = lo + (lowest - lo) // BLOCK_N * BLOCK_N
         to_tile = from_tile + tl.cdiv(stop - from_tile, BLOCK_N) * BLOCK_N
         q_first = load_queries(
-            q, first, T, q_token, q_head, 0, 0, GROUP, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM, dtype
+            q, first, T, q_token, q_head, 0, 0, SLICE, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM, dtype
         )
         w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
         for start in tl.range(from_tile, stop, BLOCK_N, num_stages=STAGES):
             j = start + offs_n
-            place = tl.minimum(j, S - 1)
-            keys_at = k + place.to(tl.int64) * row_stride
-            for c in tl.static_range(CHUNKS):
-                for g in tl.static_range(DI // GROUP):
-                    if c == 0 and g == 0:
-                        queries = q_first
-                    else:
-                        queries = load_queries(
-                            q, first, T, q_token, q_head, c, g * GROUP, GROUP, HI, BLOCK_Q,
-                            BLOCK_H, BLOCK_D, ASM, dtype,
-                        )  # fmt: skip
-                    keys = load_keys(keys_at, g * GROUP, GROUP, BLOCK_D, ASM, dtype)
-                    if g == 0:
-                        products = multiply(keys, queries, PRECISION, UPCAST)
-                    else:
-                        products += multiply(keys, queries, PRECISION, UPCAST)
-                if c == 0 and HOLD:
-                    weights = w_first
-                else:
-                    weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
-                liked = add_heads(products, weights, BLOCK_Q, BLOCK_H)
-                if c == 0:
-                    total = liked
-                else:
-                    total += liked
-            total *= tl.load(k_scale + place)[:, None]
+            key = tl.minimum(j, S - 1)
+            scores = score_keys(
+                k + key.to(tl.int64) * row_stride, None, None, q, q_first, q_token, q_head, w,
+                w_first, w_token, first, T, HI, DI, SLICE, 1, True, BLOCK_Q, BLOCK_H, BLOCK_D,
+                PRECISION, HOLD, ASM, UPCAST, dtype,
+            )  # fmt: skip
+            scores *= tl.load(k_scale + key)[:, None]
             inside = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
             mask = (j < hi)[:, None] & (t < T)[None, :]
-            tl.store(row[None, :] + j[:, None], tl.where(inside, total, float("-inf")), mask=mask)
+            tl.store(row[None, :] + j[:, None], tl.where(inside, scores, float("-inf")), mask=mask)
     zeros = tl.zeros([BLOCK_Q], tl.int32)
     fill_columns(out, t, T, zeros + lo, from_tile, S, BLOCK_Q, FILL)
     fill_columns(out, t, T, zeros + to_tile, hi, S, BLOCK_Q, FILL)
@@ -129,14 +105,14 @@ def run(
     out = q_idx.new_empty((T, S), dtype=torch.float32)
     if T == 0 or S == 0:
         return out
-    if k_idx.dtype == torch.float64:  # float32 is what the reference makes of it too
+    if k_idx.dtype == torch.float64:  # as the reference does
         k_idx = k_idx.to(torch.float32)
     capability = capability_of(q_idx.device)
     shape = shape_of(q_idx.dtype, k_idx.dtype, HI, DI, 1, capability)
     config, constants = constants_of(shape, T, capability)
     tiles = cdiv(T, constants["BLOCK_Q"])
-    length = run_length(S, tiles, config, q_idx.device)
-    _index_logits_ragged_kernel[(tiles, cdiv(S, length))](
+    keys = keys_per_program(S, tiles, config, q_idx.device)
+    _index_logits_ragged_kernel[(tiles, cdiv(S, keys))](
         out,
         as_stored(q_idx, shape),
         w_idx,
@@ -146,7 +122,7 @@ def run(
         ends.contiguous(),
         T,
         S,
-        length,
+        keys,
         q_idx.stride(0),
         q_idx.stride(1),
         w_idx.stride(0),
@@ -182,11 +158,8 @@ def ragged_build(capability: int, dtype: torch.dtype, HI: int, DI: int, tokens: 
         **dict.fromkeys(("q", "k"), stored),
         **dict.fromkeys(("starts", "ends"), "*i32"),
     }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in _index_logits_ragged_kernel.arg_names
-    }
     return Build(
-        f"ragged-{str(dtype)[6:]}-HI{HI}-DI{DI}-n{tokens}", _index_logits_ragged_kernel, signature,
-        constants, config.num_warps, constants["STAGES"], capability, FP_FUSION,
+        f"ragged-{str(dtype)[6:]}-HI{HI}-DI{DI}-n{tokens}", _index_logits_ragged_kernel,
+        signature_of(_index_logits_ragged_kernel, constants, types), constants, config.num_warps,
+        constants["STAGES"], capability, FP_FUSION,
     )  # fmt: skip

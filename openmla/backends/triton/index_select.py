@@ -1,8 +1,8 @@
-"""index_select, Triton: keys chosen while they are scored, or after.
+"""index_select, Triton: keys selected while they are scored, or after.
 
-Where a prompt's rows are long and its tokens fill the machine, one kernel does both (_choose.py).
-Where they do not, or all scores take little room, columns are shared out instead: index_logits' and
-index_topk's own kernels, some rows after another.
+If a prompt's rows are long and its tokens fill the machine, one fused kernel does both
+(_choose.py). If not, or if all scores fit in little memory, keys are spread over programs instead:
+index_logits and index_topk, for one chunk of queries after another.
 """
 
 from __future__ import annotations
@@ -14,24 +14,37 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton import cache_write, index_logits, index_topk
-from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv
+from openmla.backends.triton import index_logits
+from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv, signature_of
 from openmla.backends.triton._choose import _index_select_kernel
-from openmla.backends.triton._index import FP8, Config, Shape, stored_type
-from openmla.backends.triton.index_topk import SPAN
+from openmla.backends.triton._index_tiles import (
+    FP8,
+    Config,
+    Shape,
+    keys_aligned,
+    paged_arguments,
+    paged_constants,
+    paged_shape,
+    programs_per_multiprocessor,
+    stored_type,
+    why_not_index,
+)
+from openmla.backends.triton._topk import SPAN
+from openmla.backends.triton._topk_launch import launch_topk
 from openmla.cache.format import get_format
 from openmla.hardware import multiprocessors
 
-SCORES = 64 << 20  # bytes held at once where scores are written down
-ROOM = 4096  # keys kept of a token, twice K or more; half as many are scored between two looks
-TOKENS = 4  # of a program, at most: what is kept of them passes through registers together
-LONG = 48  # times K keys. H200: at 32 the other way is 1 to 5 % faster, at 64 this one 2 %
+SCORE_BYTES = 64 << 20  # of a chunk of queries, where scores are written to memory
+CAPACITY = 4096  # keys kept of a token, at least twice K; half as many are scored in between
+TOKENS = 4  # of a program, at most: what is kept of them goes through registers together
+# Keys, in multiples of K, from which to fuse. H200: 1 to 5 % slower at 32, 2 % faster at 64.
+MIN_KEYS_OVER_K = 48
+MIN_UTILISATION = 0.8  # of the resident programs, averaged over waves
 FP_FUSION = True
-BUSY = 0.8  # share of the machine that tiles of tokens must keep busy
 
 
 def why_not(problem: Problem) -> str | None:
-    return index_logits.why_not(problem)
+    return why_not_index(problem)
 
 
 def run(
@@ -53,24 +66,22 @@ def run(
     if T == 0:
         return positions, lens
     capability = capability_of(q_idx.device)
-    shape = index_logits.paged_shape(q_idx.dtype, format, HI, DI, capability)
-    layout = cache_write.layout_of(format, DI, cut=DI)
-    aligned = cache_write.is_aligned(cache, layout)
+    shape = paged_shape(q_idx.dtype, format, HI, DI, capability)
     config, constants = constants_of(
         shape, format, cache.shape[1], cdiv(T, max(block_table.shape[0], 1)), capability,
-        aligned=aligned,
+        aligned=keys_aligned(cache, format, DI),
     )  # fmt: skip
-    slots = slots_of(config) * max(multiprocessors(q_idx.device), 1)
+    resident = programs_per_multiprocessor(config) * max(multiprocessors(q_idx.device), 1)
     tiles = cdiv(T, constants["BLOCK_Q"])
     tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
-    if not suits(T, num_keys, K, tiles, slots):
-        in_turns(*tensors, positions, lens, format=format, num_keys=num_keys)
+    if not is_fused(T, num_keys, K, tiles, resident):
+        select_in_chunks(*tensors, positions, lens, format=format, num_keys=num_keys)
         return positions, lens
-    programs = min(tiles, slots)
+    programs = min(tiles, resident)
     rows = (programs, constants["BLOCK_Q"])
-    scores = w_idx.new_empty((*rows, constants["STRETCH"]), dtype=torch.float32)
-    kept = row_lens.new_empty((*rows, 2, constants["ROOM"] + SPAN.value))
-    inputs, strides = index_logits.arguments_of(*tensors, shape)
+    scores = w_idx.new_empty((*rows, constants["CHUNK"]), dtype=torch.float32)
+    kept = row_lens.new_empty((*rows, 2, constants["CAPACITY"] + SPAN.value))
+    inputs, strides = paged_arguments(*tensors, shape)
     _index_select_kernel[(programs,)](
         positions,
         lens,
@@ -90,18 +101,13 @@ def run(
     return positions, lens
 
 
-def suits(T: int, num_keys: int, K: int, tiles: int, slots: int) -> bool:
-    """Whether to choose while scoring: there is much to write otherwise, rows are so long that the
-    first keys, of which most are kept and soon dropped, are few, and nobody waits long for the last
-    tiles."""
-    if 4 * T * num_keys <= SCORES or num_keys < LONG * K or ROOM < 2 * K:
+def is_fused(T: int, num_keys: int, K: int, tiles: int, resident: int) -> bool:
+    """Whether to select while scoring: scores would take much memory, rows are so long that the
+    first keys, most of which are kept and soon dropped, matter little, and the last wave is nearly
+    full."""
+    if 4 * T * num_keys <= SCORE_BYTES or num_keys < MIN_KEYS_OVER_K * K or CAPACITY < 2 * K:
         return False
-    return tiles >= BUSY * slots * cdiv(tiles, slots)
-
-
-def slots_of(config: Config) -> int:
-    """Programs a multiprocessor holds, or is given one after another."""
-    return 2 if config.columns == 256 else 4
+    return tiles >= MIN_UTILISATION * resident * cdiv(tiles, resident)
 
 
 def constants_of(
@@ -113,16 +119,16 @@ def constants_of(
     *,
     aligned: bool,
 ) -> tuple[Config, dict[str, Any]]:
-    config, constants = index_logits.constants_of(
+    config, constants = paged_constants(
         shape, format, BS, min(tokens, TOKENS), capability, aligned=aligned
     )
     del constants["FILL"]
-    constants["ROOM"] = ROOM
-    constants["STRETCH"] = ROOM // 2  # fits beside K
+    constants["CAPACITY"] = CAPACITY
+    constants["CHUNK"] = CAPACITY // 2  # fits beside K
     return config, constants
 
 
-def in_turns(
+def select_in_chunks(
     q_idx: Tensor,
     w_idx: Tensor,
     cache: Tensor,
@@ -135,32 +141,32 @@ def in_turns(
     format: str,
     num_keys: int,
 ) -> None:
-    """Scores of some rows, then their best, then more rows: turns of about equal size."""
+    """Scores of a chunk of queries, then their best keys; chunks of about equal size."""
     T = q_idx.shape[0]
     starts = torch.zeros_like(row_lens)
-    turns = cdiv(T, max(SCORES // (4 * max(num_keys, 1)), 1))
-    step = max(cdiv(T, max(turns, 1)), 1)
+    chunks = cdiv(T, max(SCORE_BYTES // (4 * max(num_keys, 1)), 1))
+    step = max(cdiv(T, max(chunks, 1)), 1)
     for i in range(0, T, step):
-        turn = slice(i, min(i + step, T))
+        chunk = slice(i, min(i + step, T))
         bounds = query_start_loc
         if step < T:
-            bounds = query_start_loc.clamp(turn.start, turn.stop) - turn.start
+            bounds = query_start_loc.clamp(chunk.start, chunk.stop) - chunk.start
         logits = index_logits.run(
-            q_idx[turn],
-            w_idx[turn],
+            q_idx[chunk],
+            w_idx[chunk],
             cache,
             block_table,
             bounds,
-            row_lens[turn],
+            row_lens[chunk],
             format=format,
             num_keys=num_keys,
         )
-        index_topk.choose_rows(logits, starts[turn], row_lens[turn], positions[turn], lens[turn])
-        del logits  # before the next turn's
+        launch_topk(logits, starts[chunk], row_lens[chunk], positions[chunk], lens[chunk])
+        del logits  # before the next ones are allocated
 
 
 def builds() -> Iterator[Build]:
-    """The models' heads; nothing is compiled for K."""
+    """The models' heads; no kernel specialises on K."""
     for capability in TARGETS:
         for HI in (64, 32):
             yield select_build(capability, FP8, "index_fp8", HI, 128, 64)
@@ -170,7 +176,7 @@ def builds() -> Iterator[Build]:
 def select_build(
     capability: int, dtype: torch.dtype, format: str, HI: int, DI: int, BS: int
 ) -> Build:
-    shape = index_logits.paged_shape(dtype, format, HI, DI, capability)
+    shape = paged_shape(dtype, format, HI, DI, capability)
     config, constants = constants_of(shape, format, BS, 4096, capability, aligned=True)
     types = {
         "scores": "*fp32",
@@ -182,11 +188,8 @@ def select_build(
             ("topk_positions", "topk_lens", "table", "query_start_loc", "row_lens"), "*i32"
         ),
     }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in _index_select_kernel.arg_names
-    }
     return Build(
         f"select-{format}-{str(dtype)[6:]}-HI{HI}-DI{DI}-BS{BS}", _index_select_kernel,
-        signature, constants, config.num_warps, constants["STAGES"], capability, FP_FUSION,
+        signature_of(_index_select_kernel, constants, types), constants, config.num_warps,
+        constants["STAGES"], capability, FP_FUSION,
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""index_write, Triton: indexer keys normalised, rotated, quantised and put into their slots.
+"""index_write, Triton: normalise, rotate and quantise indexer keys, store them in their slots.
 
 Computes  k = LayerNorm(k_raw[i]), R columns rotated by positions[i], times the Hadamard matrix if
-          asked for, all in float32; cache[slot // BS, slot % BS] = encode(k), byte for byte what
-          cache/format.py makes of it (specification: ops/index_write.py)
+          asked for, all in float32; cache[slot // BS, slot % BS] = encode(k), byte for byte as
+          cache/format.py encodes it (specification: ops/index_write.py)
 Grid      (T',): one program owns one key.
 Reads     k_raw [T, DI], norm_weight [DI], norm_bias [DI], positions [T'], table [Q, R],
           slot_mapping [T']
@@ -20,14 +20,27 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton import cache_write
-from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT, TARGETS, TYPES, Build
-from openmla.backends.triton._latent import PLAIN
-from openmla.backends.triton.cache_write import (
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    TYPES,
+    Build,
+    signature_of,
+)
+from openmla.backends.triton._cache_rows import (
+    FLOAT32_BYTES,
     INPUTS,
-    encode_e4m3,
-    group_scales,
-    places,
+    is_aligned,
+    layout_of,
+    quantize_groups,
+    row_constants,
+    row_offsets,
+    row_warps,
+)
+from openmla.backends.triton._primitives import (
+    PLAIN,
+    hadamard_transform,
+    rotate_in_row,
     round_to,
     store_bits,
     widen,
@@ -35,33 +48,22 @@ from openmla.backends.triton.cache_write import (
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
-FP_FUSION = False  # a key's bytes do not depend on what else was compiled
+FP_FUSION = False  # a key's bytes must not depend on how the compiler contracts
 
 
 @triton.jit
-def _normalise(k_raw, weight, bias, d, mask, mean, spread):
-    """Columns d of the normalised key, zeros where there are none."""
+def normalise(k_raw, weight, bias, d, mask, mean, std):
+    """Columns d of the normalised key, zeros outside the mask."""
     centred = widen(tl.load(k_raw + d, mask=mask, other=0.0)) - mean
-    scaled = tl.div_rn(centred, spread) * widen(tl.load(weight + d, mask=mask, other=0.0))
+    scaled = tl.div_rn(centred, std) * widen(tl.load(weight + d, mask=mask, other=0.0))
     return tl.where(mask, scaled + widen(tl.load(bias + d, mask=mask, other=0.0)), 0.0)
-
-
-@triton.jit
-def _hadamard(k, LOG2: tl.constexpr):
-    """k [2**LOG2] times the orthonormal Hadamard matrix. A step adds and subtracts neighbours and
-    moves the last bit of an index to the front: after LOG2 of them bits are where they were."""
-    N: tl.constexpr = 2**LOG2
-    for _ in tl.static_range(LOG2):
-        a, b = tl.split(tl.reshape(k, [N // 2, 2]))
-        k = tl.reshape(tl.trans(tl.join(a + b, a - b)), [N])
-    return k * (N**-0.5)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _index_write_kernel(
     cache, k_raw, norm_weight, norm_bias, positions, table, slot_mapping,
     eps, page, row_stride, k_raw_stride, position_stride, table_stride, slot_stride, N,
-    BS: tl.constexpr, KIND: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
+    BS: tl.constexpr, FORMAT: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
     ROPE_START: tl.constexpr, PAIRS: tl.constexpr, HADAMARD: tl.constexpr, LOG2: tl.constexpr,
     ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -80,45 +82,36 @@ def _index_write_kernel(
         mean = tl.div_rn(tl.sum(tl.sum(raw, 1), 0), DI * 1.0)
         centred = tl.where(mask, raw - mean, 0.0)
         variance = tl.div_rn(tl.sum(tl.sum(centred * centred, 1), 0), DI * 1.0)
-        spread = tl.sqrt_rn(variance + eps)
-        k = _normalise(k_raw, norm_weight, norm_bias, d, mask, mean, spread)
+        std = tl.sqrt_rn(variance + eps)
+        k = normalise(k_raw, norm_weight, norm_bias, d, mask, mean, std)
         if R > 0:
             HALF: tl.constexpr = R // 2
             r = d - ROPE_START
-            turned = mask & (r >= 0) & (r < R)
+            rotated = mask & (r >= 0) & (r < R)
             if PAIRS:
-                second = r % 2 == 1
+                is_second = r % 2 == 1
                 angle = r // 2
-                partner = tl.where(second, d - 1, d + 1)
+                partner = tl.where(is_second, d - 1, d + 1)
             else:
-                second = r >= HALF
-                angle = tl.where(second, r - HALF, r)
-                partner = tl.where(second, d - HALF, d + HALF)
-            other = _normalise(k_raw, norm_weight, norm_bias, partner, turned, mean, spread)
+                is_second = r >= HALF
+                angle = tl.where(is_second, r - HALF, r)
+                partner = tl.where(is_second, d - HALF, d + HALF)
+            other = normalise(k_raw, norm_weight, norm_bias, partner, rotated, mean, std)
             row = table + tl.load(positions + i * position_stride) * table_stride
-            cos = tl.load(row + angle, mask=turned, other=0.0)
-            sin = tl.load(row + HALF + angle, mask=turned, other=0.0)
-            # in the table's precision where that is more
-            along = k.to(cos.dtype) * cos
-            across = other.to(cos.dtype) * sin
-            k = tl.where(turned, tl.where(second, along + across, along - across), k)
-            k = k.to(tl.float32)
+            cos = tl.load(row + angle, mask=rotated, other=0.0)
+            sin = tl.load(row + HALF + angle, mask=rotated, other=0.0)
+            k = rotate_in_row(k, other, cos, sin, is_second, rotated)
         if HADAMARD:
-            k = _hadamard(tl.reshape(k, [BLOCK_G * BLOCK_C]), LOG2)
+            k = hadamard_transform(tl.reshape(k, [BLOCK_G * BLOCK_C]), LOG2)
             k = tl.reshape(k, [BLOCK_G, BLOCK_C])
-        values_at, scales_at, _ = places(
-            slot // BS, slot % BS, page, row_stride, BS, KIND, DI, 0, SCALES
+        values_at, scales_at, _ = row_offsets(
+            slot // BS, slot % BS, page, row_stride, BS, FORMAT, DI, 0, SCALES
         )
-        if KIND == PLAIN:
+        if FORMAT == PLAIN:
             stored = round_to(k, cache.dtype.element_ty, ASM)
         else:
-            scales = group_scales(k, KIND, EXACT)
-            if EXACT:
-                stored = encode_e4m3(tl.div_rn(k, scales[:, None]))
-            else:  # times one over a power of two is the quotient itself, rounded alike
-                stored = encode_e4m3(k * tl.div_rn(1.0, scales)[:, None])
-            bits = scales.to(tl.uint32, bitcast=True)
-            store_bits(cache + scales_at, bits, g < DI // GROUP, 4, ALIGNED)
+            stored, scale_bits = quantize_groups(k, FORMAT, EXACT)
+            store_bits(cache + scales_at, scale_bits, g < DI // GROUP, FLOAT32_BYTES, ALIGNED)
         tl.store(cache + values_at + d, stored, mask=mask)
 
 
@@ -147,7 +140,7 @@ def run(
     DI, R = k_raw.shape[1], table.shape[1]
     if slot_mapping.shape[0] == 0 or DI == 0:
         return
-    aligned = cache_write.is_aligned(cache, cache_write.layout_of(format, DI, cut=DI))
+    aligned = is_aligned(cache, layout_of(format, DI, cut=DI))
     constants = constants_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
     _index_write_kernel[(slot_mapping.shape[0],)](
         cache,
@@ -166,7 +159,7 @@ def run(
         slot_mapping.stride(0),
         N,
         **constants,
-        num_warps=cache_write.num_warps_of(constants),
+        num_warps=row_warps(constants),
         num_stages=1,
         enable_fp_fusion=FP_FUSION,
     )
@@ -183,8 +176,8 @@ def constants_of(
     *,
     aligned: bool,
 ) -> dict[str, Any]:
-    layout = cache_write.layout_of(format, DI, cut=DI)
-    constants = cache_write.constants_of(layout, 0, BS, aligned=aligned)
+    layout = layout_of(format, DI, cut=DI)
+    constants = row_constants(layout, 0, BS, aligned=aligned)
     for name in ("C", "MAIN", "ROPE", "BLOCK_R"):
         del constants[name]
     return constants | {
@@ -198,7 +191,7 @@ def constants_of(
 
 
 def builds() -> Iterator[Build]:
-    """Every way of storing keys of 128, as the models rotate them."""
+    """Keys of 128 in every format, rotated as the models do."""
     for capability in TARGETS:
         for format in ("index_fp8", "index_fp8_exact", "index_bf16"):
             for pairing in ("halves", "pairs"):
@@ -217,11 +210,8 @@ def write_build(
         **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
         "eps": "fp32",
     }
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in _index_write_kernel.arg_names
-    }
     return Build(
-        f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", _index_write_kernel, signature,
-        constants, cache_write.num_warps_of(constants), 1, capability, FP_FUSION,
+        f"index-write-{format}-{pairing}{'-hadamard' * hadamard}", _index_write_kernel,
+        signature_of(_index_write_kernel, constants, types), constants, row_warps(constants), 1,
+        capability, FP_FUSION,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""latent_write, Triton: one launch normalises, rotates and stores a step's rows and turns queries.
+"""latent_write, Triton: one launch normalises, rotates and stores rows, and rotates queries.
 
 Computes  kv[i] and q[i] in place, then encode(kv[i]) into its slot
           (specification: ops/latent_write.py; numbers: backends/reference/latent_write.py)
@@ -7,8 +7,8 @@ Grid      (T', 1 + cdiv(H, BLOCK_H)): one program owns a token's latent row, the
 Reads     q [T, H, E], kv [T, D], norm_weight [C], table [Q, R], positions and slots [T']
 Writes    q and kv in place, the slots' bytes
 
-A row is read back after a barrier to be stored: cache_write's own function encodes it then, and
-what is in the cache is what is in kv.
+A finished row is read back after a barrier and encoded as cache_write would: the cache holds what
+kv holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton import cache_write
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
@@ -31,70 +30,78 @@ from openmla.backends.triton._build import (
     cdiv,
     interpreted,
     next_power_of_2,
+    signature_of,
 )
-from openmla.backends.triton.cache_write import round_to, store_row, widen
+from openmla.backends.triton._cache_rows import (
+    is_aligned,
+    layout_of,
+    row_constants,
+    why_not_rows,
+    write_row,
+)
+from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
-FP_FUSION = False  # a row's bytes do not depend on what else was compiled
-ELEMENTS = 4096  # of a row
-QUERIES = 1024  # elements of a tile of heads: a program has more heads at the price of time alone
+FP_FUSION = False  # a row's bytes must not depend on how the compiler contracts
+ELEMENTS = 4096  # of a row, which one program holds in registers
+QUERY_ELEMENTS = 1024  # of a tile of heads: larger tiles only make programs fewer and longer
 
 
 @triton.jit
 def finish(
-    at, there, weight, table, eps, factor,
+    at, valid, weight, table, eps, factor,
     WIDTH: tl.constexpr, NORMED: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr,
     WEIGHTED: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `at` in place: the first NORMED of WIDTH columns normalised, the last R turned. What
-    turns is held as the two halves of its pairs; the others are columns 0 .. WIDTH - R - 1, of
-    which those past NORMED are not touched."""
+    """Rows at `at` in place: the first NORMED of WIDTH columns normalised, the last R rotated.
+    Those are held as the two halves of their pairs; of the others, columns past NORMED are not
+    touched."""
     dtype: tl.constexpr = at.dtype.element_ty
-    PLAIN: tl.constexpr = WIDTH - R
-    HELD: tl.constexpr = NORMED if NORMED < PLAIN else PLAIN
+    UNROTATED: tl.constexpr = WIDTH - R
+    HELD: tl.constexpr = NORMED if NORMED < UNROTATED else UNROTATED
     c = tl.arange(0, BLOCK)[None, :]
     pair = tl.arange(0, BLOCK_R)[None, :]
     if PAIRS:
-        first_at = PLAIN + 2 * pair
+        first_at = UNROTATED + 2 * pair
         second_at = first_at + 1
     else:
-        first_at = PLAIN + pair
+        first_at = UNROTATED + pair
         second_at = first_at + R // 2
-    mask = there[:, None] & (c < HELD)
-    mask_r = there[:, None] & (pair < R // 2)
+    mask = valid[:, None] & (c < HELD)
+    mask_r = valid[:, None] & (pair < R // 2)
     first = widen(tl.load(at[:, None] + first_at, mask=mask_r, other=0.0))
     second = widen(tl.load(at[:, None] + second_at, mask=mask_r, other=0.0))
     if NORMED > 0:
         values = widen(tl.load(at[:, None] + c, mask=mask, other=0.0))
         squares = tl.sum(values * values, 1)
-        if NORMED > PLAIN:
+        if NORMED > UNROTATED:
             squares += tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        share = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, NORMED) + eps))[:, None]
-        values = round_to(values * share, dtype, ASM)
+        inverse_rms = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, NORMED) + eps))[:, None]
+        values = round_to(values * inverse_rms, dtype, ASM)
         if WEIGHTED:
-            values = weigh(values, weight, c, c < HELD, factor, ASM)
-        if NORMED > PLAIN:
-            first = round_to(first * share, dtype, ASM)
-            second = round_to(second * share, dtype, ASM)
+            values = apply_weight(values, weight, c, c < HELD, factor, ASM)
+        if NORMED > UNROTATED:
+            first = round_to(first * inverse_rms, dtype, ASM)
+            second = round_to(second * inverse_rms, dtype, ASM)
             if WEIGHTED:
-                first = weigh(first, weight, first_at, pair < R // 2, factor, ASM)
-                second = weigh(second, weight, second_at, pair < R // 2, factor, ASM)
+                first = apply_weight(first, weight, first_at, pair < R // 2, factor, ASM)
+                second = apply_weight(second, weight, second_at, pair < R // 2, factor, ASM)
             first = widen(first)
             second = widen(second)
         tl.store(at[:, None] + c, values, mask=mask)
     if R > 0:
         cos = tl.load(table + pair, mask=pair < R // 2, other=0.0).to(tl.float32)
         sin = tl.load(table + R // 2 + pair, mask=pair < R // 2, other=0.0).to(tl.float32)
-        turned = round_to(first * cos - second * sin, dtype, ASM)
-        tl.store(at[:, None] + first_at, turned, mask=mask_r)
-        turned = round_to(second * cos + first * sin, dtype, ASM)
-        tl.store(at[:, None] + second_at, turned, mask=mask_r)
+        rotated = round_to(rotate_first(first, second, cos, sin), dtype, ASM)
+        tl.store(at[:, None] + first_at, rotated, mask=mask_r)
+        rotated = round_to(rotate_second(first, second, cos, sin), dtype, ASM)
+        tl.store(at[:, None] + second_at, rotated, mask=mask_r)
 
 
 @triton.jit
-def weigh(values, weight, columns, mask, factor, ASM: tl.constexpr):
-    """Times the norm's weight, then the factor, each rounded."""
+def apply_weight(values, weight, columns, mask, factor, ASM: tl.constexpr):
+    """Times the norm's weight, then the factor, rounding after each."""
     weights = widen(tl.load(weight + columns, mask=mask, other=0.0))
     weighted = round_to(widen(values) * weights, values.dtype, ASM)
     return tl.where(factor == 1.0, weighted, round_to(widen(weighted) * factor, values.dtype, ASM))
@@ -107,14 +114,14 @@ def _latent_write_kernel(
     N, eps, factor,
     H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
     NORMED_Q: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_TURNED: tl.constexpr,
-    BS: tl.constexpr, C: tl.constexpr, KIND: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
+    BS: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
     ASM: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if not UPCAST:  # inside a compiled graph they may arrive as fp64; interpreted, as Python's
+    if not UPCAST:  # fp64 from a compiled graph; in the interpreter Python floats
         eps = eps.to(tl.float32)
         factor = factor.to(tl.float32)
     if R > 0:
@@ -124,27 +131,27 @@ def _latent_write_kernel(
         one = tl.arange(0, 1)
         finish(
             row + one, one == 0, norm_weight, table, eps, factor, D, NORMED, R, PAIRS, True, ASM,
-            BLOCK_D, BLOCK_TURNED,
+            BLOCK_D, BLOCK_PAIRS,
         )  # fmt: skip
         slot = tl.load(slot_mapping + i * slot_stride)
         tl.debug_barrier()
         if (slot >= 0) & (slot // BS < N):
-            store_row(
-                cache, row, row + C, slot, kv_scale, page, row_stride, BS, C, KIND, MAIN, ROPE,
+            write_row(
+                cache, row, row + C, slot, kv_scale, page, row_stride, BS, C, FORMAT, MAIN, ROPE,
                 GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
             )  # fmt: skip
     else:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         finish(
             q + i * q_token + heads * q_head, heads < H, norm_weight, table, eps, factor, E,
-            NORMED_Q, R, PAIRS, False, ASM, BLOCK_E, BLOCK_TURNED,
+            NORMED_Q, R, PAIRS, False, ASM, BLOCK_E, BLOCK_PAIRS,
         )  # fmt: skip
 
 
 def why_not(problem: Problem) -> str | None:
     if problem.E > ELEMENTS or problem.D > ELEMENTS:
         return f"holds rows of up to {ELEMENTS} values, these are {problem.D} and {problem.E}"
-    return cache_write.why_not(problem)
+    return why_not_rows(problem)
 
 
 def run(
@@ -169,10 +176,10 @@ def run(
     R = 0 if table is None else table.shape[1]
     constants = constants_of(
         format, H, E, D, R, norm_weight.shape[0], cache.shape[1], pairing, norm_queries,
-        aligned=cache_write.is_aligned(cache, cache_write.layout_of(format, D, cut=D)),
+        aligned=is_aligned(cache, layout_of(format, D, cut=D)),
     )  # fmt: skip
-    turning = H if R or norm_queries else 0
-    _latent_write_kernel[(n, 1 + cdiv(turning, constants["BLOCK_H"]))](
+    heads = H if R or norm_queries else 0  # that need a program
+    _latent_write_kernel[(n, 1 + cdiv(heads, constants["BLOCK_H"]))](
         cache.view(torch.uint8) if format == "fp8" else cache,
         q,
         kv,
@@ -203,10 +210,10 @@ def constants_of(
     format: str, H: int, E: int, D: int, R: int, normed: int, BS: int, pairing: str,
     norm_queries: bool, *, aligned: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    plain = next_power_of_2(max(E - R, 1)) if norm_queries else 1
-    turned = next_power_of_2(max(R // 2, 1))
-    layout = cache_write.layout_of(format, D, cut=D)
-    stored = cache_write.constants_of(layout, D, BS, aligned=aligned)
+    unrotated = next_power_of_2(max(E - R, 1)) if norm_queries else 1
+    pairs = next_power_of_2(max(R // 2, 1))
+    layout = layout_of(format, D, cut=D)
+    stored = row_constants(layout, D, BS, aligned=aligned)
     return {
         **stored,
         "H": H,
@@ -216,16 +223,16 @@ def constants_of(
         "NORMED_Q": E if norm_queries else 0,
         "R": R,
         "PAIRS": pairing == "pairs",
-        "BLOCK_H": min(next_power_of_2(H), max(QUERIES // max(plain, 2 * turned), 1)),
-        "BLOCK_E": plain,
+        "BLOCK_H": min(next_power_of_2(H), max(QUERY_ELEMENTS // max(unrotated, 2 * pairs), 1)),
+        "BLOCK_E": unrotated,
         "BLOCK_D": next_power_of_2(max(D - R, 1)),
-        "BLOCK_TURNED": turned,
+        "BLOCK_PAIRS": pairs,
         "UPCAST": interpreted(),
     }
 
 
 def builds() -> Iterator[Build]:
-    """V3's and V4's rows, each way they are stored."""
+    """V3's and V4's rows, in each of their formats."""
     for capability in TARGETS:
         for format in ("bf16", "fp8", "fp8_ds_mla"):
             yield write_build(capability, format, 128, 192, 576, 512, norm_queries=False)
@@ -234,24 +241,18 @@ def builds() -> Iterator[Build]:
 
 
 def write_build(
-    capability: int, format: str, H: int, E: int, D: int, normed: int, *, norm_queries: bool,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Build:  # fmt: skip
+    capability: int, format: str, H: int, E: int, D: int, normed: int, *, norm_queries: bool
+) -> Build:
     constants = constants_of(format, H, E, D, 64, normed, 64, "pairs", norm_queries, aligned=True)
     types = {
-        "cache": TYPES.get(get_format(format).dtype, "u8"),
-        **dict.fromkeys(("q", "kv", "norm_weight"), TYPES[dtype]),
-        **dict.fromkeys(("positions", "slot_mapping"), "i64"),
-        **dict.fromkeys(("kv_scale", "table"), "fp32"),
+        "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
+        **dict.fromkeys(("q", "kv", "norm_weight"), "*bf16"),
+        **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
+        **dict.fromkeys(("kv_scale", "table"), "*fp32"),
+        **dict.fromkeys(("eps", "factor"), "fp32"),
     }
-    scalars = dict.fromkeys(("eps", "factor"), "fp32")
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else "*" + types[name]
-        if name in types
-        else scalars.get(name, "i32")
-        for name in _latent_write_kernel.arg_names
-    }
-    name = f"latent-write-{format}-H{H}-E{E}"
-    return Build(name, _latent_write_kernel, signature, constants, 4, 1, capability, FP_FUSION)
+    return Build(
+        f"latent-write-{format}-H{H}-E{E}", _latent_write_kernel,
+        signature_of(_latent_write_kernel, constants, types), constants, 4, 1, capability,
+        FP_FUSION,
+    )  # fmt: skip

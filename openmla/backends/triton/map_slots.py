@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, next_power_of_2
-from openmla.backends.triton._latent import request_of
+from openmla.backends.triton._build import TARGETS, Build, next_power_of_2, signature_of
+from openmla.backends.triton._primitives import request_of
 
 POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
+POSITIONS = 2048  # of a tile, at most: 8 per thread of 8 warps
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -43,30 +44,30 @@ def _map_slots_kernel(
     row = positions + t.to(tl.int64) * row_stride
     table = block_table + tl.minimum(b, B - 1).to(tl.int64) * table_stride
     out = slots + t.to(tl.int64) * out_stride
-    # of no request none; 3.9's interpreter takes no mask made of a scalar condition
+    # no columns without a request; 3.9's interpreter takes no mask made of a scalar condition
     columns = tl.where(b < B, M, 0)
-    found = 0
+    count = 0
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         p = tl.load(row + k, mask=k < K, other=-1)
-        turn = p.to(tl.uint32) // INTERLEAVE
-        local = turn // CP_SIZE * INTERLEAVE + p.to(tl.uint32) % INTERLEAVE
+        stripe = p.to(tl.uint32) // INTERLEAVE
+        local = stripe // CP_SIZE * INTERLEAVE + p.to(tl.uint32) % INTERLEAVE
         column = (local // BS).to(tl.int32)
-        mine = (p >= 0) & ((turn % CP_SIZE).to(tl.int32) == cp_rank) & (column < columns)
-        block = tl.load(table + column.to(tl.int64) * column_stride, mask=mine, other=-1)
-        mine &= (block >= 0) & (block < num_blocks)
-        slot = tl.where(mine, block * BS + (local % BS).to(tl.int32), -1)
+        owned = (p >= 0) & ((stripe % CP_SIZE).to(tl.int32) == cp_rank) & (column < columns)
+        block = tl.load(table + column.to(tl.int64) * column_stride, mask=owned, other=-1)
+        owned &= (block >= 0) & (block < num_blocks)
+        slot = tl.where(owned, block * BS + (local % BS).to(tl.int32), -1)
         if COMPACT:
-            at = found + tl.cumsum(mine.to(tl.int32), 0) - 1
-            tl.store(out + at, slot, mask=mine)
+            at = count + tl.cumsum(owned.to(tl.int32), 0) - 1
+            tl.store(out + at, slot, mask=owned)
         else:
             tl.store(out + k, slot, mask=k < K)
-        found += tl.sum(mine.to(tl.int32), 0)
+        count += tl.sum(owned.to(tl.int32), 0)
     if COMPACT:
         for first in range(0, K, BLOCK_K):
             k = first + tl.arange(0, BLOCK_K)
-            tl.store(out + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= found) & (k < K))
-    tl.store(slot_lens + t, found)
+            tl.store(out + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < K))
+    tl.store(slot_lens + t, count)
 
 
 def why_not(problem: Problem) -> str | None:
@@ -116,42 +117,33 @@ def run(
 
 def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> dict[str, Any]:
     return {
+        # clamped to their types: positions, of 31 bits, cannot tell the difference
         "BS": min(BS, 2**31 - 1),
-        "CP_SIZE": min(cp_size, 2**32 - 1),  # positions, of 31 bits, cannot tell the difference
+        "CP_SIZE": min(cp_size, 2**32 - 1),
         "INTERLEAVE": min(interleave, 2**32 - 1),
         "COMPACT": compact,
-        "BLOCK_K": min(next_power_of_2(max(K, 32)), 2048),
+        "BLOCK_K": min(next_power_of_2(max(K, 32)), POSITIONS),
     }
 
 
 def num_warps_of(constants: dict[str, Any]) -> int:
-    """Eight positions per thread."""
+    """Eight positions per thread, 256 a warp."""
     return min(max(constants["BLOCK_K"] // 256, 1), 8)
 
 
 def builds() -> Iterator[Build]:
-    """One rank, and one of eight that keeps its own in front, per target."""
+    """A single rank, and one of eight that compacts its own, per target."""
     for capability in TARGETS:
         yield map_build(capability, 2048)
         yield map_build(capability, 2048, cp_size=8, compact=True)
         yield map_build(capability, 512)
 
 
-def map_build(
-    capability: int,
-    K: int,
-    *,
-    BS: int = 64,
-    cp_size: int = 1,
-    interleave: int = 1,
-    compact: bool = False,
-) -> Build:
-    constants = constants_of(K, BS, cp_size, interleave, compact)
-    signature = {
-        name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
-        for name in _map_slots_kernel.arg_names
-    }
+def map_build(capability: int, K: int, *, cp_size: int = 1, compact: bool = False) -> Build:
+    constants = constants_of(K, 64, cp_size, 1, compact)
+    types = dict.fromkeys(POINTERS, "*i32")
     return Build(
-        f"map-K{K}-cp{cp_size}", _map_slots_kernel, signature, constants,
-        num_warps_of(constants), 1, capability, FP_FUSION,
+        f"map-K{K}-cp{cp_size}", _map_slots_kernel,
+        signature_of(_map_slots_kernel, constants, types), constants, num_warps_of(constants), 1,
+        capability, FP_FUSION,
     )  # fmt: skip

@@ -22,26 +22,19 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     TARGETS,
-    TYPES,
     Build,
     assembly,
     cdiv,
     next_power_of_2,
+    signature_of,
 )
-from openmla.backends.triton.cache_write import round_to, widen
+from openmla.backends.triton._primitives import round_to, widen_to
+
+ELEMENTS = 2048  # of a tile: 16 per thread and side
+ROWS = 128  # of a tile, at most
 
 LAUNCHES = 1
 FP_FUSION = True
-
-
-@triton.jit
-def _wide(values, dtype: tl.constexpr):
-    """As float32 or float64."""
-    if values.dtype == dtype:
-        wide = values
-    else:
-        wide = widen(values).to(dtype)
-    return wide
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -57,31 +50,31 @@ def _merge_states_kernel(
     t, h = row // H, row % H
     lse_at = lse + t * lse_token + h * lse_head
     other_lse_at = other_lse + t * other_lse_token + h * other_lse_head
-    mine = _wide(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
-    other = _wide(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
-    # NaN fails both comparisons: +inf and NaN are empty sides as -inf is
-    seen = (mine > float("-inf")) & (mine < float("inf"))
-    other_seen = (other > float("-inf")) & (other < float("inf"))
-    mine = tl.where(seen, mine, float("-inf"))
-    other = tl.where(other_seen, other, float("-inf"))
-    largest = tl.maximum(mine, other)
-    largest = tl.where(seen | other_seen, largest, 0.0)
-    weight = tl.exp(mine - largest)
-    other_weight = tl.exp(other - largest)
-    total = tl.where(seen | other_seen, weight + other_weight, 1.0)
-    merged = tl.where(seen | other_seen, largest + tl.log(total), float("-inf"))
-    weight = (weight / total)[:, None]
-    other_weight = (other_weight / total)[:, None]
-    # lse may be other_lse: no warp writes it before all have read it
+    own = widen_to(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
+    other = widen_to(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
+    # NaN fails both comparisons: a side with +inf or NaN counts as empty, as one with -inf does
+    valid = (own > float("-inf")) & (own < float("inf"))
+    other_valid = (other > float("-inf")) & (other < float("inf"))
+    own = tl.where(valid, own, float("-inf"))
+    other = tl.where(other_valid, other, float("-inf"))
+    larger = tl.maximum(own, other)
+    larger = tl.where(valid | other_valid, larger, 0.0)
+    weight = tl.exp(own - larger)
+    other_weight = tl.exp(other - larger)
+    total_weight = tl.where(valid | other_valid, weight + other_weight, 1.0)
+    merged = tl.where(valid | other_valid, larger + tl.log(total_weight), float("-inf"))
+    weight = (weight / total_weight)[:, None]
+    other_weight = (other_weight / total_weight)[:, None]
+    # lse may alias other_lse: no warp may write it before all have read it
     tl.debug_barrier()
     tl.store(lse_at, merged.to(lse.dtype.element_ty), mask=mask)
     at = (out + t * out_token + h * out_head)[:, None]
     other_at = (other_out + t * other_out_token + h * other_out_head)[:, None]
     for start in range(0, V, BLOCK_V):
         v = (start + tl.arange(0, BLOCK_V))[None, :]
-        columns = tl.load(at + v, mask=seen[:, None] & (v < V), other=0.0)
-        others = tl.load(other_at + v, mask=other_seen[:, None] & (v < V), other=0.0)
-        values = _wide(columns, dtype) * weight + _wide(others, dtype) * other_weight
+        columns = tl.load(at + v, mask=valid[:, None] & (v < V), other=0.0)
+        others = tl.load(other_at + v, mask=other_valid[:, None] & (v < V), other=0.0)
+        values = widen_to(columns, dtype) * weight + widen_to(others, dtype) * other_weight
         tl.store(at + v, round_to(values, out.dtype.element_ty, ASM), mask=mask[:, None] & (v < V))
 
 
@@ -94,7 +87,7 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     if T * H == 0:
         return
     tensors = (out, lse, other_out, other_lse)
-    constants = constants_of(H, V, any(tensor.dtype == torch.float64 for tensor in tensors))
+    constants = constants_of(H, V, double=any(t.dtype == torch.float64 for t in tensors))
     _merge_states_kernel[(cdiv(T * H, constants["BLOCK_N"]),)](
         *tensors,
         *(stride for tensor in tensors for stride in tensor.stride()[:2]),
@@ -106,15 +99,14 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     )
 
 
-def constants_of(H: int, V: int, double: bool) -> dict[str, Any]:
-    """A tile of 2048 values: 16 per thread and side."""
-    block_v = next_power_of_2(min(max(V, 1), 2048))
+def constants_of(H: int, V: int, *, double: bool) -> dict[str, Any]:
+    block_v = next_power_of_2(min(max(V, 1), ELEMENTS))
     return {
         "H": H,
         "V": V,
         "dtype": tl.float64 if double else tl.float32,
         "ASM": assembly(),
-        "BLOCK_N": min(2048 // block_v, 128),
+        "BLOCK_N": min(ELEMENTS // block_v, ROWS),
         "BLOCK_V": block_v,
     }
 
@@ -126,19 +118,14 @@ def builds() -> Iterator[Build]:
             yield merge_build(capability, H, V)
 
 
-def merge_build(capability: int, H: int, V: int, dtype: torch.dtype = torch.bfloat16) -> Build:
-    constants = constants_of(H, V, dtype == torch.float64)
+def merge_build(capability: int, H: int, V: int) -> Build:
+    constants = constants_of(H, V, double=False)
     types = {
-        "out": TYPES[dtype],
-        "other_out": TYPES[dtype],
-        "lse": "fp32",
-        "other_lse": "fp32",
-    }
-    signature = {
-        name: "constexpr" if name in constants else "*" + types[name] if name in types else "i32"
-        for name in _merge_states_kernel.arg_names
+        **dict.fromkeys(("out", "other_out"), "*bf16"),
+        **dict.fromkeys(("lse", "other_lse"), "*fp32"),
     }
     return Build(
-        f"merge-H{H}-V{V}", _merge_states_kernel, signature, constants, 4, 1, capability,
+        f"merge-H{H}-V{V}", _merge_states_kernel,
+        signature_of(_merge_states_kernel, constants, types), constants, 4, 1, capability,
         FP_FUSION,
     )  # fmt: skip

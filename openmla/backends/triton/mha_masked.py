@@ -1,4 +1,4 @@
-"""mha_masked, Triton: the key tiles that some query of a tile selects, and in them its bits."""
+"""mha_masked, Triton: only key tiles that some query of a tile selects, masked by its bits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha import mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import mha_builds, run_mha, why_not_mha
 
-LAUNCHES = 2  # the first lists key tiles
+LAUNCHES = 2  # the first lists the key tiles
 
 
 def efficiency(problem: Problem) -> float:

@@ -1,4 +1,4 @@
-"""mha_ragged, Triton: packed requests of any lengths, causal or not, nothing read by the host."""
+"""mha_ragged, Triton: packed requests of any lengths, causal or not, no host reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha import mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import mha_builds, run_mha, why_not_mha
 
 LAUNCHES = 1
 

@@ -1,4 +1,4 @@
-"""mqa_paged, Triton: a token's rows through the block table, in the runs the plan cut."""
+"""mqa_paged, Triton: a token's rows through the block table, split into runs by the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mqa_sparse, Triton: segments of any kind, rows cut into runs where tokens are few."""
+"""mqa_sparse, Triton: segments of any kind, rows split into runs when tokens are few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openmla.backends.triton._launch import run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
-# not measured: from so many tokens on attention takes ten times as long as mapping their rows
+# Tokens from which mapping positions to slots is a tenth of the attention: an estimate.
 MAPPED_TOKENS = 256
 
 
@@ -28,8 +28,8 @@ def efficiency(problem: Problem) -> float:
 
 
 def prefers_slots(problem: Problem) -> bool:
-    """Whether slots, cheaper to read, are worth the launch that maps positions to them. Rows that
-    are decoded once for all tokens are named by their place in the copy anyway."""
+    """Whether slots, which save a load per row, are worth the launch that maps positions to them.
+    Packed rows are decoded once for many tokens, which maps them anyway."""
     return problem.tokens > MAPPED_TOKENS and problem.format != "fp8_ds_mla"
 
 

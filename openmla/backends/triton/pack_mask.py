@@ -2,7 +2,7 @@
 
 Computes  bit j of mask[t] set if some topk_positions[t, k] == key_starts[t] + j, 0 <= j <
           key_lens[t] (specification: ops/pack_mask.py)
-Grid      (T,): one program owns one row of the mask: clears its words, then sets bits in them.
+Grid      (T,): one program owns one row of the mask: it clears the words, then sets bits in them.
 Reads     topk_positions [T, K], key_starts [T], key_lens [T]
 Writes    mask [T, num_words]
 Limits    see why_not()
@@ -25,9 +25,12 @@ from openmla.backends.triton._build import (
     TARGETS,
     Build,
     next_power_of_2,
+    signature_of,
 )
 
 POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
+POSITIONS = 2048  # of a tile, at most: 8 per thread of 8 warps
+WORDS = 1024  # cleared at a time
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -46,14 +49,14 @@ def _pack_mask_kernel(
     for first in range(0, num_words, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         tl.store(words + w, tl.zeros([BLOCK_W], tl.int32), mask=w < num_words)
-    tl.debug_barrier()  # no bit is set in a word that is yet to be cleared
+    tl.debug_barrier()  # every word is cleared before a bit is set in it
     start = tl.load(key_starts + t)
     n = tl.load(key_lens + t)
     row = topk_positions + t * row_stride
     for first in range(0, K, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
         p = tl.load(row + k, mask=k < K, other=-1)
-        j = p - start  # of a key before the range negative, even where it wraps around
+        j = p - start  # negative for a key before the range, even if it wraps around
         inside = (p >= 0) & (j >= 0) & (j < n) & ((j >> 5) < num_words)
         bit = (tl.full([BLOCK_K], 1, tl.uint32) << (j & 31).to(tl.uint32)).to(
             tl.int32, bitcast=True
@@ -87,12 +90,12 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
 
 
 def constants_of(K: int) -> dict[str, Any]:
-    """The words of a row do not tell: a longer context is no reason for another kernel."""
-    return {"BLOCK_K": min(next_power_of_2(max(K, 32)), 2048), "BLOCK_W": 1024}
+    """Independent of the words of a row: a longer context must not recompile the kernel."""
+    return {"BLOCK_K": min(next_power_of_2(max(K, 32)), POSITIONS), "BLOCK_W": WORDS}
 
 
 def num_warps_of(constants: dict[str, Any]) -> int:
-    """Eight positions per thread."""
+    """Eight positions per thread, 256 a warp."""
     return min(max(constants["BLOCK_K"] // 256, 1), 8)
 
 
@@ -105,17 +108,8 @@ def builds() -> Iterator[Build]:
 
 def pack_build(capability: int, K: int) -> Build:
     constants = constants_of(K)
-    signature = {
-        name: "constexpr" if name in constants else "*i32" if name in POINTERS else "i32"
-        for name in _pack_mask_kernel.arg_names
-    }
+    types = dict.fromkeys(POINTERS, "*i32")
     return Build(
-        f"pack-K{K}",
-        _pack_mask_kernel,
-        signature,
-        constants,
-        num_warps_of(constants),
-        1,
-        capability,
-        FP_FUSION,
-    )
+        f"pack-K{K}", _pack_mask_kernel, signature_of(_pack_mask_kernel, constants, types),
+        constants, num_warps_of(constants), 1, capability, FP_FUSION,
+    )  # fmt: skip

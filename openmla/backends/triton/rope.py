@@ -22,16 +22,15 @@ from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
-    TYPES,
     Build,
     assembly,
     cdiv,
     next_power_of_2,
+    signature_of,
 )
-from openmla.backends.triton.cache_write import round_to
-from openmla.backends.triton.merge_states import _wide
+from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen_to
 
-VALUES = 4096  # of a program's tile: 32 per thread
+ELEMENTS = 4096  # of a program's tile: 32 per thread of 4 warps, 1024 a warp
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -47,13 +46,13 @@ def _rope_kernel(
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     i = tl.arange(0, BLOCK_I)
     angles = table + tl.load(positions + t * positions_stride) * table_stride + i
-    cos = _wide(tl.load(angles, mask=i < HALF, other=0.0), dtype)[None, :]
-    sin = _wide(tl.load(angles + HALF, mask=i < HALF, other=0.0), dtype)[None, :]
+    cos = widen_to(tl.load(angles, mask=i < HALF, other=0.0), dtype)[None, :]
+    sin = widen_to(tl.load(angles + HALF, mask=i < HALF, other=0.0), dtype)[None, :]
     if INVERSE:
         sin = -sin
     at = (x + t * x_token + heads.to(tl.int64) * x_head)[:, None]
     mask = (heads < H)[:, None] & (i < HALF)[None, :]
-    if PAIRS:  # both columns of an angle in one load
+    if PAIRS:  # both columns of a pair in one load
         c = tl.arange(0, 2 * BLOCK_I)[None, :]
         mask_c = (heads < H)[:, None] & (c < 2 * HALF)
         both = tl.load(at + c, mask=mask_c, other=0.0)
@@ -61,11 +60,11 @@ def _rope_kernel(
     else:
         first = tl.load(at + i[None, :], mask=mask, other=0.0)
         second = tl.load(at + (HALF + i)[None, :], mask=mask, other=0.0)
-    a = _wide(first, dtype)
-    b = _wide(second, dtype)
-    new_first = round_to(a * cos - b * sin, x.dtype.element_ty, ASM)
-    new_second = round_to(b * cos + a * sin, x.dtype.element_ty, ASM)
-    tl.debug_barrier()  # threads may hold the same columns: nothing is written before all have read
+    a = widen_to(first, dtype)
+    b = widen_to(second, dtype)
+    new_first = round_to(rotate_first(a, b, cos, sin), x.dtype.element_ty, ASM)
+    new_second = round_to(rotate_second(a, b, cos, sin), x.dtype.element_ty, ASM)
+    tl.debug_barrier()  # threads may hold the same columns: all must have read before any writes
     if PAIRS:
         both = tl.reshape(tl.join(new_first, new_second), [BLOCK_H, 2 * BLOCK_I])
         tl.store(at + c, both, mask=mask_c)
@@ -104,7 +103,7 @@ def constants_of(
     H: int, R: int, *, pairing: str, inverse: bool, double: bool
 ) -> tuple[dict[str, Any], int]:
     block_i = next_power_of_2(R // 2)
-    block_h = min(next_power_of_2(H), max(VALUES // (2 * block_i), 1))
+    block_h = min(next_power_of_2(H), max(ELEMENTS // (2 * block_i), 1))
     constants = {
         "H": H,
         "HALF": R // 2,
@@ -125,16 +124,10 @@ def builds() -> Iterator[Build]:
             yield rope_build(capability, 128, 64, pairing)
 
 
-def rope_build(
-    capability: int, H: int, R: int, pairing: str, dtype: torch.dtype = torch.bfloat16
-) -> Build:
+def rope_build(capability: int, H: int, R: int, pairing: str) -> Build:
     constants, num_warps = constants_of(H, R, pairing=pairing, inverse=False, double=False)
-    pointers = {"x": "*" + TYPES[dtype], "positions": "*i64", "table": "*fp32"}
-    signature = {
-        name: "constexpr" if name in constants else pointers.get(name, "i32")
-        for name in _rope_kernel.arg_names
-    }
+    types = {"x": "*bf16", "positions": "*i64", "table": "*fp32"}
     return Build(
-        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature, constants, num_warps, 1, capability,
-        FP_FUSION,
+        f"rope-{pairing}-H{H}-R{R}", _rope_kernel, signature_of(_rope_kernel, constants, types),
+        constants, num_warps, 1, capability, FP_FUSION,
     )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Launching expanded attention: tiles by shared memory, and what is built ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    GFX942,
+    SHARED_MEMORY,
+    TARGETS,
+    TYPES,
+    Build,
+    capability_of,
+    cdiv,
+    interpreted,
+    nearest_target,
+    next_power_of_2,
+    signature_of,
+)
+from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
+from openmla.backends.triton._versions import JOINS_BRANCHES
+
+PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
+ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
+WIDEST = 512  # columns of a head
+FP_FUSION = True
+RESERVED = 1024  # bytes of shared memory for barriers and reductions
+# Queries of a tile too wide to hold 128 or 64 of: by target, 64 elsewhere.
+WIDE_BLOCK_M = {**dict.fromkeys(SMALL, 32), GFX942: 16}
+LISTED_WORDS = 64  # mask words of a query that _list_tiles_kernel looks at together
+
+
+class Config(NamedTuple):
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def blocks_of(E: int, V: int) -> tuple[int, int, int]:
+    """Columns of the two key tiles, the largest power of two in E and the rest, and of values."""
+    block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)
+    block_b = max(next_power_of_2(max(E - block_a, 1)), 16)
+    return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
+
+
+def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool) -> Config:
+    """The tile for given widths: as many keys as fit in shared memory with two more tiles in flight
+    while one is used. Loads are issued at the end of an iteration: with fewer, each is waited for
+    at once. Asynchronous products still read a tile when the next iteration starts: one more.
+    """
+    block_a, block_b, block_v = blocks_of(E, V)
+    columns = block_a + (block_b if block_a < E else 0)
+    target = nearest_target(capability)
+    asynchronous = target in ASYNC
+    if dtype == torch.float32:  # float32 products hold whole rows in registers
+        return Config(16, 32, 8, 1)
+    block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
+    if columns + block_v > 512 or (columns > 256 and not asynchronous):  # accumulators would spill
+        block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
+    free = SHARED_MEMORY[target] - RESERVED - 2 * block_m * columns
+    key_bytes = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
+    lengths = (128, 64, 32) if asynchronous else (64, 32)
+    if JOINS_BRANCHES and not asynchronous and block_m == 128:
+        lengths = (32,)  # longer tiles spill
+    for block_n in lengths:
+        # with 4 warps softmax weights go through shared memory between the two products
+        weights = 2 * block_m * block_n if num_warps == 4 else 0
+        tiles = (free - weights) // (block_n * key_bytes)
+        if tiles >= (3 if asynchronous else 2):
+            stages = 4 if asynchronous and bits and tiles > 3 else 3
+            return Config(block_m, block_n, num_warps, stages)
+        if asynchronous and (block_n, tiles) == (64, 2):  # H200: faster than 32 keys and 3 stages
+            return Config(block_m, block_n, num_warps, 2)
+    return Config(block_m, 32, num_warps, 2)
+
+
+def why_not_mha(problem: Problem) -> str | None:
+    if problem.dtype not in PRODUCTS:
+        return f"takes 16- and 32-bit queries, this is {problem.dtype}"
+    if max(problem.E, problem.V) > WIDEST:
+        return f"takes heads up to {WIDEST} wide, these are {max(problem.E, problem.V)}"
+    return None
+
+
+def run_mha(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    max_key_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Launch over all queries; the launch does not depend on the contents of start_locs or mask."""
+    (T, H, E), V = q.shape, v.shape[2]
+    # the interpreter truncates where it should round: let torch round
+    out = q.new_empty((T, H, V), dtype=torch.float32 if interpreted() else q.dtype)
+    lse = q.new_empty((T, H), dtype=torch.float32)
+    if T * H == 0:
+        return out.to(q.dtype), lse
+    bits = mask is not None
+    config = config_of(q.dtype, E, V, capability_of(q.device), bits=bits)
+    query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
+    B = query_start_loc.shape[0] - 1
+    grid = T // config.block_m + B + 1
+    tiles = num_tiles = query_start_loc
+    if mask is not None:
+        tiles = mask.new_empty((grid, cdiv(max_key_len, config.block_n)))
+        num_tiles = mask.new_empty((grid,))
+        _list_tiles_kernel[(grid,)](
+            mask,
+            query_start_loc,
+            key_start_loc,
+            tiles,
+            num_tiles,
+            T,
+            B,
+            mask.stride(0),
+            tiles.stride(0),
+            **list_constants(config),
+            num_warps=8,
+            num_stages=1,
+            enable_fp_fusion=FP_FUSION,
+        )
+    constants = constants_of(
+        q.dtype, H, E, V, config, (k.stride(0), v.stride(0)), causal=causal, bits=bits,
+    )  # fmt: skip
+    _mha_kernel[(grid, H)](
+        q,
+        k,
+        v,
+        query_start_loc,
+        key_start_loc,
+        query_start_loc if mask is None else mask,
+        tiles,
+        num_tiles,
+        out,
+        lse,
+        T,
+        B,
+        scale,
+        q.stride(0),
+        q.stride(1),
+        k.stride(1),
+        v.stride(1),
+        0 if mask is None else mask.stride(0),
+        0 if mask is None else tiles.stride(0),
+        **constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=FP_FUSION,
+    )
+    return out.to(q.dtype), lse
+
+
+def list_constants(config: Config) -> dict[str, Any]:
+    words = config.block_n // WORD.value
+    return {"BLOCK_M": config.block_m, "BLOCK_T": LISTED_WORDS // words, "WORDS": words}
+
+
+def constants_of(
+    dtype: torch.dtype,
+    H: int,
+    E: int,
+    V: int,
+    config: Config,
+    strides: tuple[int, int],
+    *,
+    causal: bool,
+    bits: bool,
+) -> dict[str, Any]:
+    block_a, block_b, block_v = blocks_of(E, V)
+    return {
+        # compile-time constants, so that row offsets are immediates: in registers tiles spill
+        "K_TOKEN": strides[0],
+        "V_TOKEN": strides[1],
+        "H": H,
+        "E": E,
+        "V": V,
+        "CAUSAL": causal,
+        "MASKED": bits,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_A": block_a,
+        "BLOCK_B": block_b,
+        "BLOCK_V": block_v,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "UPCAST": interpreted(),
+        "STAGES": config.num_stages,
+        "dtype": PRODUCTS[dtype],
+    }
+
+
+def mha_build(
+    capability: int, E: int, V: int, *, bits: bool, dtype: torch.dtype = torch.bfloat16,
+    causal: bool = True,
+) -> Build:  # fmt: skip
+    H = 128
+    config = config_of(dtype, E, V, capability, bits=bits)
+    strides = (H * E, H * (E + V))
+    constants = constants_of(dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits)
+    types = {
+        **dict.fromkeys(("q", "k", "v", "out"), "*" + TYPES[dtype]),
+        **dict.fromkeys(LISTED, "*i32"),
+        "lse": "*fp32",
+        "qk_scale": "fp32",
+    }
+    name = f"mha-{'bits' if bits else 'causal' if causal else 'all'}-E{E}-V{V}-{TYPES[dtype]}"
+    return Build(
+        name, _mha_kernel, signature_of(_mha_kernel, constants, types), constants,
+        config.num_warps, config.num_stages, capability, FP_FUSION,
+    )  # fmt: skip
+
+
+def list_build(capability: int) -> Build:
+    constants = list_constants(config_of(torch.bfloat16, 192, 128, capability, bits=True))
+    types = dict.fromkeys(LISTED, "*i32")
+    return Build(
+        "list-tiles", _list_tiles_kernel, signature_of(_list_tiles_kernel, constants, types),
+        constants, 8, 1, capability, FP_FUSION,
+    )  # fmt: skip
+
+
+LISTED = ("mask", "query_start_loc", "key_start_loc", "tiles", "num_tiles")
+# Sparse models: V3.2 (and V3), GLM-5. Then Mistral 4, MiniCPM3, and one that torch's kernels
+# refuse.
+SPARSE_WIDTHS = ((192, 128), (256, 256))
+WIDTHS = (*SPARSE_WIDTHS, (128, 128), (96, 64), (160, 128), (512, 512))
+
+
+def mha_builds(*, bits: bool) -> Iterator[Build]:
+    for capability in TARGETS:
+        for E, V in SPARSE_WIDTHS if bits else WIDTHS:
+            yield mha_build(capability, E, V, bits=bits)
+        yield mha_build(capability, 192, 128, bits=bits, dtype=torch.float32)
+        if bits:
+            yield list_build(capability)
+        else:
+            yield mha_build(capability, 192, 128, bits=bits, causal=False)

@@ -1,0 +1,90 @@
+"""Launching the selection of top-k positions; index_topk, and index_select after scoring."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.backends.triton._build import GFX942, assembly, capability_of, nearest_target
+from openmla.backends.triton._topk import SPAN, _index_topk_kernel
+from openmla.backends.triton._versions import JOINS_BRANCHES
+from openmla.hardware import multiprocessors
+
+SAMPLE = 4096  # scores of a row that the first pivots are taken from
+FP_FUSION = True
+
+
+class Config(NamedTuple):
+    block: int  # the most candidates; none are kept if that is less than 2 K
+    num_warps: int
+    programs: int  # per multiprocessor
+    maxnreg: int | None
+
+
+# Few rows take the most warps. Many take four programs per multiprocessor, so that some read while
+# others search. H200: 8 warps for few rows, 2 or 3 programs for many were slower.
+FEW = Config(4096, 16, 1, None)
+MANY = Config(4096, 8, 4, 64)
+if JOINS_BRANCHES:  # with 64 registers it would spill
+    MANY = Config(4096, 8, 3, 80)
+MANY_ELSEWHERE = Config(4096, 8, 2, 128) if JOINS_BRANCHES else MANY  # than on SM90
+LARGE_K = Config(8192, 16, 1, None)
+AMD = Config(4096, 8, 2, None)
+
+
+def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
+    if FEW.block < 2 * K:
+        return LARGE_K
+    if capability == GFX942:
+        return AMD
+    if multiprocessors >= T:
+        return FEW
+    return MANY if nearest_target(capability) == 90 else MANY_ELSEWHERE
+
+
+def launch_topk(
+    logits: Tensor, row_starts: Tensor, row_lens: Tensor, positions: Tensor, lens: Tensor
+) -> None:
+    """Write positions [T, K] and lens [T], both contiguous."""
+    (T, S), K = logits.shape, positions.shape[1]
+    if T == 0:
+        return
+    sms = multiprocessors(logits.device)
+    config = config_of(T, K, sms, capability_of(logits.device))
+    fits = config.block >= 2 * K
+    size = config.block if fits else 0
+    programs = min(T, config.programs * sms)
+    width = config.block + SPAN.value if size < S else 0
+    candidates = logits.new_empty((programs, config.num_warps, width), dtype=torch.int64)
+    _index_topk_kernel[(programs,)](
+        logits,
+        row_starts.contiguous(),
+        row_lens.contiguous(),
+        positions,
+        lens,
+        candidates,
+        logits.stride(0),
+        T,
+        K,
+        isqrt(K * config.block) if fits else K,
+        **constants_of(config, aligned=logits.data_ptr() % 16 == 0, fits=fits),
+        num_warps=config.num_warps,
+        num_stages=1,
+        **({"maxnreg": config.maxnreg} if assembly() else {}),
+        enable_fp_fusion=FP_FUSION,
+    )
+
+
+def constants_of(config: Config, *, aligned: bool, fits: bool) -> dict[str, Any]:
+    """Loads of an aligned tensor start on multiples of four scores, wherever a row starts."""
+    return {
+        "ASM": assembly(),
+        "ALIGN": 4 if aligned else 1,
+        "BLOCK": config.block,
+        "SAMPLE": SAMPLE,
+        "WARPS": config.num_warps,
+        "FITS": fits,
+    }
