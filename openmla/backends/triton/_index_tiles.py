@@ -207,18 +207,24 @@ def keys_aligned(cache: Tensor, format: str, DI: int) -> bool:
     return is_aligned(cache, layout_of(format, DI, cut=DI))
 
 
+class PagedInputs(NamedTuple):
+    """The tensors of index_logits and index_select, in the order of their kernels."""
+
+    q_idx: Tensor
+    w_idx: Tensor
+    cache: Tensor
+    block_table: Tensor
+    query_start_loc: Tensor
+    row_lens: Tensor
+
+
 def paged_arguments(
-    q_idx: Tensor,
-    w_idx: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    row_lens: Tensor,
-    shape: Shape,
+    inputs: PagedInputs, shape: Shape
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """Tensors as kernels over a paged cache take them, and their strides."""
-    table = inner_contiguous(block_table)
-    q, keys = as_stored(q_idx, shape), as_stored(cache, shape)
-    tensors = (q, w_idx, keys, table, query_start_loc.contiguous(), row_lens.contiguous())
-    strides = (q.stride(0), q.stride(1), w_idx.stride(0), keys.stride(0), keys.stride(1))
+    q, w, cache, table, query_start_loc, row_lens = inputs
+    table = inner_contiguous(table)
+    q, keys = as_stored(q, shape), as_stored(cache, shape)
+    tensors = (q, w, keys, table, query_start_loc.contiguous(), row_lens.contiguous())
+    strides = (q.stride(0), q.stride(1), w.stride(0), keys.stride(0), keys.stride(1))
     return tensors, (*strides, table.stride(0))

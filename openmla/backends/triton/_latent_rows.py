@@ -16,8 +16,7 @@ from openmla.backends.triton._primitives import (
     V4,
     decode_e4m3,
     load_bfloat16,
-    load_exponents,
-    load_float32,
+    load_group_scales,
     within,
 )
 
@@ -92,23 +91,6 @@ def find_rows(
             valid = within(block, N)
         offset = row_ids % BS
     return block.to(OFFSET), offset, valid
-
-
-@triton.jit
-def load_group_scales(
-    cache, scales_at, g, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
-):  # fmt: skip
-    """Scales of groups g [GROUPS] of some rows, [BLOCK_N, GROUPS]."""
-    if FORMAT == V4 and ALIGNED:  # as words: async copies take no single bytes
-        words_at = (cache + scales_at).to(tl.pointer_type(tl.uint32))
-        words = tl.load(words_at[:, None] + (g // 4)[None, :], mask=mask, other=0)
-        exponents = (words >> (8 * (g % 4))[None, :].to(tl.uint32)) & 0xFF
-        scales = (exponents << 23).to(tl.float32, bitcast=True)
-    elif FORMAT == V4:
-        scales = load_exponents(cache + scales_at[:, None] + g[None, :], mask)
-    else:
-        scales = load_float32((cache + scales_at)[:, None], g[None, :], mask, ALIGNED)
-    return scales
 
 
 @triton.jit

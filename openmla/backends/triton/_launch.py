@@ -27,7 +27,7 @@ from openmla.backends.triton._tiles import (
 )
 from openmla.hardware import multiprocessors
 
-LOG2E = 1.4426950408889634
+LOG2E = kernels.LOG2E.value
 FP_FUSION = True
 TOKENS = 65535  # of one launch: the limit of a grid's second dimension
 # Tiles of merge_runs: runs and columns of one program, narrow columns where there are few programs.

@@ -89,7 +89,7 @@ def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: t
     w = tl.arange(0, WORDS)
     valid = row_valid[:, None]
     if not FULL:
-        valid = valid & (WORD * w < left)[None, :]
+        valid = valid & (w * WORD < left)[None, :]
     words = tl.load((mask_at + tile * WORDS)[:, None] + w[None, :], mask=valid, other=0)
     words = tl.broadcast_to(words[:, :, None], [words.shape[0], WORDS, WORD])
     words = tl.reshape(words, [words.shape[0], BLOCK_N])

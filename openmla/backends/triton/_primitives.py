@@ -151,10 +151,22 @@ def load_bfloat16(base, index, mask, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def load_exponents(at, mask):
-    """Powers of two stored as float32's exponent byte."""
-    exponents = tl.load(at, mask=mask, other=0)
-    return (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+def load_group_scales(
+    cache, scales_at, g, mask, FORMAT: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Scales of groups g [GROUPS] of some rows, [BLOCK_N, GROUPS]; V4's as words where ALIGNED,
+    since async copies take no single bytes."""
+    if FORMAT == V4 and ALIGNED:
+        words_at = (cache + scales_at).to(tl.pointer_type(tl.uint32))
+        words = tl.load(words_at[:, None] + (g // 4)[None, :], mask=mask, other=0)
+        exponents = (words >> (8 * (g % 4))[None, :].to(tl.uint32)) & 0xFF
+        scales = (exponents << 23).to(tl.float32, bitcast=True)
+    elif FORMAT == V4:
+        exponents = tl.load(cache + scales_at[:, None] + g[None, :], mask=mask, other=0)
+        scales = (exponents.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scales = load_float32((cache + scales_at)[:, None], g[None, :], mask, ALIGNED)
+    return scales
 
 
 @triton.jit

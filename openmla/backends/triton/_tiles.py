@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from openmla.backends import Problem
+from openmla.backends.triton import _latent_rows as rows
 from openmla.backends.triton import _primitives as formats
 from openmla.backends.triton._build import (
     GFX942,
@@ -22,7 +23,13 @@ from openmla.backends.triton._versions import DISABLE_LICM_STOPS_TRITON
 from openmla.cache.format import GROUP
 
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
-KINDS = {"slots": 0, "positions": 1, "window": 2, "prefix": 3, "paged": 4}
+KINDS = {
+    "slots": rows.SLOTS.value,
+    "positions": rows.POSITIONS.value,
+    "window": rows.WINDOW.value,
+    "prefix": rows.PREFIX.value,
+    "paged": rows.PAGED.value,
+}
 PLAIN, FP8, PACKED, V4 = (
     each.value for each in (formats.PLAIN, formats.FP8, formats.PACKED, formats.V4)
 )
@@ -167,16 +174,16 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     stored_as = {STORED_AS[format] for _, format in segments}
     paged = "paged " if segments[0][0] == "paged" else ""
     if V4 in stored_as:
-        rows = "v4"
+        case = "v4"
     elif PACKED in stored_as:
-        rows = f"{paged}packed"
+        case = f"{paged}packed"
     elif FP8 in stored_as:
-        rows = f"{paged}fp8"
+        case = f"{paged}fp8"
     elif any(kind == "positions" for kind, _ in segments):
-        rows = "positions"
+        case = "positions"
     else:
-        rows = "two segments" if len(segments) > 1 else "plain"
-    return TILES[rows, shape.H > FEW_HEADS][nearest_target(capability)]
+        case = "two segments" if len(segments) > 1 else "plain"
+    return TILES[case, shape.H > FEW_HEADS][nearest_target(capability)]
 
 
 def constants_of(

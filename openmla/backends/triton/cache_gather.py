@@ -42,8 +42,7 @@ from openmla.backends.triton._primitives import (
     V4,
     decode_e4m3,
     load_bfloat16,
-    load_exponents,
-    load_float32,
+    load_group_scales,
     round_to,
     widen,
 )
@@ -55,21 +54,6 @@ ROWS = 32  # of a tile, at most
 
 LAUNCHES = 1
 FP_FUSION = False  # a row's values must not depend on how the compiler contracts
-
-
-@triton.jit
-def load_scales(
-    cache, scales_at, valid, FORMAT: tl.constexpr, COUNT: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """The scales of some rows, [BLOCK_N, BLOCK_G]."""
-    g = tl.arange(0, BLOCK_G)
-    mask = valid[:, None] & (g < COUNT)[None, :]
-    if FORMAT == V4:
-        scales = load_exponents(cache + scales_at[:, None] + g[None, :], mask)
-    else:
-        scales = load_float32((cache + scales_at)[:, None], g[None, :], mask, ALIGNED)
-    return scales
 
 
 @triton.jit
@@ -135,7 +119,9 @@ def _cache_gather_kernel(
         elif FORMAT == FP8:
             values = dequantize(stored, tl.load(kv_scale), dtype, ASM)
         else:
-            scales = load_scales(cache, scales_at, valid, FORMAT, MAIN // GROUP, ALIGNED, BLOCK_G)
+            mask_g = valid[:, None] & (g < MAIN // GROUP)[None, :]
+            WORDS: tl.constexpr = ALIGNED and FORMAT != V4
+            scales = load_group_scales(cache, scales_at, g, mask_g, FORMAT, WORDS)
             values = dequantize(stored, scales[:, :, None], dtype, ASM)
         tl.store(
             out + out_at[:, None, None] + d[None, :, :],

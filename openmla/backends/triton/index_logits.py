@@ -35,6 +35,7 @@ from openmla.backends.triton._index import (
 )
 from openmla.backends.triton._index_tiles import (
     FP8,
+    PagedInputs,
     keys_aligned,
     keys_per_program,
     paged_arguments,
@@ -127,12 +128,11 @@ def run(
     )  # fmt: skip
     tiles = cdiv(T, constants["BLOCK_Q"])
     keys = keys_per_program(num_keys, tiles, config, q_idx.device)
-    inputs, strides = paged_arguments(
-        q_idx, w_idx, cache, block_table, query_start_loc, row_lens, shape
-    )
+    inputs = PagedInputs(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    tensors, strides = paged_arguments(inputs, shape)
     _index_logits_kernel[(tiles, cdiv(num_keys, keys))](
         out,
-        *inputs,
+        *tensors,
         T,
         B,
         N,

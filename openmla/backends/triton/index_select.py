@@ -20,6 +20,7 @@ from openmla.backends.triton._choose import _index_select_kernel
 from openmla.backends.triton._index_tiles import (
     FP8,
     Config,
+    PagedInputs,
     Shape,
     keys_aligned,
     paged_arguments,
@@ -73,21 +74,21 @@ def run(
     )  # fmt: skip
     resident = programs_per_multiprocessor(config) * max(multiprocessors(q_idx.device), 1)
     tiles = cdiv(T, constants["BLOCK_Q"])
-    tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
+    inputs = PagedInputs(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
     if not is_fused(T, num_keys, K, tiles, resident):
-        select_in_chunks(*tensors, positions, lens, format=format, num_keys=num_keys)
+        select_in_chunks(inputs, positions, lens, format=format, num_keys=num_keys)
         return positions, lens
     programs = min(tiles, resident)
     rows = (programs, constants["BLOCK_Q"])
     scores = w_idx.new_empty((*rows, constants["CHUNK"]), dtype=torch.float32)
     kept = row_lens.new_empty((*rows, 2, constants["CAPACITY"] + SPAN.value))
-    inputs, strides = paged_arguments(*tensors, shape)
+    tensors, strides = paged_arguments(inputs, shape)
     _index_select_kernel[(programs,)](
         positions,
         lens,
         scores,
         kept,
-        *inputs,
+        *tensors,
         T,
         block_table.shape[0],
         cache.shape[0],
@@ -129,19 +130,10 @@ def constants_of(
 
 
 def select_in_chunks(
-    q_idx: Tensor,
-    w_idx: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    row_lens: Tensor,
-    positions: Tensor,
-    lens: Tensor,
-    *,
-    format: str,
-    num_keys: int,
+    inputs: PagedInputs, positions: Tensor, lens: Tensor, *, format: str, num_keys: int
 ) -> None:
     """Scores of a chunk of queries, then their best keys; chunks of about equal size."""
+    q_idx, w_idx, cache, block_table, query_start_loc, row_lens = inputs
     T = q_idx.shape[0]
     starts = torch.zeros_like(row_lens)
     chunks = cdiv(T, max(SCORE_BYTES // (4 * max(num_keys, 1)), 1))
