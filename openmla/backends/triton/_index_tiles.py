@@ -170,7 +170,7 @@ def stored_type(dtype: torch.dtype, shape: Shape) -> str:
 
 
 def programs_per_multiprocessor(config: Config) -> int:
-    """Occupancy, by registers."""
+    """Programs that a multiprocessor holds, or runs back to back."""
     return 2 if config.columns == 256 else 4
 
 

@@ -31,8 +31,8 @@ SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
 WIDEST = 512  # columns of a head
 FP_FUSION = True
-RESERVED = 1024  # bytes of shared memory for barriers and reductions
-# Queries of a tile too wide to hold 128 or 64 of: by target, 64 elsewhere.
+RESERVED = 1024  # bytes of shared memory for what Triton adds
+# Queries of a tile where 128, or 64 with four warps, spill; 64 on other targets.
 WIDE_BLOCK_M = {**dict.fromkeys(SMALL, 32), GFX942: 16}
 LISTED_WORDS = 64  # mask words of a query that _list_tiles_kernel looks at together
 
@@ -63,7 +63,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     if dtype == torch.float32:  # float32 products hold whole rows in registers
         return Config(16, 32, 8, 1)
     block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
-    if columns + block_v > 512 or (columns > 256 and not asynchronous):  # accumulators would spill
+    if columns + block_v > 512 or (columns > 256 and not asynchronous):  # or it spills
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
     free = SHARED_MEMORY[target] - RESERVED - 2 * block_m * columns
     key_bytes = 2 * (columns + block_v) + (block_m // 8 if bits else 0)

@@ -84,10 +84,10 @@ def _on(
 # shared memory in every iteration, so small tiles hoist.
 FLOAT32 = Config(16, 16, 4, 1)  # float32 products hold whole rows in registers
 GATHER_64 = Config(16, 64, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
-GATHER_32 = Config(16, 32, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)  # fewer addresses to hold
+GATHER_32 = Config(16, 32, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
 SM80 = Config(32, 64, 8, 2)
 SM90 = Config(64, 64, 8, 2)
-SM90_LEAN = Config(64, 64, 8, 2, 256, hoist=False)  # row ids, or a second segment, take registers
+SM90_LEAN = Config(64, 64, 8, 2, 256, hoist=False)  # 234 registers; SM90 spills two segments
 SM100 = Config(64, 32, 8, 2)
 AMD = Config(16, 32, 4, 1)
 DECODED = Config(16, 32, 4, 2)
