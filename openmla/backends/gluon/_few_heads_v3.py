@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from openmla.backends.gluon import _few_heads as few
 from openmla.backends.gluon import _primitives as primitives
 from openmla.backends.gluon import _rows_v3 as v3
-from openmla.backends.triton._build import PLANNED
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 
 
 @gluon.jit
@@ -51,7 +51,8 @@ def load_scales(floats, row, columns):
 
 
 @gluon.jit(
-    do_not_specialize=v3.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*PLANNED, "table"]
+    do_not_specialize=v3.DO_NOT_SPECIALIZE,
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _few_heads_kernel(
     q, words, floats, row_ids, row_lens, query_start_loc, table, sink, out, lse,

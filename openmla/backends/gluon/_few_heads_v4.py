@@ -81,7 +81,10 @@ def find_row(rows, pages, j, block, offset, BS_1: gl.constexpr, BS_2: gl.constex
     return page + offset * v4.ROW, scales.to(gl.pointer_type(gl.int64), bitcast=True), valid
 
 
-@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
+@gluon.jit(
+    do_not_specialize=v4.DO_NOT_SPECIALIZE,
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+)
 def _few_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
     lse,

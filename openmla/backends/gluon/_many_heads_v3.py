@@ -187,7 +187,8 @@ def load_partition(
 
 
 @gluon.jit(
-    do_not_specialize=v3.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"]
+    do_not_specialize=v3.DO_NOT_SPECIALIZE,
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _many_heads_v3_kernel(
     q, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,

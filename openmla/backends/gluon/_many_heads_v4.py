@@ -166,7 +166,10 @@ def load_partition(
         odd_scales = load_scales(words, scale_line, 1)
 
 
-@gluon.jit(do_not_specialize=v4.DO_NOT_SPECIALIZE, do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
+@gluon.jit(
+    do_not_specialize=v4.DO_NOT_SPECIALIZE,
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+)
 def _many_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
     lse,
