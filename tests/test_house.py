@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -114,6 +115,24 @@ def test_every_room_named_here_exists() -> None:
     assert set(SILENT) <= rooms
     for place in {*MAY_READ, *(place for places in ONLY_IN.values() for place in places)}:
         assert (PACKAGE / place).exists(), f"there is no {place}"
+
+
+def drawn(picture: str, tag: str) -> Iterator[ElementTree.Element]:
+    svg = ElementTree.parse(ROOT / "docs" / "images" / picture)
+    return svg.iter(f"{{http://www.w3.org/2000/svg}}{tag}")
+
+
+def test_pictures_show_the_rooms_and_ops_that_exist() -> None:
+    boxes = {name for group in drawn("rooms.svg", "g") if (name := group.get("id"))}
+    folders = {f"backends-{name}" for names in BACKENDS.values() for name in names}
+    assert boxes == {*MAY_IMPORT, *ANYTHING, *folders} - {"__init__"}
+    arrows = [arrow.get("data-imports") for arrow in drawn("rooms.svg", "path")]
+    for importer, imported in (arrow.split() for arrow in arrows if arrow):
+        allowed = {entry.split(".")[0] for entry in MAY_IMPORT.get(importer, boxes)}
+        assert imported in allowed, f"{importer} must not import {imported}"
+    names = {text.text for text in drawn("decode-step.svg", "text") if text.get("class")}
+    ops = {name for name in names if name and name.isidentifier() and "_" in name}
+    assert ops and ops <= set(BACKENDS)
 
 
 def test_table_equals_tree() -> None:
