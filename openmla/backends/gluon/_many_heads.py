@@ -87,17 +87,17 @@ class Epilogue(NamedTuple):
 
 
 @gluon.jit
-def allocate_halves():
-    left = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, HALF], TILE)
-    return left, gl.allocate_shared_memory(gl.bfloat16, [BLOCK_N, HALF], TILE)
+def allocate_halves(dtype: gl.constexpr = gl.bfloat16):
+    left = gl.allocate_shared_memory(dtype, [BLOCK_N, HALF], TILE)
+    return left, gl.allocate_shared_memory(dtype, [BLOCK_N, HALF], TILE)
 
 
 @gluon.jit
-def allocate_tiles():
+def allocate_tiles(dtype: gl.constexpr = gl.bfloat16):
     """Both halves of queries, of the even and of the odd tile of keys."""
-    queries = allocate_halves()
-    even = allocate_halves()
-    return queries, even, allocate_halves()
+    queries = allocate_halves(dtype)
+    even = allocate_halves(dtype)
+    return queries, even, allocate_halves(dtype)
 
 
 @gluon.jit
@@ -186,6 +186,112 @@ def initial_state():
 
 
 @gluon.jit
+def even_scores(
+    queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE: gl.constexpr,
+    COPIED: gl.constexpr,
+):  # fmt: skip
+    """Issue the products of queries and an even tile; wait_scores() ends them."""
+    wait_filled(named.EVEN_LEFT_FILLED, left_filled, phase, COPIED)
+    scores = warpgroup_mma(
+        queries.left, even.left.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    wait_filled(named.EVEN_RIGHT_FILLED, right_filled, phase, COPIED)
+    if not (ROPE_TILE or COPIED):
+        mbarrier.wait(right_filled, phase)
+    more = zeros if COPIED else scores
+    more = warpgroup_mma(
+        queries.right, even.right.permute((1, 0)), more, use_acc=not COPIED, is_async=True
+    )
+    if ROPE_TILE:
+        if not COPIED:
+            mbarrier.wait(right_filled, phase)
+        more = warpgroup_mma(queries.rope, even.rope.permute((1, 0)), more, is_async=True)
+    return scores, more
+
+
+@gluon.jit
+def odd_scores(
+    queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE: gl.constexpr,
+    COPIED: gl.constexpr,
+):  # fmt: skip
+    """The same of an odd tile, whose right half is filled first."""
+    wait_filled(named.ODD_RIGHT_FILLED, right_filled, phase, COPIED)
+    if not (ROPE_TILE or COPIED):
+        mbarrier.wait(right_filled, phase)
+    scores = warpgroup_mma(
+        queries.right, odd.right.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    if ROPE_TILE:
+        if not COPIED:
+            mbarrier.wait(right_filled, phase)
+        scores = warpgroup_mma(queries.rope, odd.rope.permute((1, 0)), scores, is_async=True)
+    wait_filled(named.ODD_LEFT_FILLED, left_filled, phase, COPIED)
+    more = zeros if COPIED else scores
+    more = warpgroup_mma(
+        queries.left, odd.left.permute((1, 0)), more, use_acc=not COPIED, is_async=True
+    )
+    return scores, more
+
+
+@gluon.jit
+def even_update(logits, acc, running_max, running_sum, even_left, odd_left, exchange, refill):
+    """Softmax of an even tile, and the left halves of both tiles times their probs. `refill` is 0
+    where nobody waits for the tiles to be read."""
+    new_max = gl.maximum(running_max, gl.max(logits, 1))
+    exchange.even_max.store(new_max)
+    named.arrive(named.EVEN_MAX, 1)
+    rescale = gl.exp2(running_max - new_max)
+    probs = gl.exp2(logits - new_max[:, None])
+    acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
+    operand = gl.convert_layout(probs.to(exchange.even_probs.dtype), PROBS)
+    acc = warpgroup_mma(operand, even_left, acc, is_async=True)
+    running_sum = running_sum * rescale + gl.sum(probs, 1)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    named.arrive(named.EVEN_LEFT_READ, refill)
+    named.wait(named.ODD_MAX, 1)
+    running_max = exchange.odd_max.load(HEADS)
+    rescale = gl.exp2(new_max - running_max)
+    exchange.even_probs.store((probs * rescale[:, None]).to(exchange.even_probs.dtype))
+    fence_async_shared()
+    named.arrive(named.EVEN_PROBS, 1)
+    running_sum = running_sum * rescale
+    acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
+    named.wait(named.ODD_PROBS, 1)
+    acc = warpgroup_mma(exchange.odd_probs, odd_left, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    named.arrive(named.ODD_LEFT_READ, refill)
+    return acc, running_max, running_sum
+
+
+@gluon.jit
+def odd_update(logits, acc, running_max, running_sum, even_right, odd_right, exchange, refill):
+    """The same of an odd tile, and the right halves."""
+    tile_max = gl.max(logits, 1)
+    named.wait(named.EVEN_MAX, 1)
+    new_max = gl.maximum(exchange.even_max.load(HEADS), tile_max)
+    exchange.odd_max.store(new_max)
+    named.arrive(named.ODD_MAX, 1)
+    rescale = gl.exp2(running_max - new_max)
+    running_max = new_max
+    probs = gl.exp2(logits - new_max[:, None])
+    acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
+    rounded = probs.to(exchange.odd_probs.dtype)
+    operand = gl.convert_layout(rounded, PROBS)
+    acc = warpgroup_mma(operand, odd_right, acc, is_async=True)
+    exchange.odd_probs.store(rounded)
+    fence_async_shared()
+    named.arrive(named.ODD_PROBS, 1)
+    running_sum = running_sum * rescale + gl.sum(probs, 1)
+    named.wait(named.EVEN_PROBS, 1)
+    acc = warpgroup_mma(exchange.even_probs, even_right, acc, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    named.arrive(named.ODD_RIGHT_READ, refill)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    named.arrive(named.EVEN_RIGHT_READ, refill)
+    return acc, running_max, running_sum
+
+
+@gluon.jit
 def even_partition(
     queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_head, last_head,
     qk_scale, epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
@@ -198,47 +304,15 @@ def even_partition(
     mbarrier.arrive(queries_ready, count=1)
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
-        wait_filled(named.EVEN_LEFT_FILLED, left_filled, phase, COPIED)
-        scores = warpgroup_mma(
-            queries.left, even.left.permute((1, 0)), zeros, use_acc=False, is_async=True
+        scores, more = even_scores(
+            queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED
         )
-        wait_filled(named.EVEN_RIGHT_FILLED, right_filled, phase, COPIED)
-        if not (ROPE_TILE or COPIED):
-            mbarrier.wait(right_filled, phase)
-        more = zeros if COPIED else scores
-        more = warpgroup_mma(
-            queries.right, even.right.permute((1, 0)), more, use_acc=not COPIED, is_async=True
-        )
-        if ROPE_TILE:
-            if not COPIED:
-                mbarrier.wait(right_filled, phase)
-            more = warpgroup_mma(queries.rope, even.rope.permute((1, 0)), more, is_async=True)
         key_bias = exchange.key_bias.index(phase).slice(0, BLOCK_N).load(KEYS)
         scores = wait_scores(scores, more, COPIED)
         logits = scores * qk_scale + key_bias[None, :]
-        new_max = gl.maximum(running_max, gl.max(logits, 1))
-        exchange.even_max.store(new_max)
-        named.arrive(named.EVEN_MAX, 1)
-        rescale = gl.exp2(running_max - new_max)
-        probs = gl.exp2(logits - new_max[:, None])
-        acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
-        operand = gl.convert_layout(probs.to(gl.bfloat16), PROBS)
-        acc = warpgroup_mma(operand, even.left, acc, is_async=True)
-        running_sum = running_sum * rescale + gl.sum(probs, 1)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        named.arrive(named.EVEN_LEFT_READ, steps - 1 - i)
-        named.wait(named.ODD_MAX, 1)
-        running_max = exchange.odd_max.load(HEADS)
-        rescale = gl.exp2(new_max - running_max)
-        exchange.even_probs.store((probs * rescale[:, None]).to(gl.bfloat16))
-        fence_async_shared()
-        named.arrive(named.EVEN_PROBS, 1)
-        running_sum = running_sum * rescale
-        acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
-        named.wait(named.ODD_PROBS, 1)
-        acc = warpgroup_mma(exchange.odd_probs, odd_left, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        named.arrive(named.ODD_LEFT_READ, steps - 1 - i)
+        acc, running_max, running_sum = even_update(
+            logits, acc, running_max, running_sum, even.left, odd_left, exchange, steps - 1 - i
+        )
     exchange.even_sum.store(running_sum)
     mbarrier.arrive(sums_ready, count=1)
     mbarrier.wait(sums_ready, 0)
@@ -260,46 +334,15 @@ def odd_partition(
     mbarrier.wait(queries_ready, 0)
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
-        wait_filled(named.ODD_RIGHT_FILLED, right_filled, phase, COPIED)
-        if not (ROPE_TILE or COPIED):
-            mbarrier.wait(right_filled, phase)
-        scores = warpgroup_mma(
-            queries.right, odd.right.permute((1, 0)), zeros, use_acc=False, is_async=True
-        )
-        if ROPE_TILE:
-            if not COPIED:
-                mbarrier.wait(right_filled, phase)
-            scores = warpgroup_mma(queries.rope, odd.rope.permute((1, 0)), scores, is_async=True)
-        wait_filled(named.ODD_LEFT_FILLED, left_filled, phase, COPIED)
-        more = zeros if COPIED else scores
-        more = warpgroup_mma(
-            queries.left, odd.left.permute((1, 0)), more, use_acc=not COPIED, is_async=True
+        scores, more = odd_scores(
+            queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED
         )
         key_bias = exchange.key_bias.index(phase).slice(BLOCK_N, BLOCK_N).load(KEYS)
         scores = wait_scores(scores, more, COPIED)
         logits = scores * qk_scale + key_bias[None, :]
-        tile_max = gl.max(logits, 1)
-        named.wait(named.EVEN_MAX, 1)
-        new_max = gl.maximum(exchange.even_max.load(HEADS), tile_max)
-        exchange.odd_max.store(new_max)
-        named.arrive(named.ODD_MAX, 1)
-        rescale = gl.exp2(running_max - new_max)
-        running_max = new_max
-        probs = gl.exp2(logits - new_max[:, None])
-        acc = acc * gl.convert_layout(rescale, ACC_HEADS)[:, None]
-        rounded = probs.to(gl.bfloat16)
-        operand = gl.convert_layout(rounded, PROBS)
-        acc = warpgroup_mma(operand, odd.right, acc, is_async=True)
-        exchange.odd_probs.store(rounded)
-        fence_async_shared()
-        named.arrive(named.ODD_PROBS, 1)
-        running_sum = running_sum * rescale + gl.sum(probs, 1)
-        named.wait(named.EVEN_PROBS, 1)
-        acc = warpgroup_mma(exchange.even_probs, even_right, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        named.arrive(named.ODD_RIGHT_READ, steps - 1 - i)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        named.arrive(named.EVEN_RIGHT_READ, steps - 1 - i)
+        acc, running_max, running_sum = odd_update(
+            logits, acc, running_max, running_sum, even_right, odd.right, exchange, steps - 1 - i
+        )
     exchange.odd_sum.store(running_sum)
     mbarrier.arrive(sums_ready, count=1)
     mbarrier.wait(sums_ready, 0)
