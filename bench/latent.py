@@ -12,8 +12,10 @@ backends/triton/_tiles.py by hand.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +33,6 @@ from openmla.backends.segments import problem_of
 from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.ops import Segment, cache_gather, mqa_paged, mqa_sparse
-from openmla.plan.splits import split_bounds, split_length
 
 D, C, K, BS = 576, 512, 2048, 64
 SCALE = D**-0.5
@@ -125,41 +126,58 @@ def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> Conte
     return prefill if format == "bf16" else decode
 
 
-def paged(B: int, S: int, H: int, calls: int) -> Shape:
-    """Dense decode over a bf16 cache, keys cut as a plan cuts them."""
-    cache, one = cached(B * S, "bf16"), torch.ones((), device="cuda")
-    table = torch.randperm(B * S // BS, device="cuda").int().view(B, S // BS)
-    q = (torch.randn(B, H, D, device="cuda") / 3).bfloat16()
-    lens = torch.full((B,), S, dtype=torch.int32)
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    length = split_length(
-        [S] * B, multiprocessors=sms, block_size=BS, batch_invariant=False, num_heads=H
-    )
-    starts, seq_lens = split_bounds(lens, length).cuda(), lens.cuda()
-    start_loc = torch.arange(B + 1, device="cuda", dtype=torch.int32)
+UNEVEN = "uneven"  # 64 requests of 1 to 32768 keys, the same in every run
+
+
+def lengths(keys: str) -> list[int]:
+    """ "64x4096" is 64 requests of 4096 keys."""
+    if keys == UNEVEN:
+        seeded = random.Random(1)
+        return [seeded.randint(1, 32768) for _ in range(64)]
+    B, S = map(int, keys.split("x"))
+    return [S] * B
+
+
+def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shape:
+    """Dense decode, `new` query tokens a request, causal among themselves."""
+    lens, one = lengths(keys), torch.ones((), device="cuda")
+    blocks = [-(-S // BS) for S in lens]
+    cache = cached(sum(blocks) * BS, format)
+    free = torch.randperm(sum(blocks), device="cuda").int().split(blocks)
+    table = torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True)
+    q = (torch.randn(len(lens) * new, H, D, device="cuda") / 3).bfloat16()
+    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
+    start_loc = torch.arange(len(lens) + 1, device="cuda", dtype=torch.int32) * new
 
     def ours() -> tuple[Tensor, Tensor]:
         return mqa_paged(
-            q, cache, one, table, seq_lens, start_loc, starts, format="bf16", C=C, scale=SCALE,
-            causal=True, max_query_len=1, backend="triton",
+            q, cache, one, table, seq_lens, start_loc, format=format, C=C, scale=SCALE,
+            causal=True, max_query_len=new,
         )  # fmt: skip
 
-    exact = attended(q[:1], cache[table[0].long()].view(1, -1, D).double())
+    S = lens[0] - new + 1  # keys of the first token
+    slots = table[0, : blocks[0]].long()[:, None] * BS + torch.arange(BS, device="cuda")
+    rows = get_format(format).read(cache, slots.flatten()[:S], one, torch.float64, D)
+    exact = attended(q[:1], rows[None])
     contenders: dict[str, Contender] = {"openmla": ours}
-    if find_spec("flash_mla") is not None:
-        contenders["flashmla"] = _flash_paged(q, cache, table, seq_lens)
-    return Shape(contenders, exact, calls, B * S, 2 * D)
+    if find_spec("flash_mla") is not None and format == "bf16":
+        contenders["flashmla"] = _flash_paged(q, cache, table, seq_lens, new)
+    return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
 
 
-def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor) -> Contender:
+def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new: int) -> Contender:
     flash = import_module("flash_mla")
     metadata, _ = flash.get_mla_metadata()
+    taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
+    legacy = {"use_legacy": True} if "use_legacy" in taken else {}  # where dense decode went
+    queries = q.view(-1, new, *q.shape[1:])
 
     def decode() -> tuple[Tensor, Tensor]:
         out, lse = flash.flash_mla_with_kvcache(
-            q.unsqueeze(1), cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE
-        )
-        return out[:, 0], lse[:, :, 0]
+            queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
+            causal=True, **legacy,
+        )  # fmt: skip
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     return decode
 
@@ -304,8 +322,15 @@ def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
         for format in ("bf16", "fp8_ds_mla"):
             make = partial(sparse, 4096, H, format, 32768, 2)
             yield f"sparse-prefill-{format}-h{H}-t4096", make
-    for B, S, H in ((64, 16384, 16), (1, 32768, 16), (64, 4096, 128)):
-        yield f"paged-decode-bf16-h{H}-b{B}-s{S}", partial(paged, B, S, H, 10)
+    for keys in ("64x4096", "16x8192", "128x2048", "1x131072", "1x32768", "4x1024", UNEVEN):
+        for H in (8, 16, 32, 64, 128):
+            yield f"dense-decode-bf16-h{H}-{keys}", partial(paged, keys, H, 1, 10)
+    for new in (2, 4):
+        for keys in ("16x8192", "64x4096"):
+            for H in (8, 16, 32, 64, 128):
+                yield f"dense-verify{new}-bf16-h{H}-{keys}", partial(paged, keys, H, new, 10)
+    for format in ("bf16", "fp8"):
+        yield f"dense-decode-{format}-h16-64x16384", partial(paged, "64x16384", 16, 1, 5, format)
     for H, chosen in ((8, 512), (16, 512), (64, 512), (128, 1024)):
         for B in (1, 16, 64, 128):
             yield f"v4-decode-h{H}-b{B}-k{chosen}", partial(compressed, B, H, chosen, 20)

@@ -49,7 +49,6 @@ def main() -> None:
             pool.block_table(["prompt"]),
             seq_lens=torch.tensor([PROMPT], dtype=torch.int32),
             query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-            split_starts=torch.tensor([[0, PROMPT]], dtype=torch.int32),
             format=name,
             C=C,
             scale=config.scale,

@@ -38,7 +38,6 @@ WITHOUT_A_GPU = {
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
     "tests/plan/test_sparse.py": "host integers",
-    "tests/plan/test_splits.py": "host integers",
 }
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 

@@ -26,13 +26,13 @@ def attend_absorbed(
         decode.block_table,
         decode.seq_lens,
         decode.query_start_loc,
-        decode.split_starts,
         format=latent.format,
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
         causal=True,
         max_query_len=decode.max_query_len,
-        backend=plan.backends["mqa_paged"],
+        run_length=plan.run_length,
+        backend=plan.called_with("mqa_paged"),
     )
     return _out_of_latent(out_latent, absorbed), lse
 
@@ -67,7 +67,7 @@ def attend_chosen(
             C=plan.config.kv_lora_rank,
             scale=plan.config.scale,
             run_length=plan.run_length,
-            backend=plan.gathering,
+            backend=plan.called_with("mqa_sparse"),
         )
         out[chunk] = _out_of_latent(out_latent, absorbed)
     return out, lse

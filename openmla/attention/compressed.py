@@ -84,7 +84,7 @@ def attend_compressed(
         sink,
         C=D,
         scale=plan.config.scale,
-        backend=plan.gathering,
+        backend=plan.called_with("mqa_sparse"),
     )
     return out
 

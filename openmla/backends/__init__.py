@@ -65,6 +65,7 @@ class Problem:
     C: int = 0
     E: int = 0
     V: int = 0
+    BS: int = 0
     tokens: int = 0  # as bucketed() has it
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED

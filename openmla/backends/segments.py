@@ -38,9 +38,7 @@ class Segment(NamedTuple):
 def problem_of(q: Tensor, segments: Sequence[Segment], *, C: int, run_length: int) -> Problem:
     """A call of mqa_sparse, as backends are asked about it."""
     T, H, D = q.shape
-    aligned = alignment(segment.cache for segment in segments)
-    if q.data_ptr() % 16 == 0 and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0:
-        aligned |= {"queries"}
+    aligned = alignment(segment.cache for segment in segments) | query_alignment(q)
     return problem(
         q.device, q.dtype, [segment.format for segment in segments],
         tuple(segment.kind for segment in segments), H=H, D=D, C=C, tokens=T, aligned=aligned,
@@ -80,3 +78,11 @@ def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
         dense = page == cache.shape[1] * row
         rows = rows and start and row % 16 == 0 and dense and cache.numel() < 2**33
     return frozenset(name for name, is_so in (("pages", pages), ("rows", rows)) if is_so)
+
+
+def query_alignment(q: Tensor) -> frozenset[str]:
+    """Whether "queries" are at multiples of 16 bytes and stay there from head to head."""
+    traced = isinstance(q, FakeTensor)
+    start = traced or q.data_ptr() % 16 == 0
+    aligned = start and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0
+    return frozenset(("queries",)) if aligned else frozenset()

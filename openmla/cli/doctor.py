@@ -271,7 +271,7 @@ def problem_of(
 
     from openmla.backends import Problem
 
-    usual = {"format": "bf16", "H": 128, "D": 576, "C": 512, "E": 192, "V": 128}
+    usual = {"format": "bf16", "H": 128, "D": 576, "C": 512, "E": 192, "V": 128, "BS": 64}
     return Problem(
         op=op,
         device=device,

@@ -11,9 +11,9 @@ past query_start_loc[B] (graph padding), gets out 0 and lse -inf.
 lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
 Read are only the rows above: page tails, unused blocks and block_table columns from
 ceil(seq_len / BS) on may hold anything.
-`split_starts` [B, X+1] cuts each request's keys into at most X runs for kernels that work on
-them in parallel: run x is keys split_starts[b, x] .. split_starts[b, x+1]-1, rising from 0 to at
-least seq_lens[b]. It changes speed, not meaning. max_query_len bounds the queries per request.
+max_query_len bounds the queries per request. Kernels split keys among programs as the lengths want;
+with run_length > 0 they are cut after every so many keys instead, so that a query's bits depend on
+nothing but its own row, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, bucketed, choose_backend, load, problem_on
+from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
@@ -31,7 +32,7 @@ from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
     "q_latent:T H D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, seq_lens:B i32,"
-    " query_start_loc:B+1 i32, split_starts:B X+1 i32"
+    " query_start_loc:B+1 i32"
 )
 
 
@@ -44,13 +45,11 @@ def _check(tensors: tuple[Tensor, ...], format: str, C: int) -> dict[str, int]:
     check_pages("mqa_paged", cache, format)
     if not 0 < C <= dims["D"]:
         raise ShapeError(f"mqa_paged: C must be within 1..D={dims['D']}, got {C}.")
-    if dims["X+1"] < 2:
-        raise ShapeError(f"mqa_paged: split_starts must have X+1 >= 2 columns, got {dims['X+1']}.")
     return dims
 
 
 def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int) -> None:
-    block_table, seq_lens, query_start_loc, split_starts = tensors[3:]
+    block_table, seq_lens, query_start_loc = tensors[3:]
     check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if dims["B"] == 0:
         return
@@ -67,16 +66,17 @@ def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_l
             f"got {max_query_len}."
         )
     check_block_table("mqa_paged", block_table, None, seq_lens, dims["N"], dims["BS"])
-    rising = (split_starts.diff(dim=1) >= 0).all() and (split_starts[:, 0] == 0).all()
-    if not rising or (split_starts[:, -1] < seq_lens).any():
-        raise ShapeError(
-            "mqa_paged: split_starts must rise from 0 to at least seq_lens in every row."
-        )
 
 
-def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, C: int) -> Problem:
+def problem(
+    device: torch.device, dtype: torch.dtype, format: str, *, H: int, D: int, C: int, BS: int,
+    tokens: int, aligned: frozenset[str], run_length: int,
+) -> Problem:  # fmt: skip
     """A call, as backends are asked about it."""
-    return problem_on(device, "mqa_paged", dtype=dtype, format=format, D=D, C=C)
+    return problem_on(
+        device, "mqa_paged", dtype=dtype, format=format, H=H, D=D, C=C, BS=BS,
+        tokens=bucketed(tokens), aligned=aligned, run_length=run_length,
+    )  # fmt: skip
 
 
 def _run(
@@ -86,18 +86,26 @@ def _run(
     scale: float,
     causal: bool,
     max_query_len: int,
+    run_length: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    q_latent = tensors[0]
+    q_latent, cache = tensors[:2]
     dims = _check(tensors, format, C)
+    if run_length < 0:
+        raise ShapeError(f"mqa_paged: run_length must not be negative, got {run_length}.")
     refuse_grad("mqa_paged", (q_latent,))
     check_scale("mqa_paged", scale)
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len)
-    asked = problem(q_latent.device, q_latent.dtype, format, D=dims["D"], C=C)
+    asked = problem(
+        q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
+        tokens=dims["T"], aligned=alignment([cache]) | query_alignment(q_latent),
+        run_length=run_length,
+    )  # fmt: skip
     result: tuple[Tensor, Tensor] = load("mqa_paged", choose_backend(asked, backend)).run(
-        *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len
-    )
+        *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len,
+        run_length=run_length,
+    )  # fmt: skip
     return result
 
 
@@ -113,8 +121,8 @@ def _fake(*tensors: Tensor, format: str, C: int, **_: object) -> tuple[Tensor, T
 
 _OP = register(
     "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
-    " Tensor seq_lens, Tensor query_start_loc, Tensor split_starts, *, str format, int C,"
-    " float scale, bool causal, int max_query_len, str backend) -> (Tensor, Tensor)",
+    " Tensor seq_lens, Tensor query_start_loc, *, str format, int C, float scale, bool causal,"
+    " int max_query_len, int run_length, str backend) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -127,13 +135,13 @@ def mqa_paged(
     block_table: Tensor,  # [B, M] i32
     seq_lens: Tensor,  # [B] i32, keys including this step's
     query_start_loc: Tensor,  # [B+1] i32
-    split_starts: Tensor,  # [B, X+1] i32
     *,
     format: str,
     C: int,
     scale: float,
     causal: bool,
     max_query_len: int,
+    run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend in latent space; see the module's text for the contract."""
@@ -144,12 +152,12 @@ def mqa_paged(
         block_table,
         seq_lens,
         query_start_loc,
-        split_starts,
         format=format,
         C=C,
         scale=scale,
         causal=causal,
         max_query_len=max_query_len,
+        run_length=run_length,
         backend=backend,
     )
     return out, lse

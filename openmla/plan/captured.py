@@ -16,7 +16,6 @@ from torch import Tensor
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
-from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
 from openmla.plan.compressed_checks import check_caches
 from openmla.plan.dense import plan_decode
@@ -30,7 +29,6 @@ from openmla.plan.sparse import (
     query_bytes,
     query_chunks,
 )
-from openmla.plan.splits import FIXED_SPLIT
 from openmla.plan.types import CompressedPlan, DecodePlan, Parts, ScoreChunk, SparsePlan
 from openmla.plan.upload import upload
 
@@ -95,7 +93,6 @@ def plan_buffers(
         else:
             shapes["query_start_loc"] = (max_requests + 1,)
             shapes["seq_lens"] = (max_requests,)
-            shapes["split_starts"] = (max_requests, _most_splits(rows, max_blocks) + 1)
         if config.rope.kind == "longrope":
             shapes["rope_offsets"] = (max_tokens,)
     buffers = {
@@ -141,11 +138,6 @@ def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, toke
     return -(-most // window.block_size) + 1
 
 
-def _most_splits(latent: PagedCache, max_blocks: int) -> int:
-    runs = -(-max_blocks * latent.block_size // FIXED_SPLIT)
-    return min(1 << (runs - 1).bit_length(), 2 * max(multiprocessors(latent.data.device), 1))
-
-
 def captured_score_chunks(
     config: MLAConfig, cache: LayerCache, buffers: Buffers
 ) -> tuple[ScoreChunk, ...]:
@@ -169,7 +161,6 @@ def captured_parts(
     cache: LayerCache,
     dtype: torch.dtype,
     buffers: Buffers,
-    batch_invariant: bool,
 ) -> tuple[Parts, Buffers]:
     """A step over buffers, all of it absorbed, and what goes into them; none is touched yet."""
     _check_fit(batch, buffers)
@@ -180,8 +171,7 @@ def captured_parts(
     starts = list(accumulate(batch.query_lens, initial=0))
     decode, sparse = None, None
     if config.indexer is None:
-        X = buffers["split_starts"].shape[1] - 1
-        decode = plan_decode(batch, config, everyone, starts, latent, batch_invariant, X)
+        decode = plan_decode(batch, everyone, starts)
         fixed = {"rows": slice(0, max_tokens), "max_query_len": max_tokens // max_requests}
         decode, values = _over(buffers, decode, **fixed)
     else:  # every row chooses, short ones all they have: one graph for all lengths

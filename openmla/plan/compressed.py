@@ -26,7 +26,7 @@ from openmla.plan.compressed_checks import (
     check_options,
     check_workspace,
 )
-from openmla.plan.problems import chosen, named, scoring_problems
+from openmla.plan.problems import chosen, scoring_problems
 from openmla.plan.rows import cumulative, start_locs
 from openmla.plan.sparse import (
     first_keys,
@@ -85,7 +85,7 @@ def plan_compressed(
         prefill=None,
         compressed=step,
         backends=backends,
-        gathering=named("mqa_sparse", backend),
+        requested=backend,
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,

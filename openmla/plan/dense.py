@@ -7,43 +7,23 @@ from itertools import accumulate
 
 import torch
 
-from openmla.cache import PagedCache
-from openmla.config import MLAConfig
-from openmla.hardware import multiprocessors
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.rows import cumulative, pick, pick_rows
-from openmla.plan.splits import split_bounds, split_length
 from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
 
 
-def plan_decode(
-    batch: Batch,
-    config: MLAConfig,
-    requests: Sequence[int],
-    starts: Sequence[int],
-    latent: PagedCache,
-    batch_invariant: bool,
-    num_splits: int = 0,  # 0: as many as the longest request needs
-) -> DecodePlan:
+def plan_decode(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> DecodePlan:
     """Arguments of mqa_paged for some of the requests."""
     query_lens = [batch.query_lens[b] for b in requests]
     seq_lens = [batch.seq_lens[b] for b in requests]
     host_lens = torch.tensor(seq_lens, dtype=torch.int32)
-    length = split_length(
-        seq_lens,
-        multiprocessors=multiprocessors(latent.data.device),
-        block_size=latent.block_size,
-        batch_invariant=batch_invariant,
-        num_heads=config.num_heads,
-    )
     true_lens = batch.device_seq_lens
     return DecodePlan(
         rows=pick_rows(requests, starts),
         block_table=pick(batch.block_table, requests),
         seq_lens=host_lens if true_lens is None else pick(true_lens, requests),
         query_start_loc=cumulative(query_lens),
-        split_starts=split_bounds(host_lens, length, num_splits),
         max_query_len=max(query_lens, default=0),
     )
 

@@ -7,6 +7,7 @@ from openmla.cache import cache_bytes, shown_bytes
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO
 from openmla.plan.forms import decode_threshold
+from openmla.plan.rows import num_rows
 from openmla.plan.types import CompressedPlan, Plan, PrefillPlan, SparsePlan
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES
 
@@ -17,10 +18,10 @@ def explain(plan: Plan, finished: bool) -> str:
     """`finished`: rows come normalised and rotated, as an attached model's do."""
     lines = []
     if plan.decode is not None:
-        B, X = plan.decode.split_starts.shape
+        fixed = f", keys in runs of {plan.run_length}" if plan.run_length else ""
         lines += [
-            f"absorbed  {B} requests, up to {plan.decode.max_query_len} queries each, "
-            f"keys in up to {X - 1} runs{_few_keys(plan)}",
+            f"absorbed  {len(plan.decode.seq_lens)} requests, up to {plan.decode.max_query_len} "
+            f"queries each{fixed}{_few_keys(plan)}",
             f"  why     {_why(plan, 'absorbed')}",
         ]
     if plan.prefill is not None:
@@ -37,7 +38,7 @@ def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
     chunks = prefill.chunks if prefill.one_shot is None else (prefill.one_shot,)
     gathered = max((chunk.num_keys for chunk in chunks), default=0)
     rows = prefill.rows
-    new = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+    new = num_rows(rows)
     keys = gathered if prefill.one_shot is not None else max(gathered, new)
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize

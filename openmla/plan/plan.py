@@ -17,13 +17,14 @@ from openmla.plan.checks import check_batch, check_cache, check_workspace
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import choose_backends, find_problems, latent_of, named
+from openmla.plan.problems import choose_backends, find_problems, latent_of
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
-from openmla.plan.splits import fixed_run_length
 from openmla.plan.types import Parts, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
+
+FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighbours
 
 
 def make_plan(
@@ -109,15 +110,15 @@ def _plan_latent(
             check_workspace(workspace, config, dtype, latent.data.device)
         routes = _routes(batch, config, latent, dtype, form)
         rows_at_once = _rows_at_once(batch, config, latent, workspace, workspace_tokens, routes)
-        parts = _parts(batch, config, cache, dtype, routes, rows_at_once, batch_invariant)
+        parts = _parts(batch, config, cache, dtype, routes, rows_at_once)
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
-        parts, values = captured_parts(batch, config, cache, dtype, into, batch_invariant)
+        parts, values = captured_parts(batch, config, cache, dtype, into)
         name = "absorbed" if parts.sparse is None else "chosen"
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
-    fixed = fixed_run_length(batch_invariant)
+    fixed = FIXED_RUN if batch_invariant else 0
     problems = find_problems(config, cache, dtype, parts.decode, parts.prefill, parts.sparse, fixed)
     problems, backends = choose_backends(problems, backend)
     if into is None:
@@ -132,7 +133,7 @@ def _plan_latent(
         prefill=parts.prefill,
         sparse=parts.sparse,
         backends=backends,
-        gathering=named("mqa_sparse", backend),
+        requested=backend,
         problems=problems,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,
@@ -199,7 +200,6 @@ def _parts(
     dtype: torch.dtype,
     routes: Mapping[str, Sequence[int]],
     rows_at_once: int,
-    batch_invariant: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -207,7 +207,7 @@ def _parts(
     decoding, prefilling, choosing = routes["absorbed"], routes["expanded"], "chosen" in routes
     decode = prefill = sparse = None
     if decoding or not (prefilling or choosing):
-        decode = plan_decode(batch, config, decoding, starts, latent, batch_invariant)
+        decode = plan_decode(batch, decoding, starts)
     if prefilling:
         prefill = plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     if choosing:

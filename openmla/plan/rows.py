@@ -22,6 +22,10 @@ def pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
     return torch.cat([torch.arange(starts[b], starts[b + 1]) for b in requests])
 
 
+def num_rows(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
 def pick(table: Tensor, requests: Sequence[int]) -> Tensor:
     if list(requests) == list(range(table.shape[0])):
         return table

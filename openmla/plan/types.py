@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from openmla.backends import Problem
+from openmla.backends import BACKENDS, Problem
 from openmla.cache import Geometry, LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
@@ -43,7 +43,6 @@ class DecodePlan(_Part):
     block_table: Tensor  # [B, M] i32
     seq_lens: Tensor  # [B] i32
     query_start_loc: Tensor  # [B+1] i32
-    split_starts: Tensor  # [B, X+1] i32
     max_query_len: int
 
 
@@ -227,16 +226,13 @@ class Plan:
     batch_key: object = None  # of V4: its plans of one batch share tensors
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
-    run_length: int = 0  # rows per run of mqa_sparse; 0: the backend decides
+    run_length: int = 0  # rows per run of latent attention; 0: the backend decides
     # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()
     bounded: bool = False  # these are upper bounds, the device has the lengths
     form: str = "auto"
-    # What mqa_sparse is called with. Its kernels differ by the tokens of a call and by where a
-    # layer's rows lie, so each call chooses unless a backend was named; `backends` has the choice
-    # for the largest call over the planned cache.
-    gathering: str = "auto"
+    requested: str = "auto"  # the backend asked for
     routes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def check_cache(self, cache: LayerCache) -> None:
@@ -259,6 +255,12 @@ class Plan:
     def mapped(self) -> bool:
         """Whether chosen positions are made slots before they are attended to."""
         return "map_slots" in self.backends
+
+    def called_with(self, op: str) -> str:
+        """The backend that mqa_paged and mqa_sparse are called with. Their kernels differ by the
+        tokens of a call and by where a layer's rows lie, so each call chooses unless a backend was
+        named; `backends` has the choice for the largest call over the planned cache."""
+        return self.requested if self.requested in BACKENDS[op] else "auto"
 
     def problem(self, op: str) -> Problem:
         """What the backends were asked about an op of this plan."""

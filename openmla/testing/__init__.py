@@ -26,7 +26,6 @@ from openmla.testing.cases import (
     Inputs,
     PagedCase,
     RaggedCase,
-    even_splits,
     paged_rows,
     start_loc,
 )
@@ -59,7 +58,6 @@ __all__ = [
     "SparseInputs",
     "assert_within_budget",
     "budget_used",
-    "even_splits",
     "lse_budget",
     "out_budget",
     "paged_rows",

@@ -62,15 +62,6 @@ def start_loc(lens: Sequence[int], device: str | torch.device = "cpu") -> Tensor
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
 
 
-def even_splits(seq_lens: Sequence[int], num_splits: int) -> Tensor:
-    """[B, X+1] i32 split bounds of equal length, the last ones empty where keys run out."""
-    rows = []
-    for S in seq_lens:
-        size = max(-(-S // num_splits), 1)
-        rows.append([min(x * size, S) for x in range(num_splits + 1)])
-    return torch.tensor(rows, dtype=torch.int32).reshape(len(seq_lens), num_splits + 1)
-
-
 def paged_rows(
     rows: Sequence[Tensor],
     *,
@@ -122,7 +113,7 @@ class PagedCase:
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     kv_scale: float = 1.0
-    num_splits: int = 3
+    run_length: int = 0
     padding: int = 0  # query rows that belong to no request
     contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
     seed: int = 0
@@ -155,7 +146,6 @@ class PagedCase:
             "block_table": table,
             "seq_lens": seq_lens,
             "query_start_loc": start_loc(self.query_lens, device),
-            "split_starts": even_splits(self.seq_lens, self.num_splits).to(device),
         }
         scalars = {
             "format": self.format,
@@ -163,6 +153,7 @@ class PagedCase:
             "scale": 1.7 * D**-0.5,
             "causal": self.causal,
             "max_query_len": max(self.query_lens, default=0),
+            "run_length": self.run_length,
         }
         return Inputs(tensors, scalars, ("q_latent",))
 
@@ -219,7 +210,7 @@ PAGED_SHAPES = {
     "v2-lite-decode-b1-s16k-fp32": PagedCase(
         "", (1,), (16384,), H=16, format="fp32", dtype=torch.float32, **_V3_ROWS
     ),
-    "v3-decode-b1-s8k": PagedCase("", (1,), (8192,), H=128, num_splits=32, **_V3_ROWS),
+    "v3-decode-b1-s8k": PagedCase("", (1,), (8192,), H=128, **_V3_ROWS),
     "v3-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=128, **_V3_ROWS),
     "v3-tp8-decode-b64-s8k": PagedCase("", (1,) * 64, (8192,) * 64, H=16, **_V3_ROWS),
     "v3-verify4-b16-s8k": PagedCase("", (4,) * 16, (8192,) * 16, H=128, **_V3_ROWS),

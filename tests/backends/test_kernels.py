@@ -64,4 +64,5 @@ def test_each_call_chooses_unless_named(backend: str) -> None:
     pool.take({"a": 60})
     table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 0, 60)])
     plan = make_plan(Batch([60], [60], table, slots), config, cache, backend=backend)
-    assert plan.gathering == ("reference" if backend == "reference" else "auto")
+    called = plan.called_with("mqa_sparse")
+    assert called == ("reference" if backend == "reference" else "auto")

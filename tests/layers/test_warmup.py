@@ -92,9 +92,8 @@ def test_steps_of_every_kind_write_nothing(
         run_step(shape, config, cache, space, torch.float32, "auto")
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
-    runs = {plan.decode.split_starts.shape[1] for plan in plans if plan.decode is not None}
     routes = {plan.prefill.route for plan in plans if plan.prefill is not None}
-    assert runs
+    assert any(plan.decode is not None for plan in plans)
     if config.indexer is None:
         assert routes == {"new", "one-shot", "chunked"}
     else:

@@ -226,7 +226,7 @@ def test_reprs_are_short() -> None:
     )
     assert repr(plan.decode) == (
         "DecodePlan(rows=0:1, block_table=[1, 9] int32, seq_lens=[1] int32, "
-        "query_start_loc=[2] int32, split_starts=[1, 2] int32, max_query_len=1)"
+        "query_start_loc=[2] int32, max_query_len=1)"
     )
     space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
     assert repr(space) == "Workspace(20 gathered rows, 50 expanded keys, bfloat16, 26.6 KiB on cpu)"
@@ -353,7 +353,6 @@ def test_captured_plans_keep_their_addresses() -> None:
         B, T = len(query_lens), sum(query_lens)
         assert decode.seq_lens.tolist() == [*seq_lens, *[0] * (4 - B)]
         assert decode.query_start_loc[B:].tolist() == [T] * (5 - B)
-        assert decode.split_starts[:, -1].tolist() == decode.seq_lens.tolist()
         assert plan.slot_mapping[T:].tolist() == [-1] * (8 - T)
         assert decode.max_query_len == 2
 
@@ -393,7 +392,6 @@ def test_lengths_known_to_the_device_only() -> None:
     plan = make_plan(bounded, CONFIG, CACHE)
     assert plan.decode is not None and plan.prefill is None
     assert plan.decode.seq_lens.data_ptr() == true_lens.data_ptr()
-    assert plan.decode.split_starts[:, -1].tolist() == [12, 8]
     with pytest.raises(ConfigError, match="form must not be expanded with device_seq_lens"):
         make_plan(bounded, CONFIG, CACHE, form="expanded")
 

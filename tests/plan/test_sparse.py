@@ -92,8 +92,7 @@ def test_explain_says_how_many_keys_and_bytes() -> None:
     assert "  why     asked for: form='absorbed'" in text
     assert "mask" not in text
     text = plan_of([1, 1], [K, 9]).explain()
-    assert "absorbed  2 requests, up to 1 queries each, keys in up to" in text
-    assert f"runs, of no more than {K} keys: dense" in text
+    assert "absorbed  2 requests, up to 1 queries each, of no more than 32 keys: dense" in text
     text = plan_of([40, 1], [60, 70]).explain()
     assert "masked    40 tokens, expanded: cheaper than 32 rows gathered for each" in text
     assert "  why     cost: 32 rows gathered for each are cheaper than all keys" in text

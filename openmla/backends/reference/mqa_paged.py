@@ -22,13 +22,13 @@ def run(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    split_starts: Tensor,
     *,
     format: str,
     C: int,
     scale: float,
     causal: bool,
     max_query_len: int,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
     BS = cache.shape[1]

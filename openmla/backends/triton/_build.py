@@ -28,7 +28,7 @@ SHARED_MEMORY = {
 # Pointers into buffers that a plan or its caller slices: Triton must not recompile a kernel when a
 # slice happens to start on, or off, 16 bytes.
 DO_NOT_SPECIALIZE_ON_ALIGNMENT = (
-    "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "split_starts", "starts",
+    "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "starts",
     "ends", "row_starts", "row_lens", "row_lens_1", "row_lens_2", "key_starts", "key_lens",
     "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions",
 )  # fmt: skip

@@ -1,14 +1,14 @@
-"""Latent attention of one token over the rows its segments name; mqa_paged and mqa_sparse.
+"""Latent attention of one token over the rows its segments name; mqa_sparse.
 
 Computes  for each token t, head h: rows = the cached rows its segments name, decoded
           s = scale * q[t, h] @ rows.T;  lse = log(sum(exp(s)));  out = exp(s - lse) @ rows[:, :C]
-          (specification: ops/mqa_sparse.py, ops/mqa_paged.py; numbers: backends/reference)
+          (specification: ops/mqa_sparse.py; numbers: backends/reference)
 Grid      (cdiv(H, BLOCK_H), T, X): one program owns one token, BLOCK_H heads, one run of its rows;
           a grid holds 65535 tokens, more take several launches
 Reads     q [T, H, D], caches [N, BS, W], row ids, query_start_loc [B+1]
 Writes    out [T, H, C] and lse [T, H]; with X > 1 runs part [T, X, H, C] and part_lse [T, X, H],
           merged by a second kernel
-Limits    see why_not() of the two ops
+Limits    see why_not_latent()
 
 MAIN columns, as one or two tiles, and ROPE columns of a row are keys. Its values are the MAIN
 columns, and the ROPE ones where C reaches that far. All of V4's columns are MAIN, though the last
@@ -21,7 +21,6 @@ import triton.language as tl
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._latent_rows import (
     PACKED_GROUP,
-    PAGED,
     POSITIONS,
     SLOTS,
     V4_ROPE,
@@ -88,15 +87,17 @@ def unchain(weights, rescale):
 
 @triton.jit
 def attend(
-    q_a, q_b, q_rope, running_max, running_sum, acc_a, acc_b, acc_rope, lo, hi, position, qk_scale,
-    kv_scale, cache, page, row_stride, W, rows, table, M, N, BS: tl.constexpr,
-    ONE_BLOCK: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, ALIGNED: tl.constexpr,
+    q_a, q_b, q_rope, running_max, running_sum, acc_a, acc_b, acc_rope, lo, hi, position, visible,
+    qk_scale, kv_scale, cache, page, row_stride, W, rows, table, M, N, BS: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, FOLDED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     ASM: tl.constexpr, OFFSET: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     ROPE_VALUED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Accumulate rows lo .. hi-1 of one segment into an online softmax."""
+    """Accumulate rows lo .. hi-1 of one segment into an online softmax. With FOLDED queries are of
+    several tokens, and each sees its first `visible` rows only."""
     if FORMAT == FP8:  # scale logits and accumulators, not rows: the largest weight stays exactly 1
         qk_scale *= kv_scale
         acc_a = acc_a / kv_scale
@@ -156,7 +157,10 @@ def attend(
         if ROPE > 0:
             rope = load_rope(cache, rope_at, valid, ROPE, BLOCK_R, FORMAT, ALIGNED, ASM, dtype)
             scores = add_product(scores, q_rope, rope, PRECISION, UNCHAINED, UPCAST)
-        scores = tl.where(valid[None, :], scores * qk_scale, float("-inf"))
+        seen = valid[None, :]
+        if FOLDED:
+            seen = seen & (j[None, :] < visible[:, None])
+        scores = tl.where(seen, scores * qk_scale, float("-inf"))
         new_max = tl.maximum(running_max, tl.max(scores, 1))
         weights, rescale = softmax_weights(scores, running_max, new_max)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
@@ -190,7 +194,7 @@ def load_query(q_at, mask_h, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.
     do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _latent_kernel(
-    q, query_start_loc, positions, seq_lens, split_starts, sink,
+    q, query_start_loc, positions, sink,
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,
     cache_2, kv_scale_2, rows_2, row_lens_2, table_2,
     out, lse,
@@ -200,7 +204,7 @@ def _latent_kernel(
     H: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     KIND_1: tl.constexpr, FORMAT_1: tl.constexpr, BS_1: tl.constexpr, ONE_BLOCK_1: tl.constexpr,
     KIND_2: tl.constexpr, FORMAT_2: tl.constexpr, BS_2: tl.constexpr, ONE_BLOCK_2: tl.constexpr,
-    SECOND: tl.constexpr, CAUSAL: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
+    SECOND: tl.constexpr, SINK: tl.constexpr, SPLIT: tl.constexpr,
     ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
@@ -219,31 +223,18 @@ def _latent_kernel(
         b = request_of(t, query_start_loc, B)
     t64 = t.to(tl.int64)
     n_2 = 0
-    if KIND_1 == PAGED:
-        position = 0
-        n_1 = 0
-        if b < B:
-            n_1 = tl.load(seq_lens + b)
-            if CAUSAL:
-                n_1 = tl.maximum(n_1 - (tl.load(query_start_loc + b + 1) - 1 - t), 0)
-    else:
-        position = tl.load(positions + t)
-        n_1 = count_rows(t, b, position, B, row_lens_1, K_1, M_1, span_1, KIND_1, BS_1)
-        if SECOND:
-            n_2 = count_rows(t, b, position, B, row_lens_2, K_2, M_2, span_2, KIND_2, BS_2)
+    position = tl.load(positions + t)
+    n_1 = count_rows(t, b, position, B, row_lens_1, K_1, M_1, span_1, KIND_1, BS_1)
+    if SECOND:
+        n_2 = count_rows(t, b, position, B, row_lens_2, K_2, M_2, span_2, KIND_2, BS_2)
     owner = tl.minimum(b, B - 1).to(tl.int64)
     lo = 0
     hi = n_1 + n_2
     if SPLIT:
-        if KIND_1 == PAGED:
-            if b < B:
-                lo = tl.load(split_starts + owner * (X + 1) + x)
-                hi = tl.minimum(hi, tl.load(split_starts + owner * (X + 1) + x + 1))
-        else:
-            run = tl.cdiv(tl.cdiv(hi, BLOCK_N), X) * BLOCK_N
-            run = tl.where(run_length > 0, run_length, run)
-            lo = x * run
-            hi = tl.minimum(hi, lo + run)
+        run = tl.cdiv(tl.cdiv(hi, BLOCK_N), X) * BLOCK_N
+        run = tl.where(run_length > 0, run_length, run)
+        lo = x * run
+        hi = tl.minimum(hi, lo + run)
 
     heads = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = heads < H
@@ -258,18 +249,19 @@ def _latent_kernel(
     acc_rope = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
     running_max, running_sum, acc_a, acc_b, acc_rope = attend(
         q_a, q_b, q_rope, running_max, running_sum, acc_a, acc_b, acc_rope, lo, tl.minimum(hi, n_1),
-        position, qk_scale, tl.load(kv_scale_1), cache_1, page_1, row_1, W_1,
+        position, 0, qk_scale, tl.load(kv_scale_1), cache_1, page_1, row_1, W_1,
         rows_1 + t64 * rows_stride_1, table_1 + owner * table_stride_1, M_1, N_1, BS_1, ONE_BLOCK_1,
-        KIND_1, FORMAT_1, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N, BLOCK_A, BLOCK_B,
-        BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
+        KIND_1, FORMAT_1, False, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED, BLOCK_N, BLOCK_A,
+        BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
     )  # fmt: skip
     if SECOND:
         running_max, running_sum, acc_a, acc_b, acc_rope = attend(
             q_a, q_b, q_rope, running_max, running_sum, acc_a, acc_b, acc_rope,
-            tl.maximum(lo - n_1, 0), hi - n_1, position, qk_scale, tl.load(kv_scale_2), cache_2,
+            tl.maximum(lo - n_1, 0), hi - n_1, position, 0, qk_scale, tl.load(kv_scale_2), cache_2,
             page_2, row_2, W_2, rows_2 + t64 * rows_stride_2, table_2 + owner * table_stride_2, M_2,
-            N_2, BS_2, ONE_BLOCK_2, KIND_2, FORMAT_2, ALIGNED, ASM, OFFSET, MAIN, ROPE, ROPE_VALUED,
-            BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
+            N_2, BS_2, ONE_BLOCK_2, KIND_2, FORMAT_2, False, ALIGNED, ASM, OFFSET, MAIN, ROPE,
+            ROPE_VALUED, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES,
+            HOIST, dtype,
         )  # fmt: skip
     any_valid, normalizer, row_lse = finish_softmax(running_max, running_sum)
     if SPLIT:

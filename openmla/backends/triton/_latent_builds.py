@@ -32,7 +32,7 @@ def latent_build(
     BS = 1 if kinds == ["slots"] else 64  # as flattened() makes it
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
-        causal=kinds[0] == "paged", sink=False, split=True,
+        sink=False, split=True,
     )  # fmt: skip
     stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
@@ -41,7 +41,7 @@ def latent_build(
         **dict.fromkeys(("cache_1", "cache_2"), stored),
         **dict.fromkeys(("out", "sink", "lse", "kv_scale_1", "kv_scale_2"), "*fp32"),
         **dict.fromkeys(
-            ("query_start_loc", "seq_lens", "split_starts", "rows_1", "row_lens_1", "table_1",
+            ("query_start_loc", "rows_1", "row_lens_1", "table_1",
              "rows_2", "row_lens_2", "table_2"), "*i32"),
         "qk_scale": "fp32",
     }  # fmt: skip

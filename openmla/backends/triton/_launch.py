@@ -39,20 +39,17 @@ MERGED_COLUMNS_NARROW = 128
 def run_latent(
     q: Tensor,
     query_start_loc: Tensor,
-    positions: Tensor | None,
+    positions: Tensor,
     segments: Sequence[Segment],
+    sink: Tensor | None,
     *,
-    sink: Tensor | None = None,
-    seq_lens: Tensor | None = None,
-    split_starts: Tensor | None = None,
-    causal: bool = False,
     C: int,
     scale: float,
-    width: int = 0,
-    run_length: int = 0,
+    width: int,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Launch over all tokens. Rows are split at split_starts, else every run_length, else into as
-    many runs as fill the machine; `width` is then the most rows of a token."""
+    """Launch over all tokens. Rows are split every run_length, else into as many runs as fill the
+    machine; `width` is the most rows of a token."""
     T, H, D = q.shape
     # the interpreter truncates where it should round: let torch round
     out = q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype)
@@ -67,8 +64,6 @@ def run_latent(
     X = num_runs(tiles * T, cdiv(width, config.block_n), q.device, config.block_h)
     if run_length:
         X = max(cdiv(width, run_length), 1)
-    if split_starts is not None:
-        X = split_starts.shape[1] - 1
     # with fixed runs the sink is always applied by merge_runs: the same rounding for any X
     split = X > 1 or (run_length > 0 and sink is not None)
     target, target_lse = out, lse
@@ -80,7 +75,7 @@ def run_latent(
     first, second = segments[0], segments[-1]
     constants = constants_of(
         shape, config, [(part.kind, part.format, part.cache.shape[1]) for part in segments],
-        aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)), causal=causal,
+        aligned=all(map(is_aligned, segments)), wide=any(map(is_wide, segments)),
         sink=sink is not None and not split, split=split,
     )  # fmt: skip
     unused = query_start_loc = query_start_loc.contiguous()
@@ -88,9 +83,7 @@ def run_latent(
         kernels._latent_kernel[(tiles, min(T - first_token, TOKENS), X)](
             q,
             query_start_loc,
-            unused if positions is None else positions.contiguous(),
-            unused if seq_lens is None else seq_lens.contiguous(),
-            unused if split_starts is None else split_starts.contiguous(),
+            positions.contiguous(),
             lse if sink is None else sink,
             *_tensors(first, unused),
             *_tensors(second, unused),
@@ -111,8 +104,7 @@ def run_latent(
             enable_fp_fusion=FP_FUSION,
         )
     if split:
-        fixed = bool(run_length) or split_starts is not None
-        merge_runs(target, target_lse, sink, out, lse, fixed=fixed)
+        merge_runs(target, target_lse, sink, out, lse, fixed=bool(run_length))
     return out.to(q.dtype), lse
 
 

@@ -97,7 +97,18 @@ FP8_SM80 = Config(32, 32, 8, 1, hoist=DISABLE_LICM_STOPS_TRITON)
 FP8_SM100 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PACKED_SM80 = Config(32, 32, 8, 1, hoist=False)
 V4_SM80 = Config(32, 32, 8, 1, 256, hoist=False)
-PAGED_SM90 = Config(64, 64, 8, 2, hoist=False)
+# Persistent programs hold the state of their part too: nothing is hoisted.
+PAGED_16 = Config(16, 32, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
+PAGED_16_WIDE = Config(16, 64, 4, 2, 256, hoist=DISABLE_LICM_STOPS_TRITON)
+if DISABLE_LICM_STOPS_TRITON:  # 128 bytes of spill there
+    PAGED_16_WIDE = PAGED_16
+PAGED_16_ROW = Config(16, 32, 4, 2, hoist=DISABLE_LICM_STOPS_TRITON)
+PAGED_SM80 = Config(32, 64, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
+PAGED_32 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
+PAGED_32_PACKED = Config(32, 32, 8, 1, hoist=False)
+PAGED_FP8_SM90 = Config(64, 64, 8, 2, hoist=False)
+PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
+PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)
 TILES = {
     ("plain", False): _on(GATHER_64, GATHER_32, GATHER_64, GATHER_64, AMD),
     ("plain", True): _on(SM80, GATHER_32, SM90, SM100, AMD),
@@ -107,13 +118,15 @@ TILES = {
     ("two segments", True): _on(SM80, GATHER_32, SM90_LEAN, SM100, AMD),
     ("fp8", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
     ("fp8", True): _on(FP8_SM80, DECODED, SM90, FP8_SM100, DECODED_AMD),
-    ("paged fp8", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
-    ("paged fp8", True): _on(FP8_SM80, DECODED, PAGED_SM90, FP8_SM100, DECODED_AMD),
+    ("paged plain", False): _on(PAGED_16_ROW, PAGED_16, PAGED_16_WIDE, PAGED_16_ROW, PAGED_AMD),
+    ("paged plain", True): _on(PAGED_SM80, PAGED_16, SM90_LEAN, PAGED_32, PAGED_AMD),
+    ("paged fp8", False): _on(PAGED_16, PAGED_16, PAGED_16, PAGED_16, PAGED_AMD_DECODED),
+    ("paged fp8", True): _on(PAGED_32, PAGED_16, PAGED_FP8_SM90, PAGED_32, PAGED_AMD_DECODED),
     # on SM100 products of 64 heads spill beside rows that are decoded with group scales
     ("packed", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
     ("packed", True): _on(PACKED_SM80, DECODED, SM90, DECODED, DECODED_AMD),
-    ("paged packed", False): _on(DECODED, DECODED, DECODED, DECODED, DECODED_AMD),
-    ("paged packed", True): _on(PACKED_SM80, DECODED, PAGED_SM90, DECODED, DECODED_AMD),
+    ("paged packed", False): _on(PAGED_16, PAGED_16, PAGED_16, PAGED_16, PAGED_AMD_DECODED),
+    ("paged packed", True): _on(PAGED_32_PACKED, PAGED_16, SM90_LEAN, PAGED_16, PAGED_AMD_DECODED),
     ("v4", False): _on(DECODED_V4, DECODED_V4, DECODED_V4, DECODED_V4, DECODED_AMD),
     ("v4", True): _on(V4_SM80, DECODED_V4, SM90_LEAN, DECODED_V4, DECODED_AMD),
 }  # fmt: skip
@@ -182,7 +195,7 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     elif any(kind == "positions" for kind, _ in segments):
         case = "positions"
     else:
-        case = "two segments" if len(segments) > 1 else "plain"
+        case = "two segments" if len(segments) > 1 else f"{paged}plain"
     return TILES[case, shape.H > FEW_HEADS][nearest_target(capability)]
 
 
@@ -193,28 +206,33 @@ def constants_of(
     *,
     aligned: bool,
     wide: bool,
-    causal: bool,
     sink: bool,
     split: bool,
 ) -> dict[str, Any]:
     (kind_1, format_1, BS_1), (kind_2, format_2, BS_2) = segments[0], segments[-1]
     return {
+        "KIND_1": KINDS[kind_1],
+        "FORMAT_1": STORED_AS[format_1],
+        "BS_1": BS_1,
+        "ONE_BLOCK_1": kind_1 == "prefix" and BS_1 % config.block_n == 0,
+        "KIND_2": KINDS[kind_2],
+        "FORMAT_2": STORED_AS[format_2],
+        "BS_2": BS_2,
+        "ONE_BLOCK_2": kind_2 == "prefix" and BS_2 % config.block_n == 0,
+        "SECOND": len(segments) == 2,
+        "SINK": sink,
+        "SPLIT": split,
+        **tile_constants(shape, config, aligned=aligned, wide=wide),
+    }
+
+
+def tile_constants(shape: Shape, config: Config, *, aligned: bool, wide: bool) -> dict[str, Any]:
+    """What kernels of latent attention specialise on alike."""
+    return {
         "H": shape.H,
         "C": shape.C,
         "MAIN": shape.MAIN,
         "ROPE": shape.ROPE,
-        "KIND_1": KINDS[kind_1],
-        "FORMAT_1": STORED_AS[format_1],
-        "BS_1": BS_1,
-        "ONE_BLOCK_1": kind_1 in ("paged", "prefix") and BS_1 % config.block_n == 0,
-        "KIND_2": KINDS[kind_2],
-        "FORMAT_2": STORED_AS[format_2],
-        "BS_2": BS_2,
-        "ONE_BLOCK_2": kind_2 in ("paged", "prefix") and BS_2 % config.block_n == 0,
-        "SECOND": len(segments) == 2,
-        "CAUSAL": causal,
-        "SINK": sink,
-        "SPLIT": split,
         "ALIGNED": aligned,
         "ASM": assembly(),
         "OFFSET": tl.int64 if wide else tl.int32,

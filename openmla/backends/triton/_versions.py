@@ -6,13 +6,19 @@ old one, but it only raises.
 
 import triton
 from triton.experimental.gluon.language import shared_memory_descriptor
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 # Asynchronous copy from a tile of pointers to shared memory: async_load(tile, at, mask).
 if hasattr(async_copy, "async_load"):
     async_load = async_copy.async_load  # 3.8
 else:
     async_load = async_copy.async_copy_global_to_shared
+
+# A box of a tensor behind a TMA descriptor into shared memory: bulk_load(rows, at, barrier, tile).
+if hasattr(tma, "async_load"):
+    bulk_load = tma.async_load  # 3.8
+else:
+    bulk_load = tma.async_copy_global_to_shared
 
 # Shared memory viewed as another type: reinterpret(tile, dtype, shape, layout).
 if hasattr(shared_memory_descriptor, "reinterpret"):

@@ -1,19 +1,40 @@
-"""mqa_paged, Triton: a token's rows through the block table, split into runs by the plan."""
+"""mqa_paged, Triton: a request's tokens folded into tiles, its keys split evenly among programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build
-from openmla.backends.triton._latent_builds import latent_builds, merge_builds
-from openmla.backends.triton._launch import run_latent
-from openmla.backends.triton._tiles import why_not_latent
+from openmla.backends.triton import _merge_parts as merge
+from openmla.backends.triton import _paged as kernels
+from openmla.backends.triton._build import (
+    TARGETS,
+    Build,
+    capability_of,
+    cdiv,
+    next_power_of_2,
+    signature_of,
+)
+from openmla.backends.triton._launch import FP_FUSION, inner_contiguous, is_aligned, is_wide
+from openmla.backends.triton._tiles import (
+    FEW_HEADS,
+    PLAIN,
+    STORED_AS,
+    Config,
+    Shape,
+    config_of,
+    shape_of,
+    tile_constants,
+    why_not_latent,
+)
+from openmla.hardware import multiprocessors
 
-LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
+LAUNCHES = 2  # the second merges what was split
 
 
 def why_not(problem: Problem) -> str | None:
@@ -27,27 +48,141 @@ def run(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    split_starts: Tensor,
     *,
     format: str,
     C: int,
     scale: float,
     causal: bool,
     max_query_len: int,
+    run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    return run_latent(
-        q_latent,
-        query_start_loc,
-        None,
-        [Segment(cache, kv_scale, format, "paged", block_table=block_table)],
-        seq_lens=seq_lens,
-        split_starts=split_starts,
-        causal=causal,
-        C=C,
-        scale=scale,
+    T, H, D = q_latent.shape
+    N, BS, W = cache.shape
+    B, M = block_table.shape
+    shape = shape_of(q_latent.dtype, [format], H, D, C)
+    config, tokens = tile_of(
+        shape, capability_of(q_latent.device), format, max_query_len, run_length
     )
+    tiles = cdiv(tokens * H, config.block_h)
+    unit = cdiv(run_length, config.block_n) * config.block_n or unit_of(config)
+    programs = max(occupancy(config) * max(multiprocessors(q_latent.device), 1) // tiles, 1)
+    outputs = merge.make_outputs(
+        q_latent, C, rows=tiles * config.block_h, items=B * cdiv(max_query_len, tokens),
+        programs=programs, units=max(cdiv(M * BS, unit), 1), fixed=run_length > 0,
+    )  # fmt: skip
+    if T == 0:
+        return outputs.out.to(q_latent.dtype), outputs.lse
+    segment = Segment(cache, kv_scale, format, "paged", block_table=block_table)
+    table = inner_contiguous(block_table)
+    kernels._paged_kernel[(tiles, programs)](
+        q_latent,
+        query_start_loc.contiguous(),
+        seq_lens.contiguous(),
+        table,
+        cache.view(torch.uint8) if format == "fp8" else cache,
+        kv_scale,
+        outputs.out,
+        outputs.lse,
+        outputs.part,
+        outputs.part_lse,
+        outputs.spans,
+        B,
+        T,
+        unit,
+        scale,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        W,
+        N,
+        M,
+        table.stride(0),
+        outputs.rows,
+        **paged_constants(
+            shape, config, format, BS, tokens, causal=causal, fixed=run_length > 0,
+            aligned=is_aligned(segment), wide=is_wide(segment),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+    merge.merge_parts(outputs, overlapped=False)
+    return outputs.out.to(q_latent.dtype), outputs.lse
+
+
+def tile_of(
+    shape: Shape, capability: int, format: str, max_query_len: int, run_length: int
+) -> tuple[Config, int]:
+    """The tile, and how many query tokens share it. With fixed runs heads alone decide: a row's
+    bits may not depend on how many tokens other requests have."""
+    rows = shape.H if run_length else shape.H * max_query_len
+    config = config_of(shape._replace(H=rows), capability, [("paged", format)])
+    return config, max(min(config.block_h // shape.H, max_query_len), 1)
+
+
+def occupancy(config: Config) -> int:
+    """Programs of a multiprocessor at a time."""
+    return 2 if config.block_h <= FEW_HEADS else 1
+
+
+def unit_of(config: Config) -> int:
+    """Keys of the finest cut: shorter runs cost more in prologue and merge than they save."""
+    return 2 * config.block_n if config.block_n < 64 else config.block_n
+
+
+def paged_constants(
+    shape: Shape, config: Config, format: str, BS: int, tokens: int, *, causal: bool, fixed: bool,
+    aligned: bool, wide: bool,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        **tile_constants(shape, config, aligned=aligned, wide=wide),
+        "FORMAT": STORED_AS[format],
+        "BS": BS,
+        "ONE_BLOCK": BS % config.block_n == 0,
+        "TOKENS": tokens,
+        "CAUSAL": causal,
+        "FIXED": fixed,
+        "BLOCK_T": next_power_of_2(tokens),
+    }
 
 
 def builds() -> Iterator[Build]:
-    yield from latent_builds("paged")
-    yield from merge_builds()
+    kernel: Any = kernels._paged_kernel
+    types = {
+        **dict.fromkeys(("q", "out"), "*bf16"),
+        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale"), "*fp32"),
+        **dict.fromkeys(("query_start_loc", "seq_lens", "table", "spans"), "*i32"),
+        "qk_scale": "fp32",
+    }
+    for capability in TARGETS:
+        for format in ("bf16", "fp8", "fp8_ds_mla"):
+            stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
+            for H, new in ((16, 1), (128, 1), (8, 4)):
+                shape = shape_of(torch.bfloat16, [format], H, 576, 512)
+                config, tokens = tile_of(shape, capability, format, new, 0)
+                constants = paged_constants(
+                    shape, config, format, 64, tokens, causal=True, fixed=False, aligned=True,
+                    wide=False,
+                )  # fmt: skip
+                yield Build(
+                    f"paged-{format}-H{H}x{new}-D576", kernel,
+                    signature_of(kernel, constants, {**types, "cache": stored}), constants,
+                    config.num_warps, config.num_stages, capability, FP_FUSION,
+                )  # fmt: skip
+        for most_runs, T, fixed in (
+            (4, 64, False),
+            (10, 64, False),
+            (132, 1, False),
+            (8, 64, True),
+        ):
+            constants = merge.merge_constants(most_runs, T, 128, 512, fixed=fixed)
+            constants["OVERLAPPED"] = False
+            own = {"out": "*bf16", "spans": "*i32"}
+            own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
+            warps = 8 if constants["HEADS"] > 1 else 4
+            yield Build(
+                f"merge-parts-{most_runs}{'-fixed' if fixed else ''}", merge._merge_parts_kernel,
+                signature_of(merge._merge_parts_kernel, constants, own), constants, warps, 3,
+                capability, merge.FP_FUSION,
+            )  # fmt: skip

@@ -10,7 +10,7 @@ from openmla.backends import Problem
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
-from openmla.backends.triton._latent_builds import latent_builds
+from openmla.backends.triton._latent_builds import latent_builds, merge_builds
 from openmla.backends.triton._launch import run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
@@ -49,7 +49,7 @@ def run(
         query_start_loc,
         positions,
         decoded(q_latent, query_start_loc, segments, run_length),
-        sink=None if sink is None else sink.contiguous(),
+        None if sink is None else sink.contiguous(),
         C=C,
         scale=scale,
         run_length=run_length,
@@ -59,3 +59,4 @@ def run(
 
 def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
+    yield from merge_builds()

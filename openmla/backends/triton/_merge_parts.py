@@ -1,0 +1,152 @@
+"""Merges what persistent programs split: partial results of an item's parts into out and lse.
+
+Computes  out = sum(exp(lse_x - lse) * part_x), lse = log(sum(exp(lse_x))) over the item's runs x;
+          zeros and -inf for tokens past all requests
+Grid      (T * cdiv(H, HEADS), cdiv(C, BLOCK_C)): one program owns HEADS heads of one token
+Reads     part [slots, rows, C] and part_lse; spans [T, 3], see _parts.py
+Writes    out [T, H, C] and lse [T, H] where an item lies in several parts, or in none
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
+from openmla.backends.triton._primitives import LN2, LOG2E, finite_max
+
+FP_FUSION = True
+FIXED_TILE = (16, 128, 1)  # runs, columns, heads: one order of summation, whatever the batch
+ROWS_AT_ONCE = 512  # tokens times heads from which a program takes several
+FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
+
+
+class Outputs(NamedTuple):
+    """Results, and partial ones of `rows` query rows a slot."""
+
+    out: Tensor
+    lse: Tensor
+    part: Tensor
+    part_lse: Tensor
+    spans: Tensor
+    rows: int
+    most_runs: int  # of one item
+    fixed: bool
+
+
+def make_outputs(
+    q: Tensor, C: int, *, rows: int, items: int, programs: int, units: int, fixed: bool
+) -> Outputs:
+    """For `items` of up to `units` each on so many programs: a part cuts two items at most, where
+    it begins and where it ends."""
+    T, H, _ = q.shape
+    slots = max(items * units, 1) if fixed else 2 * programs
+    return Outputs(
+        # the interpreter truncates where it should round: let torch round
+        q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype),
+        q.new_empty((T, H), dtype=torch.float32),
+        q.new_empty((slots, rows, C), dtype=torch.float32),
+        q.new_empty((slots, rows), dtype=torch.float32),
+        q.new_empty((T, 3), dtype=torch.int32),
+        rows,
+        units if fixed else min(programs // max(items, 1) + 2, units),
+        fixed,
+    )
+
+
+def merge_parts(outputs: Outputs, *, overlapped: bool) -> None:
+    """`overlapped`: the kernel that writes the parts lets this one launch before it ends. It pays
+    where a wave of programs finds little to merge; with many runs it was slower (H200, one request
+    of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
+    T, H, C = outputs.out.shape
+    overlapped = overlapped and outputs.most_runs <= FEW_RUNS
+    constants = merge_constants(outputs.most_runs, T, H, C, fixed=outputs.fixed)
+    options = {"launch_pdl": True} if overlapped else {}
+    _merge_parts_kernel[(T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))](
+        outputs.part,
+        outputs.part_lse,
+        outputs.spans,
+        outputs.out,
+        outputs.lse,
+        outputs.rows,
+        **constants,
+        OVERLAPPED=overlapped,
+        num_warps=8 if constants["HEADS"] > 1 else 4,
+        num_stages=3,
+        enable_fp_fusion=FP_FUSION,
+        **options,
+    )
+
+
+def merge_constants(most_runs: int, T: int, H: int, C: int, *, fixed: bool) -> dict[str, Any]:
+    """Many runs: few rows, so that columns have to fill the machine. Few runs: several heads a
+    program, so that one wave of programs sees that there is nothing to merge."""
+    heads = 1
+    if fixed:
+        runs, columns, heads = FIXED_TILE
+    elif most_runs > 32:
+        runs, columns = 128, 32
+    elif most_runs > FEW_RUNS:
+        runs, columns = 32, 64
+    else:
+        runs, columns = 4 if most_runs <= 4 else 8, 512
+        heads = min(next_power_of_2(T * H // ROWS_AT_ONCE), 4)
+    columns = min(next_power_of_2(C), columns)
+    return {"H": H, "C": C, "FIXED": fixed, "BLOCK_X": runs, "BLOCK_C": columns, "HEADS": heads}
+
+
+@triton.jit(do_not_specialize=["slot_rows"])
+def _merge_parts_kernel(
+    part, part_lse, spans, out, lse, slot_rows,
+    H: tl.constexpr, C: tl.constexpr, FIXED: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    t, tile = tl.program_id(0) // TILES, tl.program_id(1)
+    if OVERLAPPED:
+        gdc_wait()
+    first = tl.load(spans + 3 * t)
+    num = tl.load(spans + 3 * t + 1) - first + 1
+    token = tl.load(spans + 3 * t + 2)
+    if num == 1:
+        return
+    heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
+    mask_h = heads < H
+    c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
+    running_sum = tl.zeros([HEADS], tl.float32)
+    running_max = tl.full([HEADS], float("-inf"), tl.float32)
+    for start in range(0, num, BLOCK_X):
+        x = start + tl.arange(0, BLOCK_X)
+        if FIXED:
+            slot = first + x
+        else:  # the first part ends with the item, the others begin with it
+            slot = tl.where(x == 0, 2 * first + 1, 2 * (first + x))
+        rows = slot.to(tl.int64)[None, :] * slot_rows + (token * H + heads)[:, None]
+        mask = mask_h[:, None] & (x < num)[None, :]
+        run_lse = tl.load(part_lse + rows, mask=mask, other=float("-inf"))
+        values = tl.load(
+            part + rows[:, :, None] * C + c[None, None, :],
+            mask=mask[:, :, None] & (c < C)[None, None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(running_max, tl.max(run_lse, 1))
+        safe_max = finite_max(new_max)
+        weights = tl.exp2((run_lse - safe_max[:, None]) * LOG2E)
+        rescale = tl.exp2((running_max - safe_max) * LOG2E)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        running_max = new_max
+    any_valid = running_sum != 0  # NaN stays NaN
+    merged_lse = tl.where(any_valid, running_max + tl.log2(running_sum) * LN2, float("-inf"))
+    normalizer = tl.where(any_valid, 1.0 / running_sum, 0.0)
+    line = t.to(tl.int64) * H + heads
+    at = out + line[:, None] * C + c[None, :]
+    values = (acc * normalizer[:, None]).to(out.dtype.element_ty)
+    tl.store(at, values, mask=mask_h[:, None] & (c < C)[None, :])
+    tl.store(lse + line, merged_lse, mask=heads < tl.where(tile == 0, H, 0))
