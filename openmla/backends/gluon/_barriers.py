@@ -20,6 +20,8 @@ EVEN_LEFT_READ = gl.constexpr("12")
 EVEN_RIGHT_READ = gl.constexpr("13")
 ODD_LEFT_READ = gl.constexpr("14")
 ODD_RIGHT_READ = gl.constexpr("15")
+# Where tiles are only copied, mbarriers say that they are filled: FILLED is free.
+ODD_STORED = EVEN_LEFT_FILLED
 
 
 @gluon.jit

@@ -1,0 +1,402 @@
+"""Latent attention over paged rows of 512 + 64, 16 bits each: 64 query rows a program; Gluon, SM90.
+
+Computes  what ops/mqa_paged.py says; query rows are tokens times heads, so that several tokens of a
+          request share its keys, causal among themselves
+Grid      (tiles of 64 rows of an item, programs): a persistent program works through the runs
+          of its part, see _parts.py; programs of the same part read the same keys, from L2
+Reads     q [T, H, 576]; rows through a TMA descriptor, in boxes of BOX rows by 64 columns, by the
+          pages that table [B, M] names
+Writes    out [T, H, 512] and lse [T, H] where an item is one run; else part and part_lse of a slot
+          and, for the merge, spans [T, 3]
+
+Warps and their schedule are _many_heads.py's, the loading group issues bulk copies. What pages hold
+behind the last key is overwritten with zeros, in the last step of a run only: 0 * NaN is NaN.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from openmla.backends.gluon import _barriers as named
+from openmla.backends.gluon import _many_heads as many
+from openmla.backends.gluon import _parts as parts
+from openmla.backends.gluon import _primitives as primitives
+from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
+from openmla.backends.triton._versions import async_load, bulk_load
+
+BOX_COLUMNS = gl.constexpr(64)  # 128 bytes: one swizzle span
+KEY_BYTES = gl.constexpr(2 * 64)  # of one column of a tile
+DO_NOT_SPECIALIZE = ("B", "T", "unit", "table_stride", "num_keys", "slot_rows")
+
+
+class Filled(NamedTuple):
+    """mbarriers of tile halves in flight, and of a last step, whose rows are looked at first."""
+
+    even_left: Any
+    even_right: Any
+    odd_left: Any
+    odd_right: Any
+    last_step: Any
+
+
+class Outputs(NamedTuple):
+    out: Any
+    lse: Any
+    part: Any
+    part_lse: Any
+    spans: Any
+    slot_rows: Any
+
+
+@gluon.jit
+def num_steps(run):
+    """Without keys, one step of none: its rows get zeros and -inf."""
+    return gl.maximum((run.hi - run.lo + many.STEP - 1) // many.STEP, 1)
+
+
+@gluon.jit
+def load_queries(queries, q, run, first_row, q_token, q_head, H: gl.constexpr):
+    """Rows past the item's are zeros. All are where there are no keys: NaN queries would make
+    scores of no keys NaN."""
+    num_rows = gl.where(run.hi > run.lo, run.num_rows, 0)
+    row = first_row + gl.arange(0, many.BLOCK_H, many.COPY_ROWS)
+    at = q + ((run.token + row // H).to(gl.int64) * q_token + (row % H) * q_head)[:, None]
+    half = at + gl.arange(0, many.HALF, gl.SliceLayout(0, many.COPY))[None, :]
+    valid, half = gl.broadcast((row < num_rows)[:, None], half)
+    async_load(queries.left, half, mask=valid)
+    async_load(queries.right, half + many.HALF, mask=valid)
+    rope = at + 2 * many.HALF
+    rope += gl.arange(0, many.ROPE_COLUMNS, gl.SliceLayout(0, many.COPY))[None, :]
+    valid, rope = gl.broadcast((row < num_rows)[:, None], rope)
+    async_load(queries.rope, rope, mask=valid)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    primitives.thread_barrier()
+    fence_async_shared()
+
+
+@gluon.jit
+def mask_keys(logits, first_key, run, first_row, H: gl.constexpr, FOLDED: gl.constexpr):
+    """-inf for keys past the run or hidden from a row's token; most tiles have none."""
+    if first_key + many.BLOCK_N > gl.minimum(run.visible, run.hi):
+        key = first_key + gl.arange(0, many.BLOCK_N, many.KEYS)
+        seen = (key < run.hi)[None, :]
+        if FOLDED:
+            row = first_row + gl.arange(0, many.BLOCK_H, many.HEADS)
+            visible = gl.minimum(run.visible + row // H, run.hi)
+            seen = key[None, :] < visible[:, None]
+        seen, logits = gl.broadcast(seen, logits)
+        logits = gl.where(seen, logits, float("-inf"))
+    return logits
+
+
+@gluon.jit
+def even_partition(
+    queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_token, q_head, work,
+    part, outputs, qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr,
+    CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr, BLOCK_T: gl.constexpr,
+):  # fmt: skip
+    """Scores of even tiles, output columns 0 to 255."""
+    request, item, unit = part.request, part.item, part.unit
+    step = 0
+    for r in tl.range(0, part.num_runs, disable_licm=True):
+        run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
+        zeros, acc, running_max, running_sum = many.initial_state()
+        load_queries(queries, q, run, first_row, q_token, q_head, H)
+        mbarrier.arrive(queries_ready, count=1)
+        for i in tl.range(0, num_steps(run), disable_licm=True):
+            scores, more = many.even_scores(
+                queries, even, zeros, filled.even_left, filled.even_right, step & 1, True, True
+            )
+            logits = many.wait_scores(scores, more, True) * qk_scale
+            logits = mask_keys(logits, run.lo + many.STEP * i, run, first_row, H, FOLDED)
+            acc, running_max, running_sum = many.even_update(
+                logits, acc, running_max, running_sum, even.left, odd_left, exchange, 1
+            )
+            step += 1
+        exchange.even_sum.store(running_sum)
+        mbarrier.arrive(sums_ready, count=1)
+        mbarrier.wait(sums_ready, r & 1)
+        running_sum += exchange.odd_sum.load(many.HEADS)
+        store_output(acc, running_sum, running_max, queries.left, outputs, run, first_row, 0, H)
+        store_spans(outputs, part, run, r, first_row, H, BLOCK_T, FIXED)
+        named.wait(named.ODD_STORED, 1)  # through the queries' other half
+        request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
+
+
+@gluon.jit
+def odd_partition(
+    queries, even_right, odd, exchange, filled, queries_ready, sums_ready, work, part, outputs,
+    qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
+    FOLDED: gl.constexpr, FIXED: gl.constexpr,
+):  # fmt: skip
+    """Scores of odd tiles, output columns 256 to 511."""
+    request, item, unit = part.request, part.item, part.unit
+    step = 0
+    for r in tl.range(0, part.num_runs, disable_licm=True):
+        run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
+        zeros, acc, running_max, running_sum = many.initial_state()
+        mbarrier.wait(queries_ready, r & 1)
+        for i in tl.range(0, num_steps(run), disable_licm=True):
+            scores, more = many.odd_scores(
+                queries, odd, zeros, filled.odd_left, filled.odd_right, step & 1, True, True
+            )
+            logits = many.wait_scores(scores, more, True) * qk_scale
+            first_key = run.lo + many.STEP * i + many.BLOCK_N
+            logits = mask_keys(logits, first_key, run, first_row, H, FOLDED)
+            acc, running_max, running_sum = many.odd_update(
+                logits, acc, running_max, running_sum, even_right, odd.right, exchange, 1
+            )
+            step += 1
+        exchange.odd_sum.store(running_sum)
+        mbarrier.arrive(sums_ready, count=1)
+        mbarrier.wait(sums_ready, r & 1)
+        running_sum += exchange.even_sum.load(many.HEADS)
+        store_output(
+            acc, running_sum, running_max, queries.right, outputs, run, first_row, many.HALF, H
+        )
+        named.arrive(named.ODD_STORED, 1)
+        request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
+
+
+@gluon.jit
+def store_output(
+    acc, running_sum, running_max, tile, outputs, run, first_row, first: gl.constexpr,
+    H: gl.constexpr,
+):  # fmt: skip
+    """Half of the columns: of outputs, or of a slot for the merge."""
+    _, lse, normaliser = primitives.normalise(
+        running_max, running_sum, outputs.lse, 0, 1.0, H, False
+    )
+    acc = acc * gl.convert_layout(normaliser, many.ACC_HEADS)[:, None]
+    if run.slot < 0:
+        line = run.token.to(gl.int64) * H
+        if first == 0:
+            store_lse(outputs.lse + line, lse, run, first_row)
+        tile.store(acc.to(tile.dtype))  # through shared memory: coalesced stores
+        store_half(outputs.out, tile.load(many.COPY), line, run, first_row, first, many.COPY)
+    else:
+        line = run.slot.to(gl.int64) * outputs.slot_rows
+        if first == 0:
+            store_lse(outputs.part_lse + line, lse, run, first_row)
+        store_half(outputs.part, acc, line, run, first_row, first, many.ACC)
+
+
+@gluon.jit
+def store_lse(at, lse, run, first_row):
+    row = first_row + gl.arange(0, many.BLOCK_H, many.HEADS)
+    gl.store(at + row, lse, mask=row < run.num_rows)
+
+
+@gluon.jit
+def store_half(out, half, line, run, first_row, first: gl.constexpr, LAYOUT: gl.constexpr):
+    row = first_row + gl.arange(0, many.BLOCK_H, gl.SliceLayout(1, LAYOUT))
+    columns = first + gl.arange(0, many.HALF, gl.SliceLayout(0, LAYOUT))
+    at = out + ((line + row) * primitives.C)[:, None] + columns[None, :]
+    gl.store(at, half, mask=(row < run.num_rows)[:, None])
+
+
+@gluon.jit
+def store_spans(
+    outputs, part, run, r, first_row, H: gl.constexpr, BLOCK_T: gl.constexpr, FIXED: gl.constexpr
+):
+    """What the merge has to know about an item's tokens."""
+    index = part.index
+    if FIXED:
+        index += r
+    i = gl.arange(0, BLOCK_T, parts.LAYOUT)
+    valid = (i < run.num_rows // H) & (first_row == 0)
+    at = outputs.spans + 3 * (run.token + i)
+    gl.store(at, gl.zeros_like(i) + index, mask=valid & run.first)
+    gl.store(at + 1, gl.zeros_like(i) + index, mask=valid & run.last)
+    gl.store(at + 2, i, mask=valid & run.first)
+
+
+@gluon.jit
+def find_pages(table, first_key, run, BS: gl.constexpr, BOX: gl.constexpr):
+    """Blocks of a tile's boxes, not used yet so that nothing waits for them; -1 past the run."""
+    blocks = ()
+    for g in gl.static_range(64 // BOX):
+        key = first_key + BOX * g
+        blocks += (gl.load(table + key // BS, mask=key < run.hi, other=-1),)
+    return blocks
+
+
+@gluon.jit
+def find_keys(blocks, first_key, num_keys, BS: gl.constexpr, BOX: gl.constexpr):
+    """Where boxes begin in the cache; past the run, behind all of it: bulk copies fill in zeros."""
+    keys = ()
+    for g in gl.static_range(64 // BOX):
+        key = blocks[g] * BS + (first_key + BOX * g) % BS
+        keys += (gl.where(blocks[g] >= 0, key, num_keys),)
+    return keys
+
+
+@gluon.jit
+def load_columns(
+    tile, rows, keys, first: gl.constexpr, COLUMNS: gl.constexpr, filled, BOX: gl.constexpr
+):
+    for g in gl.static_range(64 // BOX):
+        box = tile.slice(BOX * g, BOX, 0)
+        for c in gl.static_range(COLUMNS // BOX_COLUMNS):
+            at = [keys[g], first + BOX_COLUMNS * c]
+            bulk_load(rows, at, filled, box.slice(BOX_COLUMNS * c, BOX_COLUMNS, 1))
+
+
+@gluon.jit
+def load_left(tile, rows, keys, filled, BOX: gl.constexpr):
+    load_columns(tile.left, rows, keys, 0, many.HALF, filled, BOX)
+
+
+@gluon.jit
+def load_right(tile, rows, keys, filled, BOX: gl.constexpr):
+    load_columns(tile.right, rows, keys, many.HALF, many.HALF, filled, BOX)
+    load_columns(tile.rope, rows, keys, 2 * many.HALF, many.ROPE_COLUMNS, filled, BOX)
+
+
+@gluon.jit
+def zero_rows(half, num):
+    """Rows from num on."""
+    row = gl.arange(0, many.BLOCK_N, many.COPY_ROWS)
+    for c in gl.static_range(many.HALF // BOX_COLUMNS):
+        columns = half.slice(BOX_COLUMNS * c, BOX_COLUMNS, 1)
+        valid, values = gl.broadcast((row < num)[:, None], columns.load(many.COPY))
+        columns.store(gl.where(valid, values, 0.0))
+
+
+@gluon.jit
+def load_partition(
+    even, odd, filled, rows, table, table_stride, num_keys, work, part, H: gl.constexpr,
+    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
+    BOX: gl.constexpr,
+):  # fmt: skip
+    """Half a tile is refilled as soon as it was read; pages are looked up a step ahead."""
+    gdc_launch_dependents()  # the merge waits for all of this grid, but its launch need not
+    LEFT: gl.constexpr = KEY_BYTES * many.HALF
+    RIGHT: gl.constexpr = KEY_BYTES * (many.HALF + many.ROPE_COLUMNS)
+    request, item, unit = part.request, part.item, part.unit
+    step = 0
+    last_steps = 0
+    for r in tl.range(0, part.num_runs, disable_licm=True):
+        run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
+        pages = table + run.request.to(gl.int64) * table_stride
+        even_blocks = find_pages(pages, run.lo, run, BS, BOX)
+        odd_blocks = find_pages(pages, run.lo + many.BLOCK_N, run, BS, BOX)
+        for i in tl.range(0, num_steps(run), disable_licm=True):
+            key = run.lo + many.STEP * i
+            even_keys = find_keys(even_blocks, key, num_keys, BS, BOX)
+            odd_keys = find_keys(odd_blocks, key + many.BLOCK_N, num_keys, BS, BOX)
+            even_blocks = find_pages(pages, key + many.STEP, run, BS, BOX)
+            odd_blocks = find_pages(pages, key + many.STEP + many.BLOCK_N, run, BS, BOX)
+            if key + many.STEP <= run.hi:
+                named.wait(named.EVEN_LEFT_READ, step)
+                mbarrier.expect(filled.even_left, LEFT)
+                load_left(even, rows, even_keys, filled.even_left, BOX)
+                named.wait(named.ODD_RIGHT_READ, step)
+                mbarrier.expect(filled.odd_right, RIGHT)
+                load_right(odd, rows, odd_keys, filled.odd_right, BOX)
+                named.wait(named.EVEN_RIGHT_READ, step)
+                mbarrier.expect(filled.even_right, RIGHT)
+                load_right(even, rows, even_keys, filled.even_right, BOX)
+                named.wait(named.ODD_LEFT_READ, step)
+                mbarrier.expect(filled.odd_left, LEFT)
+                load_left(odd, rows, odd_keys, filled.odd_left, BOX)
+            else:
+                named.wait(named.EVEN_LEFT_READ, step)
+                named.wait(named.ODD_RIGHT_READ, step)
+                named.wait(named.EVEN_RIGHT_READ, step)
+                named.wait(named.ODD_LEFT_READ, step)
+                mbarrier.expect(filled.last_step, 2 * (LEFT + RIGHT))
+                load_left(even, rows, even_keys, filled.last_step, BOX)
+                load_right(even, rows, even_keys, filled.last_step, BOX)
+                load_right(odd, rows, odd_keys, filled.last_step, BOX)
+                load_left(odd, rows, odd_keys, filled.last_step, BOX)
+                mbarrier.wait(filled.last_step, last_steps & 1)
+                last_steps += 1
+                zero_rows(even.left, run.hi - key)
+                zero_rows(even.right, run.hi - key)
+                zero_rows(odd.left, run.hi - key - many.BLOCK_N)
+                zero_rows(odd.right, run.hi - key - many.BLOCK_N)
+                fence_async_shared()
+                mbarrier.arrive(filled.even_left, count=1)
+                mbarrier.arrive(filled.odd_right, count=1)
+                mbarrier.arrive(filled.even_right, count=1)
+                mbarrier.arrive(filled.odd_left, count=1)
+            step += 1
+        request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
+    # what was announced last is waited for, too
+    named.wait(named.EVEN_LEFT_READ, step)
+    named.wait(named.ODD_RIGHT_READ, step)
+    named.wait(named.EVEN_RIGHT_READ, step)
+    named.wait(named.ODD_LEFT_READ, step)
+
+
+@gluon.jit(
+    do_not_specialize=DO_NOT_SPECIALIZE,
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
+)
+def _paged_kernel(
+    q, rows, query_start_loc, seq_lens, table, out, lse, part, part_lse, spans, B, T, unit,
+    qk_scale, q_token, q_head, table_stride, num_keys, slot_rows,
+    BS: gl.constexpr, BOX: gl.constexpr, H: gl.constexpr, TOKENS: gl.constexpr,
+    CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr, BLOCK_T: gl.constexpr,
+    ODD_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    first_row = gl.program_id(0) * many.BLOCK_H
+    qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
+    dtype: gl.constexpr = q.dtype.element_ty
+    queries, even, odd = many.allocate_tiles(dtype)
+    q_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
+    even_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
+    odd_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
+    odd_probs = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
+    even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
+    barriers = ()
+    for _ in gl.static_range(7):
+        barriers += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
+    queries_ready, sums_ready = barriers[0], barriers[1]
+    mbarrier.init(queries_ready, count=1)
+    mbarrier.init(sums_ready, count=2)
+    for i in gl.static_range(5):
+        mbarrier.init(barriers[2 + i], count=1)
+    fence_async_shared()
+    filled = Filled(barriers[2], barriers[3], barriers[4], barriers[5], barriers[6])
+    queries = many.Tile(queries[0], queries[1], q_rope)
+    even = many.Tile(even[0], even[1], even_rope)
+    odd = many.Tile(odd[0], odd[1], odd_rope)
+    # once scored, the rope of the even tile makes room for its probs
+    exchange = many.Exchange(even_rope, odd_probs, even_max, even_max, odd_max, even_sum, odd_sum)
+    work = parts.Work(query_start_loc, seq_lens, B, unit)
+    p = gl.program_id(1)
+    own = parts.find_part(work, p, gl.num_programs(1), TOKENS, FIXED)
+    for t in range(gl.load(query_start_loc + B) + p, T, gl.num_programs(1)):  # nothing to merge
+        gl.store(spans + 3 * t, 0)
+        gl.store(spans + 3 * t + 1, -1)
+    outputs = Outputs(out, lse, part, part_lse, spans, slot_rows)
+    gl.warp_specialize(
+        [
+            (even_partition, (
+                queries, even, odd.left, exchange, filled, queries_ready, sums_ready, q, q_token,
+                q_head, work, own, outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED,
+                BLOCK_T,
+            )),
+            (odd_partition, (
+                queries, even.right, odd, exchange, filled, queries_ready, sums_ready, work, own,
+                outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED,
+            )),
+            (load_partition, (
+                even, odd, filled, rows, table, table_stride, num_keys, work, own, H, TOKENS,
+                CAUSAL, FIXED, BS, BOX,
+            )),
+        ],
+        [4, 4],
+        [ODD_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,193 @@
+"""Which keys a persistent program attends to, as triton/_parts.py has it; in Gluon."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LANES = gl.constexpr(128)
+# every warp holds all lanes: reductions need no shared memory
+LAYOUT = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+
+
+class Work(NamedTuple):
+    """All requests: B, where their query tokens are, their lengths, keys of a unit."""
+
+    query_start_loc: Any
+    seq_lens: Any
+    B: Any
+    unit: Any
+
+
+class Part(NamedTuple):
+    """Runs of one program: how many, the first one's request, item and unit, and where in its item
+    the last one ends (0: at the item's end). `index` is the part's, or with fixed runs its first
+    run's."""
+
+    num_runs: Any
+    request: Any
+    item: Any
+    unit: Any
+    last_unit: Any
+    index: Any
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def request_work(work, first, TOKENS: gl.constexpr):
+    """Items and units of LANES requests."""
+    b = first + gl.arange(0, LANES, LAYOUT)
+    valid = b < work.B
+    start = gl.load(work.query_start_loc + b, mask=valid, other=0)
+    stop = gl.load(work.query_start_loc + b + 1, mask=valid, other=0)
+    keys = gl.load(work.seq_lens + b, mask=valid, other=0)
+    units = gl.maximum((keys + work.unit - 1) // work.unit, 1)
+    return (stop - start + TOKENS - 1) // TOKENS, units
+
+
+@gluon.jit
+def even_parts(num_items, num_programs):
+    """As many parts as programs, or up to a 16th fewer where equal items then need no cut."""
+    items = gl.maximum(num_items, 1)
+    each = (items + num_programs - 1) // num_programs
+    parts = gl.where(
+        items <= num_programs, num_programs // items * items, (items + each - 1) // each
+    )
+    return gl.where(parts * 16 >= num_programs * 15, parts, num_programs)
+
+
+@gluon.jit
+def place(work, at, request, before, overhead):
+    """Item and unit of a place on the axis within a request; overhead comes first in an item."""
+    item = 0
+    unit = 0
+    if request < work.B:
+        units = num_units(work, request)
+        item = (at - before) // (units + overhead)
+        unit = gl.maximum((at - before) % (units + overhead) - overhead, 0)
+    return item, unit
+
+
+@gluon.jit
+def num_units(work, request):
+    keys = gl.load(work.seq_lens + request)
+    return gl.maximum((keys + work.unit - 1) // work.unit, 1)
+
+
+@gluon.jit
+def find_part(work, p, num_programs, TOKENS: gl.constexpr, FIXED: gl.constexpr):
+    num_items = 0
+    total = 0
+    for first in range(0, work.B, LANES):
+        items, units = request_work(work, first, TOKENS)
+        num_items += gl.sum(items, 0)
+        total += gl.sum(items * units, 0)
+    overhead = 0
+    if not FIXED:  # where a program has several items, changing them costs about a unit
+        overhead = gl.where(2 * num_items > num_programs, 1, 0)
+        total += overhead * num_items
+    parts = gl.maximum(gl.minimum(even_parts(num_items, num_programs), total), 1)
+    each, more = total // parts, total % parts  # the first parts have one unit more
+    begin = gl.minimum(p, parts) * each + gl.minimum(p, more)
+    end = gl.minimum(p + 1, parts) * each + gl.minimum(p + 1, more)
+    b0 = 0
+    b1 = 0
+    before0 = 0
+    before1 = 0
+    items0 = 0
+    items1 = 0
+    base = 0
+    for first in range(0, work.B, LANES):
+        items, units = request_work(work, first, TOKENS)
+        cost = items * (units + overhead)
+        ends = base + gl.associative_scan(cost, 0, add)
+        valid = first + gl.arange(0, LANES, LAYOUT) < work.B
+        passed0 = valid & (ends <= begin)
+        passed1 = valid & (ends <= end)
+        b0 += gl.sum(passed0.to(gl.int32), 0)
+        b1 += gl.sum(passed1.to(gl.int32), 0)
+        before0 = gl.maximum(before0, gl.max(gl.where(passed0, ends, 0), 0))
+        before1 = gl.maximum(before1, gl.max(gl.where(passed1, ends, 0), 0))
+        items0 += gl.sum(gl.where(passed0, items, 0), 0)
+        items1 += gl.sum(gl.where(passed1, items, 0), 0)
+        base += gl.sum(cost, 0)
+    item0, unit0 = place(work, begin, b0, before0, overhead)
+    item1, unit1 = place(work, end, b1, before1, overhead)
+    if FIXED:
+        return Part(end - begin, b0, item0, unit0, 0, begin)
+    num_runs = items1 + item1 - items0 - item0 + (unit1 > 0).to(gl.int32)
+    return Part(num_runs, b0, item0, unit0, unit1, p)
+
+
+class Run(NamedTuple):
+    """Keys lo .. hi-1 of a request for rows 0 .. num_rows-1 of an item, whose first token is
+    `token` and sees keys 0 .. visible-1; the next one sees one more. `slot` is where the partial
+    result goes, -1 if this is all of the item; first and last, whether it has its first and last
+    keys."""
+
+    request: Any
+    token: Any
+    num_rows: Any
+    visible: Any
+    lo: Any
+    hi: Any
+    slot: Any
+    first: Any
+    last: Any
+
+
+@gluon.jit
+def find_run(work, part, r, request, item, unit, H: gl.constexpr, TOKENS: gl.constexpr,
+             CAUSAL: gl.constexpr, FIXED: gl.constexpr):  # fmt: skip
+    start = gl.load(work.query_start_loc + request)
+    stop = gl.load(work.query_start_loc + request + 1)
+    keys = gl.load(work.seq_lens + request)
+    units = gl.maximum((keys + work.unit - 1) // work.unit, 1)
+    token = start + item * TOKENS
+    tokens = gl.minimum(stop - token, TOKENS)
+    visible = keys
+    if CAUSAL:  # keys of the first token, then of the last
+        visible = keys - (stop - 1 - token)
+        keys = visible + tokens - 1
+    if FIXED:
+        end = unit + 1
+        slot = part.index + r
+    else:
+        cut = (r == part.num_runs - 1) & (part.last_unit > 0)
+        end = gl.where(cut, part.last_unit, units)
+        slot = 2 * part.index + (unit == 0).to(gl.int32)
+    first = unit == 0
+    last = end == units
+    slot = gl.where(first & last, -1, slot)
+    lo = unit * work.unit
+    hi = gl.minimum(end * work.unit, gl.maximum(keys, 0))
+    return Run(request, token, tokens * H, visible, lo, hi, slot, first, last)
+
+
+@gluon.jit
+def next_run(work, request, item, unit, TOKENS: gl.constexpr, FIXED: gl.constexpr):
+    """Request, item and unit of the run behind one; requests without query tokens have none."""
+    unit += 1
+    if FIXED:
+        more = unit < num_units(work, request)
+    else:
+        more = unit < 0
+    if not more:
+        unit = 0
+        item += 1
+        tokens = gl.load(work.query_start_loc + request + 1) - gl.load(
+            work.query_start_loc + request
+        )
+        if item * TOKENS >= tokens:
+            item = 0
+            request += 1
+            while (request < work.B - 1) & (
+                gl.load(work.query_start_loc + request + 1)
+                == gl.load(work.query_start_loc + request)
+            ):
+                request += 1
+    return gl.minimum(request, work.B - 1), item, unit
