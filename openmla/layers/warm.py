@@ -56,6 +56,9 @@ def warmup(
     return workspace
 
 
+FOLDED_ROWS = 128  # most query rows, tokens times heads, that read keys together
+
+
 class StepShape(NamedTuple):
     """Equal requests: how many, the new tokens and the length of each, the form."""
 
@@ -76,9 +79,15 @@ def step_shapes(
     capacity = cache.latent.num_blocks * BS
     chosen = config.indexer.topk if config.indexer is not None else 0
     longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
+    dense = min(chosen or longest, longest)  # most keys that are all attended to
     for B in sorted({1, min(max_requests, max_tokens)}):
-        for length in sorted({1, min(BS + 1, longest), longest}):
+        for length in sorted({1, min(BS + 1, longest), dense, longest}):
             yield StepShape(B, 1, length, "absorbed")
+    # drafted tokens share a tile of query rows, as many as fit: a kernel for each power of two
+    new = 2
+    while new <= min(FOLDED_ROWS // config.num_heads, max_tokens, dense):
+        yield StepShape(1, new, dense, "absorbed")
+        new *= 2
     if config.indexer is not None:  # chosen rows are cut as the number of tokens wants
         units = multiprocessors(cache.latent.data.device)
         for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units):

@@ -1,6 +1,6 @@
 """Which kernels warmup() asks Triton for, and which random steps ask for that it did not.
 
-    python -m tests.layers.kernel_keys sparse        or v4
+    python -m tests.layers.kernel_keys dense         or sparse, v4
 
 What Triton would compile a launch under (types, alignments, constants, options) is kept instead of
 launching it. So no GPU is needed, and a change to a kernel or to how one is chosen shows here.
@@ -49,7 +49,8 @@ def keep_keys() -> set[tuple[str, str, str]]:
 def pretend() -> None:
     """Triton's kernels on the CPU, as many multiprocessors as a GPU has, products of nothing."""
     backends.RUNS_ON.clear()
-    for op, names in backends.BACKENDS.items():
+    for op, names in list(backends.BACKENDS.items()):
+        backends.BACKENDS[op] = tuple(name for name in names if name != "sdpa")  # first on a CPU
         for backend in {"gluon", "triton"} & {*names}:
             import_module(f"openmla.backends.{backend}.{op}")
     there = {"multiprocessors": lambda _: UNITS, "capability": lambda _: (9, 0)}
@@ -61,6 +62,26 @@ def pretend() -> None:
     whole: Any = torch
     functional.linear = lambda x, w, b=None: x.new_zeros((*x.shape[:-1], w.shape[0]))
     whole.bmm = lambda a, b, **_: a.new_zeros((a.shape[0], a.shape[1], b.shape[2]))
+
+
+def dense() -> Iterator[object]:
+    """V3 on 8 ranks, 16 heads; up to 10 drafted tokens, long and short contexts."""
+    config = replace(PRESETS["deepseek-v3"], num_heads=16)
+    most, requests, dtype = 600, 16, torch.bfloat16
+    cache = allocate_cache(config, num_blocks=2400, block_size=64, format="bf16")
+    space = reserve(
+        config, cache, max_requests=requests, max_tokens=most, workspace_tokens=4096, dtype=dtype
+    )
+    for shape in warm.step_shapes(config, cache, space, requests, most):
+        warm.run_step(shape, config, cache, space, dtype, "auto")
+    yield None
+    chance = random.Random(0)
+    while True:
+        B, new = chance.choice([1, 2, chance.randint(1, requests)]), chance.randint(1, 10)
+        before = chance.choice([0, 64, chance.randint(0, 3000), chance.randint(0, 150_000)])
+        one = warm.StepShape(B, new, min(new + before, 2400 * 64), "auto")
+        warm.run_step(one, config, cache, space, dtype, "auto")
+        yield one
 
 
 def sparse() -> Iterator[object]:
@@ -124,7 +145,7 @@ def main() -> int:
     pretend()
     missed = 0
     with torch.inference_mode():
-        steps = {"sparse": sparse, "v4": v4}[sys.argv[1]]()
+        steps = {"dense": dense, "sparse": sparse, "v4": v4}[sys.argv[1]]()
         next(steps)
         known = set(keys)
         assert known, "warmup asked for no kernel: is Triton refused?"

@@ -64,7 +64,7 @@ LOOPED = [case for case in CASES if max(case.seq_lens, default=0) < 500]
 # Rows of V3 as caches have them, which kernels of their own read; tails of pages hold NaN.
 V3_ROWS: dict[str, Any] = {"C": 512, "R": 64, "contiguous": True}
 V3_CASES = [
-    PagedCase("v3-rows", (1,) * 5, (300, 1, 64, 129, 900), H=16, BS=64, **V3_ROWS),
+    PagedCase("v3-rows", (1,) * 5, (300, 33, 64, 129, 900), H=16, BS=64, **V3_ROWS),
     PagedCase("v3-verify", (3, 1, 8), (70, 200, 8), H=20, BS=16, **V3_ROWS),
     PagedCase("v3-not-causal", (2, 5), (260, 5), H=64, BS=128, causal=False, **V3_ROWS),
     PagedCase("v3-padding", (1, 0, 2), (400, 0, 700), H=128, BS=64, padding=3, **V3_ROWS),

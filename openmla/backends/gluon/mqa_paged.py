@@ -45,9 +45,10 @@ def why_not(problem: Problem) -> str | None:
 
 
 def item_tokens(H: int, max_query_len: int) -> int:
-    """Query tokens that share the keys of a tile, or of TILES of them."""
+    """Query tokens that share the keys of a tile, or of TILES of them; a power of two if they fit,
+    so that few numbers of tokens are kernels of their own."""
     tiles = max(cdiv(H, BLOCK_M), min(cdiv(max_query_len * H, BLOCK_M), TILES))
-    return max(min(tiles * BLOCK_M // H, max_query_len), 1)
+    return max(min(tiles * BLOCK_M // H, next_power_of_2(max_query_len)), 1)
 
 
 def run(

@@ -21,8 +21,10 @@ from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
 from openmla.backends.triton._primitives import LN2, LOG2E, finite_max
 
 FP_FUSION = True
-FIXED_TILE = (16, 128, 1)  # runs, columns, heads: one order of summation, whatever the batch
-ROWS_AT_ONCE = 512  # tokens times heads from which a program takes several
+# Runs, columns, heads.
+FEW_TILE = (8, 512, 4)
+MANY_TILE = (128, 32, 1)
+FIXED_TILE = (16, 128, 1)  # one order of summation, whatever the batch
 FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
 
 
@@ -65,7 +67,7 @@ def merge_parts(outputs: Outputs, *, overlapped: bool) -> None:
     of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
     T, H, C = outputs.out.shape
     overlapped = overlapped and outputs.most_runs <= FEW_RUNS
-    constants = merge_constants(outputs.most_runs, T, H, C, fixed=outputs.fixed)
+    constants = merge_constants(outputs.most_runs, H, C, fixed=outputs.fixed)
     options = {"launch_pdl": True} if overlapped else {}
     _merge_parts_kernel[(T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))](
         outputs.part,
@@ -83,20 +85,14 @@ def merge_parts(outputs: Outputs, *, overlapped: bool) -> None:
     )
 
 
-def merge_constants(most_runs: int, T: int, H: int, C: int, *, fixed: bool) -> dict[str, Any]:
+def merge_constants(most_runs: int, H: int, C: int, *, fixed: bool) -> dict[str, Any]:
     """Many runs: few rows, so that columns have to fill the machine. Few runs: several heads a
-    program, so that one wave of programs sees that there is nothing to merge."""
-    heads = 1
+    program, so that one wave of programs sees that there is nothing to merge. No more tiles than
+    that: warm-up compiles them all."""
+    runs, columns, heads = MANY_TILE if most_runs > FEW_RUNS else FEW_TILE
     if fixed:
         runs, columns, heads = FIXED_TILE
-    elif most_runs > 32:
-        runs, columns = 128, 32
-    elif most_runs > FEW_RUNS:
-        runs, columns = 32, 64
-    else:
-        runs, columns = 4 if most_runs <= 4 else 8, 512
-        heads = min(next_power_of_2(T * H // ROWS_AT_ONCE), 4)
-    columns = min(next_power_of_2(C), columns)
+    columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)
     return {"H": H, "C": C, "FIXED": fixed, "BLOCK_X": runs, "BLOCK_C": columns, "HEADS": heads}
 
 

@@ -114,11 +114,12 @@ def run(
 def tile_of(
     shape: Shape, capability: int, format: str, max_query_len: int, run_length: int
 ) -> tuple[Config, int]:
-    """The tile, and how many query tokens share it. With fixed runs heads alone decide: a row's
-    bits may not depend on how many tokens other requests have."""
+    """The tile, and how many query tokens share it: a power of two if they fit, so that few numbers
+    of tokens are kernels of their own. With fixed runs heads alone decide: a row's bits may not
+    depend on how many tokens other requests have."""
     rows = shape.H if run_length else shape.H * max_query_len
     config = config_of(shape._replace(H=rows), capability, [("paged", format)])
-    return config, max(min(config.block_h // shape.H, max_query_len), 1)
+    return config, max(min(config.block_h // shape.H, next_power_of_2(max_query_len)), 1)
 
 
 def occupancy(config: Config) -> int:
@@ -170,13 +171,8 @@ def builds() -> Iterator[Build]:
                     signature_of(kernel, constants, {**types, "cache": stored}), constants,
                     config.num_warps, config.num_stages, capability, FP_FUSION,
                 )  # fmt: skip
-        for most_runs, T, fixed in (
-            (4, 64, False),
-            (10, 64, False),
-            (132, 1, False),
-            (8, 64, True),
-        ):
-            constants = merge.merge_constants(most_runs, T, 128, 512, fixed=fixed)
+        for most_runs, fixed in ((8, False), (132, False), (8, True)):
+            constants = merge.merge_constants(most_runs, 128, 512, fixed=fixed)
             constants["OVERLAPPED"] = False
             own = {"out": "*bf16", "spans": "*i32"}
             own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
