@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, bucketed, choose_backend, load, problem_on
+from openmla.backends import Problem, choose_backend, load, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
@@ -69,14 +69,13 @@ def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_l
 
 
 def problem(
-    device: torch.device, dtype: torch.dtype, format: str, *, H: int, D: int, C: int, BS: int,
-    tokens: int, aligned: frozenset[str], run_length: int,
+    device: torch.device, dtype: torch.dtype, format: str, *, D: int, C: int, BS: int,
+    aligned: frozenset[str],
 ) -> Problem:  # fmt: skip
     """A call, as backends are asked about it."""
     return problem_on(
-        device, "mqa_paged", dtype=dtype, format=format, H=H, D=D, C=C, BS=BS,
-        tokens=bucketed(tokens), aligned=aligned, run_length=run_length,
-    )  # fmt: skip
+        device, "mqa_paged", dtype=dtype, format=format, D=D, C=C, BS=BS, aligned=aligned
+    )
 
 
 def _run(
@@ -98,9 +97,8 @@ def _run(
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len)
     asked = problem(
-        q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
-        tokens=dims["T"], aligned=alignment([cache]) | query_alignment(q_latent),
-        run_length=run_length,
+        q_latent.device, q_latent.dtype, format, D=dims["D"], C=C, BS=dims["BS"],
+        aligned=alignment([cache]) | query_alignment(q_latent),
     )  # fmt: skip
     result: tuple[Tensor, Tensor] = load("mqa_paged", choose_backend(asked, backend)).run(
         *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len,
