@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -354,3 +356,51 @@ def test_bits_of_fixed_runs(backend: str, device: str) -> None:
         }
         one = Inputs(alone, together.scalars, together.widen).run(mqa_paged, backend=backend)
         assert torch.equal(one[0], out[rows]) and torch.equal(one[1], lse[rows])
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("programs", [1, 5, 24])
+def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, device: str) -> None:
+    """Every key of every item once, in whole units; no part is longer than the others by more than
+    a unit; slots tell partial results apart."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from tests.ops.parts_kernel import record
+
+    unit, chance = 16, random.Random(programs)
+    for _ in range(6):
+        B = chance.randint(1, 9)
+        query_lens = [chance.choice([0, 1, 1, 4]) for _ in range(B)]
+        seq_lens = [n + chance.choice([0, 3, 100, chance.randint(0, 900)]) for n in query_lens]
+        parts = record(
+            query_lens, seq_lens, programs=programs, unit=unit, tokens=tokens, fixed=fixed,
+            device=device,
+        )  # fmt: skip
+        items: dict[tuple[int, int], list[tuple[int, ...]]] = {}
+        for part in parts:
+            for request, token, _, *run in part:
+                items.setdefault((request, token), []).append(tuple(run))
+        starts = [0, *accumulate(query_lens)]
+        due = {
+            (b, token): seq_lens[b] - (starts[b + 1] - min(token + tokens, starts[b + 1]))
+            for b in range(B)
+            for token in range(starts[b], starts[b + 1], tokens)
+        }
+        assert items.keys() == due.keys()
+        slots = []
+        for item, runs in items.items():
+            # units are counted for a request's last token: others may have none left
+            bounds = [(lo, hi) for lo, hi, _ in runs if lo < due[item] or lo == 0]
+            assert bounds[0][0] == 0 and bounds[-1][1] == due[item]
+            assert all(end == lo for (_, end), (lo, _) in pairwise(bounds))
+            assert all(lo % unit == 0 for lo, _ in bounds)
+            assert not fixed or all(hi - lo <= unit for lo, hi in bounds)
+            assert (len(runs) == 1) == (runs[0][2] == -1)
+            slots += [slot for *_, slot in runs if slot >= 0]
+        assert len(set(slots)) == len(slots)
+        work = [sum(max(-(-(hi - lo) // unit), 1) for *_, lo, hi, _ in part) for part in parts]
+        busy = [units for units in work if units]
+        assert fixed or len(parts[0]) == 0 or max(work) <= sum(work) / len(busy) + 1 + B
