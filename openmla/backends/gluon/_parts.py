@@ -1,9 +1,14 @@
-"""Which keys a persistent program attends to, as triton/_parts.py has it; in Gluon."""
+"""Which keys a persistent program attends to, as triton/_parts.py has it.
+
+What works on single numbers is that file's; vectors over requests need Gluon's layouts.
+"""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from openmla.backends.triton import _parts as portable
 
 LANES = gl.constexpr(128)
 # every warp holds all lanes: reductions need no shared memory
@@ -45,37 +50,8 @@ def request_work(work, first, TOKENS: gl.constexpr):
     start = gl.load(work.query_start_loc + b, mask=valid, other=0)
     stop = gl.load(work.query_start_loc + b + 1, mask=valid, other=0)
     keys = gl.load(work.seq_lens + b, mask=valid, other=0)
-    units = gl.maximum((keys + work.unit - 1) // work.unit, 1)
+    units = gl.maximum((keys + work.unit - 1) // work.unit, 1)  # num_units()
     return (stop - start + TOKENS - 1) // TOKENS, units
-
-
-@gluon.jit
-def even_parts(num_items, num_programs):
-    """As many parts as programs, or up to a 16th fewer where equal items then need no cut."""
-    items = gl.maximum(num_items, 1)
-    each = (items + num_programs - 1) // num_programs
-    parts = gl.where(
-        items <= num_programs, num_programs // items * items, (items + each - 1) // each
-    )
-    return gl.where(parts * 16 >= num_programs * 15, parts, num_programs)
-
-
-@gluon.jit
-def place(work, at, request, before, overhead):
-    """Item and unit of a place on the axis within a request; overhead comes first in an item."""
-    item = 0
-    unit = 0
-    if request < work.B:
-        units = num_units(work, request)
-        item = (at - before) // (units + overhead)
-        unit = gl.maximum((at - before) % (units + overhead) - overhead, 0)
-    return item, unit
-
-
-@gluon.jit
-def num_units(work, request):
-    keys = gl.load(work.seq_lens + request)
-    return gl.maximum((keys + work.unit - 1) // work.unit, 1)
 
 
 @gluon.jit
@@ -90,7 +66,7 @@ def find_part(work, p, num_programs, TOKENS: gl.constexpr, FIXED: gl.constexpr):
     if not FIXED:  # where a program has several items, changing them costs about a unit
         overhead = gl.where(2 * num_items > num_programs, 1, 0)
         total += overhead * num_items
-    parts = gl.maximum(gl.minimum(even_parts(num_items, num_programs), total), 1)
+    parts = gl.maximum(gl.minimum(portable.even_parts(num_items, num_programs), total), 1)
     each, more = total // parts, total % parts  # the first parts have one unit more
     begin = gl.minimum(p, parts) * each + gl.minimum(p, more)
     end = gl.minimum(p + 1, parts) * each + gl.minimum(p + 1, more)
@@ -115,8 +91,8 @@ def find_part(work, p, num_programs, TOKENS: gl.constexpr, FIXED: gl.constexpr):
         items0 += gl.sum(gl.where(passed0, items, 0), 0)
         items1 += gl.sum(gl.where(passed1, items, 0), 0)
         base += gl.sum(cost, 0)
-    item0, unit0 = place(work, begin, b0, before0, overhead)
-    item1, unit1 = place(work, end, b1, before1, overhead)
+    item0, unit0 = portable.place(work.seq_lens, work.B, work.unit, begin, b0, before0, overhead)
+    item1, unit1 = portable.place(work.seq_lens, work.B, work.unit, end, b1, before1, overhead)
     if FIXED:
         return Part(end - begin, b0, item0, unit0, 0, begin)
     num_runs = items1 + item1 - items0 - item0 + (unit1 > 0).to(gl.int32)
@@ -143,37 +119,20 @@ class Run(NamedTuple):
 @gluon.jit
 def find_run(work, part, r, request, item, unit, H: gl.constexpr, TOKENS: gl.constexpr,
              CAUSAL: gl.constexpr, FIXED: gl.constexpr):  # fmt: skip
-    start = gl.load(work.query_start_loc + request)
-    stop = gl.load(work.query_start_loc + request + 1)
-    keys = gl.load(work.seq_lens + request)
-    units = gl.maximum((keys + work.unit - 1) // work.unit, 1)
-    token = start + item * TOKENS
-    tokens = gl.minimum(stop - token, TOKENS)
-    visible = keys
-    if CAUSAL:  # keys of the first token, then of the last
-        visible = keys - (stop - 1 - token)
-        keys = visible + tokens - 1
-    if FIXED:
-        end = unit + 1
-        slot = part.index + r
-    else:
-        cut = (r == part.num_runs - 1) & (part.last_unit > 0)
-        end = gl.where(cut, part.last_unit, units)
-        slot = 2 * part.index + (unit == 0).to(gl.int32)
-    first = unit == 0
-    last = end == units
-    slot = gl.where(first & last, -1, slot)
-    lo = unit * work.unit
-    hi = gl.minimum(end * work.unit, gl.maximum(keys, 0))
+    token, tokens, visible, lo, hi, slot, first, last = portable.find_run(
+        work.query_start_loc, work.seq_lens, work.unit, r, part.num_runs, request, item, unit,
+        part.last_unit, part.index, TOKENS, CAUSAL, FIXED,
+    )  # fmt: skip
     return Run(request, token, tokens * H, visible, lo, hi, slot, first, last)
 
 
 @gluon.jit
 def next_run(work, request, item, unit, TOKENS: gl.constexpr, FIXED: gl.constexpr):
-    """Request, item and unit of the run behind one; requests without query tokens have none."""
+    """Request, item and unit of the run behind one; requests without query tokens have none.
+    Written so, the portable kernel would spill: it selects instead of branching."""
     unit += 1
     if FIXED:
-        more = unit < num_units(work, request)
+        more = unit < portable.num_units(gl.load(work.seq_lens + request), work.unit)
     else:
         more = unit < 0
     if not more:

@@ -49,9 +49,9 @@ def place(seq_lens, B, unit, at, request, before, overhead):
     item = 0
     first_unit = 0
     if request < B:
-        cost = num_units(tl.load(seq_lens + request), unit) + overhead
-        item = (at - before) // cost
-        first_unit = tl.maximum((at - before) % cost - overhead, 0)
+        units = num_units(tl.load(seq_lens + request), unit)
+        item = (at - before) // (units + overhead)
+        first_unit = tl.maximum((at - before) % (units + overhead) - overhead, 0)
     return item, first_unit
 
 
@@ -135,8 +135,9 @@ def find_run(
     is_first = first_unit == 0
     is_last = end == units
     slot = tl.where(is_first & is_last, -1, slot)
+    lo = first_unit * unit
     hi = tl.minimum(end * unit, tl.maximum(keys, 0))
-    return token, tokens, visible, first_unit * unit, hi, slot, is_first, is_last
+    return token, tokens, visible, lo, hi, slot, is_first, is_last
 
 
 @triton.jit
