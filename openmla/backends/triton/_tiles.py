@@ -105,7 +105,7 @@ if DISABLE_LICM_STOPS_TRITON:  # 128 bytes of spill there
 PAGED_16_ROW = Config(16, 32, 4, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_SM80 = Config(32, 64, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_32 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
-PAGED_32_PACKED = Config(32, 32, 8, 1, hoist=False)
+PAGED_32_PACKED = Config(32, 32, 8, 1, 256, hoist=False)
 PAGED_FP8_SM90 = Config(64, 64, 8, 2, hoist=False)
 PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
 PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)

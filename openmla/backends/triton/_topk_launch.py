@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, assembly, capability_of, nearest_target
 from openmla.backends.triton._topk import SPAN, _index_topk_kernel
-from openmla.backends.triton._versions import JOINS_BRANCHES
+from openmla.backends.triton._versions import JOINS_BRANCHES, RELEASE
 from openmla.hardware import multiprocessors
 
 SAMPLE = 4096  # scores of a row that the first pivots are taken from
@@ -30,7 +30,11 @@ FEW = Config(4096, 16, 1, None)
 MANY = Config(4096, 8, 4, 64)
 if JOINS_BRANCHES:  # with 64 registers it would spill
     MANY = Config(4096, 8, 3, 80)
-MANY_ELSEWHERE = Config(4096, 8, 2, 128) if JOINS_BRANCHES else MANY  # than on SM90
+MANY_ELSEWHERE = MANY  # than on SM90
+if JOINS_BRANCHES:
+    MANY_ELSEWHERE = Config(4096, 8, 2, 128)
+elif RELEASE == (3, 7):  # 52 and 60 bytes of spill on SM100 and SM120 with 64 registers
+    MANY_ELSEWHERE = Config(4096, 8, 3, 80)
 LARGE_K = Config(8192, 16, 1, None)
 AMD = Config(4096, 8, 2, None)
 

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton import index_logits
-from openmla.backends.triton._build import TARGETS, Build, capability_of, cdiv, signature_of
+from openmla.backends.triton._build import (
+    TARGETS,
+    Build,
+    capability_of,
+    cdiv,
+    nearest_target,
+    signature_of,
+)
 from openmla.backends.triton._choose import _index_select_kernel
 from openmla.backends.triton._index_tiles import (
     FP8,
@@ -32,11 +39,13 @@ from openmla.backends.triton._index_tiles import (
 )
 from openmla.backends.triton._topk import SPAN
 from openmla.backends.triton._topk_launch import launch_topk
+from openmla.backends.triton._versions import JOINS_BRANCHES
 from openmla.cache.format import get_format
 from openmla.hardware import multiprocessors
 
 SCORE_BYTES = 64 << 20  # of a chunk of queries, where scores are written to memory
 CAPACITY = 4096  # keys kept of a token, at least twice K; half as many are scored in between
+COLUMNS_SM100 = 128  # tokens times heads
 TOKENS = 4  # of a program, at most: what is kept of them goes through registers together
 # Keys, in multiples of K, from which to fuse. H200: 1 to 5 % slower at 32, 2 % faster at 64.
 MIN_KEYS_OVER_K = 48
@@ -120,9 +129,17 @@ def constants_of(
     *,
     aligned: bool,
 ) -> tuple[Config, dict[str, Any]]:
+    most, target = TOKENS, nearest_target(capability)
+    if target == 100:  # 256 columns spill there beside what is kept of four tokens
+        most = max(min(most, COLUMNS_SM100 // shape.HI), 1)
     config, constants = paged_constants(
-        shape, format, BS, min(tokens, TOKENS), capability, aligned=aligned
+        shape, format, BS, min(tokens, most), capability, aligned=aligned
     )
+    if JOINS_BRANCHES and target in (80, 86, 89):  # else up to 92 bytes are spilled
+        if constants["BLOCK_Q"] == TOKENS:
+            config = config._replace(num_warps=8)
+        else:
+            constants["STAGES"] = 1
     del constants["FILL"]
     constants["CAPACITY"] = CAPACITY
     constants["CHUNK"] = CAPACITY // 2  # fits beside K
