@@ -35,7 +35,9 @@ WITHOUT_A_GPU = {
     "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_compressed.py": "host integers",
+    "tests/plan/test_exact.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
+    "tests/plan/test_padding.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
     "tests/plan/test_sparse.py": "host integers",
 }

@@ -37,7 +37,8 @@ def attend_step(
     All new rows are written first, so that absorbed queries find their own row in the cache. With
     `raw`, of which `projected` is a view, they are normalised and rotated on their way.
     `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
-    A `sink` is a logit per head that joins the softmax and has no value.
+    A `sink` is a logit per head that joins the softmax and has no value. Tokens of no request, a
+    batch's padding and what fills up a captured step, get 0.
     """
     latent = check_inputs(projected, absorbed, cache, plan, sink)
     if plan.sparse is not None:
@@ -57,9 +58,10 @@ def attend_step(
         parts.append((plan.sparse.rows, *attended))
     if sink is not None:
         parts = [(rows, _with_sink(out, lse, sink), lse) for rows, out, lse in parts]
-    if len(parts) == 1 and isinstance(parts[0][0], slice):  # every token, in order
-        return parts[0][1]
+    if len(parts) == 1 and isinstance(parts[0][0], slice) and not plan.padding:
+        return parts[0][1]  # every token, in order
     combined = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
+    combined[T - plan.padding :] = 0
     for rows, out, _ in parts:
         combined[rows] = out
     return combined

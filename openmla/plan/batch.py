@@ -31,8 +31,14 @@ class Batch:
     `block_table` and `slot_mapping` may be on the CPU, where their values are checked and from
     where they are uploaded with the plan, or on the device, where they are taken as they are.
 
-    A caller whose true lengths exist on the device only gives them as `device_seq_lens` and upper
-    bounds as `seq_lens`; such a batch is not checked against its lengths and decodes only.
+    A caller whose true lengths exist on the device only gives them as `device_seq_lens`, of every
+    request, and upper bounds as `seq_lens`. `exact` says of which requests `seq_lens` is the true
+    length all the same: those are checked and planned as ever. The others, drafted tokens behind
+    an unknown number of accepted ones, are not checked against their lengths and decode only.
+
+    `padding` tokens stand behind those of the requests and belong to none: nothing is written or
+    read for them, their slots are -1 and their outputs 0. A request of no tokens costs nothing
+    either, whatever its length.
 
     V4 takes no slot_mapping but a `window_table`, whose rows are rings: position p of a request is
     in block window_table[b, (p // BS) % M] of raw rows, which so need room for a step's tokens and
@@ -47,6 +53,8 @@ class Batch:
     device_seq_lens: Tensor | None = None  # [B] i32
     window_table: Tensor | None = None  # [B, M] i32
     state_slots: Tensor | None = None  # [B] i32, -1: no tokens in this step
+    exact: Sequence[bool] | None = None  # B of them, beside device_seq_lens; None: no length is
+    padding: int = 0  # tokens of no request, the last of the T
     # the batch's identity, whatever its values
     key: object = field(default_factory=object, init=False, repr=False, compare=False)
 
@@ -55,7 +63,13 @@ class Batch:
         seq_lens = _integers("seq_lens", self.seq_lens)
         object.__setattr__(self, "query_lens", query_lens)
         object.__setattr__(self, "seq_lens", seq_lens)
-        B, T = len(query_lens), sum(query_lens)
+        padding = as_integer(self.padding)
+        if padding is None or padding < 0:
+            raise ShapeError(
+                f"batch: padding must be an integer of at least 0, got {self.padding!r}."
+            )
+        object.__setattr__(self, "padding", padding)
+        B, T = len(query_lens), sum(query_lens) + padding
         if len(seq_lens) != B:
             raise ShapeError(f"batch: seq_lens must be B={B} lengths, got {len(seq_lens)}.")
         if min(query_lens, default=0) < 0:
@@ -97,6 +111,10 @@ class Batch:
                     f"batch: {name} must be [B] int32 with B={B}, "
                     f"got {tuple(each.shape)} {each.dtype}."
                 )
+        if self.exact is not None:
+            object.__setattr__(self, "exact", _flags(self.exact, B))
+            if self.device_seq_lens is None:
+                raise ShapeError("batch: exact must not be given without device_seq_lens.")
         ring = self.window_table
         if ring is not None and (
             ring.dim() != 2 or ring.shape[0] != B or ring.dtype != torch.int32
@@ -114,15 +132,28 @@ class Batch:
 
     def __repr__(self) -> str:
         longest, M = max(self.seq_lens, default=0), self.block_table.shape[1]
-        bound = "" if self.device_seq_lens is None else ", lengths on the device, these are bounds"
+        bound, B = "", len(self.query_lens)
+        if self.device_seq_lens is not None:
+            some = "" if self.exact is None else f" of {len(self.bounded)} requests"
+            bound = f", lengths{some} on the device, these are bounds"
+        padded = f" and {self.padding} of padding" if self.padding else ""
         return (
-            f"Batch({len(self.query_lens)} requests, {self.num_tokens} query tokens, longest "
+            f"Batch({B} requests, {sum(self.query_lens)} query tokens{padded}, longest "
             f"context {longest}, tables of {M} blocks{bound})"
         )
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.query_lens)
+        """T, padding included."""
+        return sum(self.query_lens) + self.padding
+
+    @property
+    def bounded(self) -> frozenset[int]:
+        """Requests whose seq_lens are upper bounds: only the device knows their lengths."""
+        if self.device_seq_lens is None:
+            return frozenset()
+        flags = self.exact or [False] * len(self.query_lens)
+        return frozenset(b for b, known in enumerate(flags) if not known)
 
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
@@ -142,3 +173,13 @@ def _integers(name: str, values: Sequence[int] | Tensor) -> tuple[int, ...]:
     if None in lens:
         raise ShapeError(f"batch: {name} must be integers, got {given[lens.index(None)]!r}.")
     return lens  # type: ignore[return-value]
+
+
+def _flags(values: Sequence[bool] | Tensor, B: int) -> tuple[bool, ...]:
+    on_device = isinstance(values, Tensor) and values.device.type != "cpu"
+    given = values.tolist() if hasattr(values, "tolist") and not on_device else values
+    if not isinstance(given, list | tuple) or set(map(type, given)) - {bool}:
+        raise ShapeError(f"batch: exact must be a list of B={B} booleans, got {values!r}.")
+    if len(given) != B:
+        raise ShapeError(f"batch: exact must be B={B} booleans, got {len(given)}.")
+    return tuple(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format
@@ -75,17 +76,42 @@ def check_batch(batch: Batch, latent: PagedCache) -> None:
         check_block_table(
             "batch", batch.block_table, None, seq_lens, latent.num_blocks, latent.block_size
         )
+    check_device_lens(batch)
     if batch.slot_mapping.device.type == "cpu":
         check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
-        if batch.block_table.device.type == "cpu" and batch.device_seq_lens is None:
+        _check_padding(batch, batch.slot_mapping)
+        if batch.block_table.device.type == "cpu":
             _check_agreement(batch, latent.block_size)
 
 
+def check_device_lens(batch: Batch) -> None:
+    """Lengths of the device that can be looked at are what the host knows of them."""
+    lens = batch.device_seq_lens
+    if lens is None or lens.device.type != "cpu":
+        return
+    bounded = batch.bounded
+    for b, (true, given) in enumerate(zip(lens.tolist(), batch.seq_lens, strict=True)):
+        if not (0 <= true <= given if b in bounded else true == given):
+            expected = f"within 0..{given}" if b in bounded else f"{given}, which is exact"
+            raise ShapeError(f"batch: device_seq_lens[{b}] must be {expected}, got {true}.")
+
+
+def _check_padding(batch: Batch, slots: Tensor) -> None:
+    rest = slots[batch.num_tokens - batch.padding :]
+    if bool((rest >= 0).any()):
+        raise ShapeError(
+            f"batch: slot_mapping must be -1 for the last {batch.padding} tokens, which are "
+            f"padding, got {int(rest.max())}."
+        )
+
+
 def _check_agreement(batch: Batch, BS: int) -> None:
-    """A row is written where its own request will look for it, or not at all."""
-    slots, lens = batch.slot_mapping, torch.tensor(batch.seq_lens, dtype=torch.int64)
-    assert slots is not None
-    if slots.numel() == 0:
+    """A row is written where its own request will look for it, or not at all; where that is, is
+    not known of lengths that only the device has."""
+    lens, bounded = torch.tensor(batch.seq_lens, dtype=torch.int64), batch.bounded
+    assert batch.slot_mapping is not None
+    slots = batch.slot_mapping[: batch.num_tokens - batch.padding]
+    if slots.numel() == 0 or len(bounded) == len(lens):
         return
     if min(batch.query_lens) == max(batch.query_lens) == 1:  # plain decode, at every step
         rows, positions = torch.arange(len(lens)), lens - 1
@@ -96,6 +122,8 @@ def _check_agreement(batch: Batch, BS: int) -> None:
         positions = lens[rows] - (query_lens.cumsum(0)[rows] - torch.arange(len(rows)))
     expected = batch.block_table[rows, positions // BS].long() * BS + positions % BS
     wrong = (slots >= 0) & (slots != expected)
+    if bounded:
+        wrong &= torch.tensor([b not in bounded for b in range(len(lens))])[rows]
     if bool(wrong.any()):
         t = int(wrong.nonzero()[0])
         raise ShapeError(

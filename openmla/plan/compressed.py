@@ -27,7 +27,7 @@ from openmla.plan.compressed_checks import (
     check_workspace,
 )
 from openmla.plan.problems import chosen, scoring_problems
-from openmla.plan.rows import cumulative, start_locs
+from openmla.plan.rows import cumulative, padded, start_locs
 from openmla.plan.sparse import (
     first_keys,
     no_starts,
@@ -89,6 +89,7 @@ def plan_compressed(
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,
+        padding=batch.padding if into is None else 0,
         batch_key=batch.key,
     )
 
@@ -117,6 +118,7 @@ def _shared(batch: Batch, window: PagedCache) -> Shared:
     slots = window_slots(table, bounds, positions, window.block_size)
     if slots.device.type == "cpu":
         check_slots("batch", slots, window.num_blocks * window.block_size)
+    positions, slots = padded(positions, batch.padding), padded(slots, batch.padding, -1)
     return Shared(bounds, positions, table, batch.block_table, states, slots)
 
 
@@ -143,7 +145,7 @@ def _describe(
 ) -> CompressedPlan:
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
-    seen = row_lens(batch.query_lens, batch.seq_lens)
+    seen = padded(row_lens(batch.query_lens, batch.seq_lens), batch.padding)
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     if chunks is None:

@@ -10,6 +10,7 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
+from openmla.plan.checks import check_device_lens
 from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
 
@@ -146,6 +147,7 @@ def check_batch(
         if tensor is not None and tensor.device.type not in ("cpu", device.type):
             raise ShapeError(f"batch: {name} must be on cpu or {device}, got {tensor.device}.")
     if not again:
+        check_device_lens(batch)
         _check_window(batch, config, window)
     if cache.compressed is None or cache.state is None:
         return
@@ -190,10 +192,13 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
                 f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
                 "Give the step fewer tokens, or the table more columns."
             )
-    if table.device.type != "cpu" or batch.device_seq_lens is not None:
+    bounded = batch.bounded
+    if table.device.type != "cpu" or len(bounded) == len(batch.seq_lens):
         return
     starts = torch.tensor([max(S - n - span + 1, 0) for n, S in _lens(batch)])
-    ends = torch.tensor([S if n else 0 for n, S in _lens(batch)])
+    ends = torch.tensor(
+        [0 if b in bounded or not n else S for b, (n, S) in enumerate(_lens(batch))]
+    )
     firsts = starts // BS
     most = int(((ends + BS - 1) // BS - firsts).clamp_min(0).max()) if len(starts) else 0
     columns = firsts[:, None] + torch.arange(most)

@@ -30,6 +30,8 @@ def explain(plan: Plan, finished: bool) -> str:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
+    if plan.padding:
+        lines.append(f"padding   {plan.padding} tokens of no request: nothing read, outputs 0")
     return "\n".join([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
 
 
@@ -59,14 +61,14 @@ def _few_keys(plan: Plan) -> str:
 
 def _why(plan: Plan, form: str) -> str:
     """Why the requests of a form have it: told to, bound to, or by cost."""
-    forced = _forced(plan)
+    forced = _forced(plan, form)
     if forced:
         return forced
     config, problem = plan.config, plan.problem("cache_write")
     found = []
     for b in plan.routes.get(form, ()):
         n, S = plan.query_lens[b], plan.seq_lens[b]
-        if n:
+        if n and b not in plan.bounded:
             bits = S.bit_length() - 1
             format, device = problem.format, problem.device
             most = decode_threshold(config, format, problem.dtype.itemsize, device, bits)
@@ -74,15 +76,21 @@ def _why(plan: Plan, form: str) -> str:
     if not found:
         return "nothing to expand: no new tokens"
     _, n, S, most = max(found) if form == "absorbed" else min(found)  # the nearest to the other
-    return f"cost: {n} new tokens over {S} keys; over about so many expanding pays from {most + 1}"
+    unknown = len(plan.bounded.intersection(plan.routes[form]))
+    others = f"; lengths of {unknown} requests only the device knows" if unknown else ""
+    return (
+        f"cost: {n} new tokens over {S} keys; over about so many expanding pays from "
+        f"{most + 1}{others}"
+    )
 
 
-def _forced(plan: Plan) -> str:
+def _forced(plan: Plan, form: str) -> str:
     if plan.form == "captured":
         return "a captured graph replays one form, into= takes the absorbed one"
     if plan.form != "auto":
         return f"asked for: form={plan.form!r}"
-    if plan.bounded:
+    asking = {b for b in plan.routes.get(form, ()) if plan.query_lens[b]}
+    if asking and asking <= plan.bounded:
         return "only the device knows the lengths: nothing else can be planned"
     return ""
 
@@ -91,7 +99,7 @@ def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
     assert plan.config.indexer is not None
     K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
     keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
-    forced = _forced(plan)
+    forced = _forced(plan, "chosen")
     lines = [
         f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
         f"scores    in {len(sparse.chunks)} chunks of {_mib(sparse.score_bytes)} at most "
@@ -105,7 +113,7 @@ def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
         ]
     if expanded:
         rows = max(chunk.num_keys for chunk in sparse.masked)
-        why = forced or f"cheaper than {K} rows gathered for each"
+        why = _forced(plan, "masked") or f"cheaper than {K} rows gathered for each"
         lines.append(
             f"masked    {expanded} tokens, expanded: {why}; "
             f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "

@@ -137,12 +137,13 @@ def _plan_latent(
         problems=problems,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,
+        padding=batch.padding if into is None else 0,
         run_length=fixed,
         workspace=workspace,
         rope_offsets=parts.rope_offsets,
         query_lens=batch.query_lens,
         seq_lens=batch.seq_lens,
-        bounded=batch.device_seq_lens is not None,
+        bounded=batch.bounded,
         form=form,
         routes=routes,
     )
@@ -220,16 +221,21 @@ def _parts(
 def _forms(
     batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str
 ) -> list[bool]:
-    """Per request: absorbed or not. A request without new tokens has nothing to expand."""
+    """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
+    whose length only the device knows cannot be cut into chunks."""
     if form not in ("auto", "absorbed", "expanded"):
         raise ConfigError(f"plan: form must be auto, absorbed or expanded, got {form!r}.")
-    if batch.device_seq_lens is not None:
-        if form == "expanded":
-            raise ConfigError("plan: form must not be expanded with device_seq_lens.")
-        return [True] * len(batch.query_lens)
+    bounded = batch.bounded
+    if form == "expanded" and bounded:
+        raise ConfigError(
+            f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
+            f"request {min(bounded)}."
+        )
     if form != "auto":
         return [form == "absorbed" or n == 0 for n in batch.query_lens]
-    return choose_absorbed(
+    if len(bounded) == len(batch.query_lens):
+        return [True] * len(batch.query_lens)
+    cheaper = choose_absorbed(
         config,
         batch.query_lens,
         batch.seq_lens,
@@ -237,3 +243,4 @@ def _forms(
         itemsize=dtype.itemsize,
         device=latent.data.device.type,
     )
+    return [b in bounded or absorbed for b, absorbed in enumerate(cheaper)]

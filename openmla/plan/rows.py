@@ -47,7 +47,7 @@ def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) 
 
 def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:
     """[T] i64, what longrope adds to positions: its table's second half has the long factors, for
-    tokens of requests past the original length.
+    tokens of requests past the original length; 0 for padding.
 
     Lengths that only the device knows are compared there; `seq_lens` are their upper bounds.
     """
@@ -58,8 +58,15 @@ def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:
         lens = batch.device_seq_lens
         query_lens = torch.tensor(batch.query_lens)
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
-        return (lens > original).long()[rows.to(lens.device)] * config.max_positions
+        turned = (lens > original).long()[rows.to(lens.device)] * config.max_positions
+        return padded(turned, batch.padding)
     offsets = [config.max_positions if original < S else 0 for S in batch.seq_lens]
     if not any(offsets):
         return None
-    return torch.repeat_interleave(torch.tensor(offsets), torch.tensor(batch.query_lens))
+    each = torch.repeat_interleave(torch.tensor(offsets), torch.tensor(batch.query_lens))
+    return padded(each, batch.padding)
+
+
+def padded(tokens: Tensor, padding: int, value: int = 0) -> Tensor:
+    """[n] of the requests' tokens, and `value` for tokens of no request behind them."""
+    return torch.cat([tokens, tokens.new_full((padding,), value)]) if padding else tokens

@@ -155,10 +155,10 @@ def sparse_routes(
     """Those requests by route: rows gathered in latent space, or expanded and masked."""
     absorbed: list[int] = []
     masked: list[int] = []
-    efficiencies = sparse_efficiencies(config, latent, dtype)
+    efficiencies, bounded = sparse_efficiencies(config, latent, dtype), batch.bounded
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
-        if form == "auto" and batch.device_seq_lens is None:
+        if form == "auto" and b not in bounded:
             gather = choose_sparse_absorbed(
                 config,
                 n,

@@ -226,11 +226,12 @@ class Plan:
     batch_key: object = None  # of V4: its plans of one batch share tensors
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
+    padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
     run_length: int = 0  # rows per run of latent attention; 0: the backend decides
     # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()
-    bounded: bool = False  # these are upper bounds, the device has the lengths
+    bounded: frozenset[int] = frozenset()  # requests of upper bounds, the device has the lengths
     form: str = "auto"
     requested: str = "auto"  # the backend asked for
     routes: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -233,9 +233,9 @@ def test_longrope_by_lengths_that_only_the_device_knows(captured: bool) -> None:
     if captured:
         into = plan_buffers(config, cache, max_requests=2, max_tokens=4, max_blocks=8)
     rows = []
-    for lens in ({}, {"device_seq_lens": torch.tensor([20, 10], dtype=torch.int32)}):
-        bounds = [40, 40] if lens else [20, 10]
-        batch = Batch([2, 1], bounds, table, slots, **lens)
+    for lens in (None, torch.tensor([20, 10], dtype=torch.int32)):
+        bounds = [20, 10] if lens is None else [40, 40]
+        batch = Batch([2, 1], bounds, table, slots, device_seq_lens=lens)
         plan = make_plan(batch, config, cache, form="absorbed", into=into)
         assert plan.rope_offsets is not None
         assert plan.rope_offsets[:3].tolist() == [64, 64, 0]

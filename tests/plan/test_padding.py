@@ -1,0 +1,88 @@
+"""Batch(padding=): tokens of no request, and requests of no tokens, in plans of every kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from openmla import PRESETS, Batch, LayerCache, MLAConfig, ShapeError, allocate_cache, make_plan
+from tests.plan import dense, v4
+
+KINDS = ("tiny-v3", "tiny-v3.2", "tiny-minicpm3", 0, 4, 128)  # presets, V4's compress ratios
+
+
+def make_step(
+    kind: str | int, query_lens: list[int], seq_lens: list[int], padding: int
+) -> tuple[Batch, MLAConfig, LayerCache]:
+    if isinstance(kind, int):
+        cache = v4.make_cache(kind)
+        return v4.make_batch(cache, query_lens, seq_lens, padding=padding), v4.CONFIG, cache
+    config, batch = PRESETS[kind], dense.make_batch(query_lens, seq_lens)
+    assert batch.slot_mapping is not None
+    slots = torch.cat([batch.slot_mapping, torch.full((padding,), -1)])
+    cache = allocate_cache(config, num_blocks=128, block_size=4, format="fp32")
+    return replace(batch, slot_mapping=slots, padding=padding), config, cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_adds_rows_that_belong_to_nobody(kind: str | int) -> None:
+    batch, config, cache = make_step(kind, [1, 2, 0], [9, 140, 0], 4)
+    plan = make_plan(batch, config, cache)
+    assert plan.num_tokens == batch.num_tokens == 7 and plan.slot_mapping.shape == (7,)
+    assert plan.slot_mapping[3:].tolist() == [-1] * 4 and bool((plan.slot_mapping[:3] >= 0).all())
+    for part in (plan.decode, plan.compressed):
+        assert part is None or int(part.query_start_loc[-1]) <= 3
+    if plan.rope_offsets is not None:
+        assert plan.rope_offsets.shape == (7,) and not plan.rope_offsets[3:].any()
+    if plan.compressed is not None:
+        assert plan.compressed.positions.shape == (7,)
+    assert "padding   4 tokens of no request: nothing read, outputs 0" in plan.explain()
+    assert "3 query tokens and 4 of padding" in repr(batch)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rest_of_a_plan_is_as_without(kind: str | int) -> None:
+    padded, plain = (make_plan(*make_step(kind, [1, 2], [9, 140], count)) for count in (5, 0))
+    for part in ("decode", "prefill", "sparse"):
+        assert repr(getattr(padded, part)) == repr(getattr(plain, part))
+    assert padded.routes == plain.routes and padded.backends == plain.backends
+    assert torch.equal(padded.slot_mapping[:3], plain.slot_mapping)
+
+
+GOOD = dense.make_batch([1, 2], [5, 8])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"padding": -1}, "padding must be an integer of at least 0, got -1."),
+        ({"padding": 1.0}, "padding must be an integer of at least 0, got 1.0."),
+        ({"padding": True}, "padding must be an integer of at least 0, got True."),
+        ({"padding": None}, "padding must be an integer of at least 0, got None."),
+        ({"padding": 2}, "slot_mapping must be [T] int64 with T=5, got (3,) torch.int64."),
+    ],
+)
+def test_bad_padding(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ShapeError) as error:
+        replace(GOOD, **changes)
+    assert str(error.value) == f"batch: {message}"
+
+
+def test_padding_must_not_be_written() -> None:
+    """Even to a slot that is free."""
+    config = PRESETS["tiny-v3"]
+    cache = allocate_cache(config, num_blocks=64, block_size=4, format="fp32")
+    assert GOOD.slot_mapping is not None and cache.latent is not None
+    kept = cache.latent.data.clone()
+    batch = replace(
+        GOOD, padding=2, slot_mapping=torch.cat([GOOD.slot_mapping, torch.tensor([-1, 77])])
+    )
+    with pytest.raises(ShapeError) as error:
+        make_plan(batch, config, cache)
+    assert str(error.value) == (
+        "batch: slot_mapping must be -1 for the last 2 tokens, which are padding, got 77."
+    )
+    assert torch.equal(cache.latent.data, kept)
