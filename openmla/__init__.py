@@ -20,7 +20,7 @@ from openmla.errors import (
 )
 from openmla.integrations import attach, detach
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, warmup
-from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers
+from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
 
 __version__ = "0.1.0"
 
@@ -53,5 +53,6 @@ __all__ = [
     "make_plan",
     "ops",
     "plan_buffers",
+    "slice_buffers",
     "warmup",
 ]

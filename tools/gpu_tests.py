@@ -39,6 +39,7 @@ WITHOUT_A_GPU = {
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
     "tests/plan/test_padding.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
+    "tests/plan/test_slices.py": "addresses; test_graph_sizes.py replays graphs over them there",
     "tests/plan/test_sparse.py": "host integers",
 }
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")

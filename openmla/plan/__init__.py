@@ -1,7 +1,7 @@
 """What a step will do: host integers in, a frozen plan of tensors and names out."""
 
 from openmla.plan.batch import Batch
-from openmla.plan.captured import plan_buffers
+from openmla.plan.captured import plan_buffers, slice_buffers
 from openmla.plan.plan import make_plan
 from openmla.plan.types import (
     CompressedPlan,
@@ -30,4 +30,5 @@ __all__ = [
     "make_plan",
     "plan_buffers",
     "reserve",
+    "slice_buffers",
 ]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from openmla.cache import LayerCache, PagedCache
+from openmla.cache import LayerCache, PagedCache, as_integer
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.batch import Batch
@@ -41,6 +41,8 @@ SHARED = (  # by V4's layers of all ratios
 )  # fmt: skip
 WIDE = ("slot_mapping", "positions", "rope_offsets")  # int64
 CONSTANT = ("row_starts", "first_keys")  # no step changes them
+OF_REQUESTS = ("block_table", "seq_lens", "window_table", "state_slots")
+OF_ALL = ("first_keys", "ratio")  # of a graph of any size; the rest is of tokens
 
 
 def plan_buffers(
@@ -56,7 +58,8 @@ def plan_buffers(
 
     Empty requests and tokens fill up smaller steps: they see no key and write no row. V4 needs a
     set for each kind of layer, from a cache of that kind; `beside` is another kind's of the same
-    sizes, which then has tensors in common with this one: see make_plan(beside=).
+    sizes, which then has tensors in common with this one: see make_plan(beside=). slice_buffers()
+    makes smaller ones of the same memory.
     """
     for name, value in (
         ("max_requests", max_requests),
@@ -112,6 +115,41 @@ def plan_buffers(
     if beside is not None:
         buffers |= _common(beside, buffers)
     return buffers
+
+
+def slice_buffers(
+    buffers: dict[str, Tensor], *, max_requests: int, max_tokens: int
+) -> dict[str, Tensor]:
+    """Views of plan_buffers()'s tensors, for a graph of fewer requests and tokens.
+
+    One set, made for the largest step, so serves graphs of every size, one step at a time: each
+    step fills the buffers of its graph before that graph is replayed. No memory is taken.
+    """
+    if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
+        raise ConfigError(
+            f"slice_buffers: buffers must be plan_buffers()'s, got {type(buffers).__name__}."
+        )
+    sizes = (max_requests, buffers["block_table"]), (max_tokens, buffers["slot_mapping"])
+    for name, (value, rows) in zip(("max_requests", "max_tokens"), sizes, strict=True):
+        if as_integer(value) is None or not 1 <= value <= rows.shape[0]:
+            raise ConfigError(
+                f"slice_buffers: {name} must be within 1..{rows.shape[0]} as these buffers have "
+                f"room for, got {value!r}."
+            )
+    if max_tokens < max_requests:
+        raise ConfigError(
+            f"slice_buffers: max_tokens must be at least max_requests={max_requests}, "
+            f"got {max_tokens}."
+        )
+
+    def kept(name: str) -> int:
+        if "start_loc" in name:
+            return max_requests + 1
+        return max_requests if name in OF_REQUESTS else max_tokens
+
+    return {
+        name: tensor if name in OF_ALL else tensor[: kept(name)] for name, tensor in buffers.items()
+    }
 
 
 def _common(beside: Buffers, buffers: Buffers) -> Buffers:
@@ -247,10 +285,15 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
 
 def fill(buffers: Buffers, values: Buffers) -> None:
     """Copy a step's tensors into its buffers, in one upload; the rest is padding."""
-    values = {name: value for name, value in values.items() if value is not buffers[name]}
+    values = {name: value for name, value in values.items() if not _same(value, buffers[name])}
     padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
     for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
         buffers[name].copy_(value, non_blocking=True)
+
+
+def _same(value: Tensor, buffer: Tensor) -> bool:
+    """What another kind of layer filled already, in memory that both have."""
+    return value.data_ptr() == buffer.data_ptr() and value.shape == buffer.shape
 
 
 def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,21 @@ def sequence(length: int, seed: int = 1) -> Tensor:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
+
+
+def record(step: Callable[[], Tensor], device: str) -> tuple[Callable[[], None], Tensor]:
+    """A function that runs the step again, and where its result is then."""
+    out = step()
+    if device == "cpu":
+
+        def again() -> None:
+            out.copy_(step())
+
+        return again, out
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    return graph.replay, out
 
 
 class Server:

@@ -5,18 +5,16 @@ On a GPU it is a CUDA graph over the Triton kernels; on a CPU the first plan its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from openmla import make_plan, plan_buffers
 from tests.layers import v4
 from tests.layers.families import make_peer
-from tests.layers.serving import Server, relative_error, sequence
+from tests.layers.serving import Server, record, relative_error, sequence
 
 pytest.importorskip("transformers")
 STEPS = [
@@ -26,21 +24,6 @@ STEPS = [
     [("b", 1), ("a", 1), ("d", 2), ("c", 2)],
     [("d", 1), ("a", 2)],
 ]
-
-
-def record(step: Callable[[], Tensor], device: str) -> tuple[Callable[[], None], Tensor]:
-    """A function that runs the step again, and where its result is then."""
-    out = step()
-    if device == "cpu":
-
-        def again() -> None:
-            out.copy_(step())
-
-        return again, out
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    return graph.replay, out
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
