@@ -148,6 +148,11 @@ class Batch:
         return sum(self.query_lens) + self.padding
 
     @property
+    def read_lens(self) -> list[int]:
+        """Most keys a step reads of each request: none of one without tokens."""
+        return [S if n else 0 for n, S in zip(self.query_lens, self.seq_lens, strict=True)]
+
+    @property
     def bounded(self) -> frozenset[int]:
         """Requests whose seq_lens are upper bounds: only the device knows their lengths."""
         if self.device_seq_lens is None:

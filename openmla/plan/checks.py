@@ -72,9 +72,9 @@ def check_batch(batch: Batch, latent: PagedCache) -> None:
                 f"batch: {name} must be on cpu or {latent.data.device}, got {tensor.device}."
             )
     if batch.block_table.device.type == "cpu":
-        seq_lens = torch.tensor(batch.seq_lens, dtype=torch.int32)
+        ends = torch.tensor(batch.read_lens, dtype=torch.int32)
         check_block_table(
-            "batch", batch.block_table, None, seq_lens, latent.num_blocks, latent.block_size
+            "batch", batch.block_table, None, ends, latent.num_blocks, latent.block_size
         )
     check_device_lens(batch)
     if batch.slot_mapping.device.type == "cpu":

@@ -152,7 +152,7 @@ def check_batch(
     if cache.compressed is None or cache.state is None:
         return
     if batch.block_table.device.type == "cpu":
-        finished = [S // cache.ratio for S in batch.seq_lens]
+        finished = [S // cache.ratio for S in batch.read_lens]
         ends = torch.tensor(finished, dtype=torch.int32)
         N, BS = cache.compressed.num_blocks, cache.compressed.block_size
         check_block_table("batch", batch.block_table, None, ends, N, BS)

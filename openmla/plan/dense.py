@@ -14,15 +14,20 @@ from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
 
 
 def plan_decode(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> DecodePlan:
-    """Arguments of mqa_paged for some of the requests."""
+    """Arguments of mqa_paged for some of the requests; one without tokens reads no key."""
     query_lens = [batch.query_lens[b] for b in requests]
-    seq_lens = [batch.seq_lens[b] for b in requests]
-    host_lens = torch.tensor(seq_lens, dtype=torch.int32)
-    true_lens = batch.device_seq_lens
+    if batch.device_seq_lens is None:
+        lens = batch.read_lens
+        seq_lens = torch.tensor([lens[b] for b in requests], dtype=torch.int32)
+    else:
+        seq_lens = pick(batch.device_seq_lens, requests)
+        if 0 in query_lens:
+            asking = torch.tensor(query_lens, device=seq_lens.device) > 0
+            seq_lens = seq_lens.where(asking, 0)
     return DecodePlan(
         rows=pick_rows(requests, starts),
         block_table=pick(batch.block_table, requests),
-        seq_lens=host_lens if true_lens is None else pick(true_lens, requests),
+        seq_lens=seq_lens,
         query_start_loc=cumulative(query_lens),
         max_query_len=max(query_lens, default=0),
     )

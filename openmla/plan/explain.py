@@ -192,7 +192,7 @@ def _reads(plan: Plan) -> list[str]:
     if plan.compressed is not None:
         return []
     query_lens, seq_lens, config = plan.query_lens, plan.seq_lens, plan.config
-    rows = {"absorbed": sum(seq_lens[b] for b in plan.routes.get("absorbed", ()))}
+    rows = {"absorbed": sum(seq_lens[b] for b in plan.routes.get("absorbed", ()) if query_lens[b])}
     if plan.prefill is not None:
         one_shot = plan.prefill.one_shot
         chunks = plan.prefill.chunks if one_shot is None else (one_shot,)

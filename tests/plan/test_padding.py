@@ -52,6 +52,21 @@ def test_the_rest_of_a_plan_is_as_without(kind: str | int) -> None:
     assert torch.equal(padded.slot_mapping[:3], plain.slot_mapping)
 
 
+@pytest.mark.parametrize("device_lens", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_of_no_tokens_needs_no_blocks(kind: str | int, device_lens: bool) -> None:
+    """Whatever length it has, its row of the table is not looked at."""
+    batch, config, cache = make_step(kind, [1, 0, 2], [9, 40, 140], 0)
+    table = batch.block_table.clone()
+    table[1] = -1
+    changes: dict[str, Any] = {"block_table": table}
+    if device_lens:
+        changes["device_seq_lens"] = torch.tensor([9, 40, 140], dtype=torch.int32)
+    plan = make_plan(replace(batch, **changes), config, cache)
+    if kind == "tiny-v3":
+        assert plan.decode is not None and plan.decode.seq_lens.tolist() == [9, 0, 140]
+
+
 GOOD = dense.make_batch([1, 2], [5, 8])
 
 
