@@ -1,0 +1,18 @@
+"""docs/engines-plans.md's code runs, block after block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "engines-plans.md"
+
+
+def test_the_page_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) >= 4 and len(PAGE.read_text().splitlines()) <= 200
+    names: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
+    assert names["plan"].num_tokens == 8 and not names["out"][2:].any()
