@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,28 @@ def test_padded_rows(kind: str | int, captured: bool, device: str) -> None:
         if not any(n for _, n in wanted):
             pairs = zip(before, bytes_of(setting), strict=True)
             assert all(torch.equal(kept, now) for kept, now in pairs)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_and_slots_that_are_on_the_device(
+    kind: str | int, captured: bool, device: str
+) -> None:
+    """As engines keep them, padded already: taken as they are."""
+    setting = make_setting(kind, device)
+    setting.server.step([("a", 50), ("b", 9), ("c", 33)])
+    buffers = buffers_for(setting, 6, 2) if captured else None
+    columns = 0 if buffers is None else buffers.get("window_table", torch.empty(0, 0)).shape[1]
+    for wanted in ([("a", 2), ("b", 1), ("h", 0)], [("b", 2), ("g", 0), ("c", 1), ("a", 1)]):
+        batch = describe(setting, wanted, slack=2, drafted="a", padding=3, window_columns=columns)
+        tables = {
+            name: tensor.to(device)
+            for name in ("block_table", "slot_mapping", "window_table", "state_slots")
+            if (tensor := getattr(batch, name)) is not None
+        }
+        batch = replace(batch, **tables)
+        run(setting, batch, batch.num_tokens if buffers is None else 12, into=buffers)
+        cut_to(setting, batch, wanted)
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
