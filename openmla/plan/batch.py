@@ -148,8 +148,10 @@ class Batch:
         return sum(self.query_lens) + self.padding
 
     @property
-    def read_lens(self) -> list[int]:
+    def read_lens(self) -> Sequence[int]:
         """Most keys a step reads of each request: none of one without tokens."""
+        if 0 not in self.query_lens:
+            return self.seq_lens
         return [S if n else 0 for n, S in zip(self.query_lens, self.seq_lens, strict=True)]
 
     @property

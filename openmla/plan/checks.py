@@ -79,7 +79,8 @@ def check_batch(batch: Batch, latent: PagedCache) -> None:
     check_device_lens(batch)
     if batch.slot_mapping.device.type == "cpu":
         check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
-        _check_padding(batch, batch.slot_mapping)
+        if batch.padding:
+            _check_padding(batch, batch.slot_mapping)
         if batch.block_table.device.type == "cpu":
             _check_agreement(batch, latent.block_size)
 

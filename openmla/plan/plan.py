@@ -243,4 +243,6 @@ def _forms(
         itemsize=dtype.itemsize,
         device=latent.data.device.type,
     )
+    if not bounded:
+        return cheaper
     return [b in bounded or absorbed for b, absorbed in enumerate(cheaper)]
