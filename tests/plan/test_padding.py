@@ -35,12 +35,21 @@ def test_padding_adds_rows_that_belong_to_nobody(kind: str | int) -> None:
     assert plan.slot_mapping[3:].tolist() == [-1] * 4 and bool((plan.slot_mapping[:3] >= 0).all())
     for part in (plan.decode, plan.compressed):
         assert part is None or int(part.query_start_loc[-1]) <= 3
-    if plan.rope_offsets is not None:
-        assert plan.rope_offsets.shape == (7,) and not plan.rope_offsets[3:].any()
     if plan.compressed is not None:
         assert plan.compressed.positions.shape == (7,)
     assert "padding   4 tokens of no request: nothing read, outputs 0" in plan.explain()
     assert "3 query tokens and 4 of padding" in repr(batch)
+
+
+@pytest.mark.parametrize("device_lens", [False, True])
+def test_longrope_turns_padding_by_no_offset(device_lens: bool) -> None:
+    batch, config, cache = make_step("tiny-minicpm3", [1, 2], [9, 40], 3)
+    config = replace(config, rope=replace(config.rope, original_positions=16))
+    if device_lens:
+        batch = replace(batch, device_seq_lens=torch.tensor([9, 40], dtype=torch.int32))
+    offsets = make_plan(batch, config, cache).rope_offsets
+    assert offsets is not None
+    assert offsets.tolist() == [0, *[config.max_positions] * 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
