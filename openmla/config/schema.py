@@ -59,7 +59,7 @@ class RopeConfig:
 
     `pairing`: "pairs" rotates columns (2i, 2i+1), "halves" columns (i, i + R/2).
     `kind` "none" keeps the R columns but never rotates them (Kimi-Linear); "external" leaves it to
-    whoever projects, by a kind of rope that is not known here (a model that is attached).
+    whoever projects, by a kind of rope that is not known here (an attached model's, an engine's).
     """
 
     kind: str = "default"
@@ -217,7 +217,8 @@ class MLAConfig:
     llama4_beta is not 0 (Mistral 4). With `head_gate` each head's output is multiplied by the
     sigmoid of a number projected from the hidden state (Ling 3.0). `latent_eps` is the config's
     rms_norm_eps, as engines use it; transformers fixes 1e-6 for the two latent norms of most
-    families.
+    families. `softmax_scale` overrides what `scale` is otherwise worked out to be. A `hidden_size`
+    of 0 says that others project: such a config plans and attends, but makes no layer.
     """
 
     model_type: str
@@ -240,10 +241,12 @@ class MLAConfig:
     head_gate: bool = False
     indexer: IndexerConfig | None = None
     compressor: CompressorConfig | None = None
+    softmax_scale: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_heads", "kv_lora_rank", "v_head_dim"):
+        for name in ("num_heads", "kv_lora_rank", "v_head_dim"):
             require_size(name, getattr(self, name))
+        require_size("hidden_size", self.hidden_size, least=0 if self.is_external else 1)
         require_size("num_layers", self.num_layers, most=MAX_LAYERS)
         require_size("max_positions", self.max_positions, most=MAX_POSITIONS)
         for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
@@ -254,6 +257,9 @@ class MLAConfig:
         for name in ("latent_eps", "q_factor", "latent_factor"):
             value = getattr(self, name)
             _require(_is_positive(value), name, "a positive number", value)
+        scale = self.softmax_scale
+        ok = scale is None or _is_positive(scale)
+        _require(ok, "softmax_scale", "a positive number", scale)
         self._check_rope()
         if self.indexer is not None:
             self._check_indexer(self.indexer)
@@ -262,7 +268,7 @@ class MLAConfig:
 
     def _check_rope(self) -> None:
         R = self.qk_rope_head_dim
-        if self.rope.kind != "none":
+        if self.rope.kind not in ("none", "external"):
             _require(R > 0 and R % 2 == 0, "qk_rope_head_dim", "even and positive", R)
         for name in ("short_factor", "long_factor"):
             factors = getattr(self.rope, name)
@@ -282,9 +288,8 @@ class MLAConfig:
         )
 
     def _check_indexer(self, indexer: IndexerConfig) -> None:
-        _require(
-            self.q_lora_rank is not None, "q_lora_rank", "an integer when there is an indexer", None
-        )
+        known = self.q_lora_rank is not None or self.hidden_size == 0  # or others project
+        _require(known, "q_lora_rank", "an integer when there is an indexer", None)
         _require(
             indexer.head_dim >= self.qk_rope_head_dim,
             "index_head_dim",
@@ -328,8 +333,9 @@ class MLAConfig:
     def __repr__(self) -> str:
         """What tells models apart; dataclasses.asdict() has every field."""
         rope = self.rope.kind if self.rope.factor == 1 else f"{self.rope.kind} {self.rope.factor:g}"
+        hidden = f"hidden {self.hidden_size}" if self.hidden_size else "projected by others"
         parts = [
-            f"{self.num_layers} layers, {self.num_heads} heads, hidden {self.hidden_size}",
+            f"{self.num_layers} layers, {self.num_heads} heads, {hidden}",
             f"q_lora {self.q_lora_rank}, C={self.kv_lora_rank}, P={self.qk_nope_head_dim}, "
             f"R={self.qk_rope_head_dim}, V={self.v_head_dim}",
             f"rope {rope}, {self.max_positions} positions",
@@ -342,7 +348,22 @@ class MLAConfig:
         if self.compressor is not None:
             ratios = "/".join(map(str, sorted(set(self.compressor.ratios))))
             parts.append(f"window {self.compressor.window}, compress ratios {ratios}")
+        if self.softmax_scale is not None:
+            parts.append(f"scale {self.softmax_scale:g}")
         return f"MLAConfig({self.model_type}: {'; '.join(parts)})"
+
+    def check_layer(self, where: str) -> None:
+        """Raise unless there is all a layer with parameters needs."""
+        if self.hidden_size == 0:
+            raise ConfigError(
+                f"{where}: config must say hidden_size and rope, got one of from_numbers(), with "
+                "which the caller projects and rotates. Use attend_step or attend_partial."
+            )
+
+    @property
+    def is_external(self) -> bool:
+        """Whether others rotate, by a rope that is not known here."""
+        return self.rope.kind == "external"
 
     @property
     def qk_head_dim(self) -> int:
@@ -358,8 +379,55 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """What multiplies the logits, in both forms: (P + R)^-0.5, times YaRN's m squared."""
+        """What multiplies the logits, in both forms: (P + R)^-0.5, times YaRN's m squared, unless
+        softmax_scale says it."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
         return self.qk_head_dim**-0.5 * self.rope.logit_scale
+
+    @classmethod
+    def from_numbers(
+        cls,
+        *,
+        num_heads: int,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        scale: float | None = None,
+        indexer: IndexerConfig | None = None,
+        compressor: CompressorConfig | None = None,
+        max_positions: int = MAX_POSITIONS,
+        model_type: str = "engine",
+    ) -> MLAConfig:
+        """From what an engine's attention layer knows: H, C, P, R and V of this rank, its softmax
+        scale (default: (P + R)^-0.5), its indexer's numbers. No rope and no file.
+
+        Such a config plans, allocates and attends: whoever calls has projected and rotated. It
+        makes no layer (MLAAttention, RopeTable), which needs hidden_size and rope. `max_positions`
+        bounds V4's sequences and, if it is small, the default workspace; nothing else looks at it.
+        """
+        layers = 1
+        if compressor is not None:
+            layers = len(compressor.ratios)
+        elif indexer is not None and indexer.shared:
+            layers = len(indexer.shared)
+        return cls(
+            model_type=model_type,
+            hidden_size=0,
+            num_layers=layers,
+            num_heads=num_heads,
+            q_lora_rank=None,
+            kv_lora_rank=kv_lora_rank,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            max_positions=max_positions,
+            rope=RopeConfig(kind="external"),
+            indexer=indexer,
+            compressor=compressor,
+            softmax_scale=scale,
+        )
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str] | Any) -> MLAConfig:

@@ -22,6 +22,7 @@ class Indexer(nn.Module):
 
     def __init__(self, config: MLAConfig, *, hadamard: bool = False) -> None:
         super().__init__()
+        config.check_layer("Indexer")
         indexer, q_lora_rank = config.indexer, config.q_lora_rank
         if indexer is None or q_lora_rank is None:
             raise UnsupportedError(f"Indexer: {config.model_type} has no indexer.")

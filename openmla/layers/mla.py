@@ -79,6 +79,7 @@ class MLAAttention(nn.Module):
         rope_table: RopeTable | None = None,
     ) -> None:
         super().__init__()
+        config.check_layer("MLAAttention")
         if config.compressor is not None:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} needs another layer. Use MLAAttentionV4."

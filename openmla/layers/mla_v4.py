@@ -50,6 +50,7 @@ class MLAAttentionV4(nn.Module):
         rope_table: RopeTable | None = None,
     ) -> None:
         super().__init__()
+        config.check_layer("MLAAttentionV4")
         compressor, q_lora_rank = config.compressor, config.q_lora_rank
         if compressor is None or q_lora_rank is None:
             raise UnsupportedError(

@@ -37,6 +37,8 @@ def warmup(
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
     temporary layer of zeros in `dtype` runs the steps.
     """
+    if config.compressor is not None:
+        config.check_layer("warmup")
     workspace = reserve(
         config,
         cache,
@@ -143,7 +145,7 @@ def run_step(
     q, kv = zeros(T, H, P + R), zeros(T, C + R)
     projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
     table_of_angles = None
-    if config.rope.kind != "none":
+    if config.rope.kind not in ("none", "external"):
         tables = 2 if config.rope.kind == "longrope" else 1
         table_of_angles = zeros(tables * config.max_positions, R, dtype=torch.float32)
     positions = zeros(T, dtype=torch.int64)
@@ -157,5 +159,5 @@ def run_step(
         weights = zeros(T, HI, dtype=torch.promote_types(dtype, torch.float32))
         index = IndexInputs(zeros(T, HI, DI), weights, zeros(T, DI))
         selection = select_step(index, cache, plan)
-    for unfinished in (None, raw):
+    for unfinished in (None,) if config.is_external else (None, raw):
         attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
