@@ -1,6 +1,22 @@
 """Multi-head latent attention (MLA) for inference, from plain PyTorch to Hopper kernels."""
 
 from openmla import ops
+from openmla.attention import (
+    AbsorbedWeights,
+    CompressedInputs,
+    IndexInputs,
+    PoolInputs,
+    Projected,
+    RawProjections,
+    Selection,
+    apply_sink,
+    attend_compressed,
+    attend_latent,
+    attend_partial,
+    attend_step,
+    make_selection,
+    select_step,
+)
 from openmla.cache import (
     FORMATS,
     BlockPool,
@@ -19,7 +35,7 @@ from openmla.errors import (
     UnsupportedError,
 )
 from openmla.integrations import attach, detach
-from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, warmup
+from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
 
 __version__ = "0.1.0"
@@ -27,13 +43,16 @@ __version__ = "0.1.0"
 __all__ = [
     "FORMATS",
     "PRESETS",
+    "AbsorbedWeights",
     "Batch",
     "BlockPool",
     "CacheFormat",
     "CacheFullError",
+    "CompressedInputs",
     "CompressedPool",
     "CompressorConfig",
     "ConfigError",
+    "IndexInputs",
     "IndexerConfig",
     "LayerCache",
     "MLAAttention",
@@ -42,17 +61,29 @@ __all__ = [
     "OpenMLAError",
     "PagedCache",
     "Plan",
+    "PoolInputs",
+    "Projected",
+    "RawProjections",
     "RopeConfig",
     "RopeTable",
+    "Selection",
     "ShapeError",
     "UnsupportedError",
     "Workspace",
+    "absorb",
     "allocate_cache",
+    "apply_sink",
     "attach",
+    "attend_compressed",
+    "attend_latent",
+    "attend_partial",
+    "attend_step",
     "detach",
     "make_plan",
+    "make_selection",
     "ops",
     "plan_buffers",
+    "select_step",
     "slice_buffers",
     "warmup",
 ]

@@ -1,10 +1,15 @@
 """One layer's step: strings ops together; owns no parameters and decides nothing."""
 
+from openmla.attention.chosen import make_selection
 from openmla.attention.compressed import attend_compressed
+from openmla.attention.latent import attend_latent
+from openmla.attention.partial import attend_partial
 from openmla.attention.select import select_step
+from openmla.attention.sink import apply_sink
 from openmla.attention.step import attend_step, check_inputs
 from openmla.attention.types import (
     AbsorbedWeights,
+    CompressedInputs,
     IndexInputs,
     PoolInputs,
     Projected,
@@ -14,13 +19,18 @@ from openmla.attention.types import (
 
 __all__ = [
     "AbsorbedWeights",
+    "CompressedInputs",
     "IndexInputs",
     "PoolInputs",
     "Projected",
     "RawProjections",
     "Selection",
+    "apply_sink",
     "attend_compressed",
+    "attend_latent",
+    "attend_partial",
     "attend_step",
     "check_inputs",
+    "make_selection",
     "select_step",
 ]

@@ -19,8 +19,20 @@ def attend_absorbed(
     decode: DecodePlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
-    out_latent, lse = mqa_paged(
-        _into_latent(projected.q_nope[decode.rows], projected.q_pe[decode.rows], absorbed),
+    q_nope, q_pe = projected.q_nope[decode.rows], projected.q_pe[decode.rows]
+    out_latent, lse = read_all(_into_latent(q_nope, q_pe, absorbed), latent, plan, decode)
+    return _out_of_latent(out_latent, absorbed), lse
+
+
+def read_all(
+    q_latent: Tensor,  # [n, H, D]
+    latent: PagedCache,
+    plan: Plan,
+    decode: DecodePlan,
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
+    """Requests that attend to all their keys."""
+    return mqa_paged(
+        q_latent,
         latent.data,
         latent.kv_scale,
         decode.block_table,
@@ -29,12 +41,11 @@ def attend_absorbed(
         format=latent.format,
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
-        causal=True,
+        causal=plan.causal,
         max_query_len=decode.max_query_len,
         run_length=plan.run_length,
         backend=plan.called_with("mqa_paged"),
     )
-    return _out_of_latent(out_latent, absorbed), lse
 
 
 def attend_chosen(
@@ -50,27 +61,41 @@ def attend_chosen(
     H, V = plan.config.num_heads, plan.config.v_head_dim
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
-    for chunk, start_loc in zip(sparse.query_chunks, sparse.query_chunk_start_locs, strict=True):
-        out_latent, lse[chunk] = mqa_sparse(
-            _into_latent(q_nope[chunk], q_pe[chunk], absorbed),
-            start_loc,
-            sparse.positions[chunk],
-            Segment(
-                latent.data,
-                latent.kv_scale,
-                latent.format,
-                "slots" if plan.mapped else "positions",
-                block_table=None if plan.mapped else sparse.block_table,
-                rows=selection.rows[chunk],
-                row_lens=selection.lens[chunk],
-            ),
-            C=plan.config.kv_lora_rank,
-            scale=plan.config.scale,
-            run_length=plan.run_length,
-            backend=plan.called_with("mqa_sparse"),
-        )
+    for number, chunk in enumerate(sparse.query_chunks):
+        q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed)
+        out_latent, lse[chunk] = read_chosen(q_latent, latent, plan, sparse, selection, number)
         out[chunk] = _out_of_latent(out_latent, absorbed)
     return out, lse
+
+
+def read_chosen(
+    q_latent: Tensor,  # [n, H, D], the rows of a chunk
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+    number: int,  # of sparse.query_chunks
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
+    """Tokens that attend to what was chosen for them."""
+    chunk = sparse.query_chunks[number]
+    return mqa_sparse(
+        q_latent,
+        sparse.query_chunk_start_locs[number],
+        sparse.positions[chunk],
+        Segment(
+            latent.data,
+            latent.kv_scale,
+            latent.format,
+            "slots" if plan.mapped else "positions",
+            block_table=None if plan.mapped else sparse.block_table,
+            rows=selection.rows[chunk],
+            row_lens=selection.lens[chunk],
+        ),
+        C=plan.config.kv_lora_rank,
+        scale=plan.config.scale,
+        run_length=plan.run_length,
+        backend=plan.called_with("mqa_sparse"),
+    )
 
 
 def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Tensor:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from openmla.attention.select import choose_positions
-from openmla.attention.types import IndexInputs, PoolInputs, RawProjections, check_alike
+from openmla.attention.step import check_selection, check_write
+from openmla.attention.types import (
+    CompressedInputs,
+    IndexInputs,
+    PoolInputs,
+    RawProjections,
+    Selection,
+    check_alike,
+)
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
@@ -17,6 +27,7 @@ from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
 from openmla.plan import CompressedPlan, Plan
 
+KEYS = ("all", "window", "entries")
 _TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of PoolInputs
 
 
@@ -39,6 +50,52 @@ def attend_compressed(
     Rows and entries of this step are written first: a token attends to its own row and to the
     entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys.
     """
+    inputs = CompressedInputs(q, rows, raw, table, pool_inputs, index, index_pool_inputs, hadamard)
+    if not isinstance(sink, Tensor):
+        raise ShapeError(f"step: sink must be a tensor, got {type(sink).__name__}.")
+    return attend_segments(inputs, cache, plan, sink=sink)[0]
+
+
+def attend_segments(
+    inputs: CompressedInputs,
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    selection: Selection | None = None,
+    keys: str = "all",
+    write: bool = True,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # out [T, H, D], still rotated, and lse [T, H], never with the sink
+    """The same over all keys, the "window" alone or the "entries" alone; `selection` is of entries,
+    instead of inputs.index. Without `write` all of this step is in the caches already: of `inputs`
+    only q, and index, is looked at."""
+    if keys not in KEYS:
+        raise ConfigError(f"step: keys must be all, window or entries, got {keys!r}.")
+    check_write(inputs.raw, plan, write)
+    if not write:
+        inputs = CompressedInputs(q=inputs.q, index=inputs.index)
+    step, window = _check_step(inputs, cache, plan, write=write)
+    chooses = bool(step.chunks) and keys != "window"
+    _check_inputs(inputs, plan, step, sink, write=write)
+    _check_choice(inputs.index, selection, step, chooses=chooses)
+    _check_dtypes(inputs, sink, window.data.device)
+    _check_cache(cache, plan, inputs.pool_inputs, inputs.index_pool_inputs)
+    if write:
+        _write(inputs, cache, plan, step)
+    segments = [] if keys == "entries" else [_window(window, plan, step)]
+    if cache.compressed is not None and keys != "window":
+        if chooses:
+            chosen = _chosen_entries(inputs.index, selection, cache, plan, step)
+            segments.append(chosen)
+        else:
+            segments.append(_all_entries(cache.compressed, step))
+    return _attend(inputs.q, segments, plan, step, sink)
+
+
+def _check_step(
+    inputs: CompressedInputs, cache: LayerCache, plan: Plan, *, write: bool
+) -> tuple[CompressedPlan, PagedCache]:
+    """Plan and cache are of the same kind of layer, queries and rows of the plan."""
     step, window = plan.compressed, cache.window
     if step is None or window is None:
         what = "plan must be of a compressed layer" if window else "cache must have window rows"
@@ -46,66 +103,91 @@ def attend_compressed(
     if cache.ratio != step.ratio:
         raise ConfigError(f"step: cache must be of ratio {step.ratio}, got {cache.ratio}.")
     D, H = plan.config.latent_dim, plan.config.num_heads
-    for name, tensor, shape in (
-        ("q", q, (plan.num_tokens, H, D)),
-        ("rows", rows, (plan.num_tokens, D)),
-    ):
-        if tensor.shape != shape:
-            raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
-    _check_inputs(plan, step, sink, table, pool_inputs, index, index_pool_inputs)
-    _check_dtypes(q, rows, sink, table, pool_inputs, index, index_pool_inputs, window.data.device)
-    _check_cache(cache, plan, pool_inputs, index_pool_inputs)
-    write_rows(rows, rows[:, :0], raw, window, plan)
-    entries = None
-    if pool_inputs is not None and table is not None:
-        assert cache.compressed is not None and cache.state is not None
-        width = state_width(D, overlap=cache.index is not None)
-        _compress(pool_inputs, cache.compressed, cache.state.data[..., :width], plan, step, table)
-        entries = _all_entries(cache.compressed, step)
-        if cache.index is not None:
-            assert index_pool_inputs is not None
-            state = cache.state.data[..., width:]
-            _compress(index_pool_inputs, cache.index, state, plan, step, table, hadamard=hadamard)
-            if index is not None and step.chunks:
-                entries = _chosen_entries(index, cache.index, cache.compressed, plan, step)
-    out, _ = mqa_sparse(
+    due: list[tuple[str, Tensor | None, tuple[int, ...]]]
+    due = [("q", inputs.q, (plan.num_tokens, H, D))]
+    due += [("rows", inputs.rows, (plan.num_tokens, D))] if write else []
+    for name, tensor, shape in due:
+        got = None if tensor is None else tuple(tensor.shape)
+        if got != shape:
+            raise ShapeError(f"step: {name} must be {shape} as planned, got {got}.")
+    return step, window
+
+
+def _check_choice(
+    index: IndexInputs | None, selection: Selection | None, step: CompressedPlan, *, chooses: bool
+) -> None:
+    """Entries are chosen by one of the two, where they are."""
+    if chooses and index is None and selection is None:
+        raise ConfigError(
+            f"step: index must be given for ratio {step.ratio}, its tokens choose, or a selection."
+        )
+    if selection is None:
+        return
+    if index is not None or not chooses:
+        why = "beside index" if chooses else "where no token chooses"
+        raise ConfigError(f"step: selection must not be given {why}.")
+    check_selection(selection, step)
+
+
+def _write(inputs: CompressedInputs, cache: LayerCache, plan: Plan, step: CompressedPlan) -> None:
+    """Raw rows into the window; tokens into entries, and into the indexer's keys."""
+    rows, pool_inputs, table = inputs.rows, inputs.pool_inputs, inputs.table
+    assert rows is not None and cache.window is not None
+    write_rows(rows, rows[:, :0], inputs.raw, cache.window, plan)
+    if pool_inputs is None or table is None:
+        return
+    assert cache.compressed is not None and cache.state is not None
+    width = state_width(plan.config.latent_dim, overlap=cache.index is not None)
+    _compress(pool_inputs, cache.compressed, cache.state.data[..., :width], plan, step, table)
+    if cache.index is not None:
+        assert inputs.index_pool_inputs is not None
+        state = cache.state.data[..., width:]
+        _compress(
+            inputs.index_pool_inputs, cache.index, state, plan, step, table,
+            hadamard=inputs.hadamard,
+        )  # fmt: skip
+
+
+def _attend(
+    q: Tensor,
+    segments: Sequence[Segment],
+    plan: Plan,
+    step: CompressedPlan,
+    sink: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    if not segments:  # entries of a layer that has none
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    return mqa_sparse(
         q,
         step.query_start_loc,
         step.positions,
-        Segment(
-            window.data,
-            window.kv_scale,
-            window.format,
-            "window",
-            block_table=step.window_table,
-            span=_window_of(plan),
-        ),
-        entries,
+        segments[0],
+        segments[1] if len(segments) > 1 else None,
         sink,
-        C=D,
+        C=plan.config.latent_dim,
         scale=plan.config.scale,
         backend=plan.called_with("mqa_sparse"),
     )
-    return out
 
 
 def _check_inputs(
+    inputs: CompressedInputs,
     plan: Plan,
     step: CompressedPlan,
-    sink: Tensor,
-    table: Tensor | None,
-    pool_inputs: PoolInputs | None,
-    index: IndexInputs | None,
-    index_pool_inputs: PoolInputs | None,
+    sink: Tensor | None,
+    *,
+    write: bool,
 ) -> None:
     """What a layer of this ratio takes is given, in the shapes planned for, and nothing else."""
+    index, table = inputs.index, inputs.table
     config, T, r = plan.config, step.num_rows, step.ratio
     assert config.indexer is not None
     HI, DI, chooses = config.indexer.num_heads, config.indexer.head_dim, r == INDEXED_RATIO
     wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("sink", sink, (config.num_heads,))]
     for name, given, due, D in (
-        ("pool_inputs", pool_inputs, r > 0, config.latent_dim),
-        ("index_pool_inputs", index_pool_inputs, chooses, DI),
+        ("pool_inputs", inputs.pool_inputs, write and r > 0, config.latent_dim),
+        ("index_pool_inputs", inputs.index_pool_inputs, write and chooses, DI),
     ):
         if (given is not None) != due:
             verb = "be given" if due else "not be given"
@@ -118,11 +200,9 @@ def _check_inputs(
             ]
             wanted += [(f"{name}.bias", given.bias, (r, width))]
             wanted += [(f"{name}.norm_weight", given.norm_weight, (D,))]
-    if step.chunks and index is None:
-        raise ConfigError(f"step: index must be given for ratio {r}, its tokens choose.")
     if index is not None:
         wanted += [("q_idx", index.q_idx, (T, HI, DI)), ("w_idx", index.w_idx, (T, HI))]
-    if r and (table is None or table.shape[0] < config.max_positions):
+    if write and r and (table is None or table.shape[0] < config.max_positions):
         raise ConfigError(
             f"step: table must have a row for each of {config.max_positions} positions."
         )
@@ -131,23 +211,15 @@ def _check_inputs(
             raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
 
 
-def _check_dtypes(
-    q: Tensor,
-    rows: Tensor,
-    sink: Tensor,
-    table: Tensor | None,
-    pool_inputs: PoolInputs | None,
-    index: IndexInputs | None,
-    index_pool_inputs: PoolInputs | None,
-    device: torch.device,
-) -> None:
+def _check_dtypes(inputs: CompressedInputs, sink: Tensor | None, device: torch.device) -> None:
     """Dtypes and devices, all before the first write: ops check them one by one."""
-    given: list[tuple[str, Tensor, torch.dtype]] = [
-        ("q", q, rows.dtype),
-        ("rows", rows, rows.dtype),
-        ("sink", sink, torch.float32),
-    ]
-    for name, parts in (("pool_inputs", pool_inputs), ("index_pool_inputs", index_pool_inputs)):
+    q, rows, index, table = inputs.q, inputs.rows, inputs.index, inputs.table
+    given: list[tuple[str, Tensor, torch.dtype]]
+    given = [("q", q, q.dtype if rows is None else rows.dtype)]
+    given += [("rows", rows, rows.dtype)] if rows is not None else []
+    given += [("sink", sink, torch.float32)] if sink is not None else []
+    for name in ("pool_inputs", "index_pool_inputs"):
+        parts = getattr(inputs, name)
         if parts is not None:
             given += [(f"{name}.{part}", getattr(parts, part), parts.kv.dtype) for part in _TOKENS]
             for part in _WEIGHTS:
@@ -185,9 +257,17 @@ def _check_cache(
                 raise ConfigError(f"step: state must be {wide} with {parts.kv.dtype} tokens.")
 
 
-def _window_of(plan: Plan) -> int:
+def _window(window: PagedCache, plan: Plan, step: CompressedPlan) -> Segment:
+    """Each token's last rows, its own included."""
     assert plan.config.compressor is not None
-    return plan.config.compressor.window
+    return Segment(
+        window.data,
+        window.kv_scale,
+        window.format,
+        "window",
+        block_table=step.window_table,
+        span=plan.config.compressor.window,
+    )
 
 
 def _compress(
@@ -235,9 +315,20 @@ def _all_entries(entries: PagedCache, step: CompressedPlan) -> Segment:
 
 
 def _chosen_entries(
-    index: IndexInputs, keys: PagedCache, entries: PagedCache, plan: Plan, step: CompressedPlan
+    index: IndexInputs | None,
+    selection: Selection | None,
+    cache: LayerCache,
+    plan: Plan,
+    step: CompressedPlan,
 ) -> Segment:
-    positions = choose_positions(index.q_idx, index.w_idx, keys, plan, step)
+    """The caller's choice, or that of the indexer."""
+    entries, lens = cache.compressed, step.topk_lens
+    assert entries is not None
+    if selection is not None:
+        positions, lens = selection.rows, selection.lens
+    else:
+        assert index is not None and cache.index is not None
+        positions = choose_positions(index.q_idx, index.w_idx, cache.index, plan, step)
     return Segment(
         entries.data,
         entries.kv_scale,
@@ -245,5 +336,5 @@ def _chosen_entries(
         "positions",
         block_table=step.block_table,
         rows=positions,
-        row_lens=step.topk_lens,
+        row_lens=lens,
     )

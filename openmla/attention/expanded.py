@@ -18,7 +18,8 @@ def attend_expanded(
     plan: Plan,
     prefill: PrefillPlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of prefill.rows
-    """New rows causally and context beside them: in one call if it fits, else chunk by chunk.
+    """New rows causally and context beside them: in one call if it fits, else chunk by chunk. Over
+    a part of the keys, context alone.
 
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
     format all routes round the same values.
@@ -30,19 +31,7 @@ def attend_expanded(
         rows = gather(latent, plan, prefill.one_shot, kv_c.dtype)
         rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
         return _attend(q, rows, absorbed, plan, prefill.one_shot, causal=True)
-    k, v = expand(kv_c, k_pe, absorbed, plan)
-    out, lse = mha_ragged(
-        q,
-        k,
-        v,
-        prefill.query_start_loc,
-        prefill.query_start_loc,
-        scale=plan.config.scale,
-        causal=True,
-        max_query_len=prefill.max_query_len,
-        max_key_len=prefill.max_query_len,
-        backend=plan.backends["mha_ragged"],
-    )
+    out, lse = _attend_new(q, kv_c, k_pe, absorbed, plan, prefill)
     for chunk in prefill.chunks:
         rows = gather(latent, plan, chunk, kv_c.dtype)
         part_out, part_lse = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
@@ -54,6 +43,34 @@ def attend_expanded(
             backend=plan.backends["merge_states"],
         )
     return out, lse
+
+
+def _attend_new(
+    q: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    absorbed: AbsorbedWeights,
+    plan: Plan,
+    prefill: PrefillPlan,
+) -> tuple[Tensor, Tensor]:
+    """This step's rows, causally; where none of them is a key, what sees nothing."""
+    if prefill.route == "context":
+        n, H, wide = *q.shape[:2], torch.promote_types(q.dtype, torch.float32)
+        lse = q.new_full((n, H), -torch.inf, dtype=wide)
+        return q.new_zeros((n, H, plan.config.v_head_dim)), lse
+    k, v = expand(kv_c, k_pe, absorbed, plan)
+    return mha_ragged(
+        q,
+        k,
+        v,
+        prefill.query_start_loc,
+        prefill.query_start_loc,
+        scale=plan.config.scale,
+        causal=True,
+        max_query_len=prefill.max_query_len,
+        max_key_len=prefill.max_query_len,
+        backend=plan.backends["mha_ragged"],
+    )
 
 
 def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:

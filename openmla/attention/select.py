@@ -24,6 +24,11 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
         what = "config must have an indexer" if keys else "cache must have index rows"
         raise ConfigError(f"select: {what}, got none.")
     plan.check_cache(cache)
+    if plan.sparse is not None and plan.sparse.num_rows and not plan.sparse.chunks:
+        raise ConfigError(
+            "select: plan must be made of a cache with index rows to score, got one whose caller "
+            "chooses. make_selection takes its positions."
+        )
     HI, DI = config.indexer.num_heads, config.indexer.head_dim
     for name, tensor, shape in (
         ("q_idx", index.q_idx, (plan.num_tokens, HI, DI)),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
+from openmla.attention.sink import apply_sink
 from openmla.attention.types import (
     AbsorbedWeights,
     Projected,
@@ -19,7 +23,9 @@ from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops._register import refuse_grad
-from openmla.plan import Plan, SparsePlan
+from openmla.plan import CompressedPlan, Plan, SparsePlan
+from openmla.plan.rows import num_rows
+from openmla.plan.types import Rows
 
 
 def attend_step(
@@ -31,6 +37,8 @@ def attend_step(
     selection: Selection | None = None,
     sink: Tensor | None = None,  # [H] f32
     raw: RawProjections | None = None,
+    write: bool = True,
+    out: Tensor | None = None,  # [T, H, V]
 ) -> Tensor:  # [T, H, V]
     """One layer's attention over the step's T tokens, in the caller's order.
 
@@ -39,32 +47,115 @@ def attend_step(
     `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
     A `sink` is a logit per head that joins the softmax and has no value. Tokens of no request, a
     batch's padding and what fills up a captured step, get 0.
+
+    `write=False`: the caller has written this step's rows to the plan's slots. Absorbed requests,
+    and masked ones (sparse prefill), read all keys from the cache; expanded ones read their context
+    from it and take their new rows from `projected`, as ever. With a lossy cache the answer so is
+    the one that writing here gives.
+
+    `out` is filled and returned. Its tokens may be apart, as in a wider buffer; a token's heads are
+    contiguous.
     """
-    latent = check_inputs(projected, absorbed, cache, plan, sink)
+    check_out(out, projected.q_nope, plan)
+    if sink is not None and sink.shape != (plan.config.num_heads,):
+        H = plan.config.num_heads
+        raise ShapeError(f"step: sink must be [H] with {(H,)}, got {tuple(sink.shape)}.")
+    parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
+    if sink is not None:
+        parts = [part._replace(out=apply_sink(part.out, part.lse, sink)) for part in parts]
+    return put_together([(part.rows, part.out) for part in parts], plan.num_tokens, into=out)
+
+
+class Part(NamedTuple):
+    """What some of a step's tokens attended to, over all the keys of this call."""
+
+    rows: Rows
+    out: Tensor  # [n, H, V]
+    lse: Tensor  # [n, H]
+
+
+def attend_parts(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: Plan,
+    selection: Selection | None,
+    raw: RawProjections | None,
+    write: bool,
+) -> list[Part]:
+    """Write, then the tokens of each form."""
+    latent = check_inputs(projected, absorbed, cache, plan)
     if plan.sparse is not None:
-        _check_selection(selection, plan.sparse)
-    config, T = plan.config, plan.num_tokens
-    write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
+        check_selection(selection, plan.sparse)
+    check_write(raw, plan, write)
+    if write and plan.causal:
+        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
     parts = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
-        parts.append((plan.decode.rows, *attended))
+        parts.append(Part(plan.decode.rows, *attended))
     if plan.prefill is not None:
         attended = attend_expanded(projected, absorbed, latent, plan, plan.prefill)
-        parts.append((plan.prefill.rows, *attended))
+        parts.append(Part(plan.prefill.rows, *attended))
     if plan.sparse is not None:
         assert selection is not None
         attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
-        parts.append((plan.sparse.rows, *attended))
-    if sink is not None:
-        parts = [(rows, _with_sink(out, lse, sink), lse) for rows, out, lse in parts]
-    if len(parts) == 1 and isinstance(parts[0][0], slice) and not plan.padding:
-        return parts[0][1]  # every token, in order
-    combined = projected.q_nope.new_empty((T, config.num_heads, config.v_head_dim))
-    combined[T - plan.padding :] = 0
-    for rows, out, _ in parts:
-        combined[rows] = out
-    return combined
+        parts.append(Part(plan.sparse.rows, *attended))
+    return parts
+
+
+def put_together(
+    parts: Sequence[tuple[Rows, Tensor]],
+    num_tokens: int,
+    *,
+    empty: float = 0.0,
+    into: Tensor | None = None,
+) -> Tensor:  # [num_tokens, ...]
+    """Parts of the tokens as one tensor of all. The last ones, of no request, get `empty`."""
+    rows, first = parts[0]
+    every = len(parts) == 1 and isinstance(rows, slice) and rows.stop == num_tokens
+    if every and into is None:  # in order
+        return first
+    if into is None:
+        into = first.new_empty((num_tokens, *first.shape[1:]))
+    if not every:
+        covered = sum(num_rows(rows) for rows, _ in parts)
+        if covered < num_tokens:
+            into[covered:] = empty
+    for rows, part in parts:
+        into[rows] = part
+    return into
+
+
+def check_write(raw: RawProjections | None, plan: Plan, write: bool) -> None:
+    """Rows are finished on their way into the cache; where none goes there, they are already."""
+    if not isinstance(write, bool):
+        raise ConfigError(f"step: write must be True or False, got {write!r}.")
+    if raw is not None and not (write and plan.causal):
+        raise ConfigError(
+            "step: raw must not be given where nothing is written, which is what normalises and "
+            "rotates. Give rows and queries that are finished."
+        )
+
+
+def check_out(out: Tensor | None, q: Tensor, plan: Plan) -> None:
+    """A caller's buffer can take the result as it is; looked at before anything is written."""
+    if out is None:
+        return
+    H, V = plan.config.num_heads, plan.config.v_head_dim
+    shape = (plan.num_tokens, H, V)
+    if not isinstance(out, Tensor):
+        raise ShapeError(f"step: out must be a tensor, got {type(out).__name__}.")
+    if out.shape != shape:
+        raise ShapeError(f"step: out must be [T, H, V] with {shape}, got {tuple(out.shape)}.")
+    check_alike("step", "out", out, q.dtype, q.device)
+    inside = (V == 1 or out.stride(2) == 1) and (H == 1 or out.stride(1) == V)
+    if not inside or (shape[0] > 1 and out.stride(0) < H * V):
+        raise ShapeError(
+            f"step: out must be contiguous within a token and tokens apart, "
+            f"got strides {out.stride()}."
+        )
+    refuse_grad("step", (out,))
 
 
 def check_inputs(
@@ -72,7 +163,6 @@ def check_inputs(
     absorbed: AbsorbedWeights,
     cache: LayerCache,
     plan: Plan,
-    sink: Tensor | None = None,
 ) -> PagedCache:
     """What an op would refuse only after rows are written; returns the latent cache."""
     latent = cache.latent
@@ -81,13 +171,15 @@ def check_inputs(
     plan.check_cache(cache)
     config, T, q = plan.config, plan.num_tokens, projected.q_nope
     H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-    C, both = config.kv_lora_rank, P + config.v_head_dim
+    C, V = config.kv_lora_rank, config.v_head_dim
     for name, tensor, letters, shape in (
         ("q_nope", q, "[T, H, P]", (T, H, P)),
         ("q_pe", projected.q_pe, "[T, H, R]", (T, H, R)),
         ("kv_c", projected.kv_c, "[T, C]", (T, C)),
         ("k_pe", projected.k_pe, "[T, R]", (T, R)),
-        ("kv_b", absorbed.kv_b, "[H * (P + V), C]", (H * both, C)),
+        ("kv_b", absorbed.kv_b, "[H * (P + V), C]", (H * (P + V), C)),
+        ("w_uk", absorbed.w_uk, "[H, P, C]", (H, P, C)),
+        ("w_uv", absorbed.w_uv, "[H, C, V]", (H, C, V)),
     ):
         if tensor.shape != shape:
             raise ShapeError(
@@ -95,8 +187,6 @@ def check_inputs(
                 f"got {tuple(tensor.shape)}."
             )
         check_alike("step", name, tensor, q.dtype, latent.data.device)
-    if sink is not None and sink.shape != (H,):
-        raise ShapeError(f"step: sink must be [H] with {(H,)}, got {tuple(sink.shape)}.")
     space = plan.workspace
     if space is not None and space.rows.dtype != q.dtype:
         raise ShapeError(
@@ -106,11 +196,12 @@ def check_inputs(
     return latent
 
 
-def _check_selection(selection: Selection | None, sparse: SparsePlan) -> None:
+def check_selection(selection: Selection | None, sparse: SparsePlan | CompressedPlan) -> None:
     if selection is None:
         raise ConfigError(
             "step: selection must be given, the plan has tokens that choose their keys. "
-            "It is what select_step returned for this layer, or for the one it shares with."
+            "It is what select_step or make_selection returned for this layer, or for the one it "
+            "shares with."
         )
     if selection.row_lens is not sparse.row_lens:
         raise ConfigError(
@@ -139,9 +230,3 @@ def _attend_sparse(
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
-
-
-def _with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """What the sink leaves; a token that sees nothing stays 0, whatever its sink."""
-    kept = (lse - sink.to(lse.dtype)).sigmoid().masked_fill(lse == -torch.inf, 0)
-    return (out * kept[..., None]).to(out.dtype)

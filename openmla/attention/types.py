@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -65,11 +66,25 @@ class PoolInputs(NamedTuple):
     norm_weight: Tensor  # [D]
 
 
+@dataclass(frozen=True)
+class CompressedInputs:
+    """What a V4 layer hands to attend_compressed of a step's tokens, by the same names."""
+
+    q: Tensor  # [T, H, D], rotated
+    rows: Tensor | None = None  # [T, D], rotated; None where nothing is written
+    raw: RawProjections | None = None  # what the two are before they are normalised and rotated
+    table: Tensor | None = None  # [Q, R] f32, the layer's rope, where it has entries
+    pool_inputs: PoolInputs | None = None  # where the layer has entries
+    index: IndexInputs | None = None  # where the plan has tokens choose among them
+    index_pool_inputs: PoolInputs | None = None
+    hadamard: bool = False
+
+
 class Selection(NamedTuple):
     """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
 
     positions: Tensor  # [n, K] i32, -1 pads
-    lens: Tensor  # [num_absorbed] i32
+    lens: Tensor  # [num_absorbed] i32, columns that count
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is
 

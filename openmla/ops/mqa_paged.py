@@ -5,8 +5,8 @@
     lse  = log(sum(exp(s)))                    (causal; all S rows otherwise)
     out  = exp(s - lse) @ rows[:, :C]
 
-Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1, the last tokens of its
-sequence; their own rows are in the cache already. A query that sees no row, and every query row
+Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1; causal, the last tokens of
+its sequence, whose own rows are in the cache already. A query that sees no row, and every query row
 past query_start_loc[B] (graph padding), gets out 0 and lse -inf.
 lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
 Read are only the rows above: page tails, unused blocks and block_table columns from
@@ -48,16 +48,19 @@ def _check(tensors: tuple[Tensor, ...], format: str, C: int) -> dict[str, int]:
     return dims
 
 
-def _check_values(dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int) -> None:
+def _check_values(
+    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, causal: bool
+) -> None:
     block_table, seq_lens, query_start_loc = tensors[3:]
     check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if dims["B"] == 0:
         return
     query_lens = query_start_loc.diff()
-    if (seq_lens < query_lens).any():
-        request = int((seq_lens < query_lens).nonzero()[0])
+    least = query_lens if causal else torch.zeros_like(query_lens)
+    if (seq_lens < least).any():
+        request = int((seq_lens < least).nonzero()[0])
         raise ShapeError(
-            f"mqa_paged: seq_lens[{request}] must be at least its {int(query_lens[request])} "
+            f"mqa_paged: seq_lens[{request}] must be at least its {int(least[request])} "
             f"query tokens, got {int(seq_lens[request])}."
         )
     if query_lens.max() > max_query_len:
@@ -95,7 +98,7 @@ def _run(
     refuse_grad("mqa_paged", (q_latent,))
     check_scale("mqa_paged", scale)
     if q_latent.device.type == "cpu":
-        _check_values(dims, tensors, max_query_len)
+        _check_values(dims, tensors, max_query_len, causal)
     asked = problem(
         q_latent.device, q_latent.dtype, format, D=dims["D"], C=C, BS=dims["BS"],
         aligned=alignment([cache]) | query_alignment(q_latent),

@@ -44,6 +44,10 @@ class Batch:
     in block window_table[b, (p // BS) % M] of raw rows, which so need room for a step's tokens and
     the window before them; and `state_slots`, the compressor states of the requests. block_table
     is that of entries and indexer keys, a column per block_size tokens.
+
+    `causal=False` is of a part of the keys (attend_partial): every token sees all seq_lens of its
+    request, be they fewer than the new tokens or none, and none of them is new. Nothing is written,
+    so there is no slot_mapping.
     """
 
     query_lens: Sequence[int]  # B of them
@@ -55,6 +59,7 @@ class Batch:
     state_slots: Tensor | None = None  # [B] i32, -1: no tokens in this step
     exact: Sequence[bool] | None = None  # B of them, beside device_seq_lens; None: no length is
     padding: int = 0  # tokens of no request, the last of the T
+    causal: bool = True
     # the batch's identity, whatever its values
     key: object = field(default_factory=object, init=False, repr=False, compare=False)
 
@@ -75,7 +80,8 @@ class Batch:
         if min(query_lens, default=0) < 0:
             b = next(b for b, n in enumerate(query_lens) if n < 0)
             raise ShapeError(f"batch: query_lens[{b}] must not be negative, got {query_lens[b]}.")
-        if min(map(sub, seq_lens, query_lens), default=0) < 0:
+        self._check_part(T)
+        if self.causal and min(map(sub, seq_lens, query_lens), default=0) < 0:
             b = next(b for b in range(B) if seq_lens[b] < query_lens[b])
             raise ShapeError(
                 f"batch: seq_lens[{b}] must be at least its {query_lens[b]} query tokens, "
@@ -129,6 +135,21 @@ class Batch:
             raise ShapeError(
                 "batch: slot_mapping must not be given with a window_table, which says it all."
             )
+
+    def _check_part(self, T: int) -> None:
+        """What holds without causality; gives such a batch slots that write nothing."""
+        if not isinstance(self.causal, bool):
+            raise ShapeError(f"batch: causal must be True or False, got {self.causal!r}.")
+        if self.causal:
+            return
+        for name in ("slot_mapping", "window_table"):
+            if getattr(self, name) is not None:
+                why = "of which nothing is written" if name == "slot_mapping" else "V4 has no parts"
+                raise ShapeError(f"batch: {name} must not be given with causal=False: {why}.")
+        if min(self.seq_lens, default=0) < 0:
+            b = next(b for b, S in enumerate(self.seq_lens) if S < 0)
+            raise ShapeError(f"batch: seq_lens[{b}] must not be negative, got {self.seq_lens[b]}.")
+        object.__setattr__(self, "slot_mapping", torch.full((T,), -1, dtype=torch.int64))
 
     def __repr__(self) -> str:
         longest, M = max(self.seq_lens, default=0), self.block_table.shape[1]

@@ -14,13 +14,21 @@ from openmla.plan.batch import Batch
 from openmla.plan.workspace import Workspace
 
 
-def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache) -> None:
-    """Rows are as wide as the config says, and indexer keys in blocks like theirs."""
+def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: str) -> None:
+    """Rows are as wide as the config says, and indexer keys in blocks like theirs; where the caller
+    chooses, there need be none."""
     get_format(latent.format, "latent")
     latent.check_width("plan", "latent", config.latent_dim)
-    if config.indexer is None:
-        return
     index = cache.index
+    if config.indexer is None:
+        if form == "chosen":
+            raise ConfigError(
+                "plan: config must have an indexer for form 'chosen', got none. Its topk says how "
+                "many keys a token attends to."
+            )
+        return
+    if index is None and form == "chosen":
+        return
     if index is None:
         raise ConfigError(
             f"plan: cache must have index rows for {config.model_type}, got none. A layer that "
@@ -112,7 +120,7 @@ def _check_agreement(batch: Batch, BS: int) -> None:
     lens, bounded = torch.tensor(batch.seq_lens, dtype=torch.int64), batch.bounded
     assert batch.slot_mapping is not None
     slots = batch.slot_mapping[: batch.num_tokens - batch.padding]
-    if slots.numel() == 0 or len(bounded) == len(lens):
+    if slots.numel() == 0 or not batch.causal or len(bounded) == len(lens):
         return
     if min(batch.query_lens) == max(batch.query_lens) == 1:  # plain decode, at every step
         rows, positions = torch.arange(len(lens)), lens - 1

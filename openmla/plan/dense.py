@@ -39,7 +39,7 @@ def plan_prefill(
     """Some of the requests with all their keys at once, or with their contexts in chunks."""
     query_lens = [batch.query_lens[b] for b in requests]
     seq_lens = [batch.seq_lens[b] for b in requests]
-    contexts = [S - n for n, S in zip(query_lens, seq_lens, strict=True)]
+    contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     table = pick(batch.block_table, requests)
     query_start_loc = cumulative(query_lens)
     bounds = query_start_loc.tolist()
@@ -60,9 +60,9 @@ def plan_prefill(
 
     rows = pick_rows(requests, starts)
     longest = max(query_lens)
-    if not any(contexts):
+    if batch.causal and not any(contexts):
         return PrefillPlan(rows, "new", query_start_loc, longest)
-    if sum(seq_lens) <= rows_at_once:
+    if batch.causal and sum(seq_lens) <= rows_at_once:
         one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))
         new_rows = torch.cat(
@@ -71,4 +71,5 @@ def plan_prefill(
         return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
     spans = cut_contexts(contexts, rows_at_once, BS)
     chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
-    return PrefillPlan(rows, "chunked", query_start_loc, longest, chunks=chunks)
+    route = "chunked" if batch.causal else "context"
+    return PrefillPlan(rows, route, query_start_loc, longest, chunks=chunks)

@@ -69,7 +69,7 @@ def _why(plan: Plan, form: str) -> str:
     for b in plan.routes.get(form, ()):
         n, S = plan.query_lens[b], plan.seq_lens[b]
         if n and b not in plan.bounded:
-            bits = S.bit_length() - 1
+            bits = max(S, 1).bit_length() - 1
             format, device = problem.format, problem.device
             most = decode_threshold(config, format, problem.dtype.itemsize, device, bits)
             found.append((n / most, n, S, most))
@@ -98,12 +98,17 @@ def _forced(plan: Plan, form: str) -> str:
 def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
     assert plan.config.indexer is not None
     K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
-    keys = max((chunk.num_keys for chunk in sparse.chunks), default=0)
+    keys = max((chunk.num_keys for chunk in sparse.chunks), default=max(plan.seq_lens, default=0))
     forced = _forced(plan, "chosen")
+    scores = "none: the caller chooses, the cache has no index rows"
+    if sparse.chunks:
+        scores = (
+            f"in {len(sparse.chunks)} chunks of {_mib(sparse.score_bytes)} at most "
+            f"(bound {_mib(LOGITS_BYTES)})"
+        )
     lines = [
         f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
-        f"scores    in {len(sparse.chunks)} chunks of {_mib(sparse.score_bytes)} at most "
-        f"(bound {_mib(LOGITS_BYTES)})",
+        f"scores    {scores}",
     ]
     if sparse.num_absorbed:
         lines += [
@@ -201,7 +206,8 @@ def _reads(plan: Plan) -> list[str]:
     if plan.sparse is not None and config.indexer is not None:
         K, chosen = config.indexer.topk, plan.routes.get("chosen", ())
         lens = [(query_lens[b], seq_lens[b]) for b in chosen]
-        rows["chosen"] = sum(min(S - i, K) for n, S in lens for i in range(n))
+        less = 1 if plan.causal else 0
+        rows["chosen"] = sum(min(S - i * less, K) for n, S in lens for i in range(n))
         rows["masked"] = sum(chunk.num_keys for chunk in plan.sparse.masked)
         if _scored(plan):
             keys = sum(seq_lens[b] for b in (*chosen, *plan.routes.get("masked", ())))
@@ -275,13 +281,14 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
     if step is not None:
         turned += bool(step.chunks)  # index queries
     one_launch = not finished and _in_one_launch(plan)
+    new_keys = plan.prefill is not None and plan.prefill.route != "context"
     return {
-        "latent_write": int(one_launch),
-        "cache_write": int(not one_launch),
+        "latent_write": int(one_launch and plan.causal),
+        "cache_write": int(not one_launch and plan.causal),
         "rope": turned,
         "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
         "cache_gather": chunks + one_shot + contexts,
-        "mha_ragged": 1 + chunks,
+        "mha_ragged": new_keys + chunks,
         "merge_states": chunks + groups,
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),

@@ -60,7 +60,7 @@ def choose_absorbed(
             thresholds[bits] = decode_threshold(config, format, itemsize, device, bits)
         return thresholds[bits]
 
-    return [n <= 1 or n <= threshold(S) for n, S in zip(query_lens, seq_lens, strict=True)]
+    return [n <= 1 or n <= threshold(max(S, 1)) for n, S in zip(query_lens, seq_lens, strict=True)]
 
 
 def choose_sparse_absorbed(

@@ -24,6 +24,7 @@ from openmla.plan.types import Parts, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
 
+FORMS = ("auto", "absorbed", "expanded", "chosen")
 FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighbours
 
 
@@ -44,7 +45,10 @@ def make_plan(
     """Decide one step, for every layer that shares this cache geometry.
 
     `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `form` "absorbed"
-    or "expanded" forces one form on all requests; "auto" takes the cheaper per request.
+    or "expanded" forces one form on all requests; "auto" takes the cheaper per request. "chosen",
+    of a model with an indexer, has every token attend, absorbed, to keys that are chosen for it,
+    however few there are; make_selection() brings an engine's own choice, and then the cache needs
+    no index rows.
     `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
     default_workspace_tokens) bounds the context rows gathered at once. `into` takes the buffers of
     plan_buffers() and fills them, so that addresses stay for graph replay; such a plan is absorbed
@@ -96,11 +100,13 @@ def _plan_latent(
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
+    if form not in FORMS:
+        raise ConfigError(f"plan: form must be {', '.join(FORMS[:-1])} or chosen, got {form!r}.")
     if beside is not None:
         raise ConfigError(
             f"plan: beside must not be given for {config.model_type}: one plan serves all layers."
         )
-    check_cache(config, cache, latent)
+    check_cache(config, cache, latent, form)
     check_batch(batch, latent)
     if dtype is None:
         layout = latent.layout
@@ -139,6 +145,7 @@ def _plan_latent(
         block_size=latent.block_size,
         padding=batch.padding if into is None else 0,
         run_length=fixed,
+        causal=batch.causal,
         workspace=workspace,
         rope_offsets=parts.rope_offsets,
         query_lens=batch.query_lens,
@@ -154,7 +161,9 @@ def _routes(
 ) -> Mapping[str, Sequence[int]]:
     """Which request takes which form."""
     absorbed = _forms(batch, config, latent, dtype, form)
-    choosing = choosing_requests(batch, config)
+    # of a part of the keys, how few it has says nothing about how many there are
+    everyone = form == "chosen" or not batch.causal
+    choosing = choosing_requests(batch, config, everyone=everyone)
     routes: dict[str, Sequence[int]] = {
         "absorbed": [b for b, taken in enumerate(absorbed) if taken and b not in choosing],
         "expanded": [b for b, taken in enumerate(absorbed) if not taken and b not in choosing],
@@ -223,8 +232,6 @@ def _forms(
 ) -> list[bool]:
     """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
     whose length only the device knows cannot be cut into chunks."""
-    if form not in ("auto", "absorbed", "expanded"):
-        raise ConfigError(f"plan: form must be auto, absorbed or expanded, got {form!r}.")
     bounded = batch.bounded
     if form == "expanded" and bounded:
         raise ConfigError(
@@ -232,7 +239,7 @@ def _forms(
             f"request {min(bounded)}."
         )
     if form != "auto":
-        return [form == "absorbed" or n == 0 for n in batch.query_lens]
+        return [form != "expanded" or n == 0 for n in batch.query_lens]
     if len(bounded) == len(batch.query_lens):
         return [True] * len(batch.query_lens)
     cheaper = choose_absorbed(

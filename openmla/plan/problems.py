@@ -134,12 +134,13 @@ def find_problems(
         problems.append(mha_ragged_problem(device, dtype, E=E, V=V))
         if prefill.route != "new":
             problems.append(cache_gather_problem(device, dtype, format))
-        if prefill.route == "chunked":
+        if prefill.route in ("chunked", "context"):
             problems.append(merge_states_problem(device, dtype))
     if cache.index is not None and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, cache.index.format))
     if sparse is not None:
-        problems += scoring_problems(config, cache, dtype)
+        if cache.index is not None:
+            problems += scoring_problems(config, cache, dtype)
         if sparse.num_absorbed:
             tokens = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
             problems.append(map_slots_problem(device))

@@ -26,11 +26,14 @@ from openmla.plan.types import (
 from openmla.plan.workspace import LATENT_BYTES, LOGITS_BYTES, MASK_BYTES
 
 
-def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int]) -> Tensor:
-    """[n] i32: the keys each token may see, itself included; the last sees all."""
+def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = True) -> Tensor:
+    """[n] i32: the keys each token may see, itself included; the last sees all, and without
+    causality every one does."""
     if not query_lens:
         return torch.zeros(0, dtype=torch.int32)
     lens = torch.tensor(query_lens)
+    if not causal:
+        return torch.repeat_interleave(torch.tensor(seq_lens, dtype=torch.int32), lens)
     firsts = torch.tensor(seq_lens) - lens + 1
     starts = torch.tensor(list(accumulate(query_lens, initial=0))[:-1])
     shifts = torch.repeat_interleave(firsts - starts, lens)
@@ -136,12 +139,14 @@ def masked_chunks(
     return tuple(chunks)
 
 
-def choosing_requests(batch: Batch, config: MLAConfig) -> set[int]:
-    """Requests with more keys than their tokens may attend to: an indexer chooses."""
+def choosing_requests(batch: Batch, config: MLAConfig, *, everyone: bool = False) -> set[int]:
+    """Requests with more keys than their tokens may attend to: an indexer chooses. `everyone`: all
+    that have tokens."""
     if config.indexer is None:
         return set()
+    least = -1 if everyone else config.indexer.topk
     lens = zip(batch.query_lens, batch.seq_lens, strict=True)
-    return {b for b, (n, S) in enumerate(lens) if n > 0 and config.indexer.topk < S}
+    return {b for b, (n, S) in enumerate(lens) if n > 0 and least < S}
 
 
 def sparse_routes(
@@ -159,7 +164,7 @@ def sparse_routes(
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
         if form == "auto" and b not in bounded:
-            gather = choose_sparse_absorbed(
+            gather = S == 0 or choose_sparse_absorbed(
                 config,
                 n,
                 S,
@@ -186,12 +191,12 @@ def plan_sparse(
 ) -> SparsePlan:
     """Requests by route, absorbed and masked. `cuts` are a captured step's: how rows are scored,
     how absorbed ones attend."""
-    assert config.indexer is not None and cache.index is not None
-    held = query_bytes(config, cache.index)
+    assert config.indexer is not None and cache.latent is not None
+    held = 0 if cache.index is None else query_bytes(config, cache.index)
     absorbed, masked = routes
     requests = [*absorbed, *masked]
     query_lens = [batch.query_lens[b] for b in requests]
-    lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests])
+    lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests], batch.causal)
     table = pick(batch.block_table, requests)
     num_absorbed = sum(batch.query_lens[b] for b in absorbed)
     cut = masked_chunks(
@@ -199,12 +204,13 @@ def plan_sparse(
         [batch.seq_lens[b] for b in masked],
         table[len(absorbed) :],
         first_row=num_absorbed,
-        BS=cache.index.block_size,
+        BS=cache.latent.block_size,
         rows_at_once=rows_at_once,
     )
     if cuts is None:
         attending = query_chunks(num_absorbed, config, dtype.itemsize)
-        cuts = score_chunks(lens.tolist(), held), attending
+        scored = lens.tolist() if cache.index is not None else ()  # else the caller chooses
+        cuts = score_chunks(scored, held), attending
     chunks, attending = cuts
     bounds, true_lens = cumulative(query_lens), true_row_lens(batch, requests, lens)
     return SparsePlan(

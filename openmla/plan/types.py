@@ -71,8 +71,8 @@ class PrefillPlan(_Part):
     """Requests in expanded form, packed.
 
     `route` is "new" (nobody has context), "one-shot" (context and new rows fit the workspace: one
-    causal call over `one_shot`, whose rows `new_rows` are this step's) or "chunked" (the new rows
-    causally, then each chunk, merged).
+    causal call over `one_shot`, whose rows `new_rows` are this step's), "chunked" (the new rows
+    causally, then each chunk, merged) or "context" (the chunks, merged: no key is new).
     """
 
     rows: Rows
@@ -228,6 +228,7 @@ class Plan:
     block_size: int = 0
     padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
     run_length: int = 0  # rows per run of latent attention; 0: the backend decides
+    causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
     # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()

@@ -477,7 +477,7 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "fast"}, "form must be auto, absorbed or expanded, got 'fast'"),
+        ({"form": "fast"}, "form must be auto, absorbed, expanded or chosen, got 'fast'"),
         (
             {"backend": "cuda"},
             "backend 'cuda' is not known. Known: auto, flashmla, gluon, ref",

@@ -1,0 +1,119 @@
+"""make_selection: positions that someone else's indexer chose, as the step takes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.select import absorbed_rows
+from openmla.attention.types import Selection, check_alike
+from openmla.cache import LayerCache
+from openmla.errors import ConfigError, ShapeError
+from openmla.plan import Plan
+
+
+def make_selection(
+    positions: Tensor,  # [T, K] i32, of all the step's tokens; -1: nothing
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    lens: Tensor | None = None,  # [T] i32
+) -> Selection | None:
+    """A Selection of the caller's own: the keys each token attends to, counted from 0 in its
+    request (of V4: entries). None where the plan has no token that chooses: all attend to all.
+
+    K is the indexer's topk. `lens` says that only the first so many of a token's columns count,
+    which spares looking at the others. Causality is the caller's. On a CPU values are checked: keys
+    that the token sees, none of them twice. Layers that share a choice share the result; it belongs
+    to this plan.
+    """
+    if plan.config.indexer is None:
+        raise ConfigError("selection: config must have an indexer, got none.")
+    T, K = plan.num_tokens, plan.config.indexer.topk
+    device = plan.slot_mapping.device
+    for name, tensor, letters, shape in (
+        ("positions", positions, "[T, K]", (T, K)),
+        ("lens", lens, "[T]", (T,)),
+    ):
+        if tensor is None and name == "lens":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ShapeError(
+                f"selection: {name} must be a {letters} int32 tensor, got {type(tensor).__name__}."
+            )
+        if tensor.shape != shape:
+            raise ShapeError(
+                f"selection: {name} must be {letters} with {shape} as planned, "
+                f"got {tuple(tensor.shape)}."
+            )
+        check_alike("selection", name, tensor, torch.int32, device)
+    if K > 1 and positions.stride(1) != 1:
+        raise ShapeError(
+            f"selection: positions must be contiguous along a row, got strides "
+            f"{positions.stride()}."
+        )
+    if plan.compressed is not None:
+        return _of_entries(positions, lens, plan)
+    return _of_keys(positions, lens, cache, plan)
+
+
+def _of_keys(
+    positions: Tensor, lens: Tensor | None, cache: LayerCache, plan: Plan
+) -> Selection | None:
+    sparse, latent = plan.sparse, cache.latent
+    if latent is None:
+        raise ConfigError("selection: cache must have latent rows, got none.")
+    plan.check_cache(cache)
+    if sparse is None:
+        return None
+    own, n = positions[sparse.rows], sparse.num_absorbed
+    counts = None if lens is None else lens[sparse.rows]
+    _check_values(own, counts, sparse.row_lens)
+    if sparse.masked and counts is not None:  # a mask is made of whole rows
+        columns = torch.arange(own.shape[1], device=own.device)
+        own = own.masked_fill(columns >= counts[:, None], -1)
+    rows = absorbed_rows(own, latent, plan, sparse)
+    return Selection(own, _all_columns(own, counts)[:n], rows, sparse.row_lens)
+
+
+def _of_entries(positions: Tensor, lens: Tensor | None, plan: Plan) -> Selection | None:
+    step = plan.compressed
+    assert step is not None
+    if not step.chunks:
+        return None
+    _check_values(positions, lens, step.row_lens)
+    return Selection(positions, _all_columns(positions, lens), positions, step.row_lens)
+
+
+def _all_columns(positions: Tensor, lens: Tensor | None) -> Tensor:
+    if lens is not None:
+        return lens
+    n, K = positions.shape
+    return torch.full((n,), K, dtype=torch.int32, device=positions.device)
+
+
+def _check_values(positions: Tensor, lens: Tensor | None, row_lens: Tensor) -> None:
+    """On a CPU, where looking is free."""
+    if positions.device.type != "cpu" or positions.numel() == 0:
+        return
+    K = positions.shape[1]
+    counted = positions
+    if lens is not None:
+        low, high = (int(value) for value in lens.aminmax())
+        if low < 0 or high > K:
+            raise ShapeError(f"selection: lens must be within 0..K={K}, got {low}..{high}.")
+        counted = positions.masked_fill(torch.arange(K) >= lens[:, None], -1)
+    wrong = (counted < -1) | (counted >= row_lens[:, None])
+    if bool(wrong.any()):
+        t, k = (int(index) for index in wrong.nonzero()[0])
+        raise ShapeError(
+            f"selection: positions must be -1 or one of the {int(row_lens[t])} keys their token "
+            f"sees, got {int(counted[t, k])}."
+        )
+    ordered = counted.sort(dim=1).values
+    twice = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
+    if bool(twice.any()):
+        t, k = (int(index) for index in twice.nonzero()[0])
+        raise ShapeError(
+            f"selection: positions must name a token's key once, got {int(ordered[t, k])} twice."
+        )

@@ -1,0 +1,87 @@
+"""attend_latent: queries that are in latent space already, over the cache, into latent outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.attention.absorbed import read_all, read_chosen
+from openmla.attention.compressed import attend_segments
+from openmla.attention.step import Part, check_selection, put_together
+from openmla.attention.types import CompressedInputs, Selection, check_alike
+from openmla.cache import LayerCache, PagedCache
+from openmla.errors import ConfigError, ShapeError
+from openmla.ops._register import refuse_grad
+from openmla.plan import Plan, SparsePlan
+
+
+def attend_latent(
+    q_latent: Tensor,  # [T, H, C + R]
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    selection: Selection | None = None,
+) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
+    """The step's tokens over rows that are in the cache, their own included: nothing is written.
+
+    q_latent is [q_nope @ w_uk, q_pe], the caller's product, as is out_latent @ w_uv. Every request
+    of the plan must be absorbed: make_plan(form="absorbed"), or "chosen" where each token attends
+    to what `selection` names, or into=. lse is natural-log with scale included; a token that sees
+    no key has out 0 and lse -inf. V4's queries [T, H, D] attend to window and entries, no sink.
+    """
+    if plan.compressed is not None:
+        return attend_segments(
+            CompressedInputs(q_latent), cache, plan, selection=selection, write=False
+        )
+    latent = _check(q_latent, cache, plan)
+    parts = []
+    if plan.decode is not None:
+        rows = plan.decode.rows
+        parts.append(Part(rows, *read_all(q_latent[rows], latent, plan, plan.decode)))
+    if plan.sparse is not None:
+        check_selection(selection, plan.sparse)
+        assert selection is not None
+        rows = plan.sparse.rows
+        attended = _attend_chosen(q_latent[rows], latent, plan, plan.sparse, selection)
+        parts.append(Part(rows, *attended))
+    T = plan.num_tokens
+    out = put_together([(part.rows, part.out) for part in parts], T)
+    lse = put_together([(part.rows, part.lse) for part in parts], T, empty=-torch.inf)
+    return out, lse
+
+
+def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
+    if not isinstance(q_latent, Tensor):
+        raise ShapeError(f"latent: q_latent must be a tensor, got {type(q_latent).__name__}.")
+    expanded = sum(len(plan.routes.get(name, ())) for name in ("expanded", "masked"))
+    if expanded:
+        raise ConfigError(
+            f"latent: plan must have every request absorbed, got {expanded} expanded. "
+            "make_plan(form='absorbed') plans so."
+        )
+    latent = cache.latent
+    if latent is None:
+        raise ConfigError("latent: cache must have latent rows, got none.")
+    plan.check_cache(cache)
+    shape = (plan.num_tokens, plan.config.num_heads, plan.config.latent_dim)
+    if q_latent.shape != shape:
+        raise ShapeError(
+            f"latent: q_latent must be [T, H, C + R] with {shape} as planned, "
+            f"got {tuple(q_latent.shape)}."
+        )
+    check_alike("latent", "q_latent", q_latent, q_latent.dtype, latent.data.device)
+    refuse_grad("latent", (q_latent,))
+    return latent
+
+
+def _attend_chosen(
+    q_latent: Tensor, latent: PagedCache, plan: Plan, sparse: SparsePlan, selection: Selection
+) -> tuple[Tensor, Tensor]:
+    """A chunk of queries at a time, as planned."""
+    parts = [
+        read_chosen(q_latent[chunk], latent, plan, sparse, selection, number)
+        for number, chunk in enumerate(sparse.query_chunks)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
