@@ -163,8 +163,10 @@ def sparse_routes(
     efficiencies, bounded = sparse_efficiencies(config, latent, dtype), batch.bounded
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
-        if form == "auto" and b not in bounded:
-            gather = S == 0 or choose_sparse_absorbed(
+        if S == 0:  # of a part of the keys, nothing to expand
+            gather = True
+        elif form == "auto" and b not in bounded:
+            gather = choose_sparse_absorbed(
                 config,
                 n,
                 S,

@@ -77,6 +77,20 @@ def test_a_part_without_keys(form: str, device: str) -> None:
     assert lse[:5].isfinite().all() and not out[5:].any() and (lse[5:] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("form", ["auto", "absorbed", "expanded", "chosen"])
+def test_a_sparse_part_without_keys(form: str, device: str) -> None:
+    """And beside one that has some, of which nothing was chosen."""
+    requests = Requests([40, 1], [70, 17], SPARSE, device)
+    for stops in ([0, 0], [20, 0]):
+        cache, batch = requests.part([0, 0], stops)
+        plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype, form=form)
+        nothing = torch.full((41, 32), -1, dtype=torch.int32, device=device)
+        selection = make_selection(nothing, cache, plan)
+        given = (requests.projected, requests.absorbed, cache, plan)
+        out, lse = attend_partial(*given, selection=selection)
+        assert plan.explain() and not out.any() and (lse == -torch.inf).all()
+
+
 def test_replayed(device: str) -> None:
     """A part over buffers, as a captured graph has it: the padding sees nothing."""
     requests = Requests([3, 1, 4, 2], [30, 17, 41, 2], device=device)

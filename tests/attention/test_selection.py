@@ -48,7 +48,7 @@ def test_the_same_step_as_with_our_indexer(device: str) -> None:
     lens = torch.full((T,), 7, dtype=torch.int32, device=device)  # of columns in any order
     fewer = attend_step(*given, selection=make_selection(positions, cache, plan, lens=lens))
     chosen = [list(range(S - n + i + 1)) for n, S in zip(*MIXED, strict=True) for i in range(n)]
-    for t in torch.arange(T)[plan.sparse.rows].tolist():
+    for t in torch.arange(T, device=device)[plan.sparse.rows].tolist():
         chosen[t] = [k for k in positions[t, :7].tolist() if k >= 0]
     requests.close([fewer], requests.truth(chosen)[:1])
 

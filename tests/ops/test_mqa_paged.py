@@ -41,6 +41,8 @@ CASES = [
     PagedCase("17-heads", (1, 3), (40, 21), H=17),
     PagedCase("multi-token", (4, 1, 7), (64, 20, 7)),
     PagedCase("not-causal", (4, 3), (50, 3), causal=False),
+    PagedCase("not-causal-few-keys", (4, 3, 2, 9), (2, 0, 40, 1), causal=False),
+    PagedCase("not-causal-fixed", (4, 3, 2), (2, 0, 40), causal=False, run_length=16),
     PagedCase("graph-padding", (1, 2), (30, 9), padding=5),
     PagedCase("block-1", (2, 1), (19, 4), BS=1),
     PagedCase("block-128", (1, 1), (130, 127), BS=128),
@@ -69,6 +71,7 @@ V3_CASES = [
     PagedCase("v3-rows", (1,) * 5, (300, 33, 64, 129, 900), H=16, BS=64, **V3_ROWS),
     PagedCase("v3-verify", (3, 1, 8), (70, 200, 8), H=20, BS=16, **V3_ROWS),
     PagedCase("v3-not-causal", (2, 5), (260, 5), H=64, BS=128, causal=False, **V3_ROWS),
+    PagedCase("v3-few-keys", (4, 3, 9), (2, 0, 400), H=16, BS=64, causal=False, **V3_ROWS),
     PagedCase("v3-padding", (1, 0, 2), (400, 0, 700), H=128, BS=64, padding=3, **V3_ROWS),
     PagedCase("v3-empty", (0, 1), (9, 1), H=3, BS=8, **V3_ROWS),
     PagedCase("v3-long-verify", (40, 1), (500, 3000), H=16, BS=64, **V3_ROWS),
@@ -106,7 +109,9 @@ def test_reference_equals_loops(case: PagedCase) -> None:
                 decoded[int(inputs["block_table"][b, j // case.BS]), j % case.BS]
                 for j in range(seen)
             ]
-            for h in range(out.shape[1]):
+            if not keys:
+                assert not out[t].any() and (lse[t] == -torch.inf).all()
+            for h in range(out.shape[1] if keys else 0):
                 query = inputs["q_latent"][t, h]
                 logits = [scale * float(torch.dot(query, key)) for key in keys]
                 largest = max(logits)
