@@ -8,7 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openmla.attention import IndexInputs, Projected, RawProjections, attend_step, select_step
+from openmla.attention import (
+    IndexInputs,
+    Projected,
+    RawProjections,
+    attend_step,
+    make_selection,
+    select_step,
+)
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
@@ -127,13 +134,14 @@ def run_step(
         table.contiguous(),
         torch.full((T,), -1, dtype=torch.int64),
     )
+    engine_chooses = config.indexer is not None and cache.index is None
     plan = make_plan(
         batch,
         config,
         cache,
         dtype=dtype,
         backend=backend,
-        form=shape.form,
+        form="chosen" if engine_chooses else shape.form,
         workspace=workspace,
     )
 
@@ -154,7 +162,10 @@ def run_step(
         factor=config.latent_factor,
     )  # fmt: skip
     selection = None
-    if config.indexer is not None:
+    if config.indexer is not None and engine_chooses:
+        nothing = zeros(T, config.indexer.topk, dtype=torch.int32) - 1
+        selection = make_selection(nothing, cache, plan)
+    elif config.indexer is not None:
         HI, DI = config.indexer.num_heads, config.indexer.head_dim
         weights = zeros(T, HI, dtype=torch.promote_types(dtype, torch.float32))
         index = IndexInputs(zeros(T, HI, DI), weights, zeros(T, DI))

@@ -109,6 +109,30 @@ def test_replayed(device: str) -> None:
     requests.close(merged(parts), requests.truth())
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_lengths_that_only_the_device_knows(captured: bool, device: str) -> None:
+    """Of a part, too: none, fewer than the tokens, all that the bound allows."""
+    requests = Requests([3, 1, 4, 2], [30, 17, 41, 9], device=device)
+    stops = [2, 0, 37, 4]
+    cache, batch = requests.part([0] * 4, stops)
+    bounds = [min(S + 9, 37) for S in stops]
+    table = batch.block_table.new_zeros(4, 10)
+    table[:, : batch.block_table.shape[1]] = batch.block_table.clamp_min(0)
+    lens = torch.tensor(stops, dtype=torch.int32, device=device)
+    bounded = Batch([3, 1, 4, 2], bounds, table, device_seq_lens=lens, causal=False)
+    into = None
+    if captured:
+        into = plan_buffers(DENSE, cache, max_requests=4, max_tokens=16, max_blocks=10)
+    parts = []
+    for one, kept in ((batch, None), (bounded, into)):
+        plan = make_plan(one, DENSE, cache, dtype=requests.dtype, into=kept)
+        given = [torch.cat([t, t.new_zeros(plan.num_tokens - 10, *t.shape[1:])]) for t in
+                 requests.projected]  # fmt: skip
+        part = attend_partial(type(requests.projected)(*given), requests.absorbed, cache, plan)
+        parts.append([tensor[:10] for tensor in part])
+    requests.close(*parts)
+
+
 @pytest.mark.parametrize("form", ["chosen", "auto", "expanded"])
 def test_sparse(form: str, device: str) -> None:
     """Each token's choice split between the parts, few of a part's keys; "expanded" masks them."""

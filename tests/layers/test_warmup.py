@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from openmla import PRESETS, LayerCache, MLAConfig, allocate_cache, make_plan, warmup
+from openmla import (
+    PRESETS,
+    IndexerConfig,
+    LayerCache,
+    MLAConfig,
+    allocate_cache,
+    make_plan,
+    warmup,
+)
 from openmla.layers.warm import StepShape, run_step, step_shapes
 from openmla.layers.warm_v4 import (
     CompressedStepShape,
@@ -224,3 +232,20 @@ def test_nothing_is_compiled_for_v4_after_it_on_cuda(ratio: int, real: bool) -> 
     compiled, server = serve_after_warmup(ratio, "cuda", real=real)
     assert not compiled
     assert all(bool(out.isfinite().all()) for out in server.outputs.values())
+
+
+@pytest.mark.parametrize("own_indexer", [False, True])
+def test_an_engines_config_is_warmed(own_indexer: bool, device: str) -> None:
+    """From numbers: no rope is made up, and where the engine chooses there are no index rows."""
+    indexer = IndexerConfig(16, 16, 8) if own_indexer else None
+    config = MLAConfig.from_numbers(
+        num_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24,
+        indexer=indexer,
+    )  # fmt: skip
+    cache = LayerCache(latent=cache_of(config, device).latent)
+    before = marked(cache)
+    workspace = warmup(config, cache, max_requests=2, max_tokens=9, dtype=torch.float32)
+    for shape in step_shapes(config, cache, workspace, 2, 9):
+        run_step(shape, config, cache, workspace, torch.float32, "auto")
+    after = [part.data.view(torch.uint8) for part in cache.parts]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
