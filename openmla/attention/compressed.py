@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention.select import choose_positions
-from openmla.attention.step import check_selection, check_write
+from openmla.attention.step import check_out, check_selection, check_write
 from openmla.attention.types import (
     CompressedInputs,
     IndexInputs,
@@ -44,16 +44,20 @@ def attend_compressed(
     index: IndexInputs | None = None,  # where the plan has tokens choose among them
     index_pool_inputs: PoolInputs | None = None,
     hadamard: bool = False,
+    out: Tensor | None = None,  # [T, H, D]
 ) -> Tensor:  # [T, H, D], still rotated: rope with inverse=True undoes that
     """One layer's attention over the step's T tokens, in the caller's order.
 
     Rows and entries of this step are written first: a token attends to its own row and to the
-    entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys.
+    entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys. `out` is
+    filled and returned, as attend_step's.
     """
+    check_out(out, q, plan)
     inputs = CompressedInputs(q, rows, raw, table, pool_inputs, index, index_pool_inputs, hadamard)
     if not isinstance(sink, Tensor):
         raise ShapeError(f"step: sink must be a tensor, got {type(sink).__name__}.")
-    return attend_segments(inputs, cache, plan, sink=sink)[0]
+    attended, _ = attend_segments(inputs, cache, plan, sink=sink)
+    return attended if out is None else out.copy_(attended)
 
 
 def attend_segments(

@@ -15,7 +15,8 @@ _PARTS = ("entries", "padding", "window", "state", "total")
 
 
 def explain(plan: Plan, finished: bool) -> str:
-    """`finished`: rows come normalised and rotated, as an attached model's do."""
+    """`finished`: rows come normalised and rotated, as an attached model's and an engine's do."""
+    finished = finished or plan.config.is_external
     lines = []
     if plan.decode is not None:
         fixed = f", keys in runs of {plan.run_length}" if plan.run_length else ""

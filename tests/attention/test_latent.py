@@ -46,6 +46,7 @@ def test_an_engines_config(device: str) -> None:
     requests = Requests([1, 2], [30, 17], config, device)
     cache, batch = requests.part(written=True)
     plan = make_plan(batch, config, cache, dtype=requests.dtype, form="absorbed")
+    assert "cache_write" in plan.explain() and "latent_write" not in plan.explain()
     out, lse = attend_latent(requests.q_latent, cache, plan)
     requests.close((requests.out_of_latent(out), lse), requests.truth())
     cache, batch = requests.part([0, 0], [0, 9])

@@ -19,6 +19,7 @@ from openmla import (
     Projected,
     Selection,
     apply_sink,
+    attend_compressed,
     attend_latent,
     attend_partial,
     make_selection,
@@ -101,6 +102,33 @@ def test_latent_queries(ratio: int, device: str, monkeypatch: pytest.MonkeyPatch
         return apply_sink(*part, sink)
 
     served(monkeypatch, ratio, attend, device)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_out(ratio: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a buffer whose tokens are apart."""
+
+    def attend(inputs: CompressedInputs, cache: LayerCache, plan: Plan, sink: Tensor) -> Tensor:
+        T, H, D = inputs.q.shape
+        assert inputs.rows is not None
+        wide = torch.full((T, H * D + 4), 7.0, device=device)
+        for wrong in (wide, wide[:, 4:].unflatten(1, (H, D)).double()):
+            with pytest.raises(OpenMLAError, match=r"^step: out must be "):
+                attend_compressed(
+                    inputs.q, inputs.rows, cache, plan, sink=sink, **rest(inputs), out=wrong
+                )
+        out = wide[:, 4:].unflatten(1, (H, D))
+        given = attend_compressed(
+            inputs.q, inputs.rows, cache, plan, sink=sink, **rest(inputs), out=out
+        )
+        assert given is out and (wide[:, :4] == 7).all()
+        return out
+
+    served(monkeypatch, ratio, attend, device)
+
+
+def rest(inputs: CompressedInputs) -> dict[str, Any]:
+    return {name: value for name, value in vars(inputs).items() if name not in ("q", "rows")}
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
