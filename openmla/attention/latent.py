@@ -34,29 +34,27 @@ def attend_latent(
             CompressedInputs(q_latent), cache, plan, selection=selection, write=False
         )
     latent = _check(q_latent, cache, plan)
-    parts = []
+    parts: list[Part] = []
     if plan.decode is not None:
         rows = plan.decode.rows
-        parts.append(Part(rows, *read_all(q_latent[rows], latent, plan, plan.decode)))
+        parts.append((rows, *read_all(q_latent[rows], latent, plan, plan.decode)))
     if plan.sparse is not None:
         check_selection(selection, plan.sparse)
         assert selection is not None
         rows = plan.sparse.rows
         attended = _attend_chosen(q_latent[rows], latent, plan, plan.sparse, selection)
-        parts.append(Part(rows, *attended))
-    T = plan.num_tokens
-    out = put_together([(part.rows, part.out) for part in parts], T)
-    lse = put_together([(part.rows, part.lse) for part in parts], T, empty=-torch.inf)
+        parts.append((rows, *attended))
+    out = put_together([(rows, some) for rows, some, _ in parts], plan)
+    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
     return out, lse
 
 
 def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
     if not isinstance(q_latent, Tensor):
         raise ShapeError(f"latent: q_latent must be a tensor, got {type(q_latent).__name__}.")
-    expanded = sum(len(plan.routes.get(name, ())) for name in ("expanded", "masked"))
-    if expanded:
+    if plan.prefill is not None or (plan.sparse is not None and plan.sparse.masked):
         raise ConfigError(
-            f"latent: plan must have every request absorbed, got {expanded} expanded. "
+            "latent: plan must have every request absorbed, got some expanded. "
             "make_plan(form='absorbed') plans so."
         )
     latent = cache.latent

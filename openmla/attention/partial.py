@@ -60,7 +60,6 @@ def attend_partial(
     if absorbed is None:
         raise ConfigError(f"step: absorbed must be given for {plan.config.model_type}, got none.")
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
-    T = plan.num_tokens
-    out = put_together([(part.rows, part.out) for part in parts], T)
-    lse = put_together([(part.rows, part.lse) for part in parts], T, empty=-torch.inf)
+    out = put_together([(rows, some) for rows, some, _ in parts], plan)
+    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
     return out, lse

@@ -24,7 +24,7 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
         what = "config must have an indexer" if keys else "cache must have index rows"
         raise ConfigError(f"select: {what}, got none.")
     plan.check_cache(cache)
-    if plan.sparse is not None and plan.sparse.num_rows and not plan.sparse.chunks:
+    if plan.sparse is not None and not plan.sparse.chunks and plan.sparse.num_rows:
         raise ConfigError(
             "select: plan must be made of a cache with index rows to score, got one whose caller "
             "chooses. make_selection takes its positions."

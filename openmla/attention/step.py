@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +23,11 @@ from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops._register import refuse_grad
 from openmla.plan import CompressedPlan, Plan, SparsePlan
-from openmla.plan.rows import num_rows
 from openmla.plan.types import Rows
+
+# Rows of the step, their out [n, H, V] and lse [n, H]. A plain tuple: the compiler makes constants
+# of a slice's ends where it becomes a field of a class.
+Part = tuple[Rows, Tensor, Tensor]
 
 
 def attend_step(
@@ -62,16 +64,8 @@ def attend_step(
         raise ShapeError(f"step: sink must be [H] with {(H,)}, got {tuple(sink.shape)}.")
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
     if sink is not None:
-        parts = [part._replace(out=apply_sink(part.out, part.lse, sink)) for part in parts]
-    return put_together([(part.rows, part.out) for part in parts], plan.num_tokens, into=out)
-
-
-class Part(NamedTuple):
-    """What some of a step's tokens attended to, over all the keys of this call."""
-
-    rows: Rows
-    out: Tensor  # [n, H, V]
-    lse: Tensor  # [n, H]
+        parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
+    return put_together([(rows, some) for rows, some, _ in parts], plan, into=out)
 
 
 def attend_parts(
@@ -90,38 +84,39 @@ def attend_parts(
     check_write(raw, plan, write)
     if write and plan.causal:
         write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
-    parts = []
+    parts: list[Part] = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
-        parts.append(Part(plan.decode.rows, *attended))
+        parts.append((plan.decode.rows, *attended))
     if plan.prefill is not None:
         attended = attend_expanded(projected, absorbed, latent, plan, plan.prefill)
-        parts.append(Part(plan.prefill.rows, *attended))
+        parts.append((plan.prefill.rows, *attended))
     if plan.sparse is not None:
         assert selection is not None
         attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
-        parts.append(Part(plan.sparse.rows, *attended))
+        parts.append((plan.sparse.rows, *attended))
     return parts
 
 
 def put_together(
     parts: Sequence[tuple[Rows, Tensor]],
-    num_tokens: int,
+    plan: Plan,
     *,
     empty: float = 0.0,
     into: Tensor | None = None,
-) -> Tensor:  # [num_tokens, ...]
-    """Parts of the tokens as one tensor of all. The last ones, of no request, get `empty`."""
+) -> Tensor:  # [T, ...]
+    """Parts of the plan's tokens as one tensor of all. Padding, the last of them, gets `empty`.
+
+    Only the plan's padding is asked how far the parts reach: their own ends are symbols where a
+    step is compiled, and comparing symbols would fix them.
+    """
     rows, first = parts[0]
-    every = len(parts) == 1 and isinstance(rows, slice) and rows.stop == num_tokens
-    if every and into is None:  # in order
-        return first
     if into is None:
-        into = first.new_empty((num_tokens, *first.shape[1:]))
-    if not every:
-        covered = sum(num_rows(rows) for rows, _ in parts)
-        if covered < num_tokens:
-            into[covered:] = empty
+        if len(parts) == 1 and isinstance(rows, slice) and not plan.padding:
+            return first  # every token, in order
+        into = first.new_empty((plan.num_tokens, *first.shape[1:]))
+    if plan.padding:
+        into[plan.num_tokens - plan.padding :] = empty
     for rows, part in parts:
         into[rows] = part
     return into
