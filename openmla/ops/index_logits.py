@@ -88,7 +88,8 @@ def _fake(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
 
 _OP = register(
     "index_logits(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor row_lens, *, str format, int num_keys, str backend) -> Tensor",
+    " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys, str backend)"
+    " -> Tensor",
     _run,
     _fake,
 )

@@ -56,7 +56,7 @@ def _fake(
 
 _OP = register(
     "index_select(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor row_lens, *, str format, int num_keys, int K, bool sorted,"
+    " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys, int K, bool sorted,"
     " str backend) -> (Tensor, Tensor)",
     _run,
     _fake,

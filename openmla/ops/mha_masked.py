@@ -89,7 +89,7 @@ def _fake(*tensors: Tensor, max_key_len: int, **_: object) -> tuple[Tensor, Tens
 
 _OP = register(
     "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
-    " Tensor mask, *, float scale, int max_query_len, int max_key_len, str backend)"
+    " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len, str backend)"
     " -> (Tensor, Tensor)",
     _run,
     _fake,

@@ -95,7 +95,7 @@ def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 
 _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc, *,"
-    " float scale, bool causal, int max_query_len, int max_key_len, str backend)"
+    " float scale, bool causal, SymInt max_query_len, SymInt max_key_len, str backend)"
     " -> (Tensor, Tensor)",
     _run,
     _fake,

@@ -123,7 +123,7 @@ def _fake(*tensors: Tensor, format: str, C: int, **_: object) -> tuple[Tensor, T
 _OP = register(
     "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
     " Tensor seq_lens, Tensor query_start_loc, *, str format, int C, float scale, bool causal,"
-    " int max_query_len, int run_length, str backend) -> (Tensor, Tensor)",
+    " SymInt max_query_len, int run_length, str backend) -> (Tensor, Tensor)",
     _run,
     _fake,
 )

@@ -49,7 +49,7 @@ def _fake(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
 
 
 _OP = register(
-    "pack_mask(Tensor topk_positions, Tensor key_starts, Tensor key_lens, *, int num_words,"
+    "pack_mask(Tensor topk_positions, Tensor key_starts, Tensor key_lens, *, SymInt num_words,"
     " str backend) -> Tensor",
     _run,
     _fake,
