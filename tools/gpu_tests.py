@@ -31,6 +31,7 @@ WITHOUT_A_GPU = {
     "tests/ops/test_flashmla.py": "the adapter without its package",
     "tests/ops/test_mqa_sparse_bad_input.py": "what is refused before anything runs",
     "tests/ops/test_register.py": "devices that are pretended",
+    "tests/ops/test_schemas.py": "what ops declare",
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
     "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
@@ -41,6 +42,7 @@ WITHOUT_A_GPU = {
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
     "tests/plan/test_slices.py": "addresses; test_graph_sizes.py replays graphs over them there",
     "tests/plan/test_sparse.py": "host integers",
+    "tests/plan/test_symbolic.py": "what plans say; test_compile.py runs them there",
 }
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 

@@ -54,6 +54,7 @@ def plan_compressed(
     batch_invariant: bool,
     into: dict[str, Tensor] | None,
     beside: Plan | None,
+    uniform: bool,
 ) -> Plan:
     """make_plan for a model with a compressor."""
     window = check_caches(config, cache)
@@ -67,7 +68,7 @@ def plan_compressed(
     check_batch(batch, config, cache, window, again=beside is not None)
     shared = _shared(batch, window) if beside is None else _shared_with(beside)
     chunks = None if into is None else captured_score_chunks(config, cache, into)
-    step, slots = _describe(batch, config, cache, shared, chunks), shared.slots
+    step, slots = _describe(batch, config, cache, shared, chunks, uniform), shared.slots
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)
     problems = find_compressed_problems(config, cache, window, dtype, step)
@@ -142,6 +143,7 @@ def _describe(
     cache: LayerCache,
     shared: Shared,
     chunks: tuple[ScoreChunk, ...] | None,  # of a captured step
+    uniform: bool,  # tokens choose, however few entries they see
 ) -> CompressedPlan:
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
@@ -149,8 +151,9 @@ def _describe(
     most = int(seen.max()) // ratio if ratio and seen.numel() else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     if chunks is None:
-        chooses = ratio == INDEXED_RATIO and most > K
-        chunks = score_chunks((seen // ratio).tolist(), held) if chooses else ()
+        chooses = ratio == INDEXED_RATIO and (most > K or uniform)
+        least = K + 1 if uniform else 0
+        chunks = score_chunks((seen // ratio).tolist(), held, least) if chooses else ()
     bounds, entries = cumulative(batch.query_lens), seen[:0]
     if chunks:  # or nobody looks at them
         true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1

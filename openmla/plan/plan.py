@@ -20,6 +20,7 @@ from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import choose_backends, find_problems, latent_of
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
+from openmla.plan.symbolic import symbolic
 from openmla.plan.types import Parts, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
@@ -41,6 +42,7 @@ def make_plan(
     batch_invariant: bool = False,
     into: dict[str, Tensor] | None = None,
     beside: Plan | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -63,13 +65,19 @@ def make_plan(
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     `beside` is another kind's plan of this batch: positions, tables and slots are taken from it.
+
+    `compiled` is for a step inside torch.compile. Sizes are symbols there, so that one graph serves
+    all lengths, and decoding calls the same ops for all: in a sparse model every absorbed token
+    chooses its keys, also where it sees no more than K and takes all of them.
     """
     if not isinstance(cache, LayerCache):
         raise ConfigError(
             f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
         )
+    if compiled and into is not None:
+        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
     make = _plan_latent if config.compressor is None else plan_compressed
-    return make(
+    plan = make(
         batch,
         config,
         cache,
@@ -81,7 +89,9 @@ def make_plan(
         batch_invariant=batch_invariant,
         into=into,
         beside=beside,
+        uniform=compiled,
     )
+    return symbolic(plan) if compiled else plan
 
 
 def _plan_latent(
@@ -97,6 +107,7 @@ def _plan_latent(
     batch_invariant: bool,
     into: dict[str, Tensor] | None,
     beside: Plan | None,
+    uniform: bool,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
@@ -114,9 +125,9 @@ def _plan_latent(
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, latent.data.device)
-        routes = _routes(batch, config, latent, dtype, form)
+        routes = _routes(batch, config, latent, dtype, form, uniform)
         rows_at_once = _rows_at_once(batch, config, latent, workspace, workspace_tokens, routes)
-        parts = _parts(batch, config, cache, dtype, routes, rows_at_once)
+        parts = _parts(batch, config, cache, dtype, routes, rows_at_once, uniform)
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
@@ -157,9 +168,14 @@ def _plan_latent(
 
 
 def _routes(
-    batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str
+    batch: Batch,
+    config: MLAConfig,
+    latent: PagedCache,
+    dtype: torch.dtype,
+    form: str,
+    uniform: bool,
 ) -> Mapping[str, Sequence[int]]:
-    """Which request takes which form."""
+    """Which request takes which form; `uniform` absorbed ones all choose, however short."""
     absorbed = _forms(batch, config, latent, dtype, form)
     # of a part of the keys, how few it has says nothing about how many there are
     everyone = form == "chosen" or not batch.causal
@@ -168,8 +184,13 @@ def _routes(
         "absorbed": [b for b, taken in enumerate(absorbed) if taken and b not in choosing],
         "expanded": [b for b, taken in enumerate(absorbed) if not taken and b not in choosing],
     }
-    if choosing:
+    if uniform and config.indexer is not None:
+        short, routes["absorbed"] = routes["absorbed"], []
+    else:
+        short = []
+    if choosing or short:
         chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing)
+        chosen = sorted((*chosen, *short))
         routes |= {"chosen": chosen, "masked": masked}
     return routes
 
@@ -210,6 +231,7 @@ def _parts(
     dtype: torch.dtype,
     routes: Mapping[str, Sequence[int]],
     rows_at_once: int,
+    uniform: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -222,7 +244,9 @@ def _parts(
         prefill = plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
     if choosing:
         chosen = (routes["chosen"], routes["masked"])
-        sparse = plan_sparse(batch, config, cache, dtype, chosen, starts, rows_at_once)
+        sparse = plan_sparse(
+            batch, config, cache, dtype, chosen, starts, rows_at_once, uniform=uniform
+        )
     assert batch.slot_mapping is not None  # check_batch looked
     return Parts(decode, prefill, sparse, batch.slot_mapping, rope_offsets(batch, config))
 

@@ -40,18 +40,19 @@ def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = 
     return (torch.arange(shifts.shape[0]) + shifts).int()
 
 
-def score_chunks(lens: Sequence[int], query_bytes: int) -> tuple[ScoreChunk, ...]:
+def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple[ScoreChunk, ...]:
     """Rows in order, as many at once as the bound on scores allows; lens is what each row sees.
 
+    `least` is the least width of a chunk: one past K, and all of them are scored.
     `query_bytes` is what a row's queries take while they are quantised for a packed cache.
     """
     chunks: list[ScoreChunk] = []
-    start, widest = 0, 0
+    start, widest = 0, least
     for row, length in enumerate(lens):
         wider = max(widest, length)
         if row > start and (row + 1 - start) * (wider * 4 + query_bytes) > LOGITS_BYTES:
             chunks.append(ScoreChunk(slice(start, row), widest))
-            start, wider = row, length
+            start, wider = row, max(length, least)
         widest = wider
     if lens:
         chunks.append(ScoreChunk(slice(start, len(lens)), widest))
@@ -190,9 +191,10 @@ def plan_sparse(
     starts: Sequence[int],
     rows_at_once: int,
     cuts: tuple[tuple[ScoreChunk, ...], tuple[slice, ...]] | None = None,
+    uniform: bool = False,
 ) -> SparsePlan:
     """Requests by route, absorbed and masked. `cuts` are a captured step's: how rows are scored,
-    how absorbed ones attend."""
+    how absorbed ones attend. A `uniform` step scores all rows, also where they have no choice."""
     assert config.indexer is not None and cache.latent is not None
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     absorbed, masked = routes
@@ -212,7 +214,8 @@ def plan_sparse(
     if cuts is None:
         attending = query_chunks(num_absorbed, config, dtype.itemsize)
         scored = lens.tolist() if cache.index is not None else ()  # else the caller chooses
-        cuts = score_chunks(scored, held), attending
+        least = config.indexer.topk + 1 if uniform else 0
+        cuts = score_chunks(scored, held, least), attending
     chunks, attending = cuts
     bounds, true_lens = cumulative(query_lens), true_row_lens(batch, requests, lens)
     return SparsePlan(

@@ -1,0 +1,116 @@
+"""Plans for torch.compile: integers that follow a step's lengths become sizes of empty tensors.
+
+The compiler takes an integer for a constant until it has seen it change, and then compiles again. A
+tensor's size that is marked as changing is a symbol from the start: one graph serves all lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.plan.types import (
+    CompressedPlan,
+    ContextChunk,
+    DecodePlan,
+    KeyChunk,
+    MaskedChunk,
+    MaskGroup,
+    Plan,
+    PrefillPlan,
+    ScoreChunk,
+    SparsePlan,
+)
+
+_KEYS = ("max_key_len", "num_keys", "max_query_len")
+# what follows the lengths: integers, slices, or tuples of slices
+FOLLOWING: dict[type, tuple[str, ...]] = {
+    Plan: ("num_tokens",),
+    DecodePlan: ("rows", "max_query_len"),
+    KeyChunk: _KEYS,
+    ContextChunk: (*_KEYS, "rows"),
+    PrefillPlan: ("rows", "max_query_len"),
+    ScoreChunk: ("rows", "num_keys"),
+    MaskGroup: ("rows",),
+    MaskedChunk: _KEYS,
+    SparsePlan: ("rows", "num_rows", "num_absorbed", "query_chunks"),
+    CompressedPlan: ("num_rows", "max_entries"),
+}
+# The compiler takes a size of 1 for a constant. A second column like the first changes nothing: no
+# position of a request is looked up in it, and in a ring of both each is in the same block.
+TABLES = ("block_table", "window_table")
+_PAST_ONE = 2  # integers are carried as so much more, for the same reason
+_CARRIES = torch.bool  # no other tensor of a plan has it
+
+
+def symbolic(plan: Plan) -> Plan:
+    """The same plan, whose sizes a compiler takes for symbols."""
+    made: Plan = _symbolic(plan, plan.slot_mapping.device)
+    return made
+
+
+def _symbolic(node: Any, device: torch.device) -> Any:
+    """A part of a plan, or a plan, with what is in it."""
+    if isinstance(node, Tensor):
+        return _own(node)
+    if isinstance(node, tuple):
+        return tuple(_symbolic(each, device) for each in node)
+    sized = _SIZED.get(type(node))
+    if sized is None:
+        return node
+    made: Any = object.__new__(sized)
+    for name, value in vars(node).items():
+        if name in FOLLOWING[type(node)]:
+            vars(made)[f"_{name}"] = _carried(value, device)
+        elif name in TABLES and value.shape[1] == 1:
+            vars(made)[name] = _marked(value.repeat(1, 2))
+        else:
+            vars(made)[name] = _symbolic(value, device)
+    return made
+
+
+def _carried(value: Any, device: torch.device) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_carried(each, device) for each in value)
+    if isinstance(value, Tensor):  # rows, one by one
+        return _own(value)
+    sizes = (value.start, value.stop) if isinstance(value, slice) else (value + _PAST_ONE,)
+    return _marked(torch.empty((*sizes, 0), dtype=_CARRIES, device=device))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that stands in one place only and is no view: either would be
+    guarded, and depends on the batch."""
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return _marked(tensor.new_empty(0).set_(tensor.untyped_storage(), *place))
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    for dim in range(tensor.dim()):
+        if tensor.shape[dim] > 1:  # the compiler has its own way with 0 and 1
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
+
+
+def _read(carried: Any) -> Any:
+    """What was carried; inside a graph, in symbols."""
+    if isinstance(carried, tuple):
+        return tuple([_read(each) for each in carried])
+    if carried.dtype != _CARRIES:
+        return carried
+    if carried.dim() == 2:
+        return carried.shape[0] - _PAST_ONE
+    return slice(carried.shape[0], carried.shape[1])
+
+
+def _reading(name: str) -> property:
+    return property(lambda part: _read(getattr(part, name)))
+
+
+# parts of plans that read their integers off tensors
+_SIZED = {
+    part: type(part.__name__, (part,), {name: _reading(f"_{name}") for name in following})
+    for part, following in FOLLOWING.items()
+}

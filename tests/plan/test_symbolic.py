@@ -1,0 +1,134 @@
+"""make_plan(compiled=True): the same step, its integers carried by tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
+from openmla.errors import ConfigError
+from openmla.plan import plan_buffers
+from openmla.plan.symbolic import FOLLOWING
+
+SPARSE = PRESETS["tiny-v3.2"]  # whose K is 32
+
+
+def make_batch(query_lens: list[int], seq_lens: list[int], columns: int = 5) -> Batch:
+    B = len(query_lens)
+    table = torch.arange(B * columns, dtype=torch.int32).view(B, columns)
+    spans = [range(S - n, S) for n, S in zip(query_lens, seq_lens, strict=True)]
+    slots = [16 * columns * b + position for b, span in enumerate(spans) for position in span]
+    return Batch(query_lens, seq_lens, table, torch.tensor(slots, dtype=torch.int64))
+
+
+def make_cache(config: MLAConfig) -> LayerCache:
+    return allocate_cache(config, num_blocks=64, block_size=16)
+
+
+def fields(part: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What a plan says, however nested."""
+    if isinstance(part, tuple) and not isinstance(part, slice):
+        for number, each in enumerate(part):
+            yield from fields(each, f"{path}[{number}]")
+    elif any(isinstance(part, kind) for kind in FOLLOWING):
+        for name in part.__dataclass_fields__:
+            yield from fields(getattr(part, name), f"{path}.{name}")
+    else:
+        yield path, part
+
+
+@pytest.mark.parametrize("config", [PRESETS["tiny-v3"], SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("form", ["absorbed", "expanded"])
+def test_a_compiled_plan_says_the_same(config: MLAConfig, form: str) -> None:
+    """Where all requests are longer than K, and no integer is left that another length changes."""
+    cache, batch = make_cache(config), make_batch([3, 40, 2], [60, 40, 71])
+    options: dict[str, Any] = {"form": form, "workspace_tokens": 64, "dtype": torch.float32}
+    plain, compiled = (
+        dict(fields(make_plan(batch, config, cache, compiled=compiled, **options)))
+        for compiled in (False, True)
+    )
+    assert plain.keys() == compiled.keys() and len(plain) > 20
+    for path, value in plain.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(compiled[path], value), path
+            assert compiled[path] is not value and not compiled[path]._is_view()
+        else:
+            assert compiled[path] == value, path
+    tensors = [value for value in compiled.values() if isinstance(value, Tensor)]
+    assert len({id(tensor) for tensor in tensors}) == len(tensors)
+
+
+def test_what_no_length_changes_stays_an_integer() -> None:
+    """Everything else of a plan that is an integer is fixed by the config or the cache."""
+    config, kept = SPARSE, set()
+    for form in ("absorbed", "expanded"):
+        batch = make_batch([3, 40, 2], [60, 40, 71])
+        plan = make_plan(batch, config, make_cache(config), form=form, compiled=True)
+        parts: list[Any] = [plan]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, tuple):
+                parts += part
+            elif any(isinstance(part, kind) for kind in FOLLOWING):
+                parts += vars(part).values()
+                kept |= {name for name, value in vars(part).items() if type(value) is int}
+                assert not any(isinstance(value, slice) for value in vars(part).values())
+    assert kept == {"num_blocks", "block_size", "run_length", "query_bytes"}
+
+
+def test_tokens_choose_however_short_their_context() -> None:
+    """Or decoding would be another graph below K than above it."""
+    cache = make_cache(SPARSE)
+    routes = []
+    for seq_lens in ([3, 5], [3, 70], [60, 70]):
+        batch = make_batch([1, 1], seq_lens)
+        plan = make_plan(batch, SPARSE, cache, dtype=torch.float32, compiled=True)
+        assert plan.sparse is not None and plan.decode is None and plan.prefill is None
+        assert plan.sparse.num_absorbed == 2 and plan.sparse.first_keys.numel() == 0
+        assert [chunk.num_keys for chunk in plan.sparse.chunks] == [max(33, *seq_lens)]
+        routes.append(plan.routes["chosen"])
+    assert routes == [[0, 1]] * 3
+
+
+def test_prompts_no_longer_than_k_attend_to_all() -> None:
+    """A prompt is expanded as without compiled=True: choosing all it has would cost more."""
+    batch = make_batch([20, 1], [20, 9])
+    plan = make_plan(batch, SPARSE, make_cache(SPARSE), form="expanded", compiled=True)
+    assert plan.sparse is None and plan.prefill is not None
+
+
+def test_a_table_of_one_column_gets_a_second() -> None:
+    config = PRESETS["tiny-v3"]
+    batch = make_batch([1, 1], [9, 7], columns=1)
+    plan = make_plan(batch, config, make_cache(config), compiled=True)
+    assert plan.decode is not None
+    assert plan.decode.block_table.tolist() == [[0, 0], [1, 1]]
+
+
+def test_plans_without_tokens_are_plans() -> None:
+    for config in (PRESETS["tiny-v3"], SPARSE):
+        for query_lens, seq_lens in (([], []), ([0, 0], [5, 40])):
+            batch = make_batch(query_lens, seq_lens)
+            plan = make_plan(batch, config, make_cache(config), compiled=True)
+            assert isinstance(plan, Plan) and plan.num_tokens == 0
+
+
+def test_compiled_plans_are_explained_and_shown() -> None:
+    cache, batch = make_cache(SPARSE), make_batch([1, 40], [50, 60])
+    plain = make_plan(batch, SPARSE, cache, dtype=torch.float32)
+    compiled = make_plan(batch, SPARSE, cache, dtype=torch.float32, compiled=True)
+    assert compiled.explain() == plain.explain() and repr(compiled) == repr(plain)
+    assert repr(compiled.sparse).startswith("SparsePlan(")
+
+
+def test_buffers_are_not_for_compiled_plans() -> None:
+    cache, batch = make_cache(SPARSE), make_batch([1, 1], [50, 60])
+    buffers = plan_buffers(SPARSE, cache, max_requests=2, max_tokens=2, max_blocks=8)
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
+    with pytest.raises(ConfigError, match="compiled must not be given with into="):
+        make_plan(batch, SPARSE, cache, into=buffers, compiled=True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in buffers.items())
