@@ -56,7 +56,8 @@ def _symbolic(node: Any, device: torch.device) -> Any:
     if isinstance(node, Tensor):
         return _own(node)
     if isinstance(node, tuple):
-        return tuple(_symbolic(each, device) for each in node)
+        listed = not node or isinstance(node[0], int)  # lengths, for explain() only
+        return node if listed else tuple(_symbolic(each, device) for each in node)
     sized = _SIZED.get(type(node))
     if sized is None:
         return node

@@ -12,10 +12,10 @@ from torch._dynamo.backends.registry import lookup_backend
 class Compiled:
     """Stands where the layer stood in a Server; tokens are marked as an engine marks them."""
 
-    def __init__(self, layer: Any, backend: str = "aot_eager", *, marked: bool = True) -> None:
+    def __init__(self, layer: Any, backend: Any = "aot_eager", *, marked: bool = True) -> None:
         torch.compiler.reset()
         self.config, self.graphs, self.marked = layer.config, 0, marked
-        compile_graph = lookup_backend(backend)
+        compile_graph: Any = lookup_backend(backend)
 
         def counted(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
             self.graphs += 1

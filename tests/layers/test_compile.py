@@ -78,7 +78,7 @@ def test_prefill_takes_a_graph_per_number_of_chunks(
     assert graphs == len(cuts)
 
 
-@pytest.mark.parametrize("preset", ["tiny-v3", SPARSE])
+@pytest.mark.parametrize("preset", [pytest.param("tiny-v3", marks=pytest.mark.slow), SPARSE])
 def test_mixed_steps_share_a_graph(preset: str, device: str) -> None:
     """Decode and a prompt in one step: rows are slices that move."""
     before = [[("a", 40), ("b", 50), ("c", 60)]]
@@ -99,7 +99,7 @@ def test_sparse_prefill_takes_one_graph(chosen: bool) -> None:
     assert graphs == 1
 
 
-@pytest.mark.parametrize("preset", ["tiny-v3", SPARSE])
+@pytest.mark.parametrize("preset", ["tiny-v3", pytest.param(SPARSE, marks=pytest.mark.slow)])
 def test_plain_plans_recompile_until_all_has_changed(preset: str) -> None:
     """Without compiled=True the compiler learns from a change that a size may change: of the block
     table's columns, and of the keys that are scored."""

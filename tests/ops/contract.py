@@ -44,6 +44,7 @@ def check_attention(op: Callable[..., Any], inputs: Inputs, backend: str) -> Non
     exact = inputs.double().run(op, backend="reference")
     peer = inputs.run(op, backend="reference")
     assert actual[0].dtype == peer[0].dtype and actual[1].dtype == peer[1].dtype
+    assert all(part.is_contiguous() for part in (*actual, *peer))  # compiled graphs rely on it
     assert_within_budget(actual, exact, peer)
 
 
