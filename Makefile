@@ -57,7 +57,7 @@ test-gpu:
 
 bench-gpu:
 	mkdir -p .gpu-bench
-	for what in latent indexer routes sparse_step mha; do \
+	for what in latent indexer routes sparse_step mha compile; do \
 		$(PYTHON) -m bench.$$what --json .gpu-bench/$$what.json || exit 1; \
 	done
 

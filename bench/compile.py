@@ -1,0 +1,283 @@
+"""Decode steps of a few layers: eager, compiled by Inductor, and as one captured graph.
+
+    python3 -m bench.compile --json compile.json
+    python3 -m bench.compile --tiny               small shapes, also on a CPU, without the graph
+
+All three run the same weights over the same caches. What plans for a step take is shown apart: an
+engine makes them anew at every step. The compiled model first runs twenty steps of growing lengths,
+which take one graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from openmla import (
+    PRESETS,
+    Batch,
+    BlockPool,
+    CompressedPool,
+    LayerCache,
+    MLAAttention,
+    MLAAttentionV4,
+    MLAConfig,
+    Plan,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+)
+from openmla.bench.harness import (
+    Row,
+    argument_parser,
+    describe_machine,
+    save,
+    tabulate,
+    time_round_robin,
+)
+from openmla.ops._register import Cost
+
+GROWING = 20  # steps that the compiled model runs before it is timed
+TAKEN = 1024  # tokens taken at once while contexts are made
+RATIOS = (0, 4, 128)  # of V4's layers
+
+
+class Shape(NamedTuple):
+    """What is decoded."""
+
+    preset: str
+    num_heads: int
+    requests: int
+    keys: int
+    format: str
+    index_format: str = "index_fp8"
+    block_size: int = 64
+
+
+SHAPES = {
+    "v3": Shape("deepseek-v3", 16, 16, 8192, "bf16"),
+    "v3.2": Shape("deepseek-v3.2", 16, 16, 32768, "fp8_ds_mla"),
+    "v3.2 short": Shape("deepseek-v3.2", 16, 16, 1500, "fp8_ds_mla"),
+    "v4": Shape("deepseek-v4-flash", 16, 16, 32768, "fp8_dsv4", block_size=256),
+}
+TINY = {
+    "tiny v3": Shape("tiny-v3", 4, 3, 200, "fp32"),
+    "tiny v3.2": Shape("tiny-v3.2", 4, 3, 200, "fp32", "index_fp32"),
+    "tiny v4": Shape("tiny-v4", 4, 3, 200, "fp32", "index_fp32", 128),
+}
+
+
+class Model(nn.Module):
+    """Attention layers on a residual stream, with nothing between them."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(
+        self, hidden: Tensor, positions: Tensor, caches: list[LayerCache], plans: list[Plan]
+    ) -> Tensor:
+        for layer, cache, plan in zip(self.layers, caches, plans, strict=True):
+            hidden = hidden + layer(hidden, positions, cache, plan)
+        return hidden
+
+
+class Decode:
+    """Requests of about `keys` tokens each, about to decode one more; none is ever kept."""
+
+    def __init__(self, shape: Shape, num_layers: int, device: str) -> None:
+        torch.manual_seed(0)
+        self.shape, self.device = shape, device
+        self.dtype = torch.float32 if shape.format == "fp32" else torch.bfloat16
+        self.config = config = _config(shape, num_layers)
+        make: Any = MLAAttention if config.compressor is None else MLAAttentionV4
+        with torch.device(device):
+            layers = [make(config, layer=number) for number in range(config.num_layers)]
+        self.model = Model(layers).to(device, self.dtype)
+        B, S, BS = shape.requests, shape.keys, shape.block_size
+        num_blocks = B * ((S + GROWING) // BS + 2)
+        self.caches = [
+            allocate_cache(
+                config, num_blocks=num_blocks, block_size=BS, format=shape.format,
+                index_format=shape.index_format, layer=number, max_requests=B,
+                max_tokens=B * TAKEN, device=device,
+            )
+            for number in range(config.num_layers)
+        ]  # fmt: skip
+        for cache in self.caches:
+            _fill(cache, config)
+        geometry = self.caches[0].geometry
+        self.pool: Any = BlockPool(num_blocks, BS) if geometry is None else CompressedPool(geometry)
+        self.lens = [S - 7 * b for b in range(B)]
+        for b, length in enumerate(self.lens):
+            for start in range(0, length, TAKEN):
+                self._take(b, min(TAKEN, length - start))
+        self.grow()
+
+    def _take(self, request: int, num_tokens: int) -> None:
+        self.pool.take({request: num_tokens})  # nothing is shared, nothing is copied
+
+    def grow(self) -> None:
+        """One more token for every request, and what the model is fed for it."""
+        for b in range(self.shape.requests):
+            self._take(b, 1)
+            self.lens[b] = self.pool.seq_len(b)
+        ends = torch.tensor(self.lens) - 1
+        self.positions = ends.to(self.device)
+        width = self.config.hidden_size
+        self.hidden = torch.randn(len(ends), width, device=self.device, dtype=self.dtype)
+        for tokens in (self.hidden, self.positions):
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+
+    def batch(self, window_columns: int = 0) -> Batch:
+        names, ones = range(self.shape.requests), [1] * self.shape.requests
+        if isinstance(self.pool, CompressedPool):
+            tables = self.pool.tables(names, window_columns=window_columns)
+            return Batch(ones, self.lens, **tables._asdict())
+        slots = self.pool.slot_mapping([(b, n - 1, n) for b, n in enumerate(self.lens)])
+        return Batch(ones, self.lens, self.pool.block_table(names), slots)
+
+    def plans(self, batch: Batch, buffers: Any = None, **options: Any) -> list[Plan]:
+        """A plan per layer; layers of one kind share it."""
+        made: dict[int, Plan] = {}
+        for cache in self.caches:
+            if cache.ratio not in made:
+                into = None if buffers is None else buffers[cache.ratio]
+                made[cache.ratio] = make_plan(
+                    batch, self.config, cache, dtype=self.dtype, into=into,
+                    beside=next(iter(made.values()), None), **options,
+                )  # fmt: skip
+        return [made[cache.ratio] for cache in self.caches]
+
+    def run(self, model: Callable[..., Tensor], plans: list[Plan]) -> Tensor:
+        return model(self.hidden, self.positions, self.caches, plans)
+
+    def captured(self) -> tuple[Callable[[], None], Tensor]:
+        """A graph of the step over buffers, and where its result is."""
+        B, M = self.shape.requests, self.shape.keys // self.shape.block_size + 2
+        buffers: dict[int, dict[str, Tensor]] = {}
+        for cache in self.caches:
+            if cache.ratio not in buffers:
+                buffers[cache.ratio] = plan_buffers(
+                    self.config, cache, max_requests=B, max_tokens=B, max_blocks=M,
+                    beside=next(iter(buffers.values()), None),
+                )  # fmt: skip
+        rings = next(iter(buffers.values())).get("window_table")
+        batch = self.batch(0 if rings is None else rings.shape[1])
+        plans = self.plans(batch, buffers)
+        self.run(self.model, plans)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.run(self.model, plans)
+        graph.replay()
+        return graph.replay, out
+
+
+def _config(shape: Shape, num_layers: int) -> MLAConfig:
+    config = replace(PRESETS[shape.preset], num_heads=shape.num_heads)
+    if config.compressor is None:
+        return replace(config, num_layers=num_layers)
+    compressor = replace(config.compressor, ratios=RATIOS, output_groups=1)
+    return replace(config, num_layers=len(RATIOS), compressor=compressor)
+
+
+def _fill(cache: LayerCache, config: MLAConfig) -> None:
+    """Random rows, a part at a time."""
+    for part in cache.parts:
+        if part is cache.state:
+            continue
+        width = config.latent_dim
+        if part is cache.index:
+            assert config.indexer is not None
+            width = config.indexer.head_dim
+        total, device = part.num_blocks * part.block_size, part.data.device
+        for start in range(0, total, 65536):
+            slots = torch.arange(start, min(start + 65536, total), device=device)
+            rows = torch.randn(len(slots), width, device=device)
+            part.layout.write(part.data, slots, rows, part.kv_scale)
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Microseconds, the least of some: what the host does before a step."""
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times) * 1e6
+
+
+def measure(name: str, shape: Shape, num_layers: int, rounds: int, device: str) -> list[Row]:
+    decode = Decode(shape, num_layers, device)
+    graphs: list[Any] = []
+
+    def counted(graph: Any, inputs: Any, **options: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        graphs.append(graph)
+        return compile_fx(graph, inputs, **options)
+
+    torch.compiler.reset()
+    compiled = torch.compile(decode.model, fullgraph=True, backend=counted)
+    start = time.perf_counter()
+    for step in range(GROWING):
+        decode.run(compiled, decode.plans(decode.batch(), compiled=True))
+        if step == 0:
+            built = time.perf_counter() - start
+        decode.grow()
+    batch = decode.batch()
+    plain, symbolic = decode.plans(batch), decode.plans(batch, compiled=True)
+    calls = {
+        "eager": lambda: decode.run(decode.model, plain),
+        "compiled": lambda: decode.run(compiled, symbolic),
+    }
+    outs = {what: call().clone() for what, call in calls.items()}
+    if device == "cuda":
+        calls["captured"], outs["captured"] = decode.captured()  # type: ignore[assignment]
+        outs["captured"] = outs["captured"].clone()
+    wanted = outs["eager"].double()
+    errors = {
+        what: float((out.double() - wanted).norm() / wanted.norm()) for what, out in outs.items()
+    }
+    times = time_round_robin(calls, rounds, device)
+    S, layers = shape.keys, len(decode.caches)
+    title = f"{name}: {layers} layers, {shape.requests} requests of {S} keys, {shape.format}"
+    rows = tabulate(title, times, "eager", None, Cost(1, 1), errors)
+    print(f"  graphs of {GROWING} lengths: {len(graphs)}, the first in {built:.0f} s")
+    took = [
+        host_time(partial(decode.plans, batch, compiled=compiled)) for compiled in (False, True)
+    ]
+    print(f"  plans for one step: {took[0]:.0f} us, compiled=True {took[1]:.0f} us")
+    return rows
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argument_parser("compile")
+    parser.prog = "bench.compile"
+    parser.add_argument("shapes", nargs="*", help=f"of: {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--tiny", action="store_true", help="small ones instead")
+    parser.add_argument("--layers", type=int, default=4, help="of all but V4, which has three")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shapes = TINY if options.tiny else SHAPES
+    unknown = [name for name in options.shapes if name not in shapes]
+    if unknown:
+        parser.error(f"unknown shape {unknown[0]!r}; known: {', '.join(shapes)}")
+    machine = describe_machine(device)
+    print(machine)
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for name in options.shapes or shapes:
+            rows += measure(name, shapes[name], options.layers, options.rounds, device)
+    save(options.json, machine, rows)
+
+
+if __name__ == "__main__":
+    run()
