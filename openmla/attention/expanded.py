@@ -80,8 +80,12 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
     else:
         shape = (chunk.num_keys, plan.config.latent_dim)
         rows = torch.empty(shape, dtype=dtype, device=latent.data.device)
+    target = rows
+    if plan.workspace is not None and torch.compiler.is_compiling():
+        # of a slice that is written, the compiler would ask whether it is all of the workspace
+        target = plan.workspace.rows
     cache_gather(
-        rows,
+        target,
         latent.data,
         latent.kv_scale,
         chunk.block_table,

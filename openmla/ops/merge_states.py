@@ -67,6 +67,14 @@ def merge_states(
     backend: str = "auto",
 ) -> None:
     """Merge the other partial into out and lse; see the module's text for the contract."""
+    if torch.compiler.is_compiling():
+        # Written in place, a slice would be compared with its tensor: a graph for those that are
+        # all of it, and one for the others.
+        merged = out.clone(), lse.clone()
+        _OP(*merged, other_out, other_lse, backend=backend)
+        out.copy_(merged[0])
+        lse.copy_(merged[1])
+        return
     _OP(out, lse, other_out, other_lse, backend=backend)
 
 

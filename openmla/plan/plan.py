@@ -248,7 +248,8 @@ def _parts(
             batch, config, cache, dtype, chosen, starts, rows_at_once, uniform=uniform
         )
     assert batch.slot_mapping is not None  # check_batch looked
-    return Parts(decode, prefill, sparse, batch.slot_mapping, rope_offsets(batch, config))
+    offsets = rope_offsets(batch, config, uniform=uniform)
+    return Parts(decode, prefill, sparse, batch.slot_mapping, offsets)
 
 
 def _forms(

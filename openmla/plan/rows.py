@@ -45,11 +45,12 @@ def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) 
     return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in chunks)
 
 
-def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:
+def rope_offsets(batch: Batch, config: MLAConfig, *, uniform: bool = False) -> Tensor | None:
     """[T] i64, what longrope adds to positions: its table's second half has the long factors, for
     tokens of requests past the original length; 0 for padding.
 
-    Lengths that only the device knows are compared there; `seq_lens` are their upper bounds.
+    Lengths that only the device knows are compared there; `seq_lens` are their upper bounds. None
+    where all would be 0, except in a `uniform` step.
     """
     if config.rope.kind != "longrope":
         return None
@@ -61,7 +62,7 @@ def rope_offsets(batch: Batch, config: MLAConfig) -> Tensor | None:
         turned = (lens > original).long()[rows.to(lens.device)] * config.max_positions
         return padded(turned, batch.padding)
     offsets = [config.max_positions if original < S else 0 for S in batch.seq_lens]
-    if not any(offsets):
+    if not (any(offsets) or uniform):
         return None
     each = torch.repeat_interleave(torch.tensor(offsets), torch.tensor(batch.query_lens))
     return padded(each, batch.padding)

@@ -55,9 +55,8 @@ def _symbolic(node: Any, device: torch.device) -> Any:
     """A part of a plan, or a plan, with what is in it."""
     if isinstance(node, Tensor):
         return _own(node)
-    if isinstance(node, tuple):
-        listed = not node or isinstance(node[0], int)  # lengths, for explain() only
-        return node if listed else tuple(_symbolic(each, device) for each in node)
+    if type(node) is tuple and node and not isinstance(node[0], int):  # lengths are for explain()
+        return tuple(_symbolic(each, device) for each in node)
     sized = _SIZED.get(type(node))
     if sized is None:
         return node

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from openmla import PRESETS, MLAAttention, Plan
+from openmla.plan import reserve
 from tests.layers import v4
 from tests.layers.compiling import Compiled
 from tests.layers.serving import Server, relative_error, sequence
@@ -76,6 +78,37 @@ def test_prefill_takes_a_graph_per_number_of_chunks(
     assert {prefill.route for prefill in prefills} == {route}
     assert {len(prefill.chunks) for prefill in prefills} == cuts
     assert graphs == len(cuts)
+
+
+def test_chunks_may_fill_the_workspace_and_serve_some_of_the_requests(device: str) -> None:
+    """One chunk in each of these steps: 40 or all 48 rows, of three requests or of two of them."""
+    layer = make_layer("tiny-v3").to(device)
+    cache = Server(layer, {}, device=device).cache
+    workspace = reserve(
+        layer.config, cache, max_requests=3, max_tokens=100, workspace_tokens=48,
+        dtype=torch.float32,
+    )  # fmt: skip
+    before, steps = [], []
+    for n, contexts in enumerate([(20, 20), (20, 28), (16, 16, 16), (12, 16, 12)]):
+        before.append(
+            [(f"{name}{n}", length) for name, length in zip("abc", contexts, strict=False)]
+        )
+        steps.append([(f"{name}{n}", 5 + n) for name in "abc"])
+    options: dict[str, Any] = {"form": "expanded", "workspace": workspace, "device": device}
+    graphs, plans = serve(layer, before, steps, **options)
+    chunks = [plan.prefill.chunks for plan in plans if plan.prefill is not None]
+    assert [[chunk.num_keys for chunk in each] for each in chunks] == [[40], [48], [48], [40]]
+    assert graphs == 1
+
+
+def test_rope_offsets_are_there_before_they_count() -> None:
+    """longrope's long factors begin at some length; the graph must not."""
+    config = PRESETS["tiny-minicpm3"]
+    assert config.rope.kind == "longrope"
+    rope = replace(config.rope, original_positions=30)
+    layer = MLAAttention(replace(config, rope=rope))
+    graphs, _ = serve(layer, [[("a", 20), ("b", 25)]], [[("a", 1), ("b", 1)]] * 12)
+    assert graphs == 1
 
 
 @pytest.mark.parametrize("preset", [pytest.param("tiny-v3", marks=pytest.mark.slow), SPARSE])
