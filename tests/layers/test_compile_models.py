@@ -70,12 +70,14 @@ def make_model(family: str) -> Model:
 class Run:
     """A model and what it keeps between steps."""
 
-    def __init__(self, model: Model, device: str) -> None:
-        self.model = model.to(device)
-        hidden = {name: sequence(100, seed) for seed, name in enumerate("abc")}
+    def __init__(
+        self, model: Model, device: str, dtype: torch.dtype = torch.float32, **formats: Any
+    ) -> None:
+        self.model, self.dtype = model.to(device, dtype), dtype
+        hidden = {name: sequence(100, seed).to(dtype) for seed, name in enumerate("abc")}
         self.is_v4 = isinstance(model.layers[0], MLAAttentionV4)
         make: Any = v4.Server if self.is_v4 else Server
-        servers = [make(layer, hidden, device=device) for layer in model.layers]
+        servers = [make(layer, hidden, device=device, **formats) for layer in model.layers]
         self.server, self.caches = servers[0], [server.cache for server in servers]
         self.outputs: list[Tensor] = []
 
@@ -89,10 +91,9 @@ class Run:
                 plans.append(plans[0])
                 continue
             beside = plans[0] if plans else None
-            plan = make_plan(
-                batch, config, cache, dtype=torch.float32, beside=beside, compiled=compiled
+            plans.append(
+                make_plan(batch, config, cache, dtype=self.dtype, beside=beside, compiled=compiled)
             )
-            plans.append(plan)
         spans = [(name, starts[name], starts[name] + n) for name, n in wanted]
         hidden = torch.cat([server.sequences[name][start:stop] for name, start, stop in spans])
         positions = torch.cat([torch.arange(start, stop) for _, start, stop in spans])
@@ -127,6 +128,48 @@ def test_inductor_computes_the_same(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_inductor_computes_the_same_on_a_gpu(family: str) -> None:
     assert compare(family, "inductor", "cuda") == 1
+
+
+REAL: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"format": "bf16", "block_size": 64},
+    "deepseek-v3.2": {"format": "fp8_ds_mla", "index_format": "index_fp8", "block_size": 64},
+    V4: {"format": "fp8_dsv4", "index_format": "index_fp8"},
+}
+
+
+def make_real_model(family: str) -> Model:
+    """Rows, heads and indexer keys as models have them, in bf16 over packed caches; else small."""
+    if family == V4:
+        return Model([v4.make_layer(v4.real_config(), ratio) for ratio in v4.RATIOS])
+    config = replace(
+        PRESETS[family], hidden_size=64, num_layers=2, num_heads=16, q_lora_rank=32,
+        max_positions=1024,
+    )  # fmt: skip
+    if config.indexer is not None:
+        config = replace(config, indexer=replace(config.indexer, num_heads=16, topk=32))
+    torch.manual_seed(0)
+    return Model([MLAAttention(config, layer=number) for number in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", REAL)
+def test_inductor_is_no_less_exact_than_eager(family: str, device: str) -> None:
+    """It rounds elsewhere, so it is compared with what float32 gives; eager steps are too."""
+    if device == "cpu" and shutil.which("c++") is None:
+        pytest.skip("Inductor needs a C++ compiler on a CPU")
+    formats = {**REAL[family], "format": "fp32", "index_format": "index_fp32"}
+    exact = Run(make_real_model(family), device, **formats)
+    model = make_real_model(family)
+    runs = [Run(model, device, torch.bfloat16, **REAL[family]) for _ in range(2)]
+    compiled = Compiled(model, "inductor")
+    for number, step in enumerate(STEPS):
+        exact.step(exact.model, step, compiled=False)
+        runs[0].step(model, step, compiled=False)
+        runs[1].step(compiled if number else model, step, compiled=number > 0)
+    wanted = torch.cat(exact.outputs[1:])
+    eager, ours = (relative_error(torch.cat(run.outputs[1:]).float(), wanted) for run in runs)
+    assert compiled.graphs == 1
+    assert ours < 1.5 * eager < 0.15
 
 
 def check_reads(graph: fx.GraphModule) -> int:
