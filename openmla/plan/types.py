@@ -21,8 +21,9 @@ class _Part:
     """Shows tensors by shape and dtype: what they hold may be on a device, and is long."""
 
     def __repr__(self) -> str:
-        parts = vars(self).items()
-        return f"{type(self).__name__}({', '.join(f'{n}={_shown(v)}' for n, v in parts)})"
+        names = self.__dataclass_fields__  # type: ignore[attr-defined]
+        parts = (f"{name}={_shown(getattr(self, name))}" for name in names)
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 def _shown(value: object) -> str:

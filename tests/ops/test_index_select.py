@@ -256,6 +256,25 @@ def test_invariance(backend: str, device: str) -> None:
         first += n
 
 
+def test_widths_share_a_graph() -> None:
+    """No layer calls it: here is seen that a second graph serves every width after the first."""
+    torch.compiler.reset()
+    graphs: list[Any] = []
+
+    def counted(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(index_select, fullgraph=True, backend=counted)
+    inputs = make(BASE, K=9, device="cpu")
+    expected, _ = inputs.run(index_select, backend="reference")
+    for _ in range(12):
+        inputs.scalars["num_keys"] += 1
+        positions, _ = inputs.run(compiled, backend="reference")
+        assert torch.equal(positions, expected)
+    assert len(graphs) == 2
+
+
 def test_opcheck_and_fullgraph(device: str) -> None:
     inputs = make(BASE, K=9, device=device)
     op = torch.ops.openmla.index_select.default
