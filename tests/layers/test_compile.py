@@ -122,7 +122,7 @@ def test_mixed_steps_share_a_graph(preset: str, device: str) -> None:
     assert graphs == 1
 
 
-@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("chosen", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sparse_prefill_takes_one_graph(chosen: bool) -> None:
     """Of prompts longer than K, by either route."""
     steps = [[(f"a{n}", 40 + n), (f"b{n}", 60 - n)] for n in range(12)]

@@ -201,7 +201,9 @@ def written_before(node: fx.Node) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [DENSE, SPARSE, pytest.param(SHARED, marks=pytest.mark.slow), V4]
+)
 def test_a_model_is_one_graph(family: str, device: str) -> None:
     """In which every cache that an op reads is the result of a write, not the graph's input: in no
     order that a compiler may choose is it read first."""
