@@ -17,6 +17,7 @@ from openmla.attention import (
     make_selection,
     select_step,
 )
+from openmla.backends.registered import register_backend, unregister_backend
 from openmla.cache import (
     FORMATS,
     BlockPool,
@@ -83,7 +84,9 @@ __all__ = [
     "make_selection",
     "ops",
     "plan_buffers",
+    "register_backend",
     "select_step",
     "slice_buffers",
+    "unregister_backend",
     "warmup",
 ]

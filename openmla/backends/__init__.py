@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,6 +35,9 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "rope": ("triton", "reference"),
 }
 
+
+# Implementations of others that joined the table: register_backend().
+OTHERS: dict[tuple[str, str], Any] = {}
 
 # Checked before import, so that other devices never load a backend's hundred megabytes.
 RUNS_ON = {"gluon": "cuda", "triton": "cuda"}
@@ -89,8 +91,10 @@ def all_backends() -> tuple[str, ...]:
     return (*(name for name in names if name != "reference"), "reference")
 
 
-def load(op: str, backend: str) -> ModuleType:
+def load(op: str, backend: str) -> Any:
     """The implementation file of an op; it is imported when first asked for."""
+    if (op, backend) in OTHERS:
+        return OTHERS[op, backend]
     return import_module(f"openmla.backends.{backend}.{op}")
 
 

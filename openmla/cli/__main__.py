@@ -6,13 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
 from openmla import __version__
 from openmla.cli.options import Parser, eval_options, generate_options
-from openmla.errors import OpenMLAError, UnsupportedError
+from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 
 COMMANDS = {
     "doctor": "what this machine can run, and why not the rest",
@@ -55,10 +56,15 @@ def _run(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"openmla {__version__}")
+    parser.add_argument(
+        "--import", action="append", default=[], metavar="MODULE", dest="modules",
+        help="import this first, as a module that calls register_backend()",
+    )  # fmt: skip
     parser.add_argument("command", choices=COMMANDS, metavar="command")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the command")
     rest.required = False  # or argparse would name it as missing
     chosen = parser.parse_args(arguments)
+    _import_first(chosen.modules)
     if chosen.command == "doctor":
         from openmla.cli.doctor import run_doctor
 
@@ -79,6 +85,17 @@ def _run(arguments: Sequence[str]) -> int:
     from openmla.cli.eval import run_eval
 
     return run_eval(options)
+
+
+def _import_first(modules: Sequence[str]) -> None:
+    """From where the command is called, too: its own folder is what a script would have."""
+    if modules and "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in modules:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ConfigError(f"--import must be a module, got {name!r}: {error}.") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from openmla.backends import all_backends, why_not
+from openmla.backends.asked import Asked, check_asked
 from openmla.config import MLAConfig
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError
@@ -142,8 +143,11 @@ def checked_device(name: str | None) -> str:
     return name
 
 
-def check_backend(name: str, device: str, format: str | None) -> None:
+def check_backend(name: Asked, device: str, format: str | None) -> None:
     """A named backend exists and can at least write a model's rows; plans ask for all else."""
+    if not isinstance(name, str):
+        check_asked("--backend", name)
+        return
     if name == "auto":
         return
     if name not in all_backends():

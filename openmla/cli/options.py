@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from openmla.backends.asked import Asked
 from openmla.config.schema import MAX_POSITIONS
 from openmla.errors import ConfigError
 
@@ -62,6 +63,21 @@ def output_file(text: str) -> str:
     return text
 
 
+def backend(text: str) -> Asked:
+    """A type of option: a name, or names per op as mha_ragged=sdpa,mqa_paged=triton."""
+    if "=" not in text:
+        return text
+    asked: dict[str, str] = {}
+    for part in text.split(","):
+        op, sign, name = (word.strip() for word in part.partition("="))
+        if not (op and sign and name) or op in asked:
+            raise argparse.ArgumentTypeError(
+                f"must be a name, or op=name with commas between, each op once, got {text[:80]!r}"
+            )
+        asked[op] = name
+    return asked
+
+
 def _model_parser(command: str, description: str) -> Parser:
     """What generate and eval have in common."""
     parser = Parser(prog=f"openmla {command}", description=description)
@@ -98,7 +114,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
     )
     parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
-    parser.add_argument("--backend", default="auto", help="auto, or one that doctor lists")
+    parser.add_argument(
+        "--backend", type=backend, default="auto",
+        help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
+    )  # fmt: skip
     parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,
         help="record the decode step as one CUDA graph; default: on a GPU",

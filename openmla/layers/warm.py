@@ -16,6 +16,7 @@ from openmla.attention import (
     make_selection,
     select_step,
 )
+from openmla.backends.asked import Asked
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
@@ -32,7 +33,7 @@ def warmup(
     max_tokens: int,
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
+    backend: Asked = "auto",
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
@@ -119,7 +120,7 @@ def run_step(
     cache: LayerCache,
     workspace: Workspace | None,
     dtype: torch.dtype,
-    backend: str,
+    backend: Asked,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""

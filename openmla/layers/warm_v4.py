@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from openmla.backends.asked import Asked
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.hardware import multiprocessors
@@ -38,7 +39,7 @@ def run_compressed_steps(
     max_requests: int,
     max_tokens: int,
     dtype: torch.dtype,
-    backend: str,
+    backend: Asked,
 ) -> None:
     """A step of every shape, in a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
@@ -116,7 +117,7 @@ def run_compressed(
     cache: LayerCache,
     workspace: Workspace | None,
     dtype: torch.dtype,
-    backend: str,
+    backend: Asked,
 ) -> Plan:
     """One forward; no slot and no state is written."""
     assert cache.window is not None

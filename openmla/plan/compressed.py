@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.asked import Asked
 from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
@@ -26,7 +27,7 @@ from openmla.plan.compressed_checks import (
     check_options,
     check_workspace,
 )
-from openmla.plan.problems import chosen, scoring_problems
+from openmla.plan.problems import chosen, requested, scoring_problems
 from openmla.plan.rows import cumulative, padded, start_locs
 from openmla.plan.sparse import (
     first_keys,
@@ -47,7 +48,7 @@ def plan_compressed(
     cache: LayerCache,
     *,
     dtype: torch.dtype | None,
-    backend: str,
+    backend: Asked,
     form: str,
     workspace: Workspace | None,
     workspace_tokens: int | None,
@@ -86,7 +87,7 @@ def plan_compressed(
         prefill=None,
         compressed=step,
         backends=backends,
-        requested=backend,
+        requested=requested(backend),
         problems=problems,
         workspace=workspace,
         geometry=cache.geometry,

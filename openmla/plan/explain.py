@@ -229,9 +229,11 @@ def _ops(plan: Plan, finished: bool) -> list[str]:
     for problem in plan.problems:
         if _calls(plan, problem.op, finished):
             chosen = plan.backends[problem.op]
-            better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
-            reasons = {name: why_not(problem, name) or slower(problem, name) for name in better}
-            lost = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
+            lost = "asked for"
+            if plan.requested.get(problem.op, "auto") == "auto":
+                better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
+                reasons = {name: why_not(problem, name) or slower(problem, name) for name in better}
+                lost = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
             kernel = kernel_of(problem, chosen)
             ran = f"{chosen}, {kernel}" if kernel else chosen
             lines.append(f"{problem.op:<12} {ran}" + (f" ({lost})" if lost else ""))

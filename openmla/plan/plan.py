@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
@@ -17,7 +18,7 @@ from openmla.plan.checks import check_batch, check_cache, check_workspace
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import choose_backends, find_problems, latent_of
+from openmla.plan.problems import choose_backends, find_problems, latent_of, requested
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.symbolic import symbolic
@@ -35,7 +36,7 @@ def make_plan(
     cache: LayerCache,
     *,
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    backend: Asked = "auto",
     form: str = "auto",
     workspace: Workspace | None = None,
     workspace_tokens: int | None = None,
@@ -46,11 +47,12 @@ def make_plan(
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
-    `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `form` "absorbed"
-    or "expanded" forces one form on all requests; "auto" takes the cheaper per request. "chosen",
-    of a model with an indexer, has every token attend, absorbed, to keys that are chosen for it,
-    however few there are; make_selection() brings an engine's own choice, and then the cache needs
-    no index rows.
+    `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `backend` is a name
+    for all ops that have it, or a name per op, such as {"mha_ragged": "sdpa"}; ops that are not
+    named choose. `form` "absorbed" or "expanded" forces one form on all requests; "auto" takes the
+    cheaper per request. "chosen", of a model with an indexer, has every token attend, absorbed, to
+    keys that are chosen for it, however few there are; make_selection() brings an engine's own
+    choice, and then the cache needs no index rows.
     `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
     default_workspace_tokens) bounds the context rows gathered at once. `into` takes the buffers of
     plan_buffers() and fills them, so that addresses stay for graph replay; such a plan is absorbed
@@ -100,7 +102,7 @@ def _plan_latent(
     cache: LayerCache,
     *,
     dtype: torch.dtype | None,
-    backend: str,
+    backend: Asked,
     form: str,
     workspace: Workspace | None,
     workspace_tokens: int | None,
@@ -150,7 +152,7 @@ def _plan_latent(
         prefill=parts.prefill,
         sparse=parts.sparse,
         backends=backends,
-        requested=backend,
+        requested=requested(backend),
         problems=problems,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from openmla.backends import BACKENDS, Problem, choose_backend, efficiency, prefers_slots, why_not
+from openmla.backends.asked import Asked, check_asked, named
 from openmla.backends.requirements import warn_of_reference
 from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
@@ -39,32 +40,23 @@ def latent_of(cache: LayerCache) -> PagedCache:
     return cache.latent
 
 
-def named(op: str, backend: str) -> str:
-    """A backend named for the whole plan serves the ops it has; the others choose freely."""
-    return backend if backend in BACKENDS[op] or backend == "auto" else _known(backend)
+def requested(backend: Asked) -> dict[str, str]:
+    """Per op, the backend that was named for it, or "auto"."""
+    check_asked("plan", backend)
+    return {op: named(op, backend) for op in BACKENDS}
 
 
-def _known(backend: str) -> str:
-    names = {name for row in BACKENDS.values() for name in row}
-    if backend not in names:
-        raise ConfigError(
-            f"plan: backend {backend!r} is not known. Known: auto, {', '.join(sorted(names))}."
-        )
-    return "auto"
-
-
-def chosen(problems: Sequence[Problem], backend: str) -> dict[str, str]:
+def chosen(problems: Sequence[Problem], backend: Asked) -> dict[str, str]:
     """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
-    backends = {
-        problem.op: choose_backend(problem, named(problem.op, backend)) for problem in problems
-    }
-    if backend == "auto" and "reference" in backends.values():
+    asked = requested(backend)
+    backends = {problem.op: choose_backend(problem, asked[problem.op]) for problem in problems}
+    if any(name == "reference" and asked[op] == "auto" for op, name in backends.items()):
         warn_of_reference("plan", problems[0].device)
     return backends
 
 
 def choose_backends(
-    problems: Sequence[Problem], backend: str
+    problems: Sequence[Problem], backend: Asked
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
     """Who runs each op. Whoever attends to listed rows is given positions where it takes them and
     does not prefer slots: nothing maps them then."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from openmla.backends import BACKENDS, Problem
+from openmla.backends import Problem
 from openmla.cache import Geometry, LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
@@ -235,7 +235,7 @@ class Plan:
     seq_lens: Sequence[int] = ()
     bounded: frozenset[int] = frozenset()  # requests of upper bounds, the device has the lengths
     form: str = "auto"
-    requested: str = "auto"  # the backend asked for
+    requested: Mapping[str, str] = field(default_factory=dict)  # per op: a backend, or "auto"
     routes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def check_cache(self, cache: LayerCache) -> None:
@@ -263,7 +263,7 @@ class Plan:
         """The backend that mqa_paged and mqa_sparse are called with. Their kernels differ by the
         tokens of a call and by where a layer's rows lie, so each call chooses unless a backend was
         named; `backends` has the choice for the largest call over the planned cache."""
-        return self.requested if self.requested in BACKENDS[op] else "auto"
+        return self.requested[op]
 
     def problem(self, op: str) -> Problem:
         """What the backends were asked about an op of this plan."""

@@ -106,6 +106,12 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "index format": (["--index-format", "fp32"], "'fp32' is not known for index rows"),
     "backend unknown": (["--backend", "abacus"], "--backend must be auto or one of"),
     "backend elsewhere": (["--backend", "triton"], "--backend triton cannot run this model"),
+    "backend of an op": (
+        ["--backend", "mqa_paged=tritom"],
+        "--backend: backend of mqa_paged must be auto or one of",
+    ),
+    "backend of no op": (["--backend", "mqa=triton"], "--backend: op 'mqa' is not known"),
+    "backend in bits": (["--backend", "mqa_paged=triton,"], "--backend must be a name, or op=name"),
     "backend in part": (["--backend", "sdpa"], "--backend sdpa cannot run this model: has no"),
     "attention": (["--attention", "sparse"], "deepseek_v3 has no sparse attention"),
 }

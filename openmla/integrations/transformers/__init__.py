@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from openmla.backends.asked import Asked
 from openmla.config.families import REFUSED, SUPPORTED
 from openmla.errors import ConfigError
 from openmla.integrations.transformers.attachment import Attachment
@@ -46,7 +47,7 @@ def attach(
     index_format: str = "index_fp32",
     block_size: int | None = None,
     num_blocks: int | None = None,
-    backend: str = "auto",
+    backend: Asked = "auto",
     workspace: int | None = None,
     capture: bool | None = None,
 ) -> Model:
@@ -55,8 +56,9 @@ def attach(
     `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
-    model share; without it the pool grows as needed. `workspace` is the context rows that prefill
-    expands at once. Then generate(), pipeline() and bare forward passes work as before.
+    model share; without it the pool grows as needed. `backend` is make_plan()'s. `workspace` is the
+    context rows that prefill expands at once. Then generate(), pipeline() and bare forward passes
+    work as before.
 
     With `capture` a decode step (one new token per row) is recorded as a CUDA graph when it first
     comes and replayed from then on; it is recorded anew for another number of rows and whenever

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from openmla.backends.asked import Asked
 from openmla.cache import BlockPool, CompressedPool, Geometry, LayerCache, allocate_cache
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import CacheFullError, ConfigError, UnsupportedError
@@ -60,7 +61,7 @@ class Attachment:
     block_size: int
     format: str | None  # None: the model's dtype
     index_format: str
-    backend: str
+    backend: Asked
     workspace_tokens: int | None
     may_grow: bool
     detached: bool = False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from openmla.backends import all_backends
+from openmla.backends.asked import Asked, check_asked
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
@@ -29,7 +29,7 @@ class Options(NamedTuple):
     index_format: str
     block_size: int | None
     num_blocks: int | None
-    backend: str
+    backend: Asked
     workspace: int | None
     capture: bool | None
 
@@ -50,6 +50,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
                 f"attach: softmax scale must be {config.scale} by the config, "
                 f"got {module.scaling} in the model."
             )
+    check_asked("attach", options.backend)
     block_size, num_blocks = options.block_size, options.num_blocks
     if block_size is None:
         block_size = 64 if config.compressor is None else 256
@@ -60,7 +61,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         block_size=block_size,
         format=options.cache_format,
         index_format=options.index_format,
-        backend=options.backend,
+        backend=options.backend if isinstance(options.backend, str) else dict(options.backend),
         workspace_tokens=options.workspace,
         may_grow=num_blocks is None,
     )
@@ -89,11 +90,7 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     index_layout = get_format(options.index_format, "index")
     if config.indexer is not None:
         index_layout.width(config.indexer.head_dim)
-    backend, workspace = options.backend, options.workspace
-    if backend != "auto" and backend not in all_backends():
-        raise ConfigError(
-            f"attach: backend {backend!r} is not known. Known: auto, {', '.join(all_backends())}."
-        )
+    workspace = options.workspace
     if workspace is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: workspace must not be given for {config.model_type}: it expands nothing."

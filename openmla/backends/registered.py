@@ -1,0 +1,96 @@
+"""register_backend(): someone else's implementation of an op under a name of its own.
+
+It joins the table, before what is there: `auto` tries it first, and its `why_not` and `slower` say
+where it stands back. Nothing is looked for; who wants a backend registers it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+from openmla.backends import BACKENDS, OTHERS, choose_backend, load
+from openmla.backends.asked import check_op, nearest
+from openmla.errors import ConfigError
+
+# What a module may have beside why_not and run, each a function of a problem; see
+# docs/adding-a-kernel.md.
+OPTIONAL = ("slower", "kernel_of", "efficiency", "prefers_slots")
+OWN = frozenset(name for row in BACKENDS.values() for name in row)
+
+
+def register_backend(op: str, name: str, module: Any) -> None:
+    """Let `module` (or any object with such functions) run an op as backend `name`.
+
+    It must have `why_not(problem)`, a sentence that completes "this backend ..." or None if it can
+    run the problem, and `run`, which takes what the reference's takes and returns the same. It may
+    have `slower`, `kernel_of`, `efficiency`, `prefers_slots` and LAUNCHES. One name may serve
+    several ops, each registered by itself. Plans made before keep their choice.
+    """
+    where = "register_backend"
+    check_op(where, op)
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise ConfigError(
+            f"{where}: name must be letters, digits, '_', '-' or '.', a letter first, got {name!r}."
+        )
+    if name in OWN or name == "auto":
+        raise ConfigError(f"{where}: name must not be one of openmla's own, got {name!r}.")
+    if name in BACKENDS[op]:
+        raise ConfigError(
+            f"{where}: {op} must not have a backend {name!r} already. "
+            f"Call unregister_backend({op!r}, {name!r}) first."
+        )
+    _check_module(where, op, module)
+    OTHERS[op, name] = module
+    BACKENDS[op] = (name, *BACKENDS[op])
+    choose_backend.cache_clear()
+
+
+def unregister_backend(op: str, name: str) -> None:
+    """Take back what register_backend() put there."""
+    where = "unregister_backend"
+    check_op(where, op)
+    if (op, name) not in OTHERS:
+        known = [taken for known_op, taken in OTHERS if known_op == op]
+        hint = nearest(name, known)
+        raise ConfigError(f"{where}: {op} must have a registered backend {name!r}, got none.{hint}")
+    BACKENDS[op] = tuple(kept for kept in BACKENDS[op] if kept != name)
+    del OTHERS[op, name]
+    choose_backend.cache_clear()
+
+
+def _check_module(where: str, op: str, module: Any) -> None:
+    for needed in ("why_not", "run"):
+        if not callable(getattr(module, needed, None)):
+            raise ConfigError(f"{where}: module must have a function {needed}, got {module!r}.")
+    for found in OPTIONAL:
+        if hasattr(module, found) and not callable(getattr(module, found)):
+            raise ConfigError(f"{where}: module's {found} must be a function of a problem.")
+    launches = getattr(module, "LAUNCHES", None)
+    if launches is not None and (not isinstance(launches, int) or launches < 0):
+        raise ConfigError(f"{where}: module's LAUNCHES must be a number, got {launches!r}.")
+    for asked in ("why_not", *(name for name in OPTIONAL if hasattr(module, name))):
+        _check_call(where, asked, getattr(module, asked), ["problem"], [])
+    parameters = inspect.signature(load(op, "reference").run).parameters.values()
+    scalars = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    tensors = [each.name for each in parameters if each.name not in scalars]
+    _check_call(where, "run", module.run, tensors, scalars)
+
+
+def _check_call(
+    where: str, name: str, function: Callable[..., Any], tensors: list[str], scalars: list[str]
+) -> None:
+    """Raise unless a function can be called with so many arguments and these keywords."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of a compiled function that does not say
+        return
+    try:
+        signature.bind(*tensors, **dict.fromkeys(scalars))
+    except TypeError as error:
+        wanted = ", ".join(tensors) + (f", *, {', '.join(scalars)}" if scalars else "")
+        raise ConfigError(
+            f"{where}: module's {name} must take ({wanted}), got {name}{signature}: {error}."
+        ) from error

@@ -1,0 +1,218 @@
+"""Backends of others: registered, chosen, seen, taken back, and refused with a sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import openmla
+from openmla import PRESETS, Batch, BlockPool, allocate_cache, make_plan
+from openmla.backends import BACKENDS, OTHERS, Problem, all_backends, choose_backend
+from openmla.backends.reference import merge_states as reference
+from openmla.cli.__main__ import main
+from openmla.errors import ConfigError, UnsupportedError
+from openmla.ops import merge_states
+from openmla.testing import assert_within_budget
+
+ASKED = Problem("merge_states", dtype=torch.float32)
+
+
+class Counting:
+    """merge_states as the reference has it, for float32 only, counting its calls."""
+
+    LAUNCHES = 1
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None if problem.dtype == torch.float32 else f"takes fp32, this is {problem.dtype}"
+
+    def run(self, out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+        self.calls += 1
+        reference.run(out, lse, other_out, other_lse)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = dict(BACKENDS)
+    yield
+    for op, name in tuple(OTHERS):
+        openmla.unregister_backend(op, name)
+    assert before == BACKENDS
+
+
+def states(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    torch.manual_seed(0)
+    wide = torch.promote_types(dtype, torch.float32)
+    shapes = ((3, 2, 4), dtype), ((3, 2), wide), ((3, 2, 4), dtype), ((3, 2), wide)
+    return [torch.randn(shape, dtype=kind) for shape, kind in shapes]
+
+
+def test_auto_takes_it_where_it_can_and_it_computes() -> None:
+    assert choose_backend(ASKED) == "reference"  # cached
+    mine = Counting()
+    openmla.register_backend("merge_states", "mine", mine)
+    assert choose_backend(ASKED) == "mine" and all_backends()[-1] == "reference"
+    for dtype, calls in ((torch.float32, 1), (torch.bfloat16, 1)):
+        actual, peer = states(dtype), states(dtype)
+        exact = [tensor.double() for tensor in peer]
+        merge_states(*actual)
+        merge_states(*peer, backend="reference")
+        merge_states(*exact, backend="reference")
+        assert_within_budget(tuple(actual[:2]), tuple(exact[:2]), tuple(peer[:2]))
+        assert mine.calls == calls
+    with pytest.raises(UnsupportedError, match=r"mine +takes fp32, this is torch\.bfloat16"):
+        merge_states(*states(torch.bfloat16), backend="mine")
+    openmla.unregister_backend("merge_states", "mine")
+    assert choose_backend(ASKED) == "reference"
+    with pytest.raises(ConfigError, match="backend 'mine' is not known"):
+        merge_states(*states(), backend="mine")
+
+
+def test_it_can_stand_back() -> None:
+    mine: Any = Counting()
+    mine.slower = lambda problem: "is made for more rows"
+    openmla.register_backend("merge_states", "mine", mine)
+    assert choose_backend(ASKED) == "reference" and choose_backend(ASKED, "mine") == "mine"
+
+
+def paged_plan(backend: Any = "auto") -> openmla.Plan:
+    config = PRESETS["tiny-v3"]
+    cache = allocate_cache(config, num_blocks=8, block_size=16, format="fp32")
+    pool = BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 60})
+    table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 59, 60)])
+    return make_plan(Batch([1], [60], table, slots), config, cache, backend=backend)
+
+
+class Refusing(SimpleNamespace):
+    @staticmethod
+    def why_not(problem: Problem) -> str | None:
+        return "never runs"
+
+    @staticmethod
+    def run(*tensors: Tensor, **scalars: Any) -> Any:
+        raise AssertionError
+
+
+def test_explain_and_doctor_see_it(capsys: pytest.CaptureFixture[str]) -> None:
+    openmla.register_backend("mqa_paged", "theirs", Refusing())
+    plan = paged_plan()
+    assert plan.backends["mqa_paged"] == "sdpa"
+    assert re.search(r"^mqa_paged +sdpa \(not theirs: never runs\)$", plan.explain(), re.M)
+    assert main(["doctor"]) == 0
+    assert re.search(r"^  mqa_paged .*not theirs: never runs", capsys.readouterr().out, re.M)
+
+
+def test_the_command_imports_what_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kernels_of_mine.py").write_text(
+        "import sys, openmla\n"
+        "def why_not(problem): return 'is a test'\n"
+        "def run(*tensors, **scalars): ...\n"
+        "openmla.register_backend('rope', 'from_file', sys.modules[__name__])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
+    assert main(["--import", "kernels_of_mine", "doctor"]) == 0
+    assert re.search(r"^  rope .*not from_file: is a test", capsys.readouterr().out, re.M)
+    assert main(["--import", "no_such_kernels", "doctor"]) == 2
+    assert "--import must be a module, got 'no_such_kernels'" in capsys.readouterr().err
+
+
+def without(*names: str, **changes: Any) -> SimpleNamespace:
+    kept = {"why_not": lambda problem: None, "run": reference.run} | changes
+    return SimpleNamespace(**{name: value for name, value in kept.items() if name not in names})
+
+
+REFUSED: dict[str, tuple[tuple[Any, Any, Any], str]] = {
+    "op": (("merge_state", "mine", without()), "op 'merge_state' is not known. Did you mean 'merg"),
+    "op is no name": ((3, "mine", without()), "op 3 is not known."),
+    "own name": (("merge_states", "sdpa", without()), "must not be one of openmla's own, got 'sdp"),
+    "auto": (("merge_states", "auto", without()), "must not be one of openmla's own, got 'auto'"),
+    "odd name": (("merge_states", "a,b", without()), "name must be letters, digits, .* got 'a,b'"),
+    "no name": (("merge_states", None, without()), "name must be letters, digits, .* got None"),
+    "taken": (("merge_states", "taken", without()), "must not have a backend 'taken' already. Cal"),
+    "no why_not": (("merge_states", "m", without("why_not")), "must have a function why_not"),
+    "no run": (("merge_states", "m", without("run")), "module must have a function run"),
+    "nothing": (("merge_states", "m", None), "module must have a function why_not, got None"),
+    "slower": (("merge_states", "m", without(slower=1)), "module's slower must be a function of a"),
+    "launches": (("merge_states", "m", without(LAUNCHES="1")), "must be a number, got '1'"),
+    "why_not of nothing": (
+        ("merge_states", "m", without(why_not=lambda: None)),
+        r"module's why_not must take \(problem\), got why_not\(\)",
+    ),
+    "run of less": (
+        ("merge_states", "m", without(run=lambda out, lse: None)),
+        r"module's run must take \(out, lse, other_out, other_lse\), got run\(out, lse\)",
+    ),
+    "run without its scalars": (
+        ("mqa_paged", "m", without(run=lambda q, cache, scale, table, lens, starts, *, C: None)),
+        r"module's run must take \(q_latent, .*, \*, format, C, scale, causal, ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    openmla.register_backend("merge_states", "taken", without())
+    before, others = dict(BACKENDS), dict(OTHERS)
+    arguments, sentence = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^register_backend: .*{sentence}") as error:
+        openmla.register_backend(*arguments)
+    assert "\n" not in str(error.value)
+    assert before == BACKENDS and others == OTHERS
+
+
+def test_nothing_else_can_be_taken_back() -> None:
+    openmla.register_backend("merge_states", "mine", without())
+    for op, name, sentence in (
+        ("merge_states", "reference", "must have a registered backend 'reference', got none"),
+        ("merge_states", "mina", "got none. Did you mean 'mine'?"),
+        ("rope", "mine", "rope must have a registered backend 'mine', got none"),
+        ("ropes", "mine", "op 'ropes' is not known. Did you mean 'rope'?"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(sentence)):
+            openmla.unregister_backend(op, name)
+    assert BACKENDS["merge_states"] == ("mine", "triton", "reference")
+
+
+def test_a_backend_per_op() -> None:
+    """Each op by its own name; those not named choose. A plan keeps what it was asked."""
+    asked = {"mqa_paged": "reference", "mha_ragged": "sdpa"}
+    plan = paged_plan(asked)
+    asked["mqa_paged"] = "gone"
+    assert plan.called_with("mqa_paged") == plan.backends["mqa_paged"] == "reference"
+    assert re.search(r"^mqa_paged +reference \(asked for\)$", plan.explain(), re.M)
+    assert paged_plan().called_with("mqa_paged") == "auto"
+    openmla.register_backend("mqa_paged", "theirs", Refusing())
+    with pytest.raises(UnsupportedError, match=r"theirs +never runs"):
+        paged_plan({"mqa_paged": "theirs"})
+
+
+@pytest.mark.parametrize(
+    "asked, sentence",
+    [
+        ({"mqa_page": "sdpa"}, "plan: op 'mqa_page' is not known. Did you mean 'mqa_paged'?"),
+        ({"mqa_paged": "tritom"}, "got 'tritom'. Did you mean 'triton'?"),
+        ({"rope": "sdpa"}, "plan: backend of rope must be auto or one of triton, reference, got"),
+        ({"rope": None}, "plan: backend of rope must be auto or one of .*, got None"),
+        ({3: "sdpa"}, "plan: op 3 is not known."),
+        ("referense", "is not known. Known: auto, .* Did you mean 'reference'?"),
+        (3, "plan: backend must be a name or a name per op, such as .*, got 3."),
+        (["sdpa"], "plan: backend must be a name or a name per op, such as .*, got "),
+    ],
+)  # fmt: skip
+def test_what_is_asked_is_checked(asked: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")) as error:
+        paged_plan(asked)
+    assert "\n" not in str(error.value)
