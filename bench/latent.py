@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from openmla.backends import slower, why_not
+from openmla.backends import Problem, slower, why_not
 from openmla.backends.segments import problem_of
 from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
@@ -100,8 +101,24 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
     contenders: dict[str, Contender] = {"openmla": ours}
     if find_spec("flash_mla") is not None:
         contenders["flashmla"] = _flash_sparse(q, cache, slots, format)
+        given = Segment(cache, one, format, "slots", rows=slots, row_lens=lens)
+        call = partial(mqa_sparse, q, start_loc, positions, given, C=C, scale=SCALE)
+        contenders |= adapted(problem_of(q, [given], C=C, run_length=0), call) if H >= 64 else {}
     exact = attended(q[:2], rows)
     return Shape(contenders, exact, calls, T * K, get_format(format).row_bytes(D))
+
+
+def adapted(problem: Problem, call: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Contender]:
+    """FlashMLA as `auto` would run it, conversions included: what `slower` is decided by."""
+    if why_not(problem, "flashmla") is not None:
+        return {}
+    return {"flashmla adapter": partial(call, backend="flashmla")}
+
+
+def legacy_side(flash: Any) -> dict[str, bool]:
+    """Where sgl-flash-mla keeps the kernels for SM90."""
+    taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
+    return {"use_legacy": True} if "use_legacy" in taken else {}
 
 
 def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> Contender:
@@ -115,12 +132,14 @@ def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> Conte
         out, lse = flash.flash_mla_with_kvcache(
             padded.unsqueeze(1), cache.unsqueeze(2), None, None, C, metadata,
             softmax_scale=SCALE, is_fp8_kvcache=True, indices=slots.unsqueeze(1),
+            **legacy_side(flash),
         )  # fmt: skip
         return out[:, 0, :H], lse[:, :H, 0]
 
     def prefill() -> tuple[Tensor, Tensor]:
         flat = cache.view(-1, 1, D)
-        out, _, lse = flash.flash_mla_sparse_fwd(padded, flat, slots.unsqueeze(1), SCALE)
+        side = legacy_side(flash)
+        out, _, lse = flash.flash_mla_sparse_fwd(padded, flat, slots.unsqueeze(1), SCALE, **side)
         return out[:, :H], lse[:, :H]
 
     return prefill if format == "bf16" else decode
@@ -149,11 +168,15 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     start_loc = torch.arange(len(lens) + 1, device="cuda", dtype=torch.int32) * new
 
-    def ours() -> tuple[Tensor, Tensor]:
+    layers = itertools.cycle([cache])
+
+    def attend(backend: str) -> tuple[Tensor, Tensor]:
         return mqa_paged(
-            q, cache, one, table, seq_lens, start_loc, format=format, C=C, scale=SCALE,
-            causal=True, max_query_len=new,
+            q, next(layers), one, table, seq_lens, start_loc, format=format, C=C, scale=SCALE,
+            causal=True, max_query_len=new, backend=backend,
         )  # fmt: skip
+
+    ours = partial(attend, "gluon" if format == "bf16" else "triton")
 
     S = lens[0] - new + 1  # keys of the first token
     slots = table[0, : blocks[0]].long()[:, None] * BS + torch.arange(BS, device="cuda")
@@ -162,14 +185,16 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     contenders: dict[str, Contender] = {"openmla": ours}
     if find_spec("flash_mla") is not None and format == "bf16":
         contenders["flashmla"] = _flash_paged(q, cache, table, seq_lens, new)
+        # as many layers as calls: the adapter's schedule is of a step, and one layer is its end
+        layers = itertools.cycle([cache, *(cache.clone() for _ in range(calls - 1))])
+        contenders["flashmla adapter"] = partial(attend, "flashmla")
     return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
 
 
 def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new: int) -> Contender:
     flash = import_module("flash_mla")
     metadata, _ = flash.get_mla_metadata()
-    taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
-    legacy = {"use_legacy": True} if "use_legacy" in taken else {}  # where dense decode went
+    legacy = legacy_side(flash)
     queries = q.view(-1, new, *q.shape[1:])
 
     def decode() -> tuple[Tensor, Tensor]:
@@ -225,6 +250,8 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
     contenders: dict[str, Contender] = {"openmla": ours}
     if find_spec("flash_mla") is not None:
         contenders |= _flash_compressed(q, rows, near, pool, far, sink)
+        call = partial(mqa_sparse, q, start_loc, positions, first, second, sink, C=C, scale=scale)
+        contenders |= adapted(problem_of(q, [first, second], C=C, run_length=0), call)
     return Shape(contenders, exact, calls, T * (window + chosen), layout.row_bytes(C))
 
 
@@ -265,6 +292,7 @@ def _flash_compressed(
             padded.unsqueeze(1), rows.unsqueeze(2), None, None, C, metadata,
             softmax_scale=C**-0.5, is_fp8_kvcache=True, indices=near.unsqueeze(1), attn_sink=sinks,
             extra_k_cache=pool.unsqueeze(2), extra_indices_in_kvcache=far.unsqueeze(1),
+            **legacy_side(flash),
         )  # fmt: skip
         return out[:, 0, :H], lse[:, :H, 0]
 
@@ -277,7 +305,7 @@ def _flash_compressed(
 
     def prefill() -> tuple[Tensor, Tensor]:
         out, _, lse = flash.flash_mla_sparse_fwd(
-            padded, flat.unsqueeze(1), listed, C**-0.5, attn_sink=sinks
+            padded, flat.unsqueeze(1), listed, C**-0.5, attn_sink=sinks, **legacy_side(flash)
         )
         return out[:, :H], lse[:, :H]
 
@@ -401,7 +429,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     machine = describe_machine("cuda")
     print(machine)
-    print(f"{'shape':<36} {'contender':<13} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
+    print(f"{'shape':<36} {'contender':<17} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
     rows = kept_rows(options.json, machine)
     known = {row["shape"] for row in rows}
     for title, make in shapes():
@@ -422,7 +450,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             rate = shape.rows * shape.row_bytes / times[name] / 1e6
             shown = "" if ratio is None else f"{ratio:.2f}"
             print(
-                f"{title:<36} {name:<13} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} "
+                f"{title:<36} {name:<17} {times[name]:>9.1f} {shown:>6} {rate:>6.2f} "
                 f"{checked[name][0]:>8.5f}",
                 flush=True,
             )

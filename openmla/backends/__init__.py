@@ -29,7 +29,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "merge_states": ("triton", "reference"),
     "mha_masked": ("triton", "reference"),
     "mha_ragged": ("sdpa", "triton", "reference"),
-    "mqa_paged": ("sdpa", "gluon", "triton", "reference"),
+    "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "rope": ("triton", "reference"),
@@ -44,8 +44,8 @@ RUNS_ON = {"gluon": "cuda", "triton": "cuda"}
 
 
 # What is 16-byte aligned: queries; cache pages; cache rows, contiguous across pages and indexable
-# in 32 bits.
-ALIGNED = frozenset(("queries", "pages", "rows"))
+# in 32 bits. "tight": nothing is between the rows of a page.
+ALIGNED = frozenset(("queries", "pages", "rows", "tight"))
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ class Problem:
     V: int = 0
     BS: int = 0
     tokens: int = 0  # as bucketed() has it
+    max_query_len: int = 0  # tokens of a request, at most
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
     run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
@@ -155,7 +156,7 @@ def _interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=4096)
 def choose_backend(problem: Problem, backend: str = "auto") -> str:
     """The backend that runs a problem: the named one, or with "auto" the first that can and is not
     slower than another, else the first that can.

@@ -68,8 +68,8 @@ def problem(
 
 
 def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
-    """Which of "pages" and "rows" are 16-byte aligned in all of some caches."""
-    pages = rows = True
+    """Which of "pages" and "rows" are 16-byte aligned in all of some caches, and if "tight"."""
+    pages = rows = tight = True
     for cache in caches:
         traced = isinstance(cache, FakeTensor)  # stands for a tensor aligned as allocated
         start = cache.numel() > 0 and (traced or cache.data_ptr() % 16 == 0)
@@ -77,7 +77,9 @@ def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
         pages = pages and start and page % 16 == 0
         dense = page == cache.shape[1] * row
         rows = rows and start and row % 16 == 0 and dense and cache.numel() < 2**33
-    return frozenset(name for name, is_so in (("pages", pages), ("rows", rows)) if is_so)
+        tight = tight and (cache.stride(1) == cache.shape[2] or cache.shape[1] == 1)
+    found = (("pages", pages), ("rows", rows), ("tight", tight))
+    return frozenset(name for name, is_so in found if is_so)
 
 
 def query_alignment(q: Tensor) -> frozenset[str]:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, bucketed, choose_backend, load, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
@@ -72,13 +72,14 @@ def _check_values(
 
 
 def problem(
-    device: torch.device, dtype: torch.dtype, format: str, *, D: int, C: int, BS: int,
-    aligned: frozenset[str],
+    device: torch.device, dtype: torch.dtype, format: str, *, H: int, D: int, C: int, BS: int,
+    tokens: int, max_query_len: int, run_length: int, aligned: frozenset[str],
 ) -> Problem:  # fmt: skip
     """A call, as backends are asked about it."""
     return problem_on(
-        device, "mqa_paged", dtype=dtype, format=format, D=D, C=C, BS=BS, aligned=aligned
-    )
+        device, "mqa_paged", dtype=dtype, format=format, H=H, D=D, C=C, BS=BS, aligned=aligned,
+        tokens=bucketed(tokens), max_query_len=bucketed(max_query_len), run_length=run_length,
+    )  # fmt: skip
 
 
 def _run(
@@ -100,7 +101,8 @@ def _run(
     if q_latent.device.type == "cpu":
         _check_values(dims, tensors, max_query_len, causal)
     asked = problem(
-        q_latent.device, q_latent.dtype, format, D=dims["D"], C=C, BS=dims["BS"],
+        q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
+        tokens=dims["T"], max_query_len=max_query_len, run_length=run_length,
         aligned=alignment([cache]) | query_alignment(q_latent),
     )  # fmt: skip
     result: tuple[Tensor, Tensor] = load("mqa_paged", choose_backend(asked, backend)).run(

@@ -45,6 +45,7 @@ OF_REQUESTS = ("block_table", "seq_lens", "window_table", "state_slots")
 OF_ALL = ("first_keys", "ratio")  # of a graph of any size; the rest is of tokens
 
 
+@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
 def plan_buffers(
     config: MLAConfig,
     cache: LayerCache,

@@ -29,6 +29,7 @@ from openmla.ops.mqa_paged import problem as mqa_paged_problem
 from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.pack_mask import problem as pack_mask_problem
 from openmla.ops.rope import problem as rope_problem
+from openmla.plan.rows import num_rows
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
 PROMPT = 4096  # tokens: how many does not matter, but that they are many
@@ -118,7 +119,9 @@ def find_problems(
     if decode is not None:
         problems.append(
             mqa_paged_problem(
-                device, dtype, format, D=D, C=C, BS=latent.block_size,
+                device, dtype, format, H=config.num_heads, D=D, C=C, BS=latent.block_size,
+                tokens=num_rows(decode.rows), max_query_len=decode.max_query_len,
+                run_length=run_length,
                 aligned=alignment([latent.data]) | {"queries"},
             )
         )  # fmt: skip

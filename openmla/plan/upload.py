@@ -13,6 +13,7 @@ Tree = TypeVar("Tree")
 ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 
 
+@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
 def upload(tree: Tree, device: torch.device) -> Tree:
     """The same tuple or dataclass, however nested, with its CPU tensors moved."""
     if device.type == "cpu":

@@ -103,6 +103,18 @@ CASES = [
     SparseCase("packed-exact", **SHORT, first=replace(SLOTS, format="fp8_ds_mla_exact"), C=128),
     SparseCase("packed-v3", **WIDE, first=replace(SLOTS, format="fp8_ds_mla", BS=64), H=8),
     SparseCase(
+        "v3-64-heads",
+        (1, 2),
+        (33, 70),
+        replace(SLOTS, BS=64),
+        H=64,
+        sink=SINKS,
+        padding=2,
+        C=512,
+        R=64,
+        contiguous=True,
+    ),
+    SparseCase(
         "packed-v3-64-heads",
         **WIDE,
         first=replace(SLOTS, format="fp8_ds_mla", BS=64),

@@ -1,163 +1,295 @@
-"""The flashmla adapter's border, against a stand-in that keeps that package's conventions."""
+"""The flashmla adapter's border, against a stand-in that keeps that package's conventions.
+
+On a GPU with the package, the contract tests of mqa_sparse and mqa_paged run it itself.
+"""
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, why_not
-from openmla.backends.flashmla import mqa_sparse as adapter
-from openmla.backends.reference import mqa_sparse as reference
-from openmla.cache.format import FORMATS
-from openmla.errors import ShapeError, UnsupportedError
-from openmla.ops import Segment
-from openmla.testing import poison
+from openmla.backends import Problem, choose_backend, kernel_of, why_not
+from openmla.backends.flashmla import _package
+from openmla.backends.flashmla import mqa_paged as dense
+from openmla.backends.flashmla import mqa_sparse as sparse
+from openmla.backends.segments import alignment
+from openmla.errors import UnsupportedError
+from openmla.ops import mqa_paged, mqa_sparse
+from openmla.testing import PagedCase, SparseCase
+from tests.ops import fake_flash_mla as fake
+from tests.ops.contract import check_attention
+from tests.ops.mqa_paged_cases import V3_CASES
+from tests.ops.mqa_sparse_cases import CASES, FAR, NEAR, POOLED, SINKS, V4
 
-ONE = torch.tensor(1.0)
-FITS = Problem(
-    op="mqa_sparse",
-    device="cuda",
-    capability=(9, 0),
-    dtype=torch.bfloat16,
-    format="fp8_ds_mla",
-    H=64,
-    D=576,
-    C=512,
+V3: Any = {"C": 512, "R": 64, "contiguous": True}
+PACKED = Problem(
+    "mqa_sparse", "cuda", (9, 0), 132, torch.bfloat16, "fp8_ds_mla", 64, 576, 512, tokens=256,
     kinds=("slots",),
-)
-
-
-def stand_in(
-    q: Tensor,
-    k_cache: Tensor,
-    block_table: None,
-    cache_seqlens: None,
-    head_dim_v: int,
-    metadata: object,
-    *,
-    softmax_scale: float,
-    causal: bool,
-    is_fp8_kvcache: bool,
-    indices: Tensor,
-    attn_sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """flash_mla_with_kvcache by its documentation, for tokens that are sequences of one."""
-    assert metadata == "metadata" and not causal and is_fp8_kvcache
-    assert indices.dtype == torch.int32 and indices.shape[2] % 64 == 0 and indices.shape[1] == 1
-    assert k_cache.shape[2:] == (1, 656) and q.is_contiguous() and indices.is_contiguous()
-    num_slots = k_cache.shape[0] * k_cache.shape[1]
-    assert ((indices >= -1) & (indices < num_slots)).all()  # there: an unchecked read
-    B, S, H, _ = q.shape
-    out = torch.zeros(B, S, H, head_dim_v, dtype=q.dtype)
-    lse = torch.full((B, H, S), torch.inf)
-    for b in range(B):
-        slots = indices[b, 0][indices[b, 0] >= 0].long()
-        if slots.numel() == 0:
-            continue
-        rows = FORMATS["fp8_ds_mla"].read(k_cache[:, :, 0], slots, ONE, torch.float32, 576)
-        logits = softmax_scale * (q[b, 0].float() @ rows.T)
-        lse[b, :, 0] = logits.logsumexp(-1)
-        share = 1.0 if attn_sink is None else 1 / (1 + (attn_sink - lse[b, :, 0]).exp())[:, None]
-        out[b, 0] = (logits.softmax(-1) @ rows[:, :head_dim_v] * share).to(q.dtype)
-    return out, lse
+)  # fmt: skip
+PROMPT = replace(PACKED, format="bf16", tokens=4096)
+COMPRESSED = replace(PACKED, format="fp8_dsv4", D=512, kinds=("window", "positions"))
+PAGED = Problem(
+    "mqa_paged", "cuda", (9, 0), dtype=torch.bfloat16, format="bf16", H=128, D=576, C=512, BS=64,
+    tokens=64, max_query_len=1,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
-    package: Any = ModuleType("flash_mla")
-    package.flash_mla_with_kvcache = stand_in
-    package.get_mla_metadata = lambda *_: ("metadata", None)
-    monkeypatch.setitem(sys.modules, "flash_mla", package)
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    choose_backend.cache_clear()
+    fake.install(monkeypatch)
+    yield
+    choose_backend.cache_clear()
 
 
-@pytest.mark.parametrize("with_sink", [False, True])
-def test_conversions(with_sink: bool) -> None:
-    """Padding to 64 entries, -1 for all that does not count, lse turned and its sign for empty."""
-    torch.manual_seed(0)
-    N, BS, T, H, K = 6, 16, 5, 64, 70
-    pages = poison((N, BS, 656), torch.uint8)
-    rows = torch.randn(40, 576)
-    slots = torch.randperm(N * BS)[:40]
-    FORMATS["fp8_ds_mla"].write(pages, slots, rows, ONE)
-    listed = slots[torch.randint(40, (T, K))].int()
-    listed[0, ::3] = -1
-    listed[1, 5] = N * BS + 3
-    listed[1, 6] = -7
-    lens = torch.tensor([K, 30, 0, 1, K], dtype=torch.int32)
-    segment = Segment(pages, ONE, "fp8_ds_mla", "slots", rows=listed, row_lens=lens)
-    bounds = torch.tensor([0, 3, 4], dtype=torch.int32)  # the last token is padding
-    q = torch.randn(T, H, 576).bfloat16()
-    sink = torch.linspace(-3, 3, H) if with_sink else None
-    positions = torch.zeros(T, dtype=torch.int64)
-    call = (q, bounds, positions, (segment,), sink)
-    out, lse = adapter.run(*call, C=512, scale=0.05, run_length=0)
-    wanted_out, wanted_lse = reference.run(*call, C=512, scale=0.05, run_length=0)
-    assert out.shape == (T, H, 512) and lse.shape == (T, H)
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out, wanted_out, rtol=2e-2, atol=2e-2)
-    assert (lse[[2, 4]] == -torch.inf).all() and not out[[2, 4]].any()
+# The contract's own cases that a GPU runs with the package: empty rows, sinks, all kinds.
+LISTED = (
+    "v3-64-heads", "packed-v3-64-heads", "packed-v3-128-heads-sink", "packed-v3-prompt",
+    "v4-64-heads", "v4-prompt-prefix",
+)  # fmt: skip
+DENSE = ("v3-rows", "v3-padding", "v3-gaps", "v3-64-fp16")
 
 
-def test_odd_pages_are_told() -> None:
-    """The kernel loads 16 bytes at a time; elsewhere it would read wrongly or stop."""
-    pages = torch.zeros(2, 656 + 5, dtype=torch.uint8)[:, :656].unflatten(1, (1, 656))
-    rows = torch.zeros(1, 4, dtype=torch.int32)
-    lens = torch.ones(1, dtype=torch.int32)
-    segment = Segment(pages, ONE, "fp8_ds_mla", "slots", rows=rows, row_lens=lens)
-    bounds = torch.tensor([0, 1], dtype=torch.int32)
-    call = (torch.zeros(1, 64, 576).bfloat16(), bounds, torch.zeros(1), (segment,), None)
-    with pytest.raises(ShapeError, match="pages must lie at multiples of 16 bytes for flashmla"):
-        adapter.run(*call, C=512, scale=1.0, run_length=0)
+@pytest.mark.parametrize("name", LISTED)
+def test_cases_of_chosen_rows(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    assert why_not_of(mqa_sparse, case) is None
+    check_attention(mqa_sparse, case.make(), "flashmla")
 
 
-def test_no_tokens() -> None:
-    segment = Segment(
-        torch.zeros(1, 1, 656, dtype=torch.uint8),
-        ONE,
-        "fp8_ds_mla",
-        "slots",
-        rows=torch.zeros(0, 4, dtype=torch.int32),
-        row_lens=torch.zeros(0, dtype=torch.int32),
-    )
-    call = (torch.zeros(0, 64, 576).bfloat16(), torch.zeros(1, dtype=torch.int32), torch.zeros(0))
-    out, lse = adapter.run(*call, (segment,), None, C=512, scale=1.0, run_length=0)
-    assert out.shape == (0, 64, 512) and lse.shape == (0, 64)
+@pytest.mark.parametrize("name", DENSE)
+def test_cases_of_all_rows(name: str) -> None:
+    case = next(case for case in V3_CASES if case.name == name)
+    assert why_not_of(mqa_paged, case) is None
+    check_attention(mqa_paged, case.make(), "flashmla")
+
+
+def why_not_of(op: Any, case: Any) -> str | None:
+    """What the contract test would skip with."""
+    try:
+        case.make().run(op, backend="flashmla")
+    except UnsupportedError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    "case",
     [
-        ({}, None),
-        ({"capability": (10, 0)}, None),
-        ({"device": "cpu", "capability": None}, "needs SM90 or SM100, this is cpu"),
-        ({"capability": (8, 9)}, "needs SM90 or SM100, this is SM89"),
-        ({"capability": (12, 0)}, "needs SM90 or SM100, this is SM120"),
-        ({"format": "bf16"}, "reads fp8_ds_mla, whose scales it does not round, not bf16"),
-        ({"D": 160, "C": 128}, "needs rows of 512 + 64, this is 128 + 32"),
-        ({"H": 16}, "needs 64 or 128 heads, this is 16"),
-        ({"dtype": torch.float16}, "takes bf16 queries, this is torch.float16"),
-        ({"kinds": ("window", "slots")}, "takes one segment of slots, this is window and slots"),
+        SparseCase("window", (1, 3, 0), (330, 7, 9), NEAR, H=64, sink=SINKS, padding=2, **V4),
+        SparseCase("prefix", (2, 1), (600, 40), NEAR, POOLED, H=64, padding=1, **V4),
+        SparseCase("nothing", (), (), NEAR, FAR, H=128, padding=2, **V4),
+        SparseCase("no tokens", (), (), NEAR, FAR, H=128, **V4),
+        SparseCase("no request has any", (0, 0), (9, 0), NEAR, FAR, H=64, **V4),
+    ],
+    ids=str,
+)
+def test_v4(case: SparseCase) -> None:
+    check_attention(mqa_sparse, case.make(), "flashmla")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase("drafts", (3, 0, 1, 3), (200, 5, 64, 3), H=64, BS=64, padding=2, **V3),
+        PagedCase("bounded", (1, 2), (65, 2), H=16, BS=64, causal=False, padding=9, **V3),
+        PagedCase("no keys", (0, 0), (0, 0), H=64, BS=64, padding=2, **V3),
+        PagedCase("no requests", (), (), H=64, BS=64, padding=2, **V3),
+        PagedCase("nothing", (), (), H=64, BS=64, **V3),
+    ],
+    ids=str,
+)
+def test_dense(case: PagedCase) -> None:
+    check_attention(mqa_paged, case.make(), "flashmla")
+
+
+def test_schedules_of_chosen_rows_are_kept() -> None:
+    """They follow from shapes: one for all layers and steps, another for other shapes."""
+    case = SparseCase("kept", (1, 1), (300, 70), NEAR, FAR, H=64, **V4)
+    for seed in range(3):
+        replace(case, seed=seed).make().run(mqa_sparse, backend="flashmla")
+    assert fake.COUNTS["schedules"] == 1
+    replace(case, query_lens=(1, 2)).make().run(mqa_sparse, backend="flashmla")
+    replace(case, second=replace(FAR, K=400)).make().run(mqa_sparse, backend="flashmla")
+    assert fake.COUNTS["schedules"] == 3 == len(_package._KEPT)
+
+
+def test_schedules_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph fills its own, which nobody else reads; what is filled already it may read."""
+    inputs = SparseCase("captured", (1, 1), (300, 70), NEAR, FAR, H=64, **V4).make()
+    monkeypatch.setattr(_package, "capturing", lambda: True)
+    for _ in range(2):
+        inputs.run(mqa_sparse, backend="flashmla")
+    assert fake.COUNTS["schedules"] == 2 and not _package._KEPT
+    monkeypatch.setattr(_package, "capturing", lambda: False)
+    inputs.run(mqa_sparse, backend="flashmla")
+    monkeypatch.setattr(_package, "capturing", lambda: True)
+    inputs.run(mqa_sparse, backend="flashmla")
+    assert fake.COUNTS["schedules"] == 3 == len(_package._KEPT) + 2
+
+
+class Steps:
+    """A dense step over several layers' caches, whose lengths may change where they are."""
+
+    def __init__(self, new: int = 1) -> None:
+        with torch.inference_mode(False):
+            inputs = PagedCase("step", (new,) * 3, (90, 64, 300), H=64, BS=64, **V3).make()
+            self.tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
+            self.tensors["cache"] = inputs["cache"].contiguous().clone()
+            self.caches = [self.tensors["cache"].clone() for _ in range(3)]
+            self.scalars = inputs.scalars
+
+    def run(self, layer: int) -> None:
+        """Against the reference; the stand-in looks at the schedule."""
+        arguments = {**self.tensors, "cache": self.caches[layer]}
+        found = mqa_paged(*arguments.values(), **self.scalars, backend="flashmla")
+        wanted = mqa_paged(*arguments.values(), **self.scalars, backend="reference")
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_layers_of_a_step_share_its_schedule(new: int) -> None:
+    steps = Steps(new)
+    for made in (1, 2):
+        for layer in range(3):
+            steps.run(layer)
+        assert fake.COUNTS["schedules"] == made
+        steps.tensors["seq_lens"] -= 1  # on the device, in inference mode
+
+
+def test_another_step_has_another_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps()
+    steps.run(0)
+    steps.tensors["seq_lens"].sub_(5)  # between layers, as drafts do
+    steps.run(1)
+    assert fake.COUNTS["schedules"] == 2
+    steps.tensors["seq_lens"].data.sub_(5)  # as a replayed graph does: nothing tells
+    steps.run(1)  # but that the layer came before
+    assert fake.COUNTS["schedules"] == 3
+    with torch.inference_mode(False):
+        steps.tensors["block_table"] = steps.tensors["block_table"].clone()
+    steps.run(2)
+    assert fake.COUNTS["schedules"] == 4
+    monkeypatch.setattr("openmla.backends.flashmla._step.capturing", lambda: True)
+    steps.run(0)  # a graph's own
+    steps.run(1)
+    assert fake.COUNTS["schedules"] == 5
+    monkeypatch.setattr("openmla.backends.flashmla._step.capturing", lambda: False)
+    steps.run(2)
+    assert fake.COUNTS["schedules"] == 6
+    steps.tensors["seq_lens"] = steps.tensors["seq_lens"].clone()  # an inference tensor: no version
+    steps.run(0)
+    steps.run(1)
+    assert fake.COUNTS["schedules"] == 8
+
+
+REASONS: list[tuple[Problem, dict[str, Any], str | None]] = [
+    (PACKED, {}, None),
+    (PACKED, {"capability": (10, 0)}, None),
+    (PACKED, {"device": "cpu", "capability": None}, "needs SM90 or SM100, this is cpu"),
+    (PACKED, {"capability": (8, 9)}, "needs SM90 or SM100, this is SM89"),
+    (PACKED, {"D": 160, "C": 128}, "needs rows of 512 + 64, this is 128 + 32"),
+    (PACKED, {"H": 16}, "needs 64 or 128 heads, this is 16"),
+    (PACKED, {"dtype": torch.float16}, "takes bf16 queries, this is torch.float16"),
+    (PACKED, {"kinds": ("window", "slots")}, "takes one segment, this is window and slots"),
+    (PACKED, {"aligned": frozenset(("rows", "queries"))}, "needs whole pages at multiples of 16"),
+    (PACKED, {"tokens": 16384}, "takes up to 8192 tokens, this is 16384"),
+    (PACKED, {"run_length": 64}, "cuts rows by how many tokens there are"),
+    (PACKED, {"format": "fp8"}, "reads fp8_ds_mla, not fp8; sparse decode V4 reads fp8_dsv4, not"),
+    (COMPRESSED, {}, None),
+    (COMPRESSED, {"capability": (10, 0)}, "sparse decode V4 needs SM90, this is SM100"),
+    (PROMPT, {}, None),
+    (PROMPT, {"aligned": frozenset(("pages", "queries"))}, "needs one row after another"),
+    (PAGED, {}, None),
+    (PAGED, {"format": "fp16", "dtype": torch.float16, "H": 3}, None),
+    (PAGED, {"capability": (10, 0)}, "needs SM90, this is SM100"),
+    (PAGED, {"format": "fp8"}, "takes queries of the cache's 16 bits, this is torch.bfloat16 and"),
+    (PAGED, {"BS": 16}, "needs pages of 64 rows, this is 16"),
+    (PAGED, {"run_length": 1024}, "cuts keys by what else is in the batch"),
+    (PAGED, {"aligned": frozenset(("rows",))}, "needs rows and queries at multiples of 16 bytes"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REASONS)))
+def test_reasons(number: int) -> None:
+    problem, changes, reason = REASONS[number]
+    module = dense if problem.op == "mqa_paged" else sparse
+    found = module.why_not(replace(problem, **changes))
+    assert found == reason if reason is None else found is not None and reason in found
+
+
+@pytest.mark.parametrize(
+    "problem, taken",
+    [
+        (PACKED, "flashmla"),
+        (replace(PACKED, tokens=128), "gluon"),
+        (replace(PACKED, H=128), "flashmla"),
+        (replace(PACKED, H=128, tokens=1), "gluon"),
+        (replace(PACKED, H=128, tokens=64), "gluon"),
+        (replace(PACKED, H=128, tokens=4096), "gluon"),
+        (replace(PACKED, capability=(10, 0), tokens=1), "flashmla"),
+        (COMPRESSED, "gluon"),
+        (PROMPT, "flashmla"),
+        (replace(PROMPT, tokens=64), "gluon"),
+        (PAGED, "flashmla"),
+        (replace(PAGED, tokens=1), "gluon"),
+        (replace(PAGED, H=16), "gluon"),
+        (replace(PAGED, max_query_len=2), "gluon"),
     ],
 )
-def test_reasons(changes: dict[str, Any], reason: str | None) -> None:
-    from dataclasses import replace
+def test_auto_takes_the_faster(problem: Problem, taken: str) -> None:
+    """By what an H200 measured; where ours cannot run, what is slower is taken all the same."""
+    pytest.importorskip("triton")
+    assert choose_backend(problem) == taken
+    assert choose_backend(problem, "flashmla") == "flashmla"
 
-    assert adapter.why_not(replace(FITS, **changes)) == reason
+
+def test_kernels_are_named() -> None:
+    names = [kernel_of(problem, "flashmla") for problem in (PACKED, COMPRESSED, PROMPT, PAGED)]
+    assert names == ["sparse decode", "sparse decode V4", "sparse prefill", ""]
+
+
+def test_alignment_tells_of_padded_rows() -> None:
+    padded = torch.zeros(2, 4, 672, dtype=torch.uint8)[:, :, :656]
+    assert "tight" not in alignment([padded]) and "tight" in alignment([padded.contiguous()])
+
+
+def test_what_the_package_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages of that name differ: asked only where there is a GPU, for it loads."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    installed: Any = sys.modules["flash_mla"]
+    assert sparse.why_not(PACKED) is None
+    monkeypatch.setattr(installed, "has_legacy", lambda: False)
+    assert dense.why_not(PAGED) == (
+        "needs the legacy kernels, which this flash_mla was built without"
+    )
+
+    def newest(q: Tensor, indices: Tensor, enable_batch_invariant: bool = False) -> None: ...
+
+    monkeypatch.setattr(installed, "flash_mla_with_kvcache", newest)
+    assert dense.why_not(PAGED) == (
+        "needs kernels that FlashMLA has dropped. Install sgl-flash-mla"
+    )
+
+    def older(q: Tensor, indices: Tensor) -> None: ...
+
+    monkeypatch.setattr(installed, "flash_mla_with_kvcache", older)
+    assert dense.why_not(PAGED) is None and _package.legacy(older) == {}
 
 
 def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by name, before anything is imported; asking for it by name tells why not."""
     monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: None)
-    assert why_not(FITS, "flashmla") == "package flash_mla is not installed"
-    choose_backend.cache_clear()
-    assert choose_backend(FITS) == "reference"
+    assert why_not(PACKED, "flashmla") == "package flash_mla is not installed"
+    assert choose_backend(PACKED) == "reference"
     with pytest.raises(UnsupportedError) as error:
-        choose_backend(FITS, "flashmla")
+        choose_backend(PACKED, "flashmla")
     assert str(error.value).splitlines() == [
         "mqa_sparse: backend 'flashmla' cannot run this problem:",
         "  flashmla   package flash_mla is not installed",
@@ -165,4 +297,3 @@ def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         "  triton     package triton is not installed",
         "  reference  can",
     ]
-    choose_backend.cache_clear()

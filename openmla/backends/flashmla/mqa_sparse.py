@@ -1,99 +1,216 @@
-"""mqa_sparse through flash_mla_with_kvcache: 64 or 128 heads over fp8_ds_mla rows.
+"""mqa_sparse through FlashMLA: 64 or 128 heads, over V3.2's packed rows, V4's, and 16-bit ones.
 
 Its conventions, converted here: every token is a sequence of one, skipped entries are exactly -1,
-the number of entries is a multiple of 64, lse is [B, H, 1], and an empty row has lse +inf.
-Run on SM90; SM100 is taken by that package's own word, with the page strides it asks for there.
+the number of entries is a multiple of a tile, lse is [B, H, 1], and an empty row has lse +inf.
+Run on SM90; SM100 is taken by that package's own word, for all but V4's pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.errors import ShapeError
-from openmla.hardware import capability
+from openmla.backends.flashmla._entries import entries
+from openmla.backends.flashmla._package import (
+    MAX_SEQUENCES,
+    Schedule,
+    flash_mla,
+    legacy,
+    why_not_installed,
+)
+from openmla.backends.kernels import Kernel, choose, why_none
+from openmla.backends.segments import Segment, problem_of
 
-ENTRIES = 64  # the kernel's tile; rows are filled up to it
-PAGE_STRIDES = {9: 16, 10: 656}  # by major capability: pages lie at multiples of so many bytes
+TILE = 64  # entries that a decode kernel reads at once; a prompt's two such
+MANY = 1024  # tokens of a prompt: from here on our own kernels decode packed rows once
 
 
-def why_not(problem: Problem) -> str | None:
-    if problem.capability is None or problem.capability[0] not in PAGE_STRIDES:
-        major, minor = problem.capability or (0, 0)
-        where = problem.device if problem.capability is None else f"SM{major}{minor}"
-        return f"needs SM90 or SM100, this is {where}"
-    if problem.format != "fp8_ds_mla":
-        return f"reads fp8_ds_mla, whose scales it does not round, not {problem.format}"
-    if (problem.D, problem.C) != (576, 512):
-        return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
+def _why_not(
+    problem: Problem, format: str, D: int, segments: int, chips: tuple[int, ...]
+) -> str | None:
+    if problem.format != format:
+        return f"reads {format}, not {problem.format}"
+    if problem.capability is None or problem.capability[0] not in chips:
+        where = problem.device
+        if problem.capability is not None:
+            where = "SM{}{}".format(*problem.capability)
+        return f"needs {' or '.join(f'SM{chip}0' for chip in chips)}, this is {where}"
+    if (problem.D, problem.C) != (D, 512):
+        return f"needs rows of 512 + {D - 512}, this is {problem.C} + {problem.D - problem.C}"
     if problem.H not in (64, 128):
         return f"needs 64 or 128 heads, this is {problem.H}"
     if problem.dtype != torch.bfloat16:
         return f"takes bf16 queries, this is {problem.dtype}"
-    if problem.kinds != ("slots",):
-        return f"takes one segment of slots, this is {' and '.join(problem.kinds)}"
+    if len(problem.kinds) > segments:
+        return f"takes one segment, this is {' and '.join(problem.kinds)}"
     if problem.run_length:
         return "cuts rows by how many tokens there are"
-    return None
+    return why_not_installed()
 
 
-def efficiency(problem: Problem) -> float:
-    return 0.75  # as our own kernels of many heads, which it is as fast as
+def why_not_packed(problem: Problem) -> str | None:
+    reason = _why_not(problem, "fp8_ds_mla", 576, 1, (9, 10))
+    return reason or _why_not_pages(problem)
 
 
-def run(
+def why_not_v4(problem: Problem) -> str | None:
+    return _why_not(problem, "fp8_dsv4", 512, 2, (9,)) or _why_not_pages(problem)
+
+
+def why_not_16_bits(problem: Problem) -> str | None:
+    reason = _why_not(problem, "bf16", 576, 1, (9, 10))
+    if reason is None and not {"rows", "tight"} <= problem.aligned:
+        return "needs one row after another, at multiples of 16 bytes"
+    return reason
+
+
+def _why_not_pages(problem: Problem) -> str | None:
+    if problem.tokens > MAX_SEQUENCES:
+        return f"takes up to {MAX_SEQUENCES} tokens, this is {problem.tokens}"
+    # on SM100 pages lie at multiples of a row, which is so where nothing is between them
+    needed = {"pages", "tight"} if problem.capability == (9, 0) else {"rows", "tight"}
+    return None if needed <= problem.aligned else "needs whole pages at multiples of 16 bytes"
+
+
+# H200, bench.latent, the time of FlashMLA's kernel over ours: packed rows of 128 heads 1.33, 1.02
+# and 1.04 for 1, 4 and 16 tokens, 0.92 for 64 and 128, 1.34 for 4096; V4 0.99 to 1.39; 16-bit rows
+# 0.91 for 4096. Beside its kernel there are launches that fill up its lists, estimated at 8 us:
+# what it gains on 64 tokens. On SM100, where ours have no kernel of 64 heads, nothing was measured.
+def slower_packed(problem: Problem) -> str | None:
+    if problem.capability != (9, 0):
+        return None
+    tiles = problem.tokens * problem.H // TILE
+    if problem.tokens <= MANY and 2 * tiles > 3 * problem.multiprocessors:
+        return None
+    return f"converts its arguments: no faster for {problem.tokens} tokens"
+
+
+def slower_v4(problem: Problem) -> str | None:
+    return "converts its arguments, and is as fast as ours at best"
+
+
+def slower_16_bits(problem: Problem) -> str | None:
+    if problem.capability != (9, 0) or problem.tokens > MANY:
+        return None
+    return "is for prompts: a token's rows are not split"
+
+
+def _decode(
     q_latent: Tensor,
     query_start_loc: Tensor,
     positions: Tensor,
-    segments: Sequence[Any],
+    segments: Sequence[Segment],
     sink: Tensor | None,
     *,
     C: int,
     scale: float,
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    call = flash_mla().flash_mla_with_kvcache
+    slots = [entries(part, query_start_loc, positions, TILE)[:, None] for part in segments]
+    pages = [part.cache.unsqueeze(2) for part in segments]
+    more = {}
+    if len(segments) == 2:
+        more = {"extra_k_cache": pages[1], "extra_indices_in_kvcache": slots[1]}
+    T, H, D = q_latent.shape
+    shapes = [
+        (part.cache.shape[1], listed.shape[2]) for part, listed in zip(segments, slots, strict=True)
+    ]
+    with Schedule(T, H, D, q_latent.device, *shapes) as schedule:
+        out, lse = call(
+            q_latent.contiguous().unsqueeze(1), pages[0], None, None, C, schedule,
+            softmax_scale=scale, causal=False, is_fp8_kvcache=True, indices=slots[0],
+            attn_sink=sink, **more, **legacy(call),
+        )  # fmt: skip
+    return out.squeeze(1), _natural(lse.squeeze(2))
 
-    (segment,) = segments
+
+def _prompt(
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    segments: Sequence[Segment],
+    sink: Tensor | None,
+    *,
+    C: int,
+    scale: float,
+    run_length: int,
+) -> tuple[Tensor, Tensor]:
+    call = flash_mla().flash_mla_sparse_fwd
+    (part,) = segments
+    slots = entries(part, query_start_loc, positions, 2 * TILE)[:, None]
+    rows = part.cache.view(-1, 1, part.cache.shape[2])
+    out, _, lse = call(
+        q_latent.contiguous(), rows, slots, scale, d_v=C, attn_sink=sink, **legacy(call)
+    )
+    return out, _natural(lse)
+
+
+def _natural(lse: Tensor) -> Tensor:
+    """-inf where there is no row."""
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def _kernel(
+    name: str,
+    why_not: Callable[[Problem], str | None],
+    slower: Callable[[Problem], str | None],
+    efficiency: float,
+    run: Callable[..., Any],
+) -> Kernel:
+    return Kernel(name, why_not, slower, efficiency, run, lambda: iter(()))
+
+
+PACKED = _kernel("sparse decode", why_not_packed, slower_packed, 0.59, _decode)
+V4 = _kernel("sparse decode V4", why_not_v4, slower_v4, 0.59, _decode)
+PROMPT = _kernel("sparse prefill", why_not_16_bits, slower_16_bits, 0.82, _prompt)
+KERNELS = (PACKED, V4, PROMPT)
+_choose = lru_cache(maxsize=1024)(partial(choose, KERNELS))
+
+
+def why_not(problem: Problem) -> str | None:
+    return why_none(KERNELS, problem)
+
+
+def slower(problem: Problem) -> str | None:
+    return _choose(problem).slower(problem)
+
+
+def kernel_of(problem: Problem) -> str:
+    return _choose(problem).name
+
+
+def efficiency(problem: Problem) -> float:
+    return _choose(problem).efficiency
+
+
+def prefers_slots(problem: Problem) -> bool:
+    return True  # one launch of a kernel that maps them, against several of torch's
+
+
+def run(
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    segments: Sequence[Segment],
+    sink: Tensor | None,
+    *,
+    C: int,
+    scale: float,
+    run_length: int,
+) -> tuple[Tensor, Tensor]:
     T, H, _ = q_latent.shape
-    major = (capability(q_latent.device) or (9, 0))[0]
-    if segment.cache.stride(0) % PAGE_STRIDES[major] or segment.cache.data_ptr() % 16:
-        raise ShapeError(
-            f"mqa_sparse: pages must lie at multiples of {PAGE_STRIDES[major]} bytes for flashmla, "
-            f"got strides {segment.cache.stride()}. Pad them, or give backend='reference'."
-        )
     if T == 0:
         return q_latent.new_empty((0, H, C)), q_latent.new_empty((0, H), dtype=torch.float32)
-    slots = entries(segment, query_start_loc)
-    metadata, _ = get_mla_metadata()
-    out, lse = flash_mla_with_kvcache(
-        q_latent.contiguous().unsqueeze(1),
-        segment.cache.unsqueeze(2),
-        None,
-        None,
-        C,
-        metadata,
-        softmax_scale=scale,
-        causal=False,
-        is_fp8_kvcache=True,
-        indices=slots.unsqueeze(1),
-        attn_sink=sink,
-    )
-    lse = lse.squeeze(2)
-    return out.squeeze(1), lse.masked_fill(lse == torch.inf, -torch.inf)
-
-
-def entries(segment: Any, query_start_loc: Tensor) -> Tensor:
-    """[T, n] i32 with n a multiple of 64: the slots, -1 for all that do not count."""
-    N, BS, _ = segment.cache.shape
-    T, K = segment.rows.shape
-    columns = torch.arange(K, device=segment.rows.device)
-    tokens = torch.arange(T, device=segment.rows.device)[:, None]
-    counts = (segment.rows < N * BS) & (columns < segment.row_lens[:, None])
-    counts &= tokens < query_start_loc[-1]
-    slots = segment.rows.where(counts, -1).clamp_min(-1)
-    return torch.nn.functional.pad(slots, (0, -K % ENTRIES), value=-1).contiguous()
+    problem = problem_of(q_latent, segments, C=C, run_length=run_length)
+    sink = None if sink is None else sink.contiguous()
+    out: tuple[Tensor, Tensor] = _choose(problem).run(
+        q_latent, query_start_loc, positions, segments, sink, C=C, scale=scale,
+        run_length=run_length,
+    )  # fmt: skip
+    return out

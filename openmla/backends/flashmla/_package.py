@@ -1,0 +1,79 @@
+"""The package flash_mla, of which there are several: what is asked of it, and its schedules.
+
+sgl-flash-mla keeps the kernels for Hopper and for V3.2's and V4's rows behind use_legacy=True.
+FlashMLA itself had them until its release of September 2026, which dropped them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+# The scheduler of its decode kernels keeps five integers a sequence in shared memory.
+MAX_SEQUENCES = 8192
+CURE = "Install sgl-flash-mla"
+
+# A schedule of chosen rows follows from shapes alone, so it is made once. Those of prompts are not
+# kept: their shapes are too many, and their schedule is the least of it.
+MAX_TOKENS, MAX_KEPT = 1024, 4096
+_KEPT: dict[tuple[Any, ...], Any] = {}
+
+
+def flash_mla() -> Any:
+    return import_module("flash_mla")
+
+
+@cache
+def _takes(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def legacy(function: Any) -> dict[str, bool]:
+    """The switch to the kernels used here, where there is one."""
+    return {"use_legacy": True} if "use_legacy" in _takes(function) else {}
+
+
+def why_not_installed() -> str | None:
+    """What the package that is installed lacks. Without a GPU it is not asked: it would load."""
+    if not torch.cuda.is_available():
+        return None
+    package = flash_mla()
+    taken = _takes(package.flash_mla_with_kvcache)
+    if "use_legacy" not in taken and "enable_batch_invariant" in taken:
+        return f"needs kernels that FlashMLA has dropped. {CURE}"
+    if "use_legacy" in taken and not package.has_legacy():
+        return "needs the legacy kernels, which this flash_mla was built without"
+    return None
+
+
+def capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Schedule:
+    """FlashMLA's own object for a call of one shape, kept or new. `with` closes it after the call,
+    which is when it has been filled.
+
+    One that is filled while a graph is captured holds nothing until the graph runs, and is that
+    graph's own: it is not kept. One that was kept is never dropped: a graph may read it.
+    """
+
+    def __init__(self, tokens: int, *shape: Any) -> None:
+        self.key = (tokens, *shape)
+        self.kept = _KEPT.get(self.key)
+        self.keep = tokens <= MAX_TOKENS and len(_KEPT) < MAX_KEPT and not capturing()
+
+    def __enter__(self) -> Any:
+        self.used = flash_mla().get_mla_metadata()[0] if self.kept is None else self.kept
+        return self.used
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is not None or self.kept is not None or not self.keep:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # another stream may be the next to read it
+        _KEPT.setdefault(self.key, self.used)

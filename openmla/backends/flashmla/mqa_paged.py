@@ -1,0 +1,90 @@
+"""mqa_paged through FlashMLA's dense decode: rows of V3 in 16 bits, pages of 64, on SM90.
+
+Its conventions, converted here: every sequence has as many queries, lse is [B, H, queries], and a
+query without keys has lse +inf. Its fp8 kernel needs fp8 queries, which there are none of yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.flashmla._package import (
+    MAX_SEQUENCES,
+    flash_mla,
+    legacy,
+    why_not_installed,
+)
+from openmla.backends.flashmla._step import step_of
+
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PAGE = 64
+FEW = 16  # tokens up to which a request alone is faster with ours
+
+
+def why_not(problem: Problem) -> str | None:
+    if problem.capability != (9, 0):
+        where = problem.device
+        if problem.capability is not None:
+            where = "SM{}{}".format(*problem.capability)
+        return f"needs SM90, this is {where}"
+    if FORMATS.get(problem.format) != problem.dtype:
+        return f"takes queries of the cache's 16 bits, this is {problem.dtype} and {problem.format}"
+    if (problem.D, problem.C) != (576, 512):
+        return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
+    if problem.BS != PAGE:
+        return f"needs pages of {PAGE} rows, this is {problem.BS}"
+    if not {"rows", "queries"} <= problem.aligned:
+        return "needs rows and queries at multiples of 16 bytes, no padding between pages"
+    if problem.tokens > MAX_SEQUENCES:
+        return f"takes up to {MAX_SEQUENCES} tokens, this is {problem.tokens}"
+    if problem.run_length:
+        return "cuts keys by what else is in the batch"
+    return why_not_installed()
+
+
+# H200, bench/results/latent_dense_h200.json, the time of FlashMLA's kernel over ours. One request:
+# 1.04 to 2.30. 16 requests or more: 0.91 to 0.99 for 8 to 64 heads, 0.87 to 0.91 for 128, beside
+# which one launch mends lse. 4 x 1024: 0.91 to 1.04 of 16 us. With drafted tokens 0.87 to 0.99, but
+# queries and outputs are copied, estimated at as much.
+def slower(problem: Problem) -> str | None:
+    if problem.max_query_len > 1:
+        return "copies queries and outputs of several tokens"
+    if problem.tokens < FEW:
+        return f"splits keys of few requests less evenly: {problem.tokens} tokens"
+    return None if problem.H >= 64 else f"is as fast as ours at best with {problem.H} heads"
+
+
+def run(
+    q_latent: Tensor,
+    cache: Tensor,
+    kv_scale: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    *,
+    format: str,
+    C: int,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    run_length: int,
+) -> tuple[Tensor, Tensor]:
+    T, H, _ = q_latent.shape
+    if T == 0 or block_table.numel() == 0 or max_query_len == 0:
+        lse = q_latent.new_full((T, H), -torch.inf, dtype=torch.float32)
+        return q_latent.new_zeros((T, H, C)), lse
+    step = step_of(cache, block_table, seq_lens, query_start_loc, T, H, max_query_len)
+    queries = q_latent if step.taken is None else q_latent[step.taken]
+    call = flash_mla().flash_mla_with_kvcache
+    out, lse = call(
+        queries.contiguous().unflatten(0, (-1, max_query_len)), cache.unsqueeze(2), step.table,
+        step.lens, C, step.schedule, softmax_scale=scale, causal=causal, is_fp8_kvcache=False,
+        **legacy(call),
+    )  # fmt: skip
+    out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    if step.given is None:
+        return out, lse.masked_fill(step.none[:, None], -torch.inf)
+    out = out[step.given].masked_fill(step.none[:, None, None], 0)
+    return out, lse[step.given].masked_fill(step.none[:, None], -torch.inf)
