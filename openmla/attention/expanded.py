@@ -109,7 +109,11 @@ def expand(
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
         k = kv_c.new_empty((S, H, config.qk_head_dim))
-    torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
+    if absorbed.linear is None:
+        torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
+    else:
+        with torch.no_grad():  # its scales may be parameters that want one
+            expanded.copy_(absorbed.linear(kv_c.contiguous()))
     k_nope, v = expanded.view(S, H, -1).split([P, config.v_head_dim], dim=-1)
     # two strided copies: a concatenation with a broadcast operand is slower
     k[:, :, :P] = k_nope

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ class AbsorbedWeights(NamedTuple):
     kv_b: Tensor  # [H * (P + V), C]
     w_uk: Tensor  # [H, P, C]
     w_uv: Tensor  # [H, C, V]
+    linear: Callable[[Tensor], Tensor] | None = None  # expands in kv_b's place, being cheaper
 
 
 class IndexInputs(NamedTuple):

@@ -21,8 +21,16 @@ from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
-from openmla.layers.weights import absorb, decode_weight, is_plain, refuse_unabsorbable
+from openmla.layers.weights import (
+    absorb,
+    decode_weight,
+    expands_itself,
+    is_plain,
+    refuse_unabsorbable,
+)
 from openmla.plan import Plan
+
+EXPAND_BY = ("auto", "linear", "copy")
 
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
@@ -65,7 +73,9 @@ class MLAAttention(nn.Module):
 
     Weights are for inference: no parameter requires grad. `kv_b_proj` may be replaced by a
     quantised linear; call refresh_weights() after that, and after changing its weight in any way
-    but load_state_dict(). `layer` is its number in the model, which decides whether a sparse layer
+    but load_state_dict(). Attention multiplies by a decoded copy of it, of `copied_bytes`; prefill
+    calls the linear itself where that is cheaper, by `expand_by`: "auto", or "linear" or "copy" to
+    have it so. `layer` is its number in the model, which decides whether a sparse layer
     has an indexer of its own or shares the selection of an earlier one. `rope_table` is another
     layer's, to share it.
     """
@@ -110,6 +120,7 @@ class MLAAttention(nn.Module):
         self.rope_table: RopeTable | None = None
         if config.rope.kind != "none":
             self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
+        self.expand_by = "auto"
         # dense weights of a quantised kv_b_proj; a plain one is used in place
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
@@ -139,9 +150,30 @@ class MLAAttention(nn.Module):
         if self.kv_b_dense is None and not is_plain(self.kv_b_proj):
             self.refresh_weights()
         dense = self.kv_b_dense
-        weight = getattr(self.kv_b_proj, "weight", None) if dense is None else dense
+        if dense is not None:
+            by_itself = self._expands_itself(dense.device)
+            return absorb(dense, self.config, self.kv_b_proj if by_itself else None)
+        weight = getattr(self.kv_b_proj, "weight", None)
         assert isinstance(weight, Tensor)
         return absorb(weight, self.config)
+
+    def _expands_itself(self, device: torch.device) -> bool:
+        """Whether prefill calls a kv_b_proj that is not plain, or multiplies by its copy."""
+        if self.expand_by not in EXPAND_BY:
+            raise ConfigError(
+                f"MLAAttention: expand_by must be one of {', '.join(EXPAND_BY)}, "
+                f"got {self.expand_by!r}."
+            )
+        if self.expand_by == "auto":
+            return expands_itself(self.kv_b_proj, device)
+        return self.expand_by == "linear"
+
+    @property
+    def copied_bytes(self) -> int:
+        """What the decoded copy of a quantised kv_b_proj takes; 0 for a plain one. Absorbed rows
+        need it, so it is made with the first step at the latest."""
+        copy = self.kv_b_dense
+        return 0 if copy is None else copy.numel() * copy.element_size()
 
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan

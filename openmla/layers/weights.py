@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from openmla.attention import AbsorbedWeights
 from openmla.config import MLAConfig
 from openmla.errors import ShapeError, UnsupportedError
+from openmla.hardware import capability
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_PRODUCTS = (8, 9)  # the first capability with fp8 matrix instructions
 _OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
 
 
-def absorb(weight: Tensor, config: MLAConfig) -> AbsorbedWeights:
-    """The three shapes of a dense kv_b weight [H * (P + V), C], all over its own storage."""
+def absorb(
+    weight: Tensor, config: MLAConfig, linear: Callable[[Tensor], Tensor] | None = None
+) -> AbsorbedWeights:
+    """The three shapes of a dense kv_b weight [H * (P + V), C], all over its own storage, and what
+    expands in its place, if anything does."""
     H, P, V, C = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     if weight.shape != (H * (P + V), C):
         raise ShapeError(
@@ -26,7 +32,7 @@ def absorb(weight: Tensor, config: MLAConfig) -> AbsorbedWeights:
             f"got {tuple(weight.shape)}."
         )
     per_head = weight.view(H, P + V, C)
-    return AbsorbedWeights(weight, per_head[:, :P], per_head[:, P:].transpose(1, 2))
+    return AbsorbedWeights(weight, per_head[:, :P], per_head[:, P:].transpose(1, 2), linear)
 
 
 def is_plain(linear: nn.Module) -> bool:
@@ -40,6 +46,26 @@ def is_plain(linear: nn.Module) -> bool:
         return False
     # a fake one stands for a plain one while a model is traced
     return type(linear.weight) in (*_OWN, FakeTensor) and linear.weight.dtype in _PLAIN
+
+
+def expands_itself(linear: nn.Module, device: torch.device) -> bool:
+    """Whether prefill is cheaper by a linear itself than by its decoded copy.
+
+    It is where fp8 weights meet activations in fp8 (transformers' FP8Linear says so by its
+    activation_scheme): half the bytes and twice the throughput of 16 bits, on GPUs that multiply
+    fp8. Any other linear decodes its weight at every call, which is what the copy saves.
+    """
+    weight, can = linear._parameters.get("weight"), capability(device)
+    return (
+        type(weight) in _OWN
+        and isinstance(weight, Tensor)
+        and weight.dtype in _FP8
+        and type(linear).forward is not nn.Linear.forward
+        and getattr(linear, "activation_scheme", None) is not None
+        and not hasattr(linear, "_hf_hook")  # offloaded: it would be brought in for every chunk
+        and can is not None
+        and can >= FP8_PRODUCTS
+    )
 
 
 def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
@@ -85,6 +111,7 @@ def _frozen(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
+@torch.no_grad()  # scales may be parameters that want a gradient
 def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
     """The weight [out, C] in dtype of a linear that is not plain: quantised, or with adapters.
 

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from openmla.backends.asked import Asked
-from openmla.cache import BlockPool, CompressedPool, Geometry, LayerCache, allocate_cache
+from openmla.cache import (
+    BlockPool,
+    CompressedPool,
+    Geometry,
+    LayerCache,
+    allocate_cache,
+    shown_bytes,
+)
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import CacheFullError, ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
@@ -87,6 +94,7 @@ class Attachment:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
         self.last_plan: Plan | None = None
+        self.copied: dict[int, int] = {}  # by layer: bytes of a kv_b_proj that had to be decoded
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone
@@ -289,7 +297,14 @@ class Attachment:
         """What the last pass did in each layer and why, in lines for people."""
         if self.last_plan is None:
             return "no pass has run yet"
-        return self.last_plan.explain(finished=True)
+        lines = [self.last_plan.explain(finished=True)]
+        if self.copied:
+            size = shown_bytes(sum(self.copied.values()))
+            lines.append(
+                f"copies    {size} for each cache in use: kv_b_proj of {len(self.copied)} layers, "
+                "decoded for absorbed rows"
+            )
+        return "\n".join(lines)
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""

@@ -23,7 +23,14 @@ from openmla.integrations.transformers.masks import (
     runs_of,
 )
 from openmla.integrations.transformers.offload import brought_in
-from openmla.layers.weights import absorb, decode_weight, is_plain, refuse_unabsorbable, state_of
+from openmla.layers.weights import (
+    absorb,
+    decode_weight,
+    expands_itself,
+    is_plain,
+    refuse_unabsorbable,
+    state_of,
+)
 from openmla.plan import Batch, Plan, make_plan
 
 
@@ -133,15 +140,18 @@ class Session:
         assert isinstance(linear, nn.Module)
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
         with brought_in(*linear.modules()):
-            weight = linear.weight if is_plain(linear) else self._decoded(linear, layer, dtype)
+            plain = is_plain(linear)
+            weight = linear.weight if plain else self._decoded(linear, layer, dtype)
         assert isinstance(weight, Tensor)
-        return absorb(weight, self.attachment.config)
+        by_itself = not plain and expands_itself(linear, weight.device)
+        return absorb(weight, self.attachment.config, linear if by_itself else None)
 
     def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
         state = state_of(linear)
         if layer not in self.decoded or self.decoded[layer][0] != state:
             C = self.attachment.config.kv_lora_rank
             self.decoded[layer] = (state, decode_weight(linear, C, dtype))
+            self.attachment.copied[layer] = self.decoded[layer][1].nbytes
         return self.decoded[layer][1]
 
     def begin(
