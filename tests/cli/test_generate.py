@@ -48,6 +48,12 @@ def test_long_prompt_from_a_file_shows_progress(
     assert "prefill 440 tokens" in captured.out and "loading" in captured.err
 
 
+def test_a_backend_per_op(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "--model", folder, "--prompt", "hello", "--max-new-tokens", "2"]
+    assert main([*arguments, "--backend", "mqa_paged=reference, mha_ragged=sdpa"]) == 0
+    assert re.search(r"mqa_paged +reference \(asked for\)", capsys.readouterr().out)
+
+
 def test_a_checkpoint_that_asks_for_beams(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -487,6 +487,8 @@ def test_every_mla_family_is_supported_or_refused_by_name() -> None:
         ({"index_format": "fp4"}, "cache: format 'fp4' is not known"),
         ({"num_blocks": 0}, "num_blocks must be"),
         ({"backend": "abacus"}, "attach: backend 'abacus' is not known"),
+        ({"backend": {"mqa_page": "sdpa"}}, "attach: op 'mqa_page' is not known. Did you mean"),
+        ({"backend": 3}, "attach: backend must be a name or a name per op, such as .*, got 3"),
         ({"workspace": 3}, "attach: workspace must be at least one block of 64 rows, got 3"),
     ],
 )
@@ -501,6 +503,22 @@ def test_a_refused_model_is_as_it_was(options: Any, message: str, capture: bool 
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._forward_hooks
         assert not hasattr(module, "openmla")
+
+
+def test_a_backend_per_op() -> None:
+    """What attach() was given is its own: the caller's dict may change."""
+    model, asked = make_model("deepseek_v3"), {"mqa_paged": "reference", "mha_ragged": "sdpa"}
+    attach(model, backend=asked)
+    asked.clear()
+    ids, _ = padded_prompts(B=1)
+    with torch.no_grad():
+        past = model(ids).past_key_values
+        for tokens, line in (
+            (40, "mha_ragged   sdpa (asked for)"),
+            (1, "mqa_paged    reference (asked for)"),  # sdpa, by itself
+        ):
+            model(ids[:, :1].expand(1, tokens), past_key_values=past)
+            assert line in attachment_of(model).explain()
 
 
 def test_refusals() -> None:
