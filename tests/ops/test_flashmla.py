@@ -277,10 +277,15 @@ def test_what_the_package_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         "needs kernels that FlashMLA has dropped. Install sgl-flash-mla"
     )
 
-    def older(q: Tensor, indices: Tensor) -> None: ...
+    def older(q: Tensor, indices: Tensor, attn_sink: Tensor) -> None: ...
 
     monkeypatch.setattr(installed, "flash_mla_with_kvcache", older)
     assert dense.why_not(PAGED) is None and _package.legacy(older) == {}
+
+    def oldest(q: Tensor, indices: Tensor) -> None: ...
+
+    monkeypatch.setattr(installed, "flash_mla_with_kvcache", oldest)
+    assert str(sparse.why_not(PROMPT)).startswith("sparse prefill needs a FlashMLA that takes sink")
 
 
 def test_a_missing_package_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

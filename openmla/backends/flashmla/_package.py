@@ -45,6 +45,8 @@ def why_not_installed() -> str | None:
     taken = _takes(package.flash_mla_with_kvcache)
     if "use_legacy" not in taken and "enable_batch_invariant" in taken:
         return f"needs kernels that FlashMLA has dropped. {CURE}"
+    if "attn_sink" not in taken:  # with which lse became natural everywhere
+        return f"needs a FlashMLA that takes sinks, of 2026. {CURE}"
     if "use_legacy" in taken and not package.has_legacy():
         return "needs the legacy kernels, which this flash_mla was built without"
     return None
