@@ -217,3 +217,18 @@ def test_what_is_asked_is_checked(asked: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")) as error:
         paged_plan(asked)
     assert "\n" not in str(error.value)
+
+
+def test_nothing_is_filled_for_a_backend_that_is_not_there() -> None:
+    config = PRESETS["tiny-v3"]
+    cache = allocate_cache(config, num_blocks=8, block_size=16, format="fp32")
+    buffers = openmla.plan_buffers(config, cache, max_requests=2, max_tokens=2, max_blocks=4)
+    for buffer in buffers.values():
+        buffer.fill_(77)
+    pool = BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20})
+    batch = Batch([1], [20], pool.block_table(["a"]), pool.slot_mapping([("a", 19, 20)]))
+    for asked, error in (({"mqa_paged": "nobody"}, ConfigError), ("gluon", UnsupportedError)):
+        with pytest.raises(error):
+            make_plan(batch, config, cache, backend=asked, into=buffers)
+        assert all((buffer == 77).all() for buffer in buffers.values())

@@ -141,3 +141,25 @@ def test_a_workspace_holds_what_the_linear_made(
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left, right)
     assert one[1].untyped_storage().data_ptr() == Space.expanded.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
+def test_torchao_expands_either_way(config: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    with torch.inference_mode(False):  # torchao takes no weights made in that mode
+        layer = MLAAttention(CONFIG)
+
+        def chosen(module: nn.Module, name: str) -> bool:
+            return name == "kv_b_proj"
+
+        quantization.quantize_(layer, getattr(quantization, config)(), chosen)
+        outputs = []
+        for layer.expand_by in ("copy", "linear"):
+            server = Server(layer, {"r": sequence(140)})
+            for n in (40, 1, 99):
+                server.step([("r", n)])
+            outputs.append(server.output("r").detach())
+    assert layer.copied_bytes == 160 * 32 * 4
+    assert relative_error(outputs[1], outputs[0]) < 0.05
