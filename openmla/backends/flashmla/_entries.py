@@ -20,16 +20,22 @@ def entries(
     """The slots that a segment names. Whatever is no slot of the cache is -1: the kernels look at
     nothing else, and would read past the cache."""
     T, (N, BS, _) = positions.shape[0], segment.cache.shape
-    owner = owners(query_start_loc, T)
     listed, counts = _listed(segment, positions)
-    counts = counts & (owner < query_start_loc.shape[0] - 1)[:, None]
-    if segment.kind != "slots":
+    if segment.kind == "slots":  # decode: every launch counts, and nobody asks whose a token is
+        tokens = torch.arange(T, device=positions.device)
+        counts &= (tokens < query_start_loc[-1])[:, None]
+    else:
+        owner = owners(query_start_loc, T)
+        counts &= (owner < query_start_loc.shape[0] - 1)[:, None]
         listed, counts = _looked_up(segment, listed, counts, owner, BS)
-    counts = counts & (listed >= 0) & (listed < N * BS)
+    counts &= listed >= 0
+    counts &= listed < N * BS
     slots = listed.where(counts, -1).to(torch.int32)
     n = slots.shape[1]
     filled = -n % multiple if n else multiple
-    return torch.nn.functional.pad(slots, (0, filled), value=-1).contiguous()
+    if filled:
+        slots = torch.nn.functional.pad(slots, (0, filled), value=-1)
+    return slots.contiguous()
 
 
 def _listed(segment: Segment, positions: Tensor) -> tuple[Tensor, Tensor]:
