@@ -46,11 +46,12 @@ def named_kernels(tree: ast.AST) -> set[str]:
 
 
 def kernels_of(path: Path, function: ast.FunctionDef) -> set[str]:
-    """The kernels a function names, of which it launches one or another; those of the files that
-    import it where it is handed one."""
+    """The kernels a function names, of which it launches one or another; those of its file and of
+    the files that import it where it is handed one."""
     kernels = named_kernels(function)
     module = f"openmla.backends.{path.parent.name}.{path.stem}"
     if not kernels:
+        kernels = named_kernels(ast.parse(path.read_text()))
         for tree in (ast.parse(file.read_text()) for file in FILES):
             if (module, function.name) in imported(tree):
                 kernels |= named_kernels(tree)

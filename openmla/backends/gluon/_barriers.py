@@ -22,6 +22,8 @@ ODD_LEFT_READ = gl.constexpr("14")
 ODD_RIGHT_READ = gl.constexpr("15")
 # Where tiles are only copied, mbarriers say that they are filled: FILLED is free.
 ODD_STORED = EVEN_LEFT_FILLED
+# Of the kernel over fp8 rows, both of whose groups wait here.
+SHARED = EVEN_LEFT_FILLED
 
 
 @gluon.jit

@@ -141,10 +141,10 @@ def wait_filled(BARRIER: gl.constexpr, copied, phase, COPIED: gl.constexpr):
 
 
 @gluon.jit
-def wait_scores(scores, more, COPIED: gl.constexpr):
+def wait_scores(scores, more, TWO_CHAINS: gl.constexpr):
     """WGMMA truncates accumulators; two chains halve the error. Where rows are decoded there are no
     registers for the second."""
-    if COPIED:
+    if TWO_CHAINS:
         scores, more = warpgroup_mma_wait(0, deps=(scores, more))
         return scores + more
     return warpgroup_mma_wait(0, deps=(more,))
@@ -188,7 +188,7 @@ def initial_state():
 @gluon.jit
 def even_scores(
     queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE: gl.constexpr,
-    COPIED: gl.constexpr,
+    COPIED: gl.constexpr, TWO_CHAINS: gl.constexpr,
 ):  # fmt: skip
     """Issue the products of queries and an even tile; wait_scores() ends them."""
     wait_filled(named.EVEN_LEFT_FILLED, left_filled, phase, COPIED)
@@ -198,9 +198,9 @@ def even_scores(
     wait_filled(named.EVEN_RIGHT_FILLED, right_filled, phase, COPIED)
     if not (ROPE_TILE or COPIED):
         mbarrier.wait(right_filled, phase)
-    more = zeros if COPIED else scores
+    more = zeros if TWO_CHAINS else scores
     more = warpgroup_mma(
-        queries.right, even.right.permute((1, 0)), more, use_acc=not COPIED, is_async=True
+        queries.right, even.right.permute((1, 0)), more, use_acc=not TWO_CHAINS, is_async=True
     )
     if ROPE_TILE:
         if not COPIED:
@@ -212,7 +212,7 @@ def even_scores(
 @gluon.jit
 def odd_scores(
     queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE: gl.constexpr,
-    COPIED: gl.constexpr,
+    COPIED: gl.constexpr, TWO_CHAINS: gl.constexpr,
 ):  # fmt: skip
     """The same of an odd tile, whose right half is filled first."""
     wait_filled(named.ODD_RIGHT_FILLED, right_filled, phase, COPIED)
@@ -226,9 +226,9 @@ def odd_scores(
             mbarrier.wait(right_filled, phase)
         scores = warpgroup_mma(queries.rope, odd.rope.permute((1, 0)), scores, is_async=True)
     wait_filled(named.ODD_LEFT_FILLED, left_filled, phase, COPIED)
-    more = zeros if COPIED else scores
+    more = zeros if TWO_CHAINS else scores
     more = warpgroup_mma(
-        queries.left, odd.left.permute((1, 0)), more, use_acc=not COPIED, is_async=True
+        queries.left, odd.left.permute((1, 0)), more, use_acc=not TWO_CHAINS, is_async=True
     )
     return scores, more
 
@@ -305,7 +305,7 @@ def even_partition(
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
         scores, more = even_scores(
-            queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED
+            queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
         )
         key_bias = exchange.key_bias.index(phase).slice(0, BLOCK_N).load(KEYS)
         scores = wait_scores(scores, more, COPIED)
@@ -335,7 +335,7 @@ def odd_partition(
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
         scores, more = odd_scores(
-            queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED
+            queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
         )
         key_bias = exchange.key_bias.index(phase).slice(BLOCK_N, BLOCK_N).load(KEYS)
         scores = wait_scores(scores, more, COPIED)

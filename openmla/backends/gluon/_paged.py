@@ -1,16 +1,17 @@
-"""Latent attention over paged rows of 512 + 64, 16 bits each: 64 query rows a program; Gluon, SM90.
+"""Latent attention over paged rows of 512 + 64, 16 bits or fp8, 64 query rows a program; SM90.
 
 Computes  what ops/mqa_paged.py says; query rows are tokens times heads, so that several tokens of a
           request share its keys, causal among themselves
 Grid      (tiles of 64 rows of an item, programs): a persistent program works through the runs
           of its part, see _parts.py; programs of the same part read the same keys, from L2
-Reads     q [T, H, 576]; rows through a TMA descriptor, in boxes of BOX rows by 64 columns, by the
-          pages that table [B, M] names
+Reads     q [T, H, 576]; rows by the pages that table [B, M] names: through a TMA descriptor, in
+          boxes of BOX rows by 64 columns, or with ROW_WORDS > 0 fp8 as words
 Writes    out [T, H, 512] and lse [T, H] where an item is one run; else part and part_lse of a slot
           and, for the merge, spans [T, 3]
 
-Warps and their schedule are _many_heads.py's, the loading group issues bulk copies. What pages hold
-behind the last key is overwritten with zeros, in the last step of a run only: 0 * NaN is NaN.
+Warps and their schedule are _many_heads.py's. The loading group issues bulk copies, or decodes
+(_rows_fp8.py). What pages hold behind the last key is overwritten with zeros, in the last step of a
+run only: 0 * NaN is NaN.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +30,9 @@ from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
 from openmla.backends.gluon import _parts as parts
 from openmla.backends.gluon import _primitives as primitives
+from openmla.backends.gluon import _rows_fp8 as fp8
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
-from openmla.backends.triton._versions import async_load, bulk_load
+from openmla.backends.triton._versions import async_load, bulk_load, reinterpret
 
 BOX_COLUMNS = gl.constexpr(64)  # 128 bytes: one swizzle span
 KEY_BYTES = gl.constexpr(2 * 64)  # of one column of a tile
@@ -84,6 +86,14 @@ def load_queries(queries, q, run, first_row, q_token, q_head, H: gl.constexpr):
 
 
 @gluon.jit
+def scale_of_rows(qk_scale, scales, FP8: gl.constexpr):
+    """What scores are multiplied with; of fp8 rows each query row has its own."""
+    if FP8:
+        qk_scale = scales.index(0).load(many.HEADS)[:, None]
+    return qk_scale
+
+
+@gluon.jit
 def mask_keys(logits, first_key, run, first_row, H: gl.constexpr, FOLDED: gl.constexpr):
     """-inf for keys past the run or hidden from a row's token; most tiles have none."""
     if first_key + many.BLOCK_N > gl.minimum(run.visible, run.hi):
@@ -100,9 +110,10 @@ def mask_keys(logits, first_key, run, first_row, H: gl.constexpr, FOLDED: gl.con
 
 @gluon.jit
 def even_partition(
-    queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_token, q_head, work,
-    part, outputs, qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr,
-    CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr, BLOCK_T: gl.constexpr,
+    queries, even, odd_left, exchange, scales, filled, queries_ready, sums_ready, q, q_token,
+    q_head, work, part, outputs, qk_scale, kv_scale, first_row, H: gl.constexpr,
+    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr,
+    BLOCK_T: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Scores of even tiles, output columns 0 to 255."""
     request, item, unit = part.request, part.item, part.unit
@@ -110,13 +121,20 @@ def even_partition(
     for r in tl.range(0, part.num_runs, disable_licm=True):
         run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
         zeros, acc, running_max, running_sum = many.initial_state()
-        load_queries(queries, q, run, first_row, q_token, q_head, H)
+        if FP8:
+            fp8.load_queries(
+                queries, q, run, first_row, q_token, q_head, scales, qk_scale, kv_scale, H
+            )
+        else:
+            load_queries(queries, q, run, first_row, q_token, q_head, H)
         mbarrier.arrive(queries_ready, count=1)
         for i in tl.range(0, num_steps(run), disable_licm=True):
             scores, more = many.even_scores(
-                queries, even, zeros, filled.even_left, filled.even_right, step & 1, True, True
-            )
-            logits = many.wait_scores(scores, more, True) * qk_scale
+                queries, even, zeros, filled.even_left, filled.even_right, step & 1, True, True,
+                not FP8,
+            )  # fmt: skip
+            row_scale = scale_of_rows(qk_scale, scales, FP8)
+            logits = many.wait_scores(scores, more, not FP8) * row_scale
             logits = mask_keys(logits, run.lo + many.STEP * i, run, first_row, H, FOLDED)
             acc, running_max, running_sum = many.even_update(
                 logits, acc, running_max, running_sum, even.left, odd_left, exchange, 1
@@ -126,7 +144,10 @@ def even_partition(
         mbarrier.arrive(sums_ready, count=1)
         mbarrier.wait(sums_ready, r & 1)
         running_sum += exchange.odd_sum.load(many.HEADS)
-        store_output(acc, running_sum, running_max, queries.left, outputs, run, first_row, 0, H)
+        store_output(
+            acc, running_sum, running_max, queries.left, scales, outputs, run, first_row, 0, H,
+            FP8,
+        )  # fmt: skip
         store_spans(outputs, part, run, r, first_row, H, BLOCK_T, FIXED)
         named.wait(named.ODD_STORED, 1)  # through the queries' other half
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
@@ -134,9 +155,9 @@ def even_partition(
 
 @gluon.jit
 def odd_partition(
-    queries, even_right, odd, exchange, filled, queries_ready, sums_ready, work, part, outputs,
-    qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
-    FOLDED: gl.constexpr, FIXED: gl.constexpr,
+    queries, even_right, odd, exchange, scales, filled, queries_ready, sums_ready, work, part,
+    outputs, qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
+    FOLDED: gl.constexpr, FIXED: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Scores of odd tiles, output columns 256 to 511."""
     request, item, unit = part.request, part.item, part.unit
@@ -147,9 +168,11 @@ def odd_partition(
         mbarrier.wait(queries_ready, r & 1)
         for i in tl.range(0, num_steps(run), disable_licm=True):
             scores, more = many.odd_scores(
-                queries, odd, zeros, filled.odd_left, filled.odd_right, step & 1, True, True
-            )
-            logits = many.wait_scores(scores, more, True) * qk_scale
+                queries, odd, zeros, filled.odd_left, filled.odd_right, step & 1, True, True,
+                not FP8,
+            )  # fmt: skip
+            row_scale = scale_of_rows(qk_scale, scales, FP8)
+            logits = many.wait_scores(scores, more, not FP8) * row_scale
             first_key = run.lo + many.STEP * i + many.BLOCK_N
             logits = mask_keys(logits, first_key, run, first_row, H, FOLDED)
             acc, running_max, running_sum = many.odd_update(
@@ -161,21 +184,25 @@ def odd_partition(
         mbarrier.wait(sums_ready, r & 1)
         running_sum += exchange.even_sum.load(many.HEADS)
         store_output(
-            acc, running_sum, running_max, queries.right, outputs, run, first_row, many.HALF, H
-        )
+            acc, running_sum, running_max, queries.right, scales, outputs, run, first_row,
+            many.HALF, H, FP8,
+        )  # fmt: skip
         named.arrive(named.ODD_STORED, 1)
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
 
 
 @gluon.jit
 def store_output(
-    acc, running_sum, running_max, tile, outputs, run, first_row, first: gl.constexpr,
-    H: gl.constexpr,
+    acc, running_sum, running_max, tile, scales, outputs, run, first_row, first: gl.constexpr,
+    H: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns: of outputs, or of a slot for the merge."""
     _, lse, normaliser = primitives.normalise(
         running_max, running_sum, outputs.lse, 0, 1.0, H, False
     )
+    if FP8:
+        normaliser *= scales.index(1).load(many.HEADS)
+        tile = reinterpret(tile, outputs.out.dtype.element_ty, [many.BLOCK_H, many.HALF], many.TILE)
     acc = acc * gl.convert_layout(normaliser, many.ACC_HEADS)[:, None]
     if run.slot < 0:
         line = run.token.to(gl.int64) * H
@@ -274,6 +301,24 @@ def zero_rows(half, num):
 
 @gluon.jit
 def load_partition(
+    even, odd, filled, rows, page, table, table_stride, num_keys, work, part, H: gl.constexpr,
+    TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
+    BOX: gl.constexpr, ROW_WORDS: gl.constexpr,
+):  # fmt: skip
+    if ROW_WORDS > 0:
+        fp8.decode_partition(
+            even, odd, filled, rows, page, table, table_stride, work, part, H, TOKENS, CAUSAL,
+            FIXED, BS, ROW_WORDS,
+        )  # fmt: skip
+    else:
+        copy_partition(
+            even, odd, filled, rows, table, table_stride, num_keys, work, part, H, TOKENS, CAUSAL,
+            FIXED, BS, BOX,
+        )  # fmt: skip
+
+
+@gluon.jit
+def copy_partition(
     even, odd, filled, rows, table, table_stride, num_keys, work, part, H: gl.constexpr,
     TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
     BOX: gl.constexpr,
@@ -344,21 +389,25 @@ def load_partition(
     do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _paged_kernel(
-    q, rows, query_start_loc, seq_lens, table, out, lse, part, part_lse, spans, B, T, unit,
-    qk_scale, q_token, q_head, table_stride, num_keys, slot_rows,
+    q, rows, kv_scale, query_start_loc, seq_lens, table, out, lse, part, part_lse, spans, B, T,
+    unit, qk_scale, q_token, q_head, page, table_stride, num_keys, slot_rows,
     BS: gl.constexpr, BOX: gl.constexpr, H: gl.constexpr, TOKENS: gl.constexpr,
     CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr, BLOCK_T: gl.constexpr,
-    ODD_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    ROW_WORDS: gl.constexpr, ODD_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    FP8: gl.constexpr = ROW_WORDS > 0
     first_row = gl.program_id(0) * many.BLOCK_H
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
-    dtype: gl.constexpr = q.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if FP8 else q.dtype.element_ty
     queries, even, odd = many.allocate_tiles(dtype)
     q_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     even_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     odd_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     odd_probs = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
+    scales = even_max
+    if FP8:  # of scores, and of values
+        scales = gl.allocate_shared_memory(gl.float32, [2, many.BLOCK_H], primitives.LINE)
     barriers = ()
     for _ in gl.static_range(7):
         barriers += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
@@ -384,17 +433,17 @@ def _paged_kernel(
     gl.warp_specialize(
         [
             (even_partition, (
-                queries, even, odd.left, exchange, filled, queries_ready, sums_ready, q, q_token,
-                q_head, work, own, outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED,
-                BLOCK_T,
+                queries, even, odd.left, exchange, scales, filled, queries_ready, sums_ready, q,
+                q_token, q_head, work, own, outputs, qk_scale, kv_scale, first_row, H, TOKENS,
+                CAUSAL, FOLDED, FIXED, BLOCK_T, FP8,
             )),
             (odd_partition, (
-                queries, even.right, odd, exchange, filled, queries_ready, sums_ready, work, own,
-                outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED,
+                queries, even.right, odd, exchange, scales, filled, queries_ready, sums_ready, work,
+                own, outputs, qk_scale, first_row, H, TOKENS, CAUSAL, FOLDED, FIXED, FP8,
             )),
             (load_partition, (
-                even, odd, filled, rows, table, table_stride, num_keys, work, own, H, TOKENS,
-                CAUSAL, FIXED, BS, BOX,
+                even, odd, filled, rows, page, table, table_stride, num_keys, work, own, H, TOKENS,
+                CAUSAL, FIXED, BS, BOX, ROW_WORDS,
             )),
         ],
         [4, 4],

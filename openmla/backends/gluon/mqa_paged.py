@@ -1,17 +1,16 @@
-"""mqa_paged, Gluon: rows of V3 in 16 bits, tokens times heads in tiles of 64."""
+"""mqa_paged, Gluon: rows of V3 in 16 bits or fp8, tokens times heads in tiles of 64 or 16."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmla.backends import Problem
-from openmla.backends.gluon import _paged as kernels
+from openmla.backends.gluon import _many_heads, _paged, _paged_few
 from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia, needs_sm90
 from openmla.backends.triton import _merge_parts as merge
@@ -20,35 +19,59 @@ from openmla.backends.triton._launch import LOG2E, inner_contiguous
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the second merges what was split
-BLOCK_M, STEP = 64, 128  # rows and keys of a program's step
+STEP = 128  # keys of a program's step
 TILES = 2  # of an item: programs that read the same keys at the same time, mostly from L2
-BOXES = (8, 16, 32)  # rows of a bulk copy, where pages are no multiple of a tile of keys
-# Registers a thread of the odd and of the loading warp group has; with others they spill.
-REGISTERS = {"ODD_REGISTERS": 224, "LOAD_REGISTERS": 56}
-BOX_COLUMNS = 64  # 128 bytes: one swizzle span
-BOX_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)
+BOXES = (8, 16, 32)  # rows of a bulk copy, where pages are no multiple of 64
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Tile(NamedTuple):
+    """A kernel, query rows of a program, and registers a thread of its odd and of its loading warp
+    group has: with others they spill."""
+
+    name: str
+    kernel: Any
+    rows: int
+    registers: tuple[int, int]
+    decoded: bool  # by the loading group, which reads words; else bulk copies of boxes are
+
+
+MANY = Tile("many-rows", _paged._paged_kernel, 64, (224, 56), False)
+MANY_FP8 = Tile("many-rows", _paged._paged_kernel, 64, (192, 112), True)
+FEW_FP8 = Tile("few-rows", _paged_few._paged_few_kernel, 16, (168, 152), False)
 
 
 def why_not(problem: Problem) -> str | None:
     if needs_nvidia():
         return needs_nvidia()
-    if FORMATS.get(problem.format) != problem.dtype:
+    if problem.format == "fp8":
+        if problem.dtype not in FORMATS.values():
+            return f"takes queries of 16 bits, this is {problem.dtype}"
+    elif FORMATS.get(problem.format) != problem.dtype:
         return f"takes queries of the cache's 16 bits, this is {problem.dtype} and {problem.format}"
     if (problem.D, problem.C) != (576, 512):
         return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
-    if problem.BS % BLOCK_M and problem.BS not in BOXES:
+    if problem.BS % 64 and problem.BS not in BOXES:
         return f"needs pages of 8, 16, 32 or a multiple of 64 rows, this is {problem.BS}"
     if "rows" not in problem.aligned:
         return "needs rows at multiples of 16 bytes, no padding between pages, fewer than 2**33"
     return needs_sm90(problem)
 
 
-def item_tokens(H: int, max_query_len: int) -> int:
+def tile_of(format: str, H: int, BS: int, max_query_len: int, run_length: int) -> Tile:
+    """With fixed runs heads alone decide: bits may not depend on other requests' tokens. Pages of 8
+    are too many boxes for the registers of few rows' loading group."""
+    if format != "fp8":
+        return MANY
+    rows = H if run_length else H * max_query_len
+    return FEW_FP8 if rows <= FEW_FP8.rows and BS > 8 else MANY_FP8
+
+
+def item_tokens(tile: Tile, H: int, max_query_len: int) -> int:
     """Query tokens that share the keys of a tile, or of TILES of them; a power of two if they fit,
     so that few numbers of tokens are kernels of their own."""
-    tiles = max(cdiv(H, BLOCK_M), min(cdiv(max_query_len * H, BLOCK_M), TILES))
-    return max(min(tiles * BLOCK_M // H, next_power_of_2(max_query_len)), 1)
+    tiles = max(cdiv(H, tile.rows), min(cdiv(max_query_len * H, tile.rows), TILES))
+    return max(min(tiles * tile.rows // H, next_power_of_2(max_query_len)), 1)
 
 
 def run(
@@ -66,24 +89,26 @@ def run(
     max_query_len: int,
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    T, H, D = q_latent.shape
+    T, H, _ = q_latent.shape
     N, BS, _ = cache.shape
     B, M = block_table.shape
-    tokens = item_tokens(H, max_query_len)
-    tiles = cdiv(tokens * H, BLOCK_M)
+    tile = tile_of(format, H, BS, max_query_len, run_length)
+    tokens = item_tokens(tile, H, max_query_len)
+    tiles = cdiv(tokens * H, tile.rows)
     programs = max(multiprocessors(q_latent.device) // tiles, 1)
-    unit, box = cdiv(run_length, STEP) * STEP or STEP, min(BS, BLOCK_M)
+    unit = cdiv(run_length, STEP) * STEP or STEP
     outputs = merge.make_outputs(
-        q_latent, C, rows=tiles * BLOCK_M, items=B * cdiv(max_query_len, tokens),
+        q_latent, C, rows=tiles * tile.rows, items=B * cdiv(max_query_len, tokens),
         programs=programs, units=max(cdiv(M * BS, unit), 1), fixed=run_length > 0,
     )  # fmt: skip
     if T == 0:
         return outputs.out, outputs.lse
     table = inner_contiguous(block_table)
-    flat = cache.as_strided((N * BS, D), (cache.stride(1), 1))  # the last row may be unpadded
-    kernels._paged_kernel[(tiles, programs)](
+    words = cache.view(torch.int32) if format == "fp8" else cache
+    tile.kernel[(tiles, programs)](
         q_latent,
-        TensorDescriptor.from_tensor(flat, [box, BOX_COLUMNS], BOX_LAYOUT),
+        words if tile.decoded else boxes(words),
+        kv_scale,
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
         table,
@@ -98,10 +123,11 @@ def run(
         scale * LOG2E,
         q_latent.stride(0),
         q_latent.stride(1),
+        words.stride(0),
         table.stride(0),
         N * BS,
         outputs.rows,
-        **paged_constants(H, BS, tokens, causal=causal, fixed=run_length > 0),
+        **tile_constants(tile, H, BS, words.stride(1), tokens, causal=causal, fixed=run_length > 0),
         num_warps=NUM_WARPS,
         enable_fp_fusion=FP_FUSION,
     )
@@ -109,36 +135,62 @@ def run(
     return outputs.out, outputs.lse
 
 
-def paged_constants(H: int, BS: int, tokens: int, *, causal: bool, fixed: bool) -> dict[str, Any]:
-    return {
+def boxes(rows: Tensor) -> TensorDescriptor:
+    """All rows of a cache, one behind the other, for bulk copies."""
+    N, BS, W = rows.shape
+    flat = rows.as_strided((N * BS, W), (rows.stride(1), 1))  # the last row may be unpadded
+    columns, layout = box_of(rows.dtype)
+    return TensorDescriptor.from_tensor(flat, [min(BS, 64), columns], layout)
+
+
+def box_of(dtype: torch.dtype) -> tuple[int, Any]:
+    """Columns, and layout in shared memory: one swizzle span, of 128 bytes or of 64."""
+    if dtype == torch.int32:
+        return _paged_few.SPAN_WORDS.value, _paged_few.RAW.value
+    return _paged.BOX_COLUMNS.value, _many_heads.TILE.value
+
+
+def tile_constants(
+    tile: Tile, H: int, BS: int, row_stride: int, tokens: int, *, causal: bool, fixed: bool
+) -> dict[str, Any]:
+    constants = {
         "BS": BS,
-        "BOX": min(BS, BLOCK_M),
+        "BOX": min(BS, 64),
         "H": H,
         "TOKENS": tokens,
         "CAUSAL": causal,
         "FOLDED": causal and tokens > 1,
         "FIXED": fixed,
         "BLOCK_T": next_power_of_2(tokens),
-        **REGISTERS,
+        "ODD_REGISTERS": tile.registers[0],
+        "LOAD_REGISTERS": tile.registers[1],
     }
+    if tile is not FEW_FP8:
+        constants["ROW_WORDS"] = row_stride if tile.decoded else 0
+    return constants
 
 
 def builds() -> Iterator[Build]:
-    kernel: Any = kernels._paged_kernel
     types = {
         **dict.fromkeys(("query_start_loc", "seq_lens", "table", "spans"), "*i32"),
-        **dict.fromkeys(("lse", "part", "part_lse"), "*fp32"),
+        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale"), "*fp32"),
         "qk_scale": "fp32",
     }
-    for H, BS, tokens, fixed, dtype in (
-        (128, 64, 1, False, "bf16"), (16, 64, 1, False, "bf16"), (64, 64, 2, False, "bf16"),
-        (16, 16, 4, False, "fp16"), (128, 64, 1, True, "bf16"),
+    for tile, H, BS, tokens, fixed, dtype in (
+        (MANY, 128, 64, 1, False, "bf16"), (MANY, 16, 64, 1, False, "bf16"),
+        (MANY, 64, 64, 2, False, "bf16"), (MANY, 16, 16, 4, False, "fp16"),
+        (MANY, 128, 64, 1, True, "bf16"),
+        (FEW_FP8, 16, 64, 1, False, "bf16"), (FEW_FP8, 8, 16, 4, False, "fp16"),
+        (MANY_FP8, 128, 64, 1, False, "bf16"), (MANY_FP8, 64, 16, 2, False, "fp16"),
+        (MANY_FP8, 128, 64, 1, True, "bf16"),
     ):  # fmt: skip
-        constants = paged_constants(H, BS, tokens, causal=True, fixed=fixed)
-        own = {
-            **types, "q": f"*{dtype}", "out": f"*{dtype}",
-            "rows": f"tensordesc<{dtype}[{constants['BOX']}, {BOX_COLUMNS}],{BOX_LAYOUT!r}>",
-        }  # fmt: skip
-        name = f"many-rows-{dtype}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
-        signature = signature_of(kernel, constants, own)
-        yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
+        stored = "fp8" if tile is not MANY else dtype
+        constants = tile_constants(tile, H, BS, 144, tokens, causal=True, fixed=fixed)
+        own = {**types, "q": f"*{dtype}", "out": f"*{dtype}", "rows": "*i32"}
+        if not tile.decoded:
+            columns, layout = box_of(torch.int32 if stored == "fp8" else torch.bfloat16)
+            kind = "i32" if stored == "fp8" else dtype
+            own["rows"] = f"tensordesc<{kind}[{constants['BOX']}, {columns}],{layout!r}>"
+        name = f"{tile.name}-{stored}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
+        signature = signature_of(tile.kernel, constants, own)
+        yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
