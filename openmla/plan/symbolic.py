@@ -27,7 +27,7 @@ from openmla.plan.types import (
 _KEYS = ("max_key_len", "num_keys", "max_query_len")
 # what follows the lengths: integers, slices, or tuples of slices
 FOLLOWING: dict[type, tuple[str, ...]] = {
-    Plan: ("num_tokens",),
+    Plan: ("num_tokens", "padding"),
     DecodePlan: ("rows", "max_query_len"),
     KeyChunk: _KEYS,
     ContextChunk: (*_KEYS, "rows"),

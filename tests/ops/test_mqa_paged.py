@@ -328,10 +328,11 @@ def test_any_split_among_programs(
         check_attention(mqa_paged, case.make(device), "triton")
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
 @pytest.mark.parametrize("backend", [TRITON, GLUON])
-def test_bits_of_fixed_runs(backend: str, device: str) -> None:
+def test_bits_of_fixed_runs(format: str, backend: str, device: str) -> None:
     """With run_length a row's bits are the same alone and among others of other lengths."""
-    widths: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True}
+    widths: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True, "format": format}
     case = PagedCase("fixed", (1, 1, 2, 1), (300, 40, 170, 129), H=4, run_length=128, **widths)
     together = case.make(device)
     out, lse = run_or_skip(mqa_paged, together, backend)
@@ -347,6 +348,23 @@ def test_bits_of_fixed_runs(backend: str, device: str) -> None:
         }
         one = Inputs(alone, together.scalars, together.widen).run(mqa_paged, backend=backend)
         assert torch.equal(one[0], out[rows]) and torch.equal(one[1], lse[rows])
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+@pytest.mark.parametrize("H", [4, 40])
+@pytest.mark.parametrize("backend", backends("mqa_paged"))
+def test_a_key_of_nan_stays_with_its_request(
+    backend: str, H: int, format: str, device: str
+) -> None:
+    widths: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True, "format": format}
+    inputs = PagedCase("nan", (1, 1, 1), (70, 200, 64), H=H, **widths).make(device)
+    out, lse = run_or_skip(mqa_paged, inputs, backend)
+    block, column = int(inputs["block_table"][1, 2]), 70
+    inputs["cache"][block, 3, column] = torch.nan
+    with_nan = inputs.run(mqa_paged, backend=backend)
+    assert with_nan[0][1].isnan().all() and with_nan[1][1].isnan().all()
+    for b in (0, 2):
+        assert torch.equal(with_nan[0][b], out[b]) and torch.equal(with_nan[1][b], lse[b])
 
 
 @pytest.mark.triton
