@@ -165,18 +165,21 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     free = torch.randperm(sum(blocks), device="cuda").int().split(blocks)
     table = torch.nn.utils.rnn.pad_sequence(list(free), batch_first=True)
     q = (torch.randn(len(lens) * new, H, D, device="cuda") / 3).bfloat16()
+    if format == "fp8":  # the peer's queries are fp8, too
+        q = q.to(torch.float8_e4m3fn).bfloat16()
     seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
     start_loc = torch.arange(len(lens) + 1, device="cuda", dtype=torch.int32) * new
 
     layers = itertools.cycle([cache])
 
-    def attend(backend: str) -> tuple[Tensor, Tensor]:
+    def attend(backend: str, copy: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return mqa_paged(
-            q, next(layers), one, table, seq_lens, start_loc, format=format, C=C, scale=SCALE,
-            causal=True, max_query_len=new, backend=backend,
+            q, next(layers) if copy is None else copy, one, table, seq_lens, start_loc,
+            format=format if copy is None else "bf16", C=C, scale=SCALE, causal=True,
+            max_query_len=new, backend=backend,
         )  # fmt: skip
 
-    ours = partial(attend, "gluon" if format == "bf16" else "triton")
+    ours = partial(attend, "gluon")
 
     S = lens[0] - new + 1  # keys of the first token
     slots = table[0, : blocks[0]].long()[:, None] * BS + torch.arange(BS, device="cuda")
@@ -188,6 +191,14 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
         # as many layers as calls: the adapter's schedule is of a step, and one layer is its end
         layers = itertools.cycle([cache, *(cache.clone() for _ in range(calls - 1))])
         contenders["flashmla adapter"] = partial(attend, "flashmla")
+    if format == "fp8":
+        copy = get_format(format).decode(cache, one, torch.bfloat16, D)
+        contenders |= {
+            "openmla bf16": partial(attend, "gluon", copy),
+            "triton": partial(attend, "triton"),
+        }
+        if find_spec("flash_mla") is not None:
+            contenders["flashmla"] = _flash_paged_fp8(q, cache, table, seq_lens, new)
     return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
 
 
@@ -201,6 +212,28 @@ def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new:
         out, lse = flash.flash_mla_with_kvcache(
             queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
             causal=True, **legacy,
+        )  # fmt: skip
+        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+    return decode
+
+
+def _flash_paged_fp8(
+    q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new: int
+) -> Contender:
+    """Takes fp8 queries, and rounds probabilities to fp8."""
+    flash = import_module("flash_mla.flash_mla_interface")
+    metadata, _ = flash.get_mla_metadata()
+    metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
+        seq_lens, new * q.shape[1], 1, q.shape[1], True, use_legacy=True
+    )
+    queries = q.to(torch.float8_e4m3fn).view(-1, new, *q.shape[1:])
+    one = torch.ones(1, device="cuda")
+
+    def decode() -> tuple[Tensor, Tensor]:
+        out, lse = flash.flash_mla_with_kvcache(
+            queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
+            causal=True, is_fp8_kvcache=True, use_legacy=True, descale_q=one, descale_k=one,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
@@ -357,8 +390,14 @@ def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
         for keys in ("16x8192", "64x4096"):
             for H in (8, 16, 32, 64, 128):
                 yield f"dense-verify{new}-bf16-h{H}-{keys}", partial(paged, keys, H, new, 10)
-    for format in ("bf16", "fp8"):
-        yield f"dense-decode-{format}-h16-64x16384", partial(paged, "64x16384", 16, 1, 5, format)
+    yield "dense-decode-bf16-h16-64x16384", partial(paged, "64x16384", 16, 1, 5)
+    for keys, heads in (
+        ("64x16384", (16,)),
+        ("64x4096", (8, 16, 32, 64, 128)),
+        (UNEVEN, (16, 128)),
+    ):
+        for H in heads:
+            yield f"dense-decode-fp8-h{H}-{keys}", partial(paged, keys, H, 1, 5, "fp8")
     for H, chosen in ((8, 512), (16, 512), (64, 512), (128, 1024)):
         for B in (1, 16, 64, 128):
             yield f"v4-decode-h{H}-b{B}-k{chosen}", partial(compressed, B, H, chosen, 20)
@@ -440,7 +479,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
             shape.contenders.update(tiles(title, shape.contenders["openmla"]))
         checked = checked_ones(title, shape)
         right = {name: run for name, run in shape.contenders.items() if name in checked}
-        right = {name: run for name, run in right.items() if checked[name][0] < 4e-3}
+        limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probabilities in fp8
+        right = {
+            name: run for name, run in right.items() if checked[name][0] < limits.get(name, 4e-3)
+        }
         times = timed(right, shape.calls)
         for name in checked:
             if name not in times:
