@@ -79,7 +79,7 @@ def attend_segments(
     if not write:
         inputs = CompressedInputs(q=inputs.q, index=inputs.index)
     step, window = _check_step(inputs, cache, plan, write=write)
-    chooses = bool(step.chunks) and keys != "window"
+    chooses = len(step.chunks) > 0 and keys != "window"
     _check_inputs(inputs, plan, step, sink, write=write)
     _check_choice(inputs.index, selection, step, chooses=chooses)
     _check_dtypes(inputs, sink, window.data.device)

@@ -81,10 +81,13 @@ def _carried(value: Any, device: torch.device) -> Any:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that stands in one place only and is no view: either would be
-    guarded, and depends on the batch."""
-    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-    return _marked(tensor.new_empty(0).set_(tensor.untyped_storage(), *place))
+    """The same memory as a tensor that stands in one place only, is no view and begins its storage:
+    a step's integers are sent in one piece, and where in it a tensor begins depends on the batch
+    and would be guarded."""
+    tensor = tensor.contiguous()
+    first = tensor.storage_offset() * tensor.element_size()
+    storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.element_size()]
+    return _marked(tensor.new_empty(0).set_(storage, 0, tensor.shape))
 
 
 def _marked(tensor: Tensor) -> Tensor:

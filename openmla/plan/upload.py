@@ -13,11 +13,13 @@ Tree = TypeVar("Tree")
 ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 
 
-@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
 def upload(tree: Tree, device: torch.device) -> Tree:
     """The same tuple or dataclass, however nested, with its CPU tensors moved."""
-    if device.type == "cpu":
-        return tree
+    return tree if device.type == "cpu" else send(tree, device)
+
+
+@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
+def send(tree: Tree, device: torch.device) -> Tree:
     found: dict[int, Tensor] = {}  # by identity: shared tensors are moved once
     _collect(tree, found)
     raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found.values()]

@@ -11,6 +11,7 @@ import torch
 
 from openmla import PRESETS, MLAAttention, Plan
 from openmla.plan import reserve
+from openmla.plan.upload import send
 from tests.layers import v4
 from tests.layers.compiling import Compiled
 from tests.layers.serving import Server, relative_error, sequence
@@ -55,6 +56,18 @@ def test_decode_takes_one_graph(preset: str, device: str) -> None:
     steps += [[("b", 1), ("d", 1), ("a", 1), ("e", 1), ("c", 1)]] * 20
     steps += [[("c", 1), ("e", 1)]] * 5 + [[("c", 2), ("e", 1), ("b", 3)]] * 5
     graphs, _ = serve(make_layer(preset), before, steps, device=device)
+    assert graphs == 1
+
+
+def test_integers_that_were_sent_in_one_piece_take_one_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As to a GPU: where in the piece a tensor begins follows the lengths, and must not count."""
+    monkeypatch.setattr("openmla.plan.plan.upload", send)
+    before = [[("a", 9), ("b", 30), ("c", 21)]]
+    steps = [[("a", 1), ("b", 1), ("c", 1)]] * 3 + [[("c", 2), ("a", 1), ("b", 3)]] * 3
+    graphs, plans = serve(make_layer(SPARSE), before, steps)
+    assert all(plan.sparse is not None for plan in plans)
     assert graphs == 1
 
 
