@@ -94,6 +94,7 @@ class Decode:
     def __init__(self, shape: Shape, num_layers: int, device: str) -> None:
         torch.manual_seed(0)
         self.shape, self.device = shape, device
+        self.held: Any = None
         self.dtype = torch.float32 if shape.format == "fp32" else torch.bfloat16
         self.config = config = _config(shape, num_layers)
         make: Any = MLAAttention if config.compressor is None else MLAAttentionV4
@@ -171,6 +172,7 @@ class Decode:
         rings = next(iter(buffers.values())).get("window_table")
         batch = self.batch(0 if rings is None else rings.shape[1])
         plans = self.plans(batch, buffers)
+        self.held = buffers, plans  # the graph reads them, but does not keep them
         self.run(self.model, plans)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
