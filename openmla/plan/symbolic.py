@@ -87,7 +87,7 @@ def _own(tensor: Tensor) -> Tensor:
     tensor = tensor.contiguous()
     first = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.element_size()]
-    return _marked(tensor.new_empty(0).set_(storage, 0, tensor.shape))
+    return _marked(tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride()))
 
 
 def _marked(tensor: Tensor) -> Tensor:
