@@ -208,7 +208,9 @@ def attend_partition(
                 zero_rows(own.raw, LEFT_SPANS, RIGHT_SPANS, run.hi - first_key)
             for g in gl.static_range(LEFT_SPANS, VALUE_SPANS):
                 scores = score_span(scores, own.raw[g], queries[g], own.tile[g], False)
-            scores = score_span(scores, own.raw[8], queries[8], own.tile[0], True)
+            scores = score_span(
+                scores, own.raw[VALUE_SPANS], queries[VALUE_SPANS], own.tile[0], True
+            )
             named.arrive(RIGHT_READ, 1)
             step += 1
             logits = scores * row_scale[None, :]
