@@ -186,10 +186,11 @@ def _routes(
         "absorbed": [b for b, taken in enumerate(absorbed) if taken and b not in choosing],
         "expanded": [b for b, taken in enumerate(absorbed) if not taken and b not in choosing],
     }
-    if uniform and config.indexer is not None:
+    short: Sequence[int] = ()
+    # where nobody has a token, nothing is chosen
+    asking = bool(choosing) or any(batch.query_lens[b] for b in routes["absorbed"])
+    if uniform and config.indexer is not None and asking:
         short, routes["absorbed"] = routes["absorbed"], []
-    else:
-        short = []
     if choosing or short:
         chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing)
         chosen = sorted((*chosen, *short))

@@ -132,3 +132,14 @@ def test_buffers_are_not_for_compiled_plans() -> None:
     with pytest.raises(ConfigError, match="compiled must not be given with into="):
         make_plan(batch, SPARSE, cache, into=buffers, compiled=True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers.items())
+
+
+@pytest.mark.parametrize("form", ["auto", "chosen"])
+def test_requests_without_tokens_take_no_graph_of_their_own(form: str) -> None:
+    """In a sparse model they stand among the others that choose, whose rows stay one slice."""
+    cache = make_cache(SPARSE)
+    for query_lens in ([1, 1, 1], [1, 0, 1], [0, 0, 1]):
+        batch = make_batch(query_lens, [60, 40, 71])
+        plan = make_plan(batch, SPARSE, cache, form=form, compiled=True)
+        assert plan.decode is None and plan.prefill is None and plan.sparse is not None
+        assert plan.sparse.rows == slice(0, sum(query_lens))
