@@ -38,6 +38,12 @@ def cumulative(lens: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
 
 
+def owners(query_lens: Sequence[int]) -> Tensor:
+    """[T] i64: the request of each token."""
+    counts = torch.tensor(query_lens, dtype=torch.int64)
+    return torch.arange(len(query_lens)).repeat_interleave(counts)
+
+
 def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) -> Tensors:
     """query_start_loc of each chunk of the rows, [B+1] i32, from the chunk's first row on."""
     if len(chunks) == 1 and chunks[0].stop >= num_rows:  # all at once, as when decoding
@@ -57,14 +63,12 @@ def rope_offsets(batch: Batch, config: MLAConfig, *, uniform: bool = False) -> T
     original = config.rope.original_positions
     if batch.device_seq_lens is not None:
         lens = batch.device_seq_lens
-        query_lens = torch.tensor(batch.query_lens)
-        rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
-        turned = (lens > original).long()[rows.to(lens.device)] * config.max_positions
-        return padded(turned, batch.padding)
+        mine = owners(batch.query_lens).to(lens.device)
+        return padded((lens > original).long()[mine] * config.max_positions, batch.padding)
     offsets = [config.max_positions if original < S else 0 for S in batch.seq_lens]
     if not (any(offsets) or uniform):
         return None
-    each = torch.repeat_interleave(torch.tensor(offsets), torch.tensor(batch.query_lens))
+    each = torch.tensor(offsets, dtype=torch.int64)[owners(batch.query_lens)]
     return padded(each, batch.padding)
 
 

@@ -14,7 +14,7 @@ from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
 from openmla.plan.problems import sparse_efficiencies
-from openmla.plan.rows import cumulative, pick, pick_rows, start_locs
+from openmla.plan.rows import cumulative, owners, pick, pick_rows, start_locs
 from openmla.plan.types import (
     MaskedChunk,
     MaskGroup,
@@ -244,6 +244,5 @@ def true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor
     device = batch.device_seq_lens.device
     bounds = torch.tensor([batch.seq_lens[b] for b in requests], dtype=torch.int32)
     less = bounds.to(device) - pick(batch.device_seq_lens, requests)
-    counts = torch.tensor([batch.query_lens[b] for b in requests])
-    owners = torch.arange(len(requests)).repeat_interleave(counts)
-    return (lens.to(device) - less[owners.to(device)]).clamp_min(0)
+    mine = owners([batch.query_lens[b] for b in requests]).to(device)
+    return (lens.to(device) - less[mine]).clamp_min(0)

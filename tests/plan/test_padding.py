@@ -110,3 +110,17 @@ def test_padding_must_not_be_written() -> None:
         "batch: slot_mapping must be -1 for the last 2 tokens, which are padding, got 77."
     )
     assert torch.equal(cache.latent.data, kept)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("padding", [0, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_requests_whose_lengths_are_on_the_device(
+    kind: str | int, padding: int, compiled: bool
+) -> None:
+    batch, config, cache = make_step(kind, [], [], padding)
+    for lens in (None, torch.zeros(0, dtype=torch.int32)):
+        batch = replace(batch, device_seq_lens=lens)
+        plan = make_plan(batch, config, cache, compiled=compiled)
+        assert plan.num_tokens == padding and plan.slot_mapping.tolist() == [-1] * padding
+        assert plan.explain()
