@@ -156,20 +156,31 @@ def _interpreted() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-@lru_cache(maxsize=4096)
 def choose_backend(problem: Problem, backend: str = "auto") -> str:
     """The backend that runs a problem: the named one, or with "auto" the first that can and is not
     slower than another, else the first that can.
 
     Nothing falls back: a named backend that cannot run the problem raises UnsupportedError.
     """
+    return _choose(problem, backend, BACKENDS[problem.op])
+
+
+def forget_choices() -> None:
+    """Ask again at the next call: what backends can do has changed."""
+    _choose.cache_clear()
+
+
+@lru_cache(maxsize=4096)
+def _choose(problem: Problem, backend: str, row: tuple[str, ...]) -> str:
+    """choose_backend by a row of the table: an answer that comes when the row is another already is
+    kept for the row it is of."""
     if backend != "auto" and backend not in all_backends():
         raise ConfigError(
             f"{problem.op}: backend {backend!r} is not known. "
             f"Known: auto, {', '.join(all_backends())}."
         )
     reasons, able = {}, []
-    for name in BACKENDS[problem.op] if backend == "auto" else (backend,):
+    for name in row if backend == "auto" else (backend,):
         reason = why_not(problem, name)
         if reason is not None:
             reasons[name] = reason
@@ -179,7 +190,7 @@ def choose_backend(problem: Problem, backend: str = "auto") -> str:
             able.append(name)
     if able:
         return able[0]
-    others = {name: why_not(problem, name) or "can" for name in BACKENDS[problem.op]}
+    others = {name: why_not(problem, name) or "can" for name in row}
     lines = [f"  {name:<10} {reason}" for name, reason in {**reasons, **others}.items()]
     what = "no backend can run" if backend == "auto" else f"backend {backend!r} cannot run"
     raise UnsupportedError(f"{problem.op}: {what} this problem:\n" + "\n".join(lines))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from openmla.backends import BACKENDS, OTHERS, choose_backend, load
+from openmla.backends import BACKENDS, OTHERS, forget_choices, load
 from openmla.backends.asked import check_op, nearest
 from openmla.errors import ConfigError
 
@@ -19,6 +20,7 @@ from openmla.errors import ConfigError
 # docs/adding-a-kernel.md.
 OPTIONAL = ("slower", "kernel_of", "efficiency", "prefers_slots")
 OWN = frozenset(name for row in BACKENDS.values() for name in row)
+_CHANGING = threading.Lock()  # the table, which is read without it
 
 
 def register_backend(op: str, name: str, module: Any) -> None:
@@ -27,7 +29,7 @@ def register_backend(op: str, name: str, module: Any) -> None:
     It must have `why_not(problem)`, a sentence that completes "this backend ..." or None if it can
     run the problem, and `run`, which takes what the reference's takes and returns the same. It may
     have `slower`, `kernel_of`, `efficiency`, `prefers_slots` and LAUNCHES. One name may serve
-    several ops, each registered by itself. Plans made before keep their choice.
+    several ops, each registered by itself. Plans made before may not use it: plan afterwards.
     """
     where = "register_backend"
     check_op(where, op)
@@ -37,28 +39,32 @@ def register_backend(op: str, name: str, module: Any) -> None:
         )
     if name in OWN or name == "auto":
         raise ConfigError(f"{where}: name must not be one of openmla's own, got {name!r}.")
-    if name in BACKENDS[op]:
-        raise ConfigError(
-            f"{where}: {op} must not have a backend {name!r} already. "
-            f"Call unregister_backend({op!r}, {name!r}) first."
-        )
     _check_module(where, op, module)
-    OTHERS[op, name] = module
-    BACKENDS[op] = (name, *BACKENDS[op])
-    choose_backend.cache_clear()
+    with _CHANGING:
+        if name in BACKENDS[op]:
+            raise ConfigError(
+                f"{where}: {op} must not have a backend {name!r} already. "
+                f"Call unregister_backend({op!r}, {name!r}) first."
+            )
+        OTHERS[op, name] = module  # before the table names it
+        BACKENDS[op] = (name, *BACKENDS[op])
+        forget_choices()
 
 
 def unregister_backend(op: str, name: str) -> None:
-    """Take back what register_backend() put there."""
+    """Take back what register_backend() put there. Plans that name it cannot run any more."""
     where = "unregister_backend"
     check_op(where, op)
-    if (op, name) not in OTHERS:
-        known = [taken for known_op, taken in OTHERS if known_op == op]
-        hint = nearest(name, known)
-        raise ConfigError(f"{where}: {op} must have a registered backend {name!r}, got none.{hint}")
-    BACKENDS[op] = tuple(kept for kept in BACKENDS[op] if kept != name)
-    del OTHERS[op, name]
-    choose_backend.cache_clear()
+    with _CHANGING:
+        if (op, name) not in OTHERS:
+            known = [taken for known_op, taken in OTHERS if known_op == op]
+            raise ConfigError(
+                f"{where}: {op} must have a registered backend {name!r}, got none."
+                f"{nearest(name, known)}"
+            )
+        BACKENDS[op] = tuple(kept for kept in BACKENDS[op] if kept != name)
+        del OTHERS[op, name]
+        forget_choices()
 
 
 def _check_module(where: str, op: str, module: Any) -> None:

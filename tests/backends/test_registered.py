@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,27 @@ def test_auto_takes_it_where_it_can_and_it_computes() -> None:
     assert choose_backend(ASKED) == "reference"
     with pytest.raises(ConfigError, match="backend 'mine' is not known"):
         merge_states(*states(), backend="mine")
+
+
+def test_a_choice_that_was_under_way_is_not_kept() -> None:
+    """One thread asks while another registers something better."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Pondering(Counting):
+        def why_not(self, problem: Problem) -> str | None:
+            asked.set()
+            assert go_on.wait(10)
+            return None
+
+    openmla.register_backend("merge_states", "pondering", Pondering())
+    choices: list[str] = []
+    thread = threading.Thread(target=lambda: choices.append(choose_backend(ASKED)))
+    thread.start()
+    assert asked.wait(10)
+    openmla.register_backend("merge_states", "mine", Counting())
+    go_on.set()
+    thread.join()
+    assert choices == ["pondering"] and choose_backend(ASKED) == "mine"
 
 
 def test_it_can_stand_back() -> None:

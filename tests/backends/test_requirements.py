@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from openmla.backends import Problem, choose_backend, requirements, why_not
+from openmla.backends import Problem, choose_backend, forget_choices, requirements, why_not
 from openmla.backends.requirements import REQUIRES, explain_failure, missing, warn_of_reference
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops._register import on_its_device
@@ -24,9 +24,9 @@ ON_A_GPU = Problem("cache_gather", device="cuda", capability=(9, 0), format="bf1
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(requirements, "_SAID", set())
-    choose_backend.cache_clear()
+    forget_choices()
     yield
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 def with_triton(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, kernel_of, why_not
+from openmla.backends import Problem, choose_backend, forget_choices, kernel_of, why_not
 from openmla.backends.flashmla import _package
 from openmla.backends.flashmla import mqa_paged as dense
 from openmla.backends.flashmla import mqa_sparse as sparse
@@ -42,10 +42,10 @@ PAGED = Problem(
 
 @pytest.fixture(autouse=True)
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    choose_backend.cache_clear()
+    forget_choices()
     fake.install(monkeypatch)
     yield
-    choose_backend.cache_clear()
+    forget_choices()
 
 
 # The contract's own cases that a GPU runs with the package: empty rows, sinks, all kinds.
