@@ -1,4 +1,4 @@
-"""The four exceptions, all under OpenMLAError; messages follow one grammar.
+"""The four exceptions, all under OpenMLAError, and a check; messages follow one grammar.
 
 `<where>: <what> must be <expectation>, got <value>. <what to do>.`
 """
@@ -22,3 +22,10 @@ class UnsupportedError(OpenMLAError, NotImplementedError):
 
 class CacheFullError(OpenMLAError, RuntimeError):
     """The block pool cannot serve a request; nothing was taken."""
+
+
+def check_kind(where: str, name: str, given: object, kind: type) -> None:
+    """Raise unless an argument is of the class that is asked for."""
+    if not isinstance(given, kind):
+        got = type(given).__name__
+        raise ConfigError(f"{where}: {name} must be of type {kind.__name__}, got {got}.")

@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.attention.select import absorbed_rows
 from openmla.attention.types import Selection, check_alike
 from openmla.cache import LayerCache
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.plan import Plan
 
 
@@ -27,6 +27,8 @@ def make_selection(
     that the token sees, none of them twice. Layers that share a choice share the result; it belongs
     to this plan.
     """
+    check_kind("selection", "cache", cache, LayerCache)
+    check_kind("selection", "plan", plan, Plan)
     if plan.config.indexer is None:
         raise ConfigError("selection: config must have an indexer, got none.")
     T, K = plan.num_tokens, plan.config.indexer.topk

@@ -10,7 +10,7 @@ from openmla.attention.compressed import attend_segments
 from openmla.attention.step import Part, check_selection, put_together
 from openmla.attention.types import CompressedInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops._register import refuse_grad
 from openmla.plan import Plan, SparsePlan
 
@@ -29,6 +29,12 @@ def attend_latent(
     to what `selection` names, or into=. lse is natural-log with scale included; a token that sees
     no key has out 0 and lse -inf. V4's queries [T, H, D] attend to window and entries, no sink.
     """
+    for name, given, kind in (
+        ("q_latent", q_latent, Tensor),
+        ("cache", cache, LayerCache),
+        ("plan", plan, Plan),
+    ):
+        check_kind("latent", name, given, kind)
     if plan.compressed is not None:
         return attend_segments(
             CompressedInputs(q_latent), cache, plan, selection=selection, write=False
@@ -50,8 +56,6 @@ def attend_latent(
 
 
 def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
-    if not isinstance(q_latent, Tensor):
-        raise ShapeError(f"latent: q_latent must be a tensor, got {type(q_latent).__name__}.")
     if plan.prefill is not None or (plan.sparse is not None and plan.sparse.masked):
         raise ConfigError(
             "latent: plan must have every request absorbed, got some expanded. "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention.compressed import attend_segments
-from openmla.attention.step import attend_parts, put_together
+from openmla.attention.step import attend_parts, check_given, put_together
 from openmla.attention.types import (
     AbsorbedWeights,
     CompressedInputs,
@@ -15,7 +15,7 @@ from openmla.attention.types import (
     Selection,
 )
 from openmla.cache import LayerCache
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, check_kind
 from openmla.plan import Plan
 
 
@@ -42,7 +42,9 @@ def attend_partial(
     `keys`. The first call of a step writes, the others say write=False. What comes out is still
     rotated, as of attend_compressed.
     """
+    check_kind("step", "plan", plan, Plan)
     if isinstance(projected, CompressedInputs):
+        check_kind("step", "cache", cache, LayerCache)
         if absorbed is not None or raw is not None:
             name = "raw" if absorbed is None else "absorbed"
             raise ConfigError(f"step: {name} must not be given beside CompressedInputs.")
@@ -59,6 +61,7 @@ def attend_partial(
         )
     if absorbed is None:
         raise ConfigError(f"step: absorbed must be given for {plan.config.model_type}, got none.")
+    check_given(projected, absorbed, cache, plan)
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
     out = put_together([(rows, some) for rows, some, _ in parts], plan)
     lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)

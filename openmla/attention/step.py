@@ -20,7 +20,7 @@ from openmla.attention.types import (
 )
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops._register import refuse_grad
 from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.types import Rows
@@ -58,10 +58,10 @@ def attend_step(
     `out` is filled and returned. Its tokens may be apart, as in a wider buffer; a token's heads are
     contiguous.
     """
+    check_given(projected, absorbed, cache, plan)
     check_out(out, projected.q_nope, plan)
-    if sink is not None and sink.shape != (plan.config.num_heads,):
-        H = plan.config.num_heads
-        raise ShapeError(f"step: sink must be [H] with {(H,)}, got {tuple(sink.shape)}.")
+    if sink is not None:
+        _check_sink(sink, projected.q_nope, plan)
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
     if sink is not None:
         parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
@@ -120,6 +120,27 @@ def put_together(
     for rows, part in parts:
         into[rows] = part
     return into
+
+
+def check_given(projected: object, absorbed: object, cache: object, plan: object) -> None:
+    """Of the classes that have the names looked at below."""
+    for name, given, kind in (
+        ("projected", projected, Projected),
+        ("absorbed", absorbed, AbsorbedWeights),
+        ("cache", cache, LayerCache),
+        ("plan", plan, Plan),
+    ):
+        check_kind("step", name, given, kind)
+
+
+def _check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
+    check_kind("step", "sink", sink, Tensor)
+    shape = (plan.config.num_heads,)
+    if sink.shape != shape:
+        raise ShapeError(f"step: sink must be [H] with {shape}, got {tuple(sink.shape)}.")
+    if not sink.is_floating_point():
+        raise ShapeError(f"step: sink must be of a floating dtype, got {sink.dtype}.")
+    check_alike("step", "sink", sink, sink.dtype, q.device)
 
 
 def check_write(raw: RawProjections | None, plan: Plan, write: bool) -> None:
@@ -198,6 +219,7 @@ def check_selection(selection: Selection | None, sparse: SparsePlan | Compressed
             "It is what select_step or make_selection returned for this layer, or for the one it "
             "shares with."
         )
+    check_kind("step", "selection", selection, Selection)
     if selection.row_lens is not sparse.row_lens:
         raise ConfigError(
             f"step: selection must be of this step's {sparse.num_rows} sparse tokens, "

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, check_kind
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
@@ -407,6 +407,12 @@ class MLAConfig:
         makes no layer (MLAAttention, RopeTable), which needs hidden_size and rope. `max_positions`
         bounds V4's sequences and, if it is small, the default workspace; nothing else looks at it.
         """
+        for name, part, kind in (
+            ("indexer", indexer, IndexerConfig),
+            ("compressor", compressor, CompressorConfig),
+        ):
+            if part is not None:
+                check_kind("config", name, part, kind)
         layers = 1
         if compressor is not None:
             layers = len(compressor.ratios)

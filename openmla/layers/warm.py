@@ -16,7 +16,7 @@ from openmla.attention import (
     make_selection,
     select_step,
 )
-from openmla.backends.asked import Asked
+from openmla.backends.asked import Asked, check_asked
 from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
@@ -45,6 +45,7 @@ def warmup(
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
     temporary layer of zeros in `dtype` runs the steps.
     """
+    check_asked("warmup", backend)
     if config.compressor is not None:
         config.check_layer("warmup")
     workspace = reserve(

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from openmla.attention import AbsorbedWeights
 from openmla.config import MLAConfig
-from openmla.errors import ShapeError, UnsupportedError
+from openmla.errors import ShapeError, UnsupportedError, check_kind
 from openmla.hardware import capability
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,6 +25,7 @@ def absorb(
 ) -> AbsorbedWeights:
     """The three shapes of a dense kv_b weight [H * (P + V), C], all over its own storage, and what
     expands in its place, if anything does."""
+    check_kind("weights", "kv_b_proj's weight", weight, Tensor)
     H, P, V, C = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     if weight.shape != (H * (P + V), C):
         raise ShapeError(

@@ -62,13 +62,15 @@ def plan_buffers(
     sizes, which then has tensors in common with this one: see make_plan(beside=). slice_buffers()
     makes smaller ones of the same memory.
     """
-    for name, value in (
-        ("max_requests", max_requests),
-        ("max_blocks", max_blocks),
-        ("max_tokens // max_requests", max_tokens // max(max_requests, 1)),
-    ):
-        if value < 1:
-            raise ConfigError(f"plan_buffers: {name} must be positive, got {value}.")
+    sizes = {"max_requests": max_requests, "max_blocks": max_blocks, "max_tokens": max_tokens}
+    for name, size in sizes.items():
+        if as_integer(size) is None or size < 1:
+            raise ConfigError(f"plan_buffers: {name} must be a positive integer, got {size!r}.")
+    if max_tokens < max_requests:
+        raise ConfigError(
+            f"plan_buffers: max_tokens must be at least max_requests={max_requests}, "
+            f"got {max_tokens}."
+        )
     shapes: dict[str, tuple[int, ...]] = {
         "block_table": (max_requests, max_blocks),
         "slot_mapping": (max_tokens,),
@@ -126,10 +128,7 @@ def slice_buffers(
     One set, made for the largest step, so serves graphs of every size, one step at a time: each
     step fills the buffers of its graph before that graph is replayed. No memory is taken.
     """
-    if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
-        raise ConfigError(
-            f"slice_buffers: buffers must be plan_buffers()'s, got {type(buffers).__name__}."
-        )
+    check_buffers("slice_buffers", "buffers", buffers)
     sizes = (max_requests, buffers["block_table"]), (max_tokens, buffers["slot_mapping"])
     for name, (value, rows) in zip(("max_requests", "max_tokens"), sizes, strict=True):
         if as_integer(value) is None or not 1 <= value <= rows.shape[0]:
@@ -151,6 +150,14 @@ def slice_buffers(
     return {
         name: tensor if name in OF_ALL else tensor[: kept(name)] for name, tensor in buffers.items()
     }
+
+
+def check_buffers(where: str, name: str, buffers: object) -> None:
+    """They are plan_buffers()'s; whose they are is seen when a step's tensors are put there."""
+    if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
+        raise ConfigError(
+            f"{where}: {name} must be plan_buffers()'s, got {type(buffers).__name__}."
+        )
 
 
 def _common(beside: Buffers, buffers: Buffers) -> Buffers:
@@ -274,6 +281,11 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
     values, changes = {}, fixed
     for name, value in vars(part).items():
         if isinstance(value, Tensor):
+            if name not in buffers:
+                raise ConfigError(
+                    f"plan: into must be plan_buffers() of this config and cache, got some without "
+                    f"{name}."
+                )
             changes[name] = buffers[name]
             if name not in CONSTANT:
                 values[name] = value

@@ -11,9 +11,9 @@ from torch import Tensor
 from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, check_kind
 from openmla.plan.batch import Batch
-from openmla.plan.captured import captured_parts, fill
+from openmla.plan.captured import captured_parts, check_buffers, fill
 from openmla.plan.checks import check_batch, check_cache, check_workspace
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
@@ -72,10 +72,15 @@ def make_plan(
     all lengths, and decoding calls the same ops for all: in a sparse model every absorbed token
     chooses its keys, also where it sees no more than K and takes all of them.
     """
+    check_kind("plan", "batch", batch, Batch)
+    check_kind("plan", "config", config, MLAConfig)
+    check_kind("plan", "compiled", compiled, bool)
     if not isinstance(cache, LayerCache):
         raise ConfigError(
             f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
         )
+    if into is not None:
+        check_buffers("plan", "into", into)
     if compiled and into is not None:
         raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
     make = _plan_latent if config.compressor is None else plan_compressed

@@ -115,7 +115,7 @@ def test_refusals() -> None:
         ((q[:-1], cache, plan), r"q_latent must be \[T, H, C \+ R\] with \(25, 4, 40\) as planned"),
         ((q[..., :C], cache, plan), r"q_latent must be \[T, H, C \+ R\] with \(25, 4, 40\) as pl"),
         ((q.to("meta"), cache, plan), "q_latent must be on cpu, got meta"),
-        ((None, cache, plan), "q_latent must be a tensor, got NoneType"),
+        ((None, cache, plan), "q_latent must be of type Tensor, got NoneType"),
         ((q, LayerCache(), plan), "cache must have latent rows, got none"),
         ((q, cache, expanded), "plan must have every request absorbed, got some expanded. m"),
     ):
