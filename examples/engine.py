@@ -120,7 +120,8 @@ class Engine:
         self.prefixes = Prefixes(self.pool)
         self.max_requests, self.max_tokens = max_requests, max_tokens
         self.longest = min(num_blocks * block_size, self.model.config.max_positions)
-        self.stop = model.config.eos_token_id
+        stop = model.config.eos_token_id
+        self.stop = set(stop) if isinstance(stop, list) else {stop}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.finished: list[Request] = []
@@ -223,7 +224,7 @@ class Engine:
         new = len(request.tokens) - len(request.prompt)
         if new == 1:
             self.prefixes.remember(request)
-        if new == request.max_new_tokens or token == self.stop:
+        if new == request.max_new_tokens or token in self.stop:
             self.pool.free(request.number)
             self.running.remove(request)
             self.finished.append(request)
@@ -281,6 +282,31 @@ def some_prompts(count: int, dice: random.Random) -> list[list[int]]:
     return [list(dice.choice(starts) + text[i : i + dice.randint(8, 180)]) for i in places]
 
 
+MOST_NEW = 48
+FEWEST_BLOCKS = -(-(96 + 180 + MOST_NEW) // 16)  # the longest of these prompts must fit
+
+
+def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Serve the demo model: requests arrive at random, share one paged cache and "
+        "are batched as they come. Every tenth step is a line, in the end there are totals."
+    )
+    parser.add_argument("--requests", type=int, default=20, help="default 20")
+    blocks = f"blocks of 16 tokens in the cache, {FEWEST_BLOCKS} or more, default 64"
+    parser.add_argument("--blocks", type=int, default=64, help=blocks)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help=f"cpu or cuda, here {device} by default")
+    options = parser.parse_args(arguments)
+    for name, least in (("requests", 1), ("blocks", FEWEST_BLOCKS)):
+        if (value := getattr(options, name)) < least:
+            parser.error(f"--{name} must be at least {least}, got {value}")
+    try:
+        torch.empty(0, device=options.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device must be one torch has here, got {options.device}: {error}")
+    return options
+
+
 def line(engine: Engine) -> str:
     """One step: blocks of requests, of prefixes nobody uses just now, and free ones."""
     pool, width = engine.pool, 40
@@ -294,16 +320,13 @@ def line(engine: Engine) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="A small serving engine over the demo model.")
-    parser.add_argument("--requests", type=int, default=20)
-    parser.add_argument("--blocks", type=int, default=64, help="of 16 tokens")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
+    options = read_arguments(arguments)
     engine, dice = Engine(load_demo(options.device), num_blocks=options.blocks), random.Random(0)
     arriving, start = deque(some_prompts(options.requests, dice)), time.perf_counter()
+    print("blocks: █ of requests that run, ▒ kept for prompts that begin alike, · free\n")
     while arriving or engine.waiting or engine.running:
         while arriving and dice.random() < 0.4:  # they come when they come
-            engine.add(arriving.popleft(), dice.randint(8, 48))
+            engine.add(arriving.popleft(), dice.randint(8, MOST_NEW))
         engine.step()
         if engine.counts["steps"] % 10 == 1:
             print(line(engine))
@@ -313,10 +336,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"\nrequest {request.number} goes on with {new!r}")
     while engine.prefixes.forget_one():
         pass
-    sizes = ", ".join(f"{n[key]} in a {key}" for key in sorted(n) if "graph" in key)
+    sizes = ", ".join(f"{n[key]} of size {key[9:]}" for key in sorted(n) if "graph" in key)
+    replayed = "each size a CUDA graph" if engine.graphs else "graphs need a GPU"
     rate = f"{seconds:.1f} s, {n['generated'] / seconds:.0f} a second"
     print(f"\n{n['requests']} requests, {n['generated']} tokens in {n['steps']} steps: {rate}")
-    print(f"  decode steps  {sizes}")
+    print(f"  decode steps  {sizes} ({replayed})")
     print(f"  prefixes      {n['shared']} tokens were there already")
     print(f"  preempted     {n['preempted']} times, {n['read twice']} tokens read twice")
     print(f"  blocks        {engine.pool.num_free} of {options.blocks} free at the end")

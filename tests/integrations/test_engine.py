@@ -123,5 +123,49 @@ def test_requests_that_can_never_run_are_refused(example: ModuleType) -> None:
 def test_what_it_prints(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(["--requests", "3", "--device", "cpu"])
     text = capsys.readouterr().out
-    assert "step    1  █" in text and "goes on with '" in text and "in a graph of 1" in text
+    assert (
+        "step    1  █" in text
+        and "goes on with '" in text
+        and "of size 1" in text
+        and "graphs need a GPU" in text
+    )
     assert "3 requests, " in text and "64 of 64 free at the end" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--requests", "0"], "--requests must be at least 1, got 0"),
+        (["--blocks", "20"], "--blocks must be at least 21, got 20"),
+        (["--device", "nope"], "--device must be one torch has here, got nope"),
+    ],
+)
+def test_bad_arguments_get_a_sentence(
+    example: ModuleType,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        example.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_fewest_blocks_are_enough(example: ModuleType) -> None:
+    """The longest prompt there can be, with all it may generate."""
+    longest = max(map(len, example.some_prompts(2000, random.Random(4))))
+    assert longest > 260 and longest + example.MOST_NEW <= example.FEWEST_BLOCKS * 16
+
+
+def test_several_tokens_may_end_a_request(example: ModuleType) -> None:
+    model = make_model("deepseek_v3")
+    engine = example.Engine(model, num_blocks=8)
+    served = engine.add([3, 4, 5], 10)
+    while engine.waiting or engine.running:
+        engine.step()
+    model.config.eos_token_id = [VOCAB, served.tokens[4]]
+    engine = example.Engine(model, num_blocks=8)
+    again = engine.add([3, 4, 5], 10)
+    while engine.waiting or engine.running:
+        engine.step()
+    assert again.tokens == served.tokens[:5]
