@@ -16,3 +16,13 @@ def test_the_page_runs() -> None:
     for number, block in enumerate(blocks):
         exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
     assert names["plan"].num_tokens == 8 and not names["out"][2:].any()
+
+
+def test_the_pages_name_one_another() -> None:
+    """And the README all three; none is longer than one sits down to read."""
+    names = ("engines.md", "engines-plans.md", "engines-compile.md")
+    pages = {name: (PAGE.parent / name).read_text() for name in names}
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    for name, text in pages.items():
+        assert all(f"]({other})" in text for other in names if other != name), name
+        assert f"](docs/{name})" in readme and len(text.splitlines()) <= 200
