@@ -26,6 +26,7 @@ from openmla import (
     ops,
 )
 from openmla.layers import mla_v4
+from tests.layers.engine import assert_true, describe, make_setting, plan_of, tokens_of
 from tests.layers.v4 import CLOSE, LENGTH, RATIOS, TOPK, Server, known, relative_error
 
 Attend = Callable[[CompressedInputs, LayerCache, Plan, Tensor], Tensor]
@@ -125,6 +126,35 @@ def test_out(ratio: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     served(monkeypatch, ratio, attend, device)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_padding(ratio: int, compiled: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every part 0 and lse -inf, although its queries and rows are NaN."""
+    setting, padding = make_setting(ratio, device), 3
+
+    def attend(q: Tensor, rows: Tensor, *given: Any, sink: Tensor, **rest: Any) -> Tensor:
+        assert q[-padding:].isnan().any()
+        out, lse = in_parts(CompressedInputs(q, rows, **rest), *given)
+        for part in ("window", "entries", "all"):
+            inputs = CompressedInputs(q, index=rest.get("index"))
+            some = attend_partial(inputs, None, *given, keys=part, write=False)
+            assert not some[0][-padding:].any() and (some[1][-padding:] == -torch.inf).all()
+        torch.testing.assert_close((out, lse), some, rtol=1e-4, atol=1e-5)
+        return apply_sink(out, lse, sink)
+
+    monkeypatch.setattr(mla_v4, "attend_compressed", attend)
+    for wanted in ([("a", 160), ("b", 0)], [("a", 1), ("b", 40)], [("c", 0)], []):
+        batch = describe(setting, wanted, padding=padding)
+        plan = plan_of(setting, batch, compiled=compiled)
+        tokens, positions = tokens_of(setting, batch)
+        hidden = torch.cat([tokens, tokens.new_full((padding, tokens.shape[1]), torch.nan)])
+        places = torch.cat([positions, positions.new_zeros(padding)])
+        with torch.inference_mode():
+            out = setting.server.layer(hidden, places, setting.server.cache, plan)
+        assert_true(setting, out, positions)
+    setting.server.layer.to("cpu")  # which tests share
 
 
 def rest(inputs: CompressedInputs) -> dict[str, Any]:
