@@ -94,6 +94,14 @@ def test_one_row_compiles_for_others(op: str) -> None:
         assert_compiles(builds_of(op, target)[0])
 
 
+def test_top_k_fits_in_registers_on_amd() -> None:
+    from openmla.backends.triton._build import GFX942, compile_build
+
+    builds = builds_of("index_topk", GFX942)
+    assert {build.constants["BLOCK"] for build in builds} == {4096, 8192}
+    assert [compile_build(build).spills for build in builds] == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", OTHERS)
 @pytest.mark.parametrize("op", OPS)

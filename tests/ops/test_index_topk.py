@@ -193,6 +193,20 @@ def test_long_rows_of_few_bits(dtype: torch.dtype, backend: str, device: str) ->
     check(make(rows, K=512, starts=[5, 0], dtype=dtype, device=device), rows, backend)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize(("config", "K"), [("AMD", 2048), ("AMD_LARGE_K", 3000)])
+def test_what_amd_launches(
+    config: str, K: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any GPU: no inline PTX; if K is large, fewer warps than chunks."""
+    launch = pytest.importorskip("openmla.backends.triton._topk_launch")
+    assert launch.config_of(1000, K, 304, launch.GFX942) == getattr(launch, config)
+    monkeypatch.setattr(launch, "config_of", lambda *_: getattr(launch, config))
+    monkeypatch.setattr(launch, "assembly", lambda: False)
+    rows = [*LONG["noise"], *LONG["one-stretch"]]
+    check(make(rows, K=K, starts=list(range(len(rows))), device=device), rows, "triton")
+
+
 @pytest.mark.parametrize("backend", backends("index_topk"))
 def test_a_tensor_that_lies_oddly(backend: str, device: str) -> None:
     """Four bytes behind any wider alignment."""

@@ -6,14 +6,14 @@ Grid      (min(T, resident programs),): one program owns a row at a time, the la
           the longest of a prompt.
 Reads     logits [T, S], row_starts [T], row_lens [T]
 Writes    topk_positions [T, K], ascending whether asked to or not, topk_lens [T],
-          candidates [programs, WARPS, BLOCK + SPAN], positions and scores, scratch
+          candidates [programs, CHUNKS, BLOCK + SPAN], positions and scores, scratch
 
 A sample of the row gives a pivot that about `target` scores reach, more than K and fewer than
-BLOCK. One pass keeps those as candidates. Each warp reads its own chunk of the row and writes to
-its own region, so warps do not synchronise, and chunk after chunk the regions are in order. The
-candidates fit in registers, where a ternary search over the bits finds the K-th. If the sample
-misled, another pivot is tried; if equals are too many to keep, the K-th score is known by then and
-the row is read again.
+BLOCK. One pass keeps those as candidates. The row is cut into CHUNKS, one or two per warp. Each
+warp reads its own and writes to their regions, so warps do not synchronise, and chunk after chunk
+the regions are in order. The candidates fit in registers, where a ternary search over the bits
+finds the K-th. If the sample misled, another pivot is tried; if equals are too many to keep, the
+K-th score is known by then and the row is read again.
 """
 
 import triton
@@ -161,20 +161,20 @@ def reaches(values, positions, n, pivot):
 @triton.jit
 def keep_row(
     kept, row, skew, n, pivot,
-    ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Keep positions and scores of those that reach a pivot above -inf, each warp its own chunk of
-    the row's; their number per warp. What a warp finds beyond BLOCK is not kept. The row begins
-    `skew` elements behind an aligned address."""
+    """Keep positions and scores of those that reach a pivot above -inf, each warp those of its own
+    chunks; their number per chunk. What a chunk has beyond BLOCK is not kept. The row begins `skew`
+    elements behind an aligned address."""
     end = tl.cdiv(skew + n, ALIGN) * ALIGN
-    chunk = tl.cdiv(end, WARPS * LANES) * LANES
-    warp = up_to(WARPS, n)[:, None]
-    offs = warp * chunk + tl.arange(0, LANES)[None, :]
-    stop = (warp + 1) * chunk
+    chunk = tl.cdiv(end, CHUNKS * LANES) * LANES
+    i = up_to(CHUNKS, n)[:, None]
+    offs = i * chunk + tl.arange(0, LANES)[None, :]
+    stop = (i + 1) * chunk
     # repeated because 3.8 loses it on the way, and loads would not be vectorised
     stop = tl.multiple_of(tl.where(stop < end, stop, end), [ALIGN, ALIGN])
-    n = tl.minimum(stop - skew, n)  # the end of each warp's chunk
-    seen = tl.zeros((WARPS, 1), tl.int32)
+    n = tl.minimum(stop - skew, n)  # the end of each chunk
+    seen = tl.zeros((CHUNKS, 1), tl.int32)
     for _ in range(0, chunk, SPAN):
         here = row + offs
         values_0 = tl.load(here, mask=offs < stop, other=0.0)
@@ -190,7 +190,7 @@ def keep_row(
         ranks = tl.cumsum(flags, 1)
         totals = tl.sum(flags, 1, keep_dims=True)
         # beyond BLOCK the last entries are overwritten
-        to = kept + (warp * (BLOCK + SPAN) + tl.minimum(seen, BLOCK) - 1)
+        to = kept + (i * (BLOCK + SPAN) + tl.minimum(seen, BLOCK) - 1)
         scatter_pairs(to, ranks & 255, flags, 1, found, widen(values_0), ASM)
         to += totals & 255
         ranks >>= 8
@@ -215,43 +215,43 @@ def load_pairs(kept, offs):
 
 @triton.jit
 def even_out(
-    kept, seen, fullest, ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr
+    kept, seen, fullest, ASM: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Spread the candidates evenly: each warp's part at the end of its region, where there are none
-    yet."""
-    tl.static_assert(BLOCK // WARPS <= SPAN)
-    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
+    """Spread the candidates evenly: each chunk's part at the end of its region, where there are
+    none yet."""
+    tl.static_assert(BLOCK // CHUNKS <= SPAN)
+    starts = tl.arange(0, CHUNKS)[:, None] * (BLOCK + SPAN)
     before = tl.cumsum(tl.sum(seen, 1), 0)[:, None] - seen
     for first in range(0, fullest, LANES):
         j = first + tl.arange(0, LANES)[None, :]
         positions, scores = load_pairs(kept, starts + j)
         held = (j < seen).to(tl.int32)
         j += before
-        at = j // (BLOCK // WARPS) * (BLOCK + SPAN) + BLOCK + j % (BLOCK // WARPS)
+        at = j // (BLOCK // CHUNKS) * (BLOCK + SPAN) + BLOCK + j % (BLOCK // CHUNKS)
         scatter_pairs(kept, at, held, 1, positions, scores, ASM)
 
 
 @triton.jit
-def fill_up(kept, held, n, ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr):
-    """Pad each warp's part with NaN. n only keeps offsets in the loop: see up_to()."""
-    starts = tl.arange(0, WARPS)[:, None] * (BLOCK + SPAN)
-    for first in range(tl.minimum(n, 0), BLOCK // WARPS, LANES):
+def fill_up(kept, held, n, ASM: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Pad each chunk's part with NaN. n only keeps offsets in the loop: see up_to()."""
+    starts = tl.arange(0, CHUNKS)[:, None] * (BLOCK + SPAN)
+    for first in range(tl.minimum(n, 0), BLOCK // CHUNKS, LANES):
         j = first + tl.arange(0, LANES)[None, :]
-        padding = tl.full((WARPS, LANES), float("nan"), tl.float32)
+        padding = tl.full((CHUNKS, LANES), float("nan"), tl.float32)
         scatter_pairs(kept, starts + j, (j >= held).to(tl.int32), 1, j, padding, ASM)
 
 
 @triton.jit
 def load_parts(
-    row, kept, first, n, from_kept, PART: tl.constexpr, PER_WARP: tl.constexpr, BLOCK: tl.constexpr
+    row, kept, first, n, from_kept, PART: tl.constexpr, PER_CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Positions and scores of PART elements from `first` on: of the candidates, or of the row."""
-    i = first // PER_WARP + up_to(PART // PER_WARP, n)[:, None]
-    j = tl.arange(0, PER_WARP)[None, :]
+    i = first // PER_CHUNK + up_to(PART // PER_CHUNK, n)[:, None]
+    j = tl.arange(0, PER_CHUNK)[None, :]
     if from_kept:
         positions, scores = load_pairs(kept, i * (BLOCK + SPAN) + j)
     else:
-        positions = i * PER_WARP + j
+        positions = i * PER_CHUNK + j
         scores = load_scores(row, positions, positions < n)
     return positions, scores
 
@@ -259,18 +259,18 @@ def load_parts(
 @triton.jit
 def emit(
     out, row, kept, n, from_kept, pivot, num_equal,
-    ASM: tl.constexpr, BLOCK: tl.constexpr, WARPS: tl.constexpr,
+    ASM: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Store the positions of scores above a pivot and of the first num_equal equals, in order, from
     the candidates or from the row."""
     PART: tl.constexpr = BLOCK // 2  # as many positions and ranks as registers hold
-    PER_WARP: tl.constexpr = BLOCK // WARPS
+    PER_CHUNK: tl.constexpr = BLOCK // CHUNKS
     above = 0
     equal = 0
     for first in range(0, tl.where(from_kept, BLOCK, n), PART):
-        positions, scores = load_parts(row, kept, first, n, from_kept, PART, PER_WARP, BLOCK)
+        positions, scores = load_parts(row, kept, first, n, from_kept, PART, PER_CHUNK, BLOCK)
         flags = tl.where(scores > pivot, 1, tl.where(scores == pivot, HIGH_ONE, 0))
-        ranks = tl.cumsum(flags.reshape(PART), 0).reshape(PART // PER_WARP, PER_WARP)
+        ranks = tl.cumsum(flags.reshape(PART), 0).reshape(PART // PER_CHUNK, PER_CHUNK)
         total = tl.sum(flags)
         equal_ranks = equal + (ranks >> 16)
         at = above + (ranks & LOW_HALF) + tl.minimum(equal_ranks, num_equal) - 1
@@ -304,7 +304,7 @@ def sample_keys(row, skew, n, guess, ALIGN: tl.constexpr, SAMPLE: tl.constexpr):
 def choose(
     out, logits, start, n, kept, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    WARPS: tl.constexpr, FITS: tl.constexpr,
+    CHUNKS: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     """The K highest of a row of more than K."""
     size: tl.constexpr = BLOCK if FITS else 0  # the most candidates
@@ -315,7 +315,7 @@ def choose(
     hi = tl.cast(HIGHEST + 1, tl.int32)  # fewer do: `above`
     above = 0
     count = n  # a row of one block needs no candidates
-    seen = tl.zeros((WARPS, 1), tl.int32)
+    seen = tl.zeros((CHUNKS, 1), tl.int32)
     equals = False
     guesses = 0
     rank = SAMPLE * (target.to(tl.float32) / n)
@@ -332,7 +332,7 @@ def choose(
             else:
                 pivot = middle(lo, hi)
             guesses += 1
-        seen = keep_row(kept, row, skew, width, score_of(pivot), ASM, ALIGN, BLOCK, WARPS)
+        seen = keep_row(kept, row, skew, width, score_of(pivot), ASM, ALIGN, BLOCK, CHUNKS)
         count = tl.sum(tl.sum(seen, 0), 0)
         if not equals:
             rank *= target.to(tl.float32) / tl.maximum(count, 1)
@@ -349,20 +349,20 @@ def choose(
     if from_kept:
         held = seen
         fullest = tl.max(tl.max(seen, 0), 0)
-        if fullest > BLOCK // WARPS:
+        if fullest > BLOCK // CHUNKS:
             tl.debug_barrier()  # reads what other threads kept
-            even_out(kept, seen, fullest, ASM, BLOCK, WARPS)
-            held = count - tl.arange(0, WARPS)[:, None] * (BLOCK // WARPS)
+            even_out(kept, seen, fullest, ASM, BLOCK, CHUNKS)
+            held = count - tl.arange(0, CHUNKS)[:, None] * (BLOCK // CHUNKS)
             kept += BLOCK
-        fill_up(kept, held, count, ASM, BLOCK, WARPS)
+        fill_up(kept, held, count, ASM, BLOCK, CHUNKS)
         tl.debug_barrier()
     if (count >= K) & (count <= size):
-        _, scores = load_parts(row + skew, kept, 0, n, from_kept, BLOCK, BLOCK // WARPS, BLOCK)
+        _, scores = load_parts(row + skew, kept, 0, n, from_kept, BLOCK, BLOCK // CHUNKS, BLOCK)
         keys = ordered_key(scores)
         if not from_kept:
             lo = lowest_key(keys)
         lo, above = cut_key(keys, lo, K, 0)
-    emit(out, row + skew, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK, WARPS)
+    emit(out, row + skew, kept, n, from_kept, score_of(lo), K - above, ASM, BLOCK, CHUNKS)
 
 
 @triton.jit(
@@ -372,7 +372,7 @@ def choose(
 def _index_topk_kernel(
     logits, row_starts, row_lens, topk_positions, topk_lens, candidates, row_stride, T, K, target,
     ASM: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr,
-    WARPS: tl.constexpr, FITS: tl.constexpr,
+    CHUNKS: tl.constexpr, FITS: tl.constexpr,
 ):  # fmt: skip
     for i in tl.range(tl.program_id(0), T, tl.num_programs(0), disable_licm=True):
         t = T - 1 - i
@@ -384,5 +384,5 @@ def _index_topk_kernel(
             first_positions(out, n, K)
         else:
             start = t * row_stride + tl.load(row_starts + t)
-            kept = candidates + tl.program_id(0).to(tl.int64) * (WARPS * (BLOCK + SPAN))
-            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, WARPS, FITS)
+            kept = candidates + tl.program_id(0).to(tl.int64) * (CHUNKS * (BLOCK + SPAN))
+            choose(out, logits, start, n, kept, K, target, ASM, ALIGN, BLOCK, SAMPLE, CHUNKS, FITS)

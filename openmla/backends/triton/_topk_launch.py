@@ -37,16 +37,24 @@ elif RELEASE == (3, 7):  # 52 and 60 bytes of spill on SM100 and SM120 with 64 r
     MANY_ELSEWHERE = Config(4096, 8, 3, 80)
 LARGE_K = Config(8192, 16, 1, None)
 AMD = Config(4096, 8, 2, None)
+AMD_LARGE_K = Config(8192, 8, 1, None)  # 16 warps of 64 lanes leave 128 registers, and spill
 
 
 def config_of(T: int, K: int, multiprocessors: int, capability: int) -> Config:
-    if FEW.block < 2 * K:
-        return LARGE_K
+    large = FEW.block < 2 * K
     if capability == GFX942:
-        return AMD
+        return AMD_LARGE_K if large else AMD
+    if large:
+        return LARGE_K
     if multiprocessors >= T:
         return FEW
     return MANY if nearest_target(capability) == 90 else MANY_ELSEWHERE
+
+
+def chunks_of(config: Config) -> int:
+    """What a row is cut into: a chunk per warp, or two where candidates are too many for that:
+    each chunk's part of them takes at most SPAN (see even_out())."""
+    return max(config.num_warps, config.block // SPAN.value)
 
 
 def launch_topk(
@@ -62,7 +70,7 @@ def launch_topk(
     size = config.block if fits else 0
     programs = min(T, config.programs * sms)
     width = config.block + SPAN.value if size < S else 0
-    candidates = logits.new_empty((programs, config.num_warps, width), dtype=torch.int64)
+    candidates = logits.new_empty((programs, chunks_of(config), width), dtype=torch.int64)
     _index_topk_kernel[(programs,)](
         logits,
         row_starts.contiguous(),
@@ -89,6 +97,6 @@ def constants_of(config: Config, *, aligned: bool, fits: bool) -> dict[str, Any]
         "ALIGN": 4 if aligned else 1,
         "BLOCK": config.block,
         "SAMPLE": SAMPLE,
-        "WARPS": config.num_warps,
+        "CHUNKS": chunks_of(config),
         "FITS": fits,
     }
