@@ -45,6 +45,7 @@ _PAST_ONE = 2  # integers are carried as so much more, for the same reason
 _CARRIES = torch.bool  # no other tensor of a plan has it
 
 
+@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
 def symbolic(plan: Plan) -> Plan:
     """The same plan, whose sizes a compiler takes for symbols."""
     made: Plan = _symbolic(plan, plan.slot_mapping.device)

@@ -143,3 +143,13 @@ def test_requests_without_tokens_take_no_graph_of_their_own(form: str) -> None:
         plan = make_plan(batch, SPARSE, cache, form=form, compiled=True)
         assert plan.decode is None and plan.prefill is None and plan.sparse is not None
         assert plan.sparse.rows == slice(0, sum(query_lens))
+
+
+def test_its_tensors_tell_when_they_are_written_to() -> None:
+    """As those of any plan that is sent to a GPU do, also where the step runs in inference mode."""
+    cache = make_cache(SPARSE)
+    with torch.inference_mode():
+        batch = make_batch([3, 40, 1], [60, 40, 71], columns=5)
+        plan = make_plan(batch, SPARSE, cache, form="absorbed", compiled=True)
+    found = [value for _, value in fields(plan) if isinstance(value, Tensor)]
+    assert len(found) > 5 and not any(tensor.is_inference() for tensor in found)
