@@ -16,6 +16,7 @@ from openmla.attention.types import (
     RawProjections,
     Selection,
     check_alike,
+    seen_nothing,
 )
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
@@ -160,8 +161,7 @@ def _attend(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     if not segments:  # entries of a layer that has none
-        wide = torch.promote_types(q.dtype, torch.float32)
-        return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+        return seen_nothing(q, plan.config.latent_dim)
     return mqa_sparse(
         q,
         step.query_start_loc,

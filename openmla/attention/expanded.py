@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import AbsorbedWeights, Projected
+from openmla.attention.types import AbsorbedWeights, Projected, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
 from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
@@ -55,9 +55,7 @@ def _attend_new(
 ) -> tuple[Tensor, Tensor]:
     """This step's rows, causally; where none of them is a key, what sees nothing."""
     if prefill.route == "context":
-        n, H, wide = *q.shape[:2], torch.promote_types(q.dtype, torch.float32)
-        lse = q.new_full((n, H), -torch.inf, dtype=wide)
-        return q.new_zeros((n, H, plan.config.v_head_dim)), lse
+        return seen_nothing(q, plan.config.v_head_dim)
     k, v = expand(kv_c, k_pe, absorbed, plan)
     return mha_ragged(
         q,

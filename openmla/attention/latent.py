@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.attention.absorbed import read_all, read_chosen
 from openmla.attention.compressed import attend_segments
-from openmla.attention.step import Part, check_selection, put_together
+from openmla.attention.step import Part, check_selection, put_both_together
 from openmla.attention.types import CompressedInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
@@ -50,9 +50,7 @@ def attend_latent(
         rows = plan.sparse.rows
         attended = _attend_chosen(q_latent[rows], latent, plan, plan.sparse, selection)
         parts.append((rows, *attended))
-    out = put_together([(rows, some) for rows, some, _ in parts], plan)
-    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
-    return out, lse
+    return put_both_together(parts, plan)
 
 
 def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from openmla.attention.expanded import expand, gather
-from openmla.attention.types import AbsorbedWeights, Projected, Selection
+from openmla.attention.types import AbsorbedWeights, Projected, Selection, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import merge_states, mha_masked, pack_mask
 from openmla.plan import Plan, SparsePlan
@@ -22,10 +21,8 @@ def attend_masked(
     selection: Selection,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
     """Chunk by chunk of keys, each read from the cache and expanded once, merged."""
-    n, H, _ = q.shape
     C = plan.config.kv_lora_rank
-    out = q.new_zeros((n, H, plan.config.v_head_dim))
-    lse = q.new_full((n, H), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = seen_nothing(q, plan.config.v_head_dim)
     for chunk in sparse.masked:
         rows = gather(latent, plan, chunk, projected.kv_c.dtype)
         k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from openmla.attention.compressed import attend_segments
-from openmla.attention.step import attend_parts, check_given, put_together
+from openmla.attention.step import attend_parts, check_given, put_both_together
 from openmla.attention.types import (
     AbsorbedWeights,
     CompressedInputs,
@@ -63,6 +62,4 @@ def attend_partial(
         raise ConfigError(f"step: absorbed must be given for {plan.config.model_type}, got none.")
     check_given(projected, absorbed, cache, plan)
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
-    out = put_together([(rows, some) for rows, some, _ in parts], plan)
-    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
-    return out, lse
+    return put_both_together(parts, plan)

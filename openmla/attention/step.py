@@ -122,6 +122,13 @@ def put_together(
     return into
 
 
+def put_both_together(parts: Sequence[Part], plan: Plan) -> tuple[Tensor, Tensor]:
+    """Out [T, H, ...] and lse [T, H] of all tokens."""
+    out = put_together([(rows, some) for rows, some, _ in parts], plan)
+    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
+    return out, lse
+
+
 def check_given(projected: object, absorbed: object, cache: object, plan: object) -> None:
     """Of the classes that have the names looked at below."""
     for name, given, kind in (

@@ -1,4 +1,4 @@
-"""What the functions of this room hand to one another, and the check they share."""
+"""What the functions of this room hand to one another, and what they share."""
 
 from __future__ import annotations
 
@@ -99,3 +99,10 @@ def check_alike(
         raise ShapeError(f"{where}: {name} must be {dtype} like the others, got {tensor.dtype}.")
     if tensor.device != device:
         raise ShapeError(f"{where}: {name} must be on {device}, got {tensor.device}.")
+
+
+def seen_nothing(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
+    return q.new_zeros((*q.shape[:2], width)), lse
