@@ -13,9 +13,9 @@ from openmla.backends import BACKENDS
 from openmla.errors import UnsupportedError
 from openmla.testing import Inputs, assert_within_budget, budget_used
 
-# Tensor cores truncate what they add up. One chain of 576 columns errs up to 1.36 times the budget
-# (H200: FlashMLA's kernels, and the portable one with 16 rows); two of half the length do not.
-LSE_SLACK = {"flashmla": 1.5, "triton": 1.5}
+# FlashMLA sums 576 columns in one chain, which tensor cores truncate: 1.11 to 1.36 of lse's budget
+# in four cases on an H200. Its kernels are not ours to mend.
+LSE_SLACK = {"flashmla": 1.5}
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
 GLUON = pytest.param("gluon", marks=pytest.mark.gluon)
 

@@ -109,6 +109,15 @@ def test_dense(case: PagedCase) -> None:
     check_attention(mqa_paged, case.make(), "flashmla")
 
 
+@pytest.mark.parametrize("query_lens", [(1, 1), (2, 1)])
+def test_padding_of_nan(query_lens: tuple[int, int]) -> None:
+    inputs = PagedCase("nan", query_lens, (70, 9), H=64, BS=64, padding=3, **V3).make()
+    inputs["q_latent"][-3:] = torch.nan
+    out, lse = inputs.run(mqa_paged, backend="flashmla")
+    assert (out[-3:] == 0).all() and (lse[-3:] == -torch.inf).all()
+    assert out.isfinite().all()
+
+
 def test_schedules_of_chosen_rows_are_kept() -> None:
     """They follow from shapes: one for all layers and steps, another for other shapes."""
     case = SparseCase("kept", (1, 1), (300, 70), NEAR, FAR, H=64, **V4)

@@ -84,7 +84,7 @@ def run(
         **legacy(call),
     )  # fmt: skip
     out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-    if step.given is None:
-        return out, lse.masked_fill(step.none[:, None], -torch.inf)
-    out = out[step.given].masked_fill(step.none[:, None, None], 0)
-    return out, lse[step.given].masked_fill(step.none[:, None], -torch.inf)
+    if step.given is not None:
+        out, lse = out[step.given], lse[step.given]
+    out = out.masked_fill(step.none[:, None, None], 0)  # queries of padding may be NaN
+    return out, lse.masked_fill(step.none[:, None], -torch.inf)
