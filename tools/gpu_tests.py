@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,6 +48,8 @@ WITHOUT_A_GPU = {
     "tests/plan/test_sparse.py": "host integers",
     "tests/plan/test_symbolic.py": "what plans say; test_compile.py runs them there",
 }
+# Of these every test is skipped unless a package is there, which is not an error.
+WITH_A_PACKAGE = {"tests/ops/test_flashmla_graphs.py": "flash_mla"}
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 
 
@@ -89,6 +92,10 @@ def main() -> int:
     if unknown:
         parser.error(f"listed as without a GPU, but not there: {', '.join(sorted(unknown))}")
     files = [path for path in found if str(path.relative_to(ROOT)) not in WITHOUT_A_GPU]
+    for name, package in WITH_A_PACKAGE.items():
+        if find_spec(package) is None:
+            files.remove(ROOT / name)
+            print(f"{name}  left out, {package} is not installed")
     if options.memcheck:
         files = contracts()
     if options.files:

@@ -246,10 +246,7 @@ def test_reasons(number: int) -> None:
         (COMPRESSED, "gluon"),
         (PROMPT, "flashmla"),
         (replace(PROMPT, tokens=64), "gluon"),
-        (PAGED, "flashmla"),
-        (replace(PAGED, tokens=1), "gluon"),
-        (replace(PAGED, H=16), "gluon"),
-        (replace(PAGED, max_query_len=2), "gluon"),
+        (PAGED, "gluon"),
     ],
 )
 def test_auto_takes_the_faster(problem: Problem, taken: str) -> None:

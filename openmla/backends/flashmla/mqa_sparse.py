@@ -77,10 +77,10 @@ def _why_not_pages(problem: Problem) -> str | None:
     return None if needed <= problem.aligned else "needs whole pages at multiples of 16 bytes"
 
 
-# H200, bench.latent, the time of FlashMLA's kernel over ours: packed rows of 128 heads 1.33, 1.02
-# and 1.04 for 1, 4 and 16 tokens, 0.92 for 64 and 128, 1.34 for 4096; V4 0.99 to 1.39; 16-bit rows
-# 0.91 for 4096. Beside its kernel there are launches that fill up its lists, estimated at 8 us:
-# what it gains on 64 tokens. On SM100, where ours have no kernel of 64 heads, nothing was measured.
+# H200, bench/results/flashmla_adapter_h200.json, the time of the adapter over ours: packed rows of
+# 128 heads 2.7, 2.0, 1.5, 1.09 and 0.99 for 1, 4, 16, 64 and 128 tokens, 1.38 for 4096; V4 1.8 to
+# 10; 16-bit rows 0.95 for 4096. On SM100, where ours have no kernel of 64 heads, nothing was
+# measured.
 def slower_packed(problem: Problem) -> str | None:
     if problem.capability != (9, 0):
         return None

@@ -36,6 +36,7 @@ from openmla.backends.triton._primitives import (
     LN2,
     LOG2E,
     PACKED,
+    PLAIN,
     V4,
     dot,
     finish_softmax,
@@ -55,11 +56,11 @@ DO_NOT_SPECIALIZE = (
 
 @triton.jit
 def add_product(
-    scores, q, tile, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr
+    scores, q, tile, PRECISION: tl.constexpr, SEPARATE: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
-    """scores + q @ tile.T; UNCHAINED, as a separate product and an addition that the compiler does
+    """scores + q @ tile.T; SEPARATE, as a product of its own and an addition that the compiler does
     not fold into its accumulator."""
-    if UNCHAINED:
+    if SEPARATE:
         product = dot(q, tl.trans(tile), tl.zeros(scores.shape, tl.float32), PRECISION, UPCAST)
         scores = tl.fma(product, 1.0, scores)
     else:
@@ -105,6 +106,9 @@ def attend(
         acc_rope = acc_rope / kv_scale
     TWO_TILES: tl.constexpr = MAIN > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else MAIN
+    # Tensor cores truncate what they add to an accumulator. Over all columns of a row in one chain
+    # that shows in lse, where keys are few. Decoded rows leave no registers for a second one.
+    SEPARATE: tl.constexpr = UNCHAINED or FORMAT == PLAIN
     offs_n = tl.arange(0, BLOCK_N)
     begin = lo
     # Prefetch what V4's rows are looked up by, given enough warps to hold it: blocks one tile
@@ -153,10 +157,10 @@ def attend(
                 cache, row, scales_at, valid, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, MAIN, FORMAT,
                 ALIGNED, ASM, dtype,
             )  # fmt: skip
-            scores = add_product(scores, q_b, tile_b, PRECISION, UNCHAINED, UPCAST)
+            scores = add_product(scores, q_b, tile_b, PRECISION, SEPARATE, UPCAST)
         if ROPE > 0:
             rope = load_rope(cache, rope_at, valid, ROPE, BLOCK_R, FORMAT, ALIGNED, ASM, dtype)
-            scores = add_product(scores, q_rope, rope, PRECISION, UNCHAINED, UPCAST)
+            scores = add_product(scores, q_rope, rope, PRECISION, SEPARATE, UPCAST)
         seen = valid[None, :]
         if FOLDED:
             seen = seen & (j[None, :] < visible[:, None])
