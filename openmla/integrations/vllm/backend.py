@@ -62,6 +62,10 @@ class OpenMLABackend(MLACommonBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # query lengths are planned with on the host
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
         sparse = given.pop("use_sparse", False)
         reasons = super().validate_configuration(*args, use_sparse=False, **given)

@@ -127,9 +127,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
 
     def _buffers(self, cache: openmla.LayerCache, max_blocks: int) -> dict[str, Tensor]:
         if self.whole is None:
-            requests = self.vllm_config.scheduler_config.max_num_seqs
             sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-            requests = max(requests, *sizes)
+            requests = max(self.vllm_config.scheduler_config.max_num_seqs, *sizes, 1)
             self.whole = openmla.plan_buffers(
                 self.config,
                 cache,
