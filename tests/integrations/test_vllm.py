@@ -312,58 +312,95 @@ def test_graphs_of_many_sizes_over_one_set_of_buffers(drafts: int) -> None:
         engine.check(asked, new_q, new_rows, out[: size * width])
 
 
-def test_sparse_models_choose_by_our_indexer(device: str) -> None:
-    """Tokens attend to the keys with the highest scores, of which there are too many."""
-    from openmla.integrations.vllm import indexer, models
-    from openmla.integrations.vllm.layer import OpenMLAImpl
+class SparseEngine(Engine):
+    """One layer whose tokens attend to the 32 keys that vLLM's indexer, with our class, chooses."""
 
-    options = {"openmla": {"index_format": "index_fp32"}}
-    config = stand_ins.config(additional_config=options)
-    stand_ins.CONFIG[0] = config
-    model = models.DeepseekV32ForCausalLM(vllm_config=config)
-    module = model.indexer.to(device)
-    assert isinstance(module, indexer.OpenMLAIndexer)
-    assert not hasattr(module.indexer_op, "made_by_vllm")
-    assert indexer.SELECT in config.compilation_config.splitting_ops
-    assert (
-        module.k_cache.get_attn_backend().get_builder_cls()(None, [], config, None).build(0) is None
-    )
-    engine = Engine(device, additional_config=options)
-    layer = engine.layers[0]
-    layer.use_sparse, layer.indexer = True, module
-    module.layer_name = "0"
-    module.k_cache.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, 128, device=device)
-    layer.impl = OpenMLAImpl(
-        H, 80, engine.scale, 1, None, None, "auto", None, "decoder", None, qk_nope_head_dim=P,
-        v_head_dim=V, topk_indices_buffer=module.topk_indices_buffer,
-    )  # fmt: skip
-    assert layer.impl.is_sparse
-    builder = type(engine.builder)(None, ["0"], engine.config, torch.device(device))
-    hidden_rows, keys = [], []
-    for n in (70, 1):
-        wanted = {"a": n}
-        metadata = builder.build(0, engine.common(wanted, 1, n))
+    def __init__(self, device: str) -> None:
+        from openmla.integrations.vllm import models
+        from openmla.integrations.vllm.layer import OpenMLAImpl
+
+        options = {"openmla": {"index_format": "index_fp32"}}
+        super().__init__(device, additional_config=options)
+        self.indexer = models.DeepseekV32ForCausalLM(vllm_config=self.config).indexer.to(device)
+        self.indexer.layer_name = "0"
+        self.indexer.topk_indices_buffer = self.indexer.topk_indices_buffer.to(device)
+        self.indexer.k_cache.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, 128, device=device)
+        layer = self.layers[0]
+        layer.use_sparse, layer.indexer = True, self.indexer
+        layer.impl = OpenMLAImpl(
+            H, 80, self.scale, 1, None, None, "auto", None, "decoder", None, qk_nope_head_dim=P,
+            v_head_dim=V, topk_indices_buffer=self.indexer.topk_indices_buffer,
+        )  # fmt: skip
+        self.builder = type(self.builder)(None, ["0"], self.config, torch.device(device))
+        self.keys = torch.zeros(0, 128, dtype=torch.float64, device=device)
+
+    def forward(
+        self, metadata: Any, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor
+    ) -> None:
+        """What vLLM's layer does: its indexer, then its attention."""
         stand_ins.CONTEXT[0] = SimpleNamespace(
-            attn_metadata={"0": metadata}, no_compile_layers={"0": layer}
+            attn_metadata={"0": metadata}, no_compile_layers={"0": self.layers[0]}
         )
+        self.indexer(hidden, low, None, lambda positions, q, k: (q, k))
+        self.attend(metadata, q, rows, out)
+
+    def check_last(self, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor) -> None:
+        """The last of one request's tokens, which sees all keys and chooses among them."""
+        k, w = self.indexer.wk_weights_proj(hidden)[0].double().split([128, 4], -1)
+        self.keys = torch.cat([self.keys, torch.nn.functional.layer_norm(k, (128,), eps=1e-6)])
+        self.rows["a"] = torch.cat([self.rows.get("a", rows[:0]), rows])
+        q_idx = self.indexer.wq_b(low[-1:])[0].double().view(4, 128)
+        scores = (q_idx @ self.keys.T).relu().T @ w[-1]
+        chosen = scores.topk(32).indices.sort().values
+        expected = self.plain(q[-1:], self.rows["a"][chosen])
+        assert len(self.keys) > 32
+        torch.testing.assert_close(out[-1:].double(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_sparse_models_choose_by_our_indexer(device: str) -> None:
+    from openmla.integrations.vllm import indexer
+
+    engine = SparseEngine(device)
+    module = engine.indexer
+    assert isinstance(module, indexer.OpenMLAIndexer) and engine.layers[0].impl.is_sparse
+    assert not hasattr(module.indexer_op, "made_by_vllm")
+    assert indexer.SELECT in engine.config.compilation_config.splitting_ops
+    keys_builder = module.k_cache.get_attn_backend().get_builder_cls()
+    assert keys_builder(None, [], engine.config, None).build(0) is None
+    for n in (70, 1):
+        metadata = engine.builder.build(0, engine.common({"a": n}, 1, n))
         hidden, low = torch.randn(n, 48, device=device), torch.randn(n, 24, device=device)
-        module(hidden, low, None, lambda positions, q, k: (q, k))
-        assert metadata.selection is not None
         q, rows = engine.inputs(n)
         out = torch.zeros(n, H * V, device=device)
-        engine.attend(metadata, q, rows, out)
-        hidden_rows.append(rows)
-        k, w = module.wk_weights_proj(hidden)[0].double().split([128, 4], -1)
-        keys.append(torch.nn.functional.layer_norm(k, (128,), eps=1e-6))
-        scores = torch.einsum(
-            "thd,sd->ths", module.wq_b(low)[0].double().view(n, 4, 128), torch.cat(keys)
-        )
-        scores = torch.einsum("ths,th->ts", scores.relu(), w)
-        S = len(torch.cat(keys))
-        engine.rows["a"] = torch.cat(hidden_rows)
-        seen = scores[-1].topk(32).indices.sort().values  # the last token sees all of them
-        expected = engine.plain(q[-1:], engine.rows["a"][seen])
-        assert S > 32
-        torch.testing.assert_close(out[-1:].double(), expected, rtol=2e-4, atol=2e-4)
+        engine.forward(metadata, hidden, low, q, rows, out)
+        assert metadata.selection is not None
+        engine.check_last(hidden, low, q, rows, out)
     stand_ins.CONTEXT[0] = SimpleNamespace(attn_metadata=None)  # vLLM measures memory
     module(hidden, low, None, lambda positions, q, k: (q, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+def test_a_graph_of_a_sparse_model() -> None:
+    engine = SparseEngine("cuda")
+    metadata = engine.builder.build(0, engine.common({"a": 70}, 1, 70))
+    hidden, low = torch.randn(70, 48, device="cuda"), torch.randn(70, 24, device="cuda")
+    q, rows = engine.inputs(70)
+    out = torch.zeros(70, H * V, device="cuda")
+    engine.forward(metadata, hidden, low, q, rows, out)
+    engine.check_last(hidden, low, q, rows, out)
+    common = engine.common({}, 2, 2)
+    metadata = engine.builder.build_for_cudagraph_capture(common)
+    step = (hidden[:2], low[:2], q[:2], rows[:2], out[:2])
+    engine.forward(metadata, *step)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        engine.forward(metadata, *step)
+    for _ in range(3):
+        engine.builder.build(0, engine.common({"a": 1}, 2, 2))
+        for tensor in step[:4]:
+            tensor.copy_(torch.randn(tensor.shape))
+        graph.replay()
+        engine.check_last(*(tensor[:1] for tensor in step))
+        assert not out[1].any()
