@@ -256,15 +256,11 @@ def config(
     )
 
 
-def install(monkeypatch: Any, version: str = "0.32.0") -> None:
-    """As modules, for as long as a test runs; the plugin is imported anew."""
-    for name in [name for name in sys.modules if name.startswith("openmla.integrations.vllm.")]:
-        monkeypatch.delitem(sys.modules, name)
-    for store in (OVERRIDES, MODELS, OOT, WARNINGS):
-        store.clear()
+def modules(version: str) -> dict[str, dict[str, Any]]:
+    """What the plugin imports, by module."""
     registry = SimpleNamespace(register_model=MODELS.__setitem__)
     logger = SimpleNamespace(warning=WARNINGS.append)
-    modules: dict[str, dict[str, Any]] = {
+    return {
         "vllm": {"__version__": version, "ModelRegistry": registry},
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG[0]},
@@ -302,7 +298,15 @@ def install(monkeypatch: Any, version: str = "0.32.0") -> None:
         },
         "vllm.model_executor.models.deepseek_mtp": {"DeepSeekMTP": CommonModel},
     }
-    for name, attributes in modules.items():
+
+
+def install(monkeypatch: Any, version: str = "0.32.0") -> None:
+    """As modules, for as long as a test runs; the plugin is imported anew."""
+    for name in [name for name in sys.modules if name.startswith("openmla.integrations.vllm.")]:
+        monkeypatch.delitem(sys.modules, name)
+    for store in (OVERRIDES, MODELS, OOT, WARNINGS):
+        store.clear()
+    for name, attributes in modules(version).items():
         module: Any = ModuleType(name)
         for attribute, value in attributes.items():
             setattr(module, attribute, value)
