@@ -6,38 +6,57 @@ when the batch is made.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
+from operator import gt
+
 import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError
 
 
-def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str) -> None:
-    """Cumulative lengths [B+1]: from 0, never falling, within the rows there are."""
-    if start_loc.numel() == 0 or start_loc[0] != 0:
-        raise ShapeError(f"{op}: {name} must start with 0, got {_head(start_loc)}.")
-    if (start_loc[1:] < start_loc[:-1]).any():  # a difference of int32 may wrap around
-        raise ShapeError(f"{op}: {name} must not fall, got {_head(start_loc)}.")
-    if start_loc[-1] > total:
+def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str) -> list[int]:
+    """Cumulative lengths [B+1]: from 0, never falling, within the rows there are. Returns them."""
+    values: list[int] = start_loc.tolist()
+    if not values or values[0] != 0:
+        raise ShapeError(f"{op}: {name} must start with 0, got {_head(values)}.")
+    if any(map(gt, values, values[1:])):
+        raise ShapeError(f"{op}: {name} must not fall, got {_head(values)}.")
+    if values[-1] > total:
         raise ShapeError(
-            f"{op}: {name} must end within the {total} rows of {rows}, got {int(start_loc[-1])}."
+            f"{op}: {name} must end within the {total} rows of {rows}, got {values[-1]}."
         )
+    return values
+
+
+def check_query_lens(
+    op: str, starts: list[int], seq_lens: Tensor, max_query_len: int, causal: bool
+) -> None:
+    """Requests have their query tokens among their keys if causal, and no more than were told."""
+    query_lens = [end - start for start, end in pairwise(starts)]
+    for request, (n, S) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
+        least = n if causal else 0
+        if least > S:
+            raise ShapeError(
+                f"{op}: seq_lens[{request}] must be at least its {least} query tokens, got {S}."
+            )
+    most = max(query_lens, default=max_query_len)
+    if most > max_query_len:
+        raise ShapeError(f"{op}: max_query_len must be at least {most}, got {max_query_len}.")
 
 
 def check_slots(op: str, slots: Tensor, num_slots: int, name: str = "slot_mapping") -> None:
     """Slots to write: inside the cache, each at most once; negative ones are skipped."""
-    if slots.numel() == 0:
-        return
-    ordered = slots.sort().values
-    if ordered[-1] >= num_slots:
+    values: list[int] = slots.tolist()
+    largest = max(values, default=-1)
+    if largest >= num_slots:
         most = f"N*BS={num_slots}" if name == "slot_mapping" else num_slots
-        raise ShapeError(f"{op}: {name} must be below {most}, got {int(ordered[-1])}.")
-    repeated = ordered.diff() == 0
-    if repeated.any():
-        slots_twice = ordered[1:][repeated & (ordered[1:] >= 0)]
-        if slots_twice.numel():
-            slot = int(slots_twice[0])
-            raise ShapeError(f"{op}: {name} must name each slot once, got {slot} twice.")
+        raise ShapeError(f"{op}: {name} must be below {most}, got {largest}.")
+    written = [slot for slot in values if slot >= 0]
+    if len(set(written)) < len(written):
+        slot = min(slot for slot, count in Counter(written).items() if count > 1)
+        raise ShapeError(f"{op}: {name} must name each slot once, got {slot} twice.")
 
 
 def check_block_table(
@@ -46,31 +65,35 @@ def check_block_table(
     """Blocks that hold keys starts[b]..ends[b]-1 exist; columns outside may hold anything."""
     if block_table.shape[0] == 0:
         return
-    M = block_table.shape[1]
-    last = (ends - 1) // BS + 1  # one past the last column in use; a sum might wrap around
-    if last.max() > M:
-        request = int(last.argmax())
+    M, lengths = block_table.shape[1], ends.tolist()
+    most = -(-max(lengths) // BS)  # columns in use
+    if most > M:
+        request, S = next((b, S) for b, S in enumerate(lengths) if S > M * BS)
         raise ShapeError(
             f"{op}: block_table must have a column for every {BS} keys, got M={M} columns for "
-            f"{int(ends[request])} keys of request {request}."
+            f"{S} keys of request {request}."
         )
+    if most <= 0:
+        return
+    low, high = block_table[:, :most].aminmax()
+    if low >= 0 and high < N:
+        return
     columns = torch.arange(M, dtype=torch.int32)
-    used = columns < last[:, None]
+    used = columns < -(-ends.long() // BS)[:, None]
     if starts is not None:
         used &= (columns >= (starts // BS)[:, None]) & (ends > starts)[:, None]
-    low, high = block_table.where(used, 0).aminmax() if M else (0, 0)
-    if low < 0 or high >= N:
-        wrong = used & ((block_table < 0) | (block_table >= N))
-        row, column = (int(index) for index in wrong.nonzero()[0])
+    wrong = (used & ((block_table < 0) | (block_table >= N))).nonzero()
+    if wrong.numel():
+        row, column = (int(index) for index in wrong[0])
         raise ShapeError(
             f"{op}: block_table[{row}, {column}] must be a block of the cache (0..{N - 1}), "
             f"got {int(block_table[row, column])}."
         )
 
 
-def _head(values: Tensor) -> str:
-    shown = ", ".join(str(int(value)) for value in values[:8])
-    return f"[{shown}{', ...' if values.numel() > 8 else ''}]"
+def _head(values: list[int]) -> str:
+    shown = ", ".join(str(value) for value in values[:8])
+    return f"[{shown}{', ...' if len(values) > 8 else ''}]"
 
 
 def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:

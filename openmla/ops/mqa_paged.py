@@ -28,7 +28,7 @@ from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
-from openmla.ops._values import check_block_table, check_start_loc
+from openmla.ops._values import check_block_table, check_query_lens, check_start_loc
 
 _SPEC = (
     "q_latent:T H D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, seq_lens:B i32,"
@@ -52,22 +52,8 @@ def _check_values(
     dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, causal: bool
 ) -> None:
     block_table, seq_lens, query_start_loc = tensors[3:]
-    check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
-    if dims["B"] == 0:
-        return
-    query_lens = query_start_loc.diff()
-    least = query_lens if causal else torch.zeros_like(query_lens)
-    if (seq_lens < least).any():
-        request = int((seq_lens < least).nonzero()[0])
-        raise ShapeError(
-            f"mqa_paged: seq_lens[{request}] must be at least its {int(least[request])} "
-            f"query tokens, got {int(seq_lens[request])}."
-        )
-    if query_lens.max() > max_query_len:
-        raise ShapeError(
-            f"mqa_paged: max_query_len must be at least {int(query_lens.max())}, "
-            f"got {max_query_len}."
-        )
+    starts = check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
+    check_query_lens("mqa_paged", starts, seq_lens, max_query_len, causal)
     check_block_table("mqa_paged", block_table, None, seq_lens, dims["N"], dims["BS"])
 
 
