@@ -10,6 +10,11 @@ from openmla.cache import PagedCache
 from openmla.ops import Segment, mqa_paged, mqa_sparse
 from openmla.plan import DecodePlan, Plan, SparsePlan
 
+# Of no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
+# 0.24 instead of 1.07 ms for one, 0.27 instead of 1.16 for 8, but 2.3 instead of 1.7 for 64 (16
+# heads, 512 to 128 columns, one thread).
+FEW_TOKENS = 16
+
 
 def attend_absorbed(
     projected: Projected,
@@ -104,4 +109,8 @@ def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Ten
 
 
 def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+    bf16_on_cpu = out_latent.dtype == torch.bfloat16 and out_latent.device.type == "cpu"
+    if bf16_on_cpu and out_latent.shape[0] <= FEW_TOKENS:
+        columns = out_latent.permute(1, 2, 0)  # [H, C, n]
+        return torch.bmm(absorbed.w_uv.transpose(1, 2), columns).permute(2, 0, 1).contiguous()
     return torch.bmm(out_latent.transpose(0, 1), absorbed.w_uv).transpose(0, 1)
