@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -99,3 +100,24 @@ def test_nan_in_a_part_stays_with_its_request() -> None:
     with_nan = inputs.run(mqa_paged, backend="sdpa")
     assert with_nan[0][0].isnan().all() and with_nan[1][0].isnan().all()
     assert torch.equal(with_nan[0][1], out[1]) and torch.equal(with_nan[1][1], lse[1])
+
+
+def test_kept_buffers_serve_every_mode_and_thread() -> None:
+    """Calls of a thread grow and reuse its buffers, made in inference mode or not; threads that run
+    at once have their own."""
+    cases = [PagedCase("kept", (1,), (S,), H=2, seed=S, format="bf16") for S in (40, 1100, 700)]
+    inputs = [case.make() for case in cases]
+    expected = [given.run(mqa_paged, backend="sdpa") for given in inputs]
+
+    def run(turn: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        modes = (torch.inference_mode, torch.enable_grad, torch.no_grad)
+        found = []
+        for number, given in enumerate(inputs):
+            with modes[(turn + number) % 3]():
+                found.append(given.run(mqa_paged, backend="sdpa"))
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        for answers in threads.map(run, range(24)):
+            for found, wanted in zip(answers, expected, strict=True):
+                assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
