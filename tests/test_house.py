@@ -44,6 +44,7 @@ ONLY_IN = {
         "cli/models.py",
         "cli/eval.py",
     ),
+    "vllm": ("integrations/vllm/",),
     "safetensors": ("cli/models.py", "cli/checkpoint.py"),
     "torch.distributed": (),
 }

@@ -27,6 +27,7 @@ WITHOUT_A_GPU = {
     "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
     "tests/integrations/test_quantised_models.py": "a GPU that multiplies fp8 is pretended",
+    "tests/integrations/test_vllm_plugin.py": "what is registered with vLLM",
     "tests/layers/test_quantised.py": "a GPU that multiplies fp8 is pretended",
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",
     "tests/layers/test_v4_histories.py": "which rows a step names; test_v4.py attends there",

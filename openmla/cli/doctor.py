@@ -83,6 +83,7 @@ def examine() -> dict[str, Any]:
     return {
         "machine": _guarded(_machine),
         "packages": _guarded(_packages),
+        "vllm": _guarded(_vllm),
         "gpus": _guarded(_gpus),
         "cpu_bf16": _guarded(_cpu_bf16),
         "ops": _guarded(_ops),
@@ -135,6 +136,23 @@ def _packages() -> dict[str, str | None]:
 
         found["triton"] = version_of("triton")
     return found
+
+
+def _vllm() -> str | None:
+    """Which vLLM is there, and whether openmla takes part in it; None where there is none."""
+    from openmla.integrations.vllm import installed, why_not
+
+    found = installed()
+    if found is None:
+        return None
+    allowed = os.environ.get("VLLM_PLUGINS")
+    points = metadata.entry_points(group="vllm.general_plugins", name="openmla")
+    reason = why_not(found[1])
+    if reason is None and not points:
+        reason = "openmla is not installed as a package, so vLLM does not find it."
+    if reason is None and allowed is not None and "openmla" not in allowed.split(","):
+        reason = f"openmla is not in VLLM_PLUGINS={allowed}."
+    return f"{' '.join(found)}: {reason or 'openmla serves with --attention-backend CUSTOM'}"
 
 
 def _advice() -> str | None:
@@ -288,6 +306,8 @@ def render(report: dict[str, Any]) -> str:
     lines: list[str] = []
     for title in ("machine", "packages"):
         lines += _section(title, report[title])
+    if report["vllm"] is not None:
+        lines += _section("vllm", report["vllm"])
     gpus = report["gpus"]
     if gpus == []:
         gpus = "none that torch sees; everything here runs on the CPU too"

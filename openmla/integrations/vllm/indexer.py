@@ -1,0 +1,129 @@
+"""V3.2 and GLM-5: vLLM's indexer module, its keys and its choice by select_step."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp, op_registry_oot
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+
+import openmla
+from openmla.integrations.vllm.backend import is_chosen, option
+
+SELECT = "openmla_vllm::select"
+
+
+@torch.library.custom_op(SELECT, mutates_args=("chosen",))
+def select(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, layer_name: str) -> None:
+    """Of a layer's tokens, into this step's metadata. `chosen`, vLLM's buffer of positions, stays
+    as it is: that it might change keeps compilers from dropping or moving the call."""
+    context = get_forward_context()
+    if not isinstance(context.attn_metadata, dict):  # vLLM measures memory
+        return
+    metadata, layer = context.attn_metadata[layer_name], context.no_compile_layers[layer_name]
+    T = metadata.num_actual_tokens
+    metadata.selection = openmla.select_step(
+        openmla.IndexInputs(q[:T], weights[:T], k[:T]),
+        layer.impl.cache_of(layer.kv_cache),
+        metadata.plan,
+    )
+
+
+@select.register_fake
+def _(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, layer_name: str) -> None: ...
+
+
+class OpenMLAIndexer(Indexer):
+    """In the place of vLLM's, which quantises queries by a kernel that neither CPUs nor SM80 have.
+    openmla rounds them as its format of index keys says."""
+
+    def take_over(self) -> None:
+        """Of an instance whose class was changed."""
+        self.format = option(self.vllm_config, "index_format", "index_fp8")
+        layout = openmla.FORMATS[self.format]
+        self.k_cache.__class__ = IndexCache
+        self.k_cache.dtype = layout.dtype
+        self.k_cache.head_dim = layout.width(self.head_dim)
+        self.layer_name = self.prefix.removesuffix(".indexer") + ".attn"
+
+    def index_cache(self) -> openmla.PagedCache:
+        data = self.k_cache.kv_cache
+        return openmla.PagedCache(data, self.format, torch.ones((), device=data.device))
+
+    def forward(
+        self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: Any
+    ) -> Tensor | None:
+        R, rest = self.rope_dim, self.head_dim - self.rope_dim
+        q = self.wq_b(qr)[0].view(-1, self.n_head, self.head_dim)
+        k, weights = self.wk_weights_proj(hidden_states)[0].split([self.head_dim, self.n_head], -1)
+        q_pe, q_nope = q.split([R, rest], -1)
+        k_pe, k_nope = self.k_norm(k).split([R, rest], -1)
+        q_pe, k_pe = rotary_emb(positions, q_pe, k_pe.unsqueeze(1))
+        q = torch.cat([q_pe.reshape(-1, self.n_head, R), q_nope], -1)
+        k = torch.cat([k_pe.reshape(-1, R), k_nope], -1)
+        weights = weights.float() * (self.softmax_scale * self.n_head_scale)
+        assert self.topk_indices_buffer is not None
+        torch.ops.openmla_vllm.select(q, k, weights, self.topk_indices_buffer, self.layer_name)
+        return self.topk_indices_buffer
+
+
+class IndexCache(DeepseekV32IndexerCache):
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return IndexBackend
+
+
+class IndexBackend(AttentionBackend):
+    """Of index keys: their pages are wanted, the layer's plan has the rest."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "OPENMLA_INDEX"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls() -> type:
+        return IndexBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+
+class IndexBuilder(AttentionMetadataBuilder[Any]):
+    _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+
+    def build(self, *args: Any, **given: Any) -> None:
+        return None
+
+
+class IndexOp(SparseAttnIndexer):
+    """vLLM's own unless this backend is chosen: then it is never called, and its constructor, which
+    asks for DeepGEMM, is not either."""
+
+    def __init__(self, k_cache: Any, *args: Any, **given: Any) -> None:
+        if is_chosen(get_current_vllm_config()) and isinstance(k_cache, DeepseekV32IndexerCache):
+            CustomOp.__init__(self)
+        else:
+            super().__init__(k_cache, *args, **given)
+
+
+def register() -> None:
+    if "SparseAttnIndexer" not in op_registry_oot:
+        CustomOp.register_oot(name="SparseAttnIndexer")(IndexOp)

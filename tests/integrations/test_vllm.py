@@ -1,0 +1,406 @@
+"""Steps of vLLM's scheduler through the plugin's builder and layers, against plain attention.
+
+vLLM's types are stood in for (vllm_stand_ins.py); `make test-vllm` runs the real engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import openmla
+from tests.integrations import vllm_stand_ins as stand_ins
+
+BLOCKS, BLOCK_SIZE, MAX_BLOCKS = 40, 16, 8
+H, P, R, V = 4, 32, 16, 24
+
+
+@pytest.fixture(autouse=True)
+def vllm() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stand_ins.install(monkeypatch)
+        yield
+
+
+class Engine:
+    """Layers with vLLM's tensors, requests with their blocks, and what they should attend to."""
+
+    def __init__(
+        self, device: str, *, kv: str = "auto", C: int = 64, rope: int = R, heads: int = H,
+        interleaved: bool = False, dtype: torch.dtype = torch.float32, **asked: Any,
+    ) -> None:  # fmt: skip
+        from openmla.integrations.vllm.builder import OpenMLABuilder
+        from openmla.integrations.vllm.layer import OpenMLAImpl
+
+        torch.manual_seed(0)
+        self.device, self.dtype, self.C, self.R, self.heads = device, dtype, C, rope, heads
+        self.config = stand_ins.CONFIG[0] = stand_ins.config(dtype=dtype, **asked)
+        format = {"auto": str(dtype).removeprefix("torch."), "fp8": "fp8"}.get(kv, kv)
+        layout = openmla.FORMATS[{"float32": "fp32", "bfloat16": "bf16"}.get(format, format)]
+        stored = torch.uint8 if kv != "auto" else layout.dtype
+        width = layout.width(C + rope)
+        shape = (BLOCKS, 2, BLOCK_SIZE, width) if interleaved else (2, BLOCKS, BLOCK_SIZE, width)
+        self.memory = torch.zeros(shape, dtype=stored, device=device)
+        caches = self.memory.unbind(1 if interleaved else 0)
+        kv_b = (torch.randn(heads * (P + V), C) / C**0.5).to(device, dtype)
+        w_uk, w_uv = kv_b.view(heads, P + V, C).split([P, V], 1)
+        self.w_uk, self.w_uv = w_uk, w_uv.transpose(1, 2)
+        self.scale = 1.3 * (P + rope) ** -0.5
+        self.layers = []
+        for name, cache in enumerate(caches):
+            layer = stand_ins.Layer(
+                heads, C, P, rope, V, self.scale, self.w_uk, self.w_uv, cache,
+                _k_scale=torch.tensor(0.05 if kv == "fp8" else 1.0),
+            )  # fmt: skip
+            layer.impl = OpenMLAImpl(
+                heads, C + rope, self.scale, 1, None, None, kv, None, "decoder", None,
+                qk_nope_head_dim=P, v_head_dim=V,
+            )  # fmt: skip
+            self.layers.append(layer)
+            self.config.compilation_config.static_forward_context[str(name)] = layer
+        self.builder = OpenMLABuilder(None, ["0", "1"], self.config, torch.device(device))
+        self.free = list(range(1, BLOCKS))  # 0 is vLLM's null block
+        self.blocks: dict[str, list[int]] = {}
+        self.rows: dict[str, Tensor] = {}  # [S, C + R], as they were given
+
+    def common(self, wanted: dict[str, int], requests: int, tokens: int) -> Any:
+        """The step's metadata, filled up to a graph's size as vLLM does."""
+        query_lens = [*wanted.values(), *[0] * (requests - len(wanted))]
+        slots = []
+        table = torch.zeros(requests, MAX_BLOCKS, dtype=torch.int32)
+        lens = [0] * requests
+        for b, (name, n) in enumerate(wanted.items()):
+            start = len(self.rows.get(name, ()))
+            blocks = self.blocks.setdefault(name, [])
+            while len(blocks) * BLOCK_SIZE < start + n:
+                blocks.append(self.free.pop(5 % len(self.free)))
+            table[b, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            slots += [
+                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
+                for p in range(start, start + n)
+            ]
+            lens[b] = start + n
+        slots += [-1] * (tokens - len(slots))
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        seq_lens = torch.tensor(lens, dtype=torch.int32)
+        stale = seq_lens.clone()
+        stale[len(wanted) :] = 999  # of requests that are gone
+        return stand_ins.CommonAttentionMetadata(
+            starts.to(self.device), starts, seq_lens.to(self.device), stale, requests, tokens,
+            max(query_lens), max(lens), table.to(self.device),
+            torch.tensor(slots).to(self.device),
+        )  # fmt: skip
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
+        q = torch.randn(tokens, self.heads, P + self.R).to(self.device, self.dtype)
+        return q, torch.randn(tokens, self.C + self.R).to(self.device, self.dtype)
+
+    def attend(self, metadata: Any, q: Tensor, rows: Tensor, out: Tensor, layer: int = 0) -> None:
+        kv_c, k_pe = rows.split([self.C, self.R], 1)
+        impl = self.layers[layer].impl
+        cache, scale = self.layers[layer].kv_cache, self.layers[layer]._k_scale
+        impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, None, "auto", scale)
+        impl.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, scale, out)
+
+    def step(self, wanted: dict[str, int], requests: int = 0, tokens: int = 0) -> Tensor:
+        """One layer's step, checked; returns what it attended to."""
+        tokens = tokens or sum(wanted.values())
+        metadata = self.builder.build(0, self.common(wanted, requests or len(wanted), tokens))
+        q, rows = self.inputs(tokens)
+        out = torch.full((tokens, self.heads * V), torch.nan, device=self.device, dtype=self.dtype)
+        self.attend(metadata, q, rows, out)
+        self.check(wanted, q, rows, out)
+        return out
+
+    def check(self, wanted: dict[str, int], q: Tensor, rows: Tensor, out: Tensor) -> None:
+        lossy = self.memory.dtype == torch.uint8 or self.dtype != torch.float32
+        tolerance = 6e-2 if lossy else 2e-5
+        at = 0
+        for name, n in wanted.items():
+            known = self.rows.get(name, rows[:0])
+            self.rows[name] = torch.cat([known, rows[at : at + n]])
+            expected = self.plain(q[at : at + n], self.rows[name])
+            torch.testing.assert_close(
+                out[at : at + n].double(), expected, rtol=tolerance, atol=tolerance
+            )
+            at += n
+        assert not out[at:].any()
+
+    def plain(self, q: Tensor, rows: Tensor) -> Tensor:
+        """Every head's keys and values, causal, in float64."""
+        q, rows = q.double(), rows.double()
+        kv_c, k_pe = rows.split([self.C, self.R], 1)
+        keys = torch.einsum("sc,hpc->hsp", kv_c, self.w_uk.double())
+        keys = torch.cat([keys, k_pe.expand(self.heads, -1, -1)], -1)
+        values = torch.einsum("sc,hcv->hsv", kv_c, self.w_uv.double())
+        scores = torch.einsum("thd,hsd->hts", q, keys) * self.scale
+        n, S = len(q), len(rows)
+        hidden = torch.ones(n, S, dtype=torch.bool, device=q.device).triu(S - n + 1)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        return torch.einsum("hts,hsv->thv", weights, values).flatten(1)
+
+
+STEPS: Sequence[dict[str, int]] = (
+    {"a": 5, "b": 40},  # prompts
+    {"a": 1, "b": 7, "c": 20},  # one decodes, one goes on with its prompt, one begins
+    {"a": 1, "b": 1, "c": 1},
+    {"c": 1},
+)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps(device: str, dtype: torch.dtype, interleaved: bool) -> None:
+    engine = Engine(device, dtype=dtype, interleaved=interleaved)
+    for wanted in STEPS:
+        engine.step(wanted)
+    other = engine.memory[:, 1] if interleaved else engine.memory[1]
+    assert not other.any()  # another layer's pages
+
+
+@pytest.mark.parametrize("kv", ["fp8", "fp8_ds_mla"])
+def test_quantised_caches(device: str, kv: str) -> None:
+    """Bytes are the format's: what vLLM reads of them, it can read."""
+    engine = Engine(device, kv=kv, C=512, rope=64, dtype=torch.bfloat16)
+    for wanted in STEPS:
+        engine.step(wanted)
+    layout, layer = openmla.FORMATS[kv], engine.layers[0]
+    data = layer.kv_cache.view(layout.dtype)
+    slots = torch.tensor(engine.blocks["a"][:1], device=device) * BLOCK_SIZE
+    row = layout.read(data, slots, layer._k_scale.to(device), torch.float32, 576)
+    torch.testing.assert_close(row[0], engine.rows["a"][0].float(), rtol=0.08, atol=0.06)
+    if kv == "fp8_ds_mla":
+        assert layer.kv_cache.shape[-1] == 656
+
+
+def test_padded_requests_and_tokens(device: str) -> None:
+    """Nothing is read or written for them, whatever lengths they had before."""
+    engine = Engine(device)
+    engine.step({"a": 30, "b": 3})
+    before = engine.memory[0, 0].clone()
+    engine.step({"a": 1, "b": 1}, requests=4, tokens=4)
+    engine.step({"b": 1}, requests=8, tokens=8)
+    assert torch.equal(engine.memory[0, 0], before)  # the null block
+
+
+def test_drafts_whose_number_the_device_knows(device: str) -> None:
+    """The host's lengths are upper bounds then."""
+    engine = Engine(device, drafts=2)
+    engine.step({"a": 20, "b": 9})
+    wanted = {"a": 3, "b": 3}
+    common = engine.common(wanted, 2, 6)
+    common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound + 2
+    metadata = engine.builder.build(0, common)
+    q, rows = engine.inputs(6)
+    out = torch.zeros(6, H * V, device=device)
+    engine.attend(metadata, q, rows, out)
+    engine.check(wanted, q, rows, out)
+
+
+def test_two_layers_share_a_plan(device: str) -> None:
+    engine = Engine(device)
+    common = engine.common({"a": 6}, 1, 6)
+    metadata = engine.builder.build(0, common)
+    q, rows = engine.inputs(6)
+    first, second = torch.zeros(2, 6, H * V, device=device)
+    engine.attend(metadata, q, rows, first)
+    engine.attend(metadata, q, rows, second, layer=1)
+    assert torch.equal(first, second) and torch.equal(engine.memory[0], engine.memory[1])
+
+
+def test_weights_are_views_where_vllm_has_one(device: str) -> None:
+    engine = Engine(device)
+    layer = engine.layers[0]
+    assert layer.impl.weights.kv_b.data_ptr() == layer.W_UK_T.data_ptr()
+    layer.W_UK_T, layer.W_UV = layer.W_UK_T.clone(), layer.W_UV.clone()  # decoded apart
+    layer.impl.process_weights_after_loading(torch.float32)
+    for name in ("w_uk", "w_uv"):
+        assert torch.equal(getattr(layer.impl.weights, name), getattr(engine, name))
+    engine.step({"a": 9})
+    engine.step({"a": 1})
+
+
+def test_context_parallel_decode(device: str) -> None:
+    """Each rank attends to its keys; merged by lse they are the whole."""
+    whole = Engine(device)
+    whole.step({"a": 37, "b": 5})
+    rows = {name: kept.clone() for name, kept in whole.rows.items()}
+    q, new = whole.inputs(2)
+    q_latent = torch.cat([torch.einsum("thp,hpc->thc", q[..., :P], whole.w_uk), q[..., P:]], -1)
+    parts = []
+    for rank in (0, 1):
+        engine = Engine(device, ranks=2, heads=H // 2)  # heads of both ranks are gathered
+        assert engine.layers[0].impl.can_return_lse_for_decode
+        common = engine.common(dict.fromkeys(rows, 40), 2, 80)
+        lens = []
+        for b, name in enumerate(rows):
+            mine = torch.cat([rows[name], new[b : b + 1]])[rank::2]  # interleaved
+            lens.append(len(mine))
+            for place, row in enumerate(mine):
+                block = engine.blocks[name][place // BLOCK_SIZE]
+                engine.memory[0, block, place % BLOCK_SIZE] = row
+        starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+        common.query_start_loc_cpu, common.query_start_loc = starts, starts.to(device)
+        common.num_actual_tokens, common.max_seq_len = 2, 19
+        common.dcp_local_seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        metadata = engine.builder.build(0, common)
+        nope, pe = q_latent.split([engine.C, R], -1)
+        asked = (nope, pe) if rank else q_latent
+        impl = engine.layers[0].impl
+        parts.append(impl.forward_mqa(asked, engine.layers[0].kv_cache, metadata, None))
+        impl.forward_mha(None, None, None, None, metadata, None, None)
+        assert impl.handed_up == "forward_mha"  # vLLM gathers the ranks' context for prompts
+        impl.do_kv_cache_update(None, None, None, None, "auto", None)
+        assert impl.handed_up == "do_kv_cache_update"
+    out, lse = parts[0]
+    openmla.ops.merge_states(out, lse, *parts[1])
+    attended = torch.einsum("thc,hcv->thv", out, whole.w_uv).flatten(1)
+    for b, name in enumerate(rows):
+        expected = whole.plain(q[b : b + 1], torch.cat([rows[name], new[b : b + 1]]))
+        torch.testing.assert_close(attended[b : b + 1].double(), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_graphs_of_many_sizes_over_one_set_of_buffers(drafts: int) -> None:
+    """As vLLM captures them, largest first, and replays them with fewer requests."""
+    engine = Engine("cuda", drafts=drafts, dtype=torch.bfloat16)
+    width = 1 + drafts
+    engine.step({"a": 19, "b": 33, "c": 4})
+    graphs: dict[int, Any] = {}
+    addresses: dict[int, int] = {}
+    sizes = (4, 2, 1)
+    q, rows = engine.inputs(max(sizes) * width)
+    out = torch.zeros(len(q), H * V, device="cuda", dtype=engine.dtype)
+    for size in sizes:
+        tokens = size * width
+        common = engine.common({}, size, tokens)
+        for name in ("query_start_loc", "query_start_loc_cpu"):
+            starts = torch.arange(size + 1, dtype=torch.int32) * width
+            setattr(common, name, starts.to(getattr(common, name).device))
+        common.seq_lens.fill_(MAX_BLOCKS * BLOCK_SIZE)
+        common.seq_lens_cpu_upper_bound.fill_(MAX_BLOCKS * BLOCK_SIZE)
+        metadata = engine.builder.build_for_cudagraph_capture(common)
+        assert metadata.plan is not None
+        addresses[size] = metadata.plan.slot_mapping.data_ptr()
+        some = (metadata, q[:tokens], rows[:tokens], out[:tokens])
+        engine.attend(*some)  # compiles
+        torch.cuda.synchronize()
+        graphs[size] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[size]):
+            engine.attend(*some)
+    for wanted, size in (
+        (["a", "b", "c"], 4),
+        (["b"], 1),
+        (["a", "c"], 2),
+        (["c"], 4),
+    ):
+        asked = dict.fromkeys(wanted, width)
+        common = engine.common(asked, size, size * width)
+        metadata = engine.builder.build(0, common)
+        assert metadata.plan is not None
+        assert metadata.plan.slot_mapping.data_ptr() == addresses[size]
+        new_q, new_rows = engine.inputs(size * width)
+        q[: size * width], rows[: size * width] = new_q, new_rows
+        graphs[size].replay()
+        engine.check(asked, new_q, new_rows, out[: size * width])
+
+
+class SparseEngine(Engine):
+    """One layer whose tokens attend to the 32 keys that vLLM's indexer, with our class, chooses."""
+
+    def __init__(self, device: str) -> None:
+        from openmla.integrations.vllm import models
+        from openmla.integrations.vllm.layer import OpenMLAImpl
+
+        options = {"openmla": {"index_format": "index_fp32"}}
+        super().__init__(device, additional_config=options)
+        self.indexer = models.DeepseekV32ForCausalLM(vllm_config=self.config).indexer.to(device)
+        self.indexer.layer_name = "0"
+        self.indexer.topk_indices_buffer = self.indexer.topk_indices_buffer.to(device)
+        self.indexer.k_cache.kv_cache = torch.zeros(BLOCKS, BLOCK_SIZE, 128, device=device)
+        layer = self.layers[0]
+        layer.use_sparse, layer.indexer = True, self.indexer
+        layer.impl = OpenMLAImpl(
+            H, 80, self.scale, 1, None, None, "auto", None, "decoder", None, qk_nope_head_dim=P,
+            v_head_dim=V, topk_indices_buffer=self.indexer.topk_indices_buffer,
+        )  # fmt: skip
+        self.builder = type(self.builder)(None, ["0"], self.config, torch.device(device))
+        self.keys = torch.zeros(0, 128, dtype=torch.float64, device=device)
+
+    def forward(
+        self, metadata: Any, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor
+    ) -> None:
+        """What vLLM's layer does: its indexer, then its attention."""
+        stand_ins.CONTEXT[0] = SimpleNamespace(
+            attn_metadata={"0": metadata}, no_compile_layers={"0": self.layers[0]}
+        )
+        self.indexer(hidden, low, None, lambda positions, q, k: (q, k))
+        self.attend(metadata, q, rows, out)
+
+    def check_last(self, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor) -> None:
+        """The last of one request's tokens, which sees all keys and chooses among them."""
+        k, w = self.indexer.wk_weights_proj(hidden)[0].double().split([128, 4], -1)
+        self.keys = torch.cat([self.keys, torch.nn.functional.layer_norm(k, (128,), eps=1e-6)])
+        self.rows["a"] = torch.cat([self.rows.get("a", rows[:0]), rows])
+        q_idx = self.indexer.wq_b(low[-1:])[0].double().view(4, 128)
+        scores = (q_idx @ self.keys.T).relu().T @ w[-1]
+        chosen = scores.topk(32).indices.sort().values
+        expected = self.plain(q[-1:], self.rows["a"][chosen])
+        assert len(self.keys) > 32
+        torch.testing.assert_close(out[-1:].double(), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_sparse_models_choose_by_our_indexer(device: str) -> None:
+    from openmla.integrations.vllm import indexer
+
+    engine = SparseEngine(device)
+    module = engine.indexer
+    assert isinstance(module, indexer.OpenMLAIndexer) and engine.layers[0].impl.is_sparse
+    assert not hasattr(module.indexer_op, "made_by_vllm")
+    assert indexer.SELECT in engine.config.compilation_config.splitting_ops
+    keys_builder = module.k_cache.get_attn_backend().get_builder_cls()
+    assert keys_builder(None, [], engine.config, None).build(0) is None
+    for n in (70, 1):
+        metadata = engine.builder.build(0, engine.common({"a": n}, 1, n))
+        hidden, low = torch.randn(n, 48, device=device), torch.randn(n, 24, device=device)
+        q, rows = engine.inputs(n)
+        out = torch.zeros(n, H * V, device=device)
+        engine.forward(metadata, hidden, low, q, rows, out)
+        assert metadata.selection is not None
+        engine.check_last(hidden, low, q, rows, out)
+    stand_ins.CONTEXT[0] = SimpleNamespace(attn_metadata=None)  # vLLM measures memory
+    module(hidden, low, None, lambda positions, q, k: (q, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+def test_a_graph_of_a_sparse_model() -> None:
+    engine = SparseEngine("cuda")
+    metadata = engine.builder.build(0, engine.common({"a": 70}, 1, 70))
+    hidden, low = torch.randn(70, 48, device="cuda"), torch.randn(70, 24, device="cuda")
+    q, rows = engine.inputs(70)
+    out = torch.zeros(70, H * V, device="cuda")
+    engine.forward(metadata, hidden, low, q, rows, out)
+    engine.check_last(hidden, low, q, rows, out)
+    common = engine.common({}, 2, 2)
+    metadata = engine.builder.build_for_cudagraph_capture(common)
+    step = (hidden[:2], low[:2], q[:2], rows[:2], out[:2])
+    engine.forward(metadata, *step)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        engine.forward(metadata, *step)
+    for _ in range(3):
+        engine.builder.build(0, engine.common({"a": 1}, 2, 2))
+        for tensor in step[:4]:
+            tensor.copy_(torch.randn(tensor.shape))
+        graph.replay()
+        engine.check_last(*(tensor[:1] for tensor in step))
+        assert not out[1].any()
