@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.vllm import untouched
+from tests.vllm import load, untouched
 from tests.vllm.cases import (
     ALL,
     MAIN,
@@ -166,6 +166,13 @@ def matrix(run: Run, cases: Cases) -> list[str]:
     return failed
 
 
+# One after the other, with the machine to themselves.
+ALONE: Checks = {
+    "200 requests, v3": lambda: load.load("v3"),
+    "200 requests, v3.2": lambda: load.load("v3.2"),
+}
+
+
 def told(run: Run, checks: Checks) -> list[str]:
     """Prints what each check saw; what failed, and why."""
     failed = []
@@ -194,6 +201,8 @@ def main() -> None:
     run = Run(options.jobs)
     begin(run, cases, checks)
     failed = [*(matrix(run, cases) if cases else []), *told(run, checks)]
+    if options.all:
+        failed += told(run, {name: check for name, check in ALONE.items() if wanted(name)})
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
     for reason in failed:
         print(f"\nFAIL {reason}")

@@ -21,7 +21,8 @@ def prompts_of(lengths: list[int], shared: int = 0, seed: int = 1) -> list[list[
 PROMPTS = {
     "uneven": prompts_of([5, 17, 40, 133, 300, 64, 1, 90]),
     "shared": prompts_of([7, 30, 1, 64, 90], shared=200, seed=2),
-    "crowd": prompts_of([60, 90, 75, 120, 110, 100, 80, 95], seed=3),
+    # each needs two blocks of 16 at first, and four at its end
+    "crowd": prompts_of([*range(17, 31), 16, 32], seed=3),
 }
 
 
@@ -87,7 +88,7 @@ OPTIONS = {
     "prefix caching": Option("shared", {"enable_prefix_caching": True}, has_hits, first=1),
     "preemption": Option(
         "crowd",
-        {"block_size": 16, "num_gpu_blocks_override": 34, "max_model_len": 512},
+        {"block_size": 16, "num_gpu_blocks_override": 34, "max_model_len": 512, "max_num_seqs": 16},
         was_preempted,
     ),
     "torch.compile": Option("uneven", {"enforce_eager": False}),

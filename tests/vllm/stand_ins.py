@@ -13,7 +13,7 @@ from typing import Any
 from tests.integrations import vllm_stand_ins as stand_ins
 
 # Classes without fields of their own: what is read of their instances is set in __init__.
-ATTRIBUTES = {
+ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.model_executor.models.deepseek_v2": {
         "Indexer": (
             "vllm_config", "prefix", "topk_indices_buffer", "n_head", "head_dim", "rope_dim",
