@@ -26,7 +26,7 @@ FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test
 	tests/test_readme.py tests/integrations/test_masks.py
 
 .PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu \
-	test-vllm test-vllm-all setup-vllm
+	demo-vllm test-vllm test-vllm-all setup-vllm
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -50,6 +50,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# One request to vLLM's server by openmla, and to one by vLLM's own backend.
+demo-vllm: setup-vllm
+	@.venv-vllm/bin/python -m tools.demo_vllm
 
 # The real engine, in an environment of its own: the main cases in a quarter of an hour, then the
 # whole matrix, load, speed and the server.

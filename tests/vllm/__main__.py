@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.vllm import load, untouched
+from tests.vllm import load, server, untouched
 from tests.vllm.cases import (
     ALL,
     MAIN,
@@ -170,6 +170,7 @@ def matrix(run: Run, cases: Cases) -> list[str]:
 ALONE: Checks = {
     "200 requests, v3": lambda: load.load("v3"),
     "200 requests, v3.2": lambda: load.load("v3.2"),
+    "server": server.server,
 }
 
 

@@ -32,6 +32,12 @@ def regrets(model: str, prompts: list[list[int]], given: list[list[int]]) -> lis
     return answer
 
 
+def continued(prompts: list[str], new: int) -> list[str]:
+    """Texts of openmla's demo checkpoint as it is, its indexers left out."""
+    answer: list[str] = ask("continue", (prompts, new))
+    return answer
+
+
 def ask(what: str, arguments: tuple[Any, ...]) -> Any:
     """In a process, whose memory is given back."""
     done = subprocess.run(
@@ -68,6 +74,21 @@ def regret(name: str, prompts: list[list[int]], given: list[list[int]]) -> list[
     return answers
 
 
+def continue_texts(prompts: list[str], new: int) -> list[str]:
+    """A byte is a token; nothing is padded here."""
+    import torch
+
+    from openmla.cli.models import load_model
+
+    model = load_model(ROOT / "openmla" / "demo", "cpu", "fp32", dense=True)
+    answers = []
+    for prompt in prompts:
+        given = torch.tensor([list(prompt.encode())])
+        out = model.generate(given, max_new_tokens=new, do_sample=False, eos_token_id=None)
+        answers.append(bytes(out[0, given.shape[1] :].tolist()).decode())
+    return answers
+
+
 def generate(*asked: Any) -> list[list[int]]:
     import torch
 
@@ -92,5 +113,9 @@ def generate(*asked: Any) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    functions: dict[str, Any] = {"generate": generate, "regret": regret}
+    functions: dict[str, Any] = {
+        "continue": continue_texts,
+        "generate": generate,
+        "regret": regret,
+    }
     print(json.dumps(functions[sys.argv[1]](*json.loads(sys.stdin.read()))))
