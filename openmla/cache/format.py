@@ -354,11 +354,12 @@ FORMATS: dict[str, CacheFormat] = {
 
 def get_format(name: str, holds: str | None = None) -> CacheFormat:
     """FORMATS[name], or a ConfigError that lists the names; `holds` asks for a kind of rows."""
-    known = [key for key, layout in FORMATS.items() if holds in (None, layout.holds)]
-    if name not in known:
+    found = FORMATS.get(name) if isinstance(name, str) else None
+    if found is None or holds not in (None, found.holds):
+        known = [key for key, layout in FORMATS.items() if holds in (None, layout.holds)]
         kind = f" for {holds} rows" if holds and name in FORMATS else ""
         raise ConfigError(f"cache: format {name!r} is not known{kind}. Known: {', '.join(known)}.")
-    return FORMATS[name]
+    return found
 
 
 def check_pages(where: str, cache: Tensor, format: str) -> None:

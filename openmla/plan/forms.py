@@ -76,6 +76,8 @@ def choose_sparse_absorbed(
     """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked.
     `efficiencies`: fraction of peak each route reaches; GEMMs with weights reach all of it."""
     assert config.indexer is not None
+    if n == 1:  # decode, of many requests at every step
+        return True
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
     gathering, masking = efficiencies
@@ -91,7 +93,7 @@ def choose_sparse_absorbed(
     expanded = max(
         masked.flops * visible / masking + expansion, _balance(device) * (masked.bytes + written)
     )
-    return n == 1 or absorbed <= expanded
+    return absorbed <= expanded
 
 
 def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:

@@ -1,1 +1,1 @@
-"""torch's own attention ops, those that return the log-sum-exp."""
+"""torch's own kernels: attention that returns the log-sum-exp, and on CPUs batched matmul."""

@@ -1,9 +1,9 @@
-"""mqa_paged, sdpa: torch's CPU flash kernel over parts of 512 keys.
+"""mqa_paged, sdpa: torch's batched matmul over parts of 512 keys, on CPUs, merged by their softmax.
 
-A latent row is key and value at once and all heads share it, so heads become query rows and one
-call reads each row once. Parts whose blocks follow one another in the cache are taken as views; a
-float32 cache is then not copied at all. Scattered blocks are gathered part by part: still 1.67
-times the reference's speed (`openmla bench mqa_paged v2-lite-decode-b1-s16k-fp32`, 2 cores).
+A latent row is key and value at once and all heads share it, so heads become query rows. Two
+matmuls read each row, so a few parts at a time are brought into a float32 buffer that stays in the
+processor's cache; in 16 bits torch's matmul would round the logits. Whole pages are gathered, not
+rows; those that follow one another in the cache are a view, and float32 ones are not copied at all.
 Keys are cut at fixed positions, so a row's bits depend neither on where its blocks lie nor on its
 neighbours.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.cache.format import CacheFormat, get_format
+from openmla.cache.format import CacheFormat, ScalesBehind, get_format, raw_view
 
-aten = torch.ops.aten
-PART = 512  # keys per partial attention; parts run in parallel
+PART = 512  # keys of a partial attention; parts run in parallel
+PARTS = 4  # read at once, or one per thread: 4.7 MB of float32 rows
+MOST_PARTS = 16  # read at once however many threads there are: bounds the logits held
 MERGED = 32  # parts merged at once: bounds the partial outputs held
-DECODED = 8  # parts at once where a format must be decoded: fresh pages cost more than copying
-QUERY_ROWS = 1024  # queries times heads at once; more are taken in chunks
+QUERY_ROWS = 512  # queries times heads at once; more are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -45,128 +45,145 @@ def run(
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
-    BS = cache.shape[1]
     wide = torch.promote_types(q_latent.dtype, torch.float32)
     out = q_latent.new_zeros((T, H, C))
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
-    bounds = query_start_loc.tolist()  # CPU tensors, like the two below
+    bounds, lengths = query_start_loc.tolist(), seq_lens.tolist()  # CPU tensors
     step = max(QUERY_ROWS // H, 1)
-    for b, S in enumerate(seq_lens.tolist()):
+    pages = _Pages(cache, kv_scale, get_format(format), wide, D, max(lengths, default=0))
+    for b, S in enumerate(lengths):
         start, stop = bounds[b], bounds[b + 1]
         if start == stop or S == 0:
             continue
-        blocks = block_table[b, : -(-S // BS)].tolist()
-        for first_query in range(start, stop, step):
-            chunk = slice(first_query, min(first_query + step, stop))
+        pages.turn_to(block_table[b], S)
+        for first in range(start, stop, step):
+            chunk = slice(first, min(first + step, stop))
             q = q_latent[chunk].to(wide).reshape(-1, D)
-            num_seen = S - stop + chunk.stop if causal else S
-            first_seen = S - stop + chunk.start if causal else S - 1
-            last_key = torch.arange(first_seen, num_seen).expand(chunk.stop - chunk.start)
+            seen = S - stop + chunk.stop if causal else S  # keys that the last query sees
+            fewest = S - stop + chunk.start + 1 if causal else S  # and the first
             merge = _Merge()
-            layout = get_format(format)
-            for first, rows in _parts(cache, blocks, num_seen, layout, kv_scale, wide, D):
-                merge.add(*_attend(q, rows, first, last_key.repeat_interleave(H), scale, C))
-            chunk_out, chunk_lse = merge.finish()
-            out[chunk] = chunk_out.view(-1, H, C).to(out.dtype)
-            lse[chunk] = chunk_lse.view(-1, H)
+            for key, rows in pages.read(seen):
+                masked = key + rows.shape[0] * rows.shape[1] > fewest
+                hidden = _hidden(key, rows, fewest, seen, H) if masked else None
+                merge.add(*_attend(q, rows, hidden, scale, C))
+            merged_out, merged_lse = merge.finish()
+            out[chunk] = merged_out.view(-1, H, C)
+            lse[chunk] = merged_lse.view(-1, H)
     return out, lse
+
+
+def _hidden(key: int, rows: Tensor, fewest: int, seen: int, H: int) -> Tensor:
+    """Which keys [X, n * H, m] the queries do not see; each sees one more than the one before."""
+    X, m, _ = rows.shape
+    positions = torch.arange(key, key + X * m).view(X, 1, m)
+    return positions >= torch.arange(fewest, seen + 1).repeat_interleave(H)[:, None]
+
+
+def _attend(
+    q: Tensor,  # [n * H, D]
+    rows: Tensor,  # [X, m, D]
+    hidden: Tensor | None,
+    scale: float,
+    C: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Over each of X parts: max of the logits, sum of weights [X, n * H, 1], both times rows."""
+    logits = torch.bmm(q.expand(rows.shape[0], -1, -1), rows.transpose(1, 2)).mul_(scale)
+    if hidden is not None:
+        logits.masked_fill_(hidden, -torch.inf)
+    largest = logits.amax(-1, keepdim=True)
+    if hidden is not None:  # a part that a query sees nothing of: weights 0, and not NaN
+        largest.clamp_(min=torch.finfo(largest.dtype).min)
+    weights = logits.sub_(largest).exp_()
+    return largest, weights.sum(-1, keepdim=True), torch.bmm(weights, rows[:, :, :C])
 
 
 class _Merge:
     """Partial attentions into one, MERGED at a time in key order."""
 
     def __init__(self) -> None:
-        self.outs: list[Tensor] = []  # [X, n * H, C] each
-        self.lses: list[Tensor] = []  # [X, n * H] each
+        self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
         self.count = 0
 
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        self.outs.append(out)
-        self.lses.append(lse)
-        self.count += lse.shape[0]
+    def add(self, largest: Tensor, total: Tensor, out: Tensor) -> None:
+        self.parts.append((largest, total, out))
+        self.count += largest.shape[0]
         if self.count >= MERGED:
-            merged_out, merged_lse = self.finish()
-            self.outs, self.lses, self.count = [merged_out[None]], [merged_lse[None]], 0
+            self.parts, self.count = [self._merged()], 0
+
+    def _merged(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self.count == 1 and len(self.parts) == 1:
+            return self.parts[0]
+        largest, total, out = (torch.cat(each) for each in zip(*self.parts, strict=True))
+        top = largest.amax(0, keepdim=True)
+        rescale = largest.sub_(top).exp_()
+        out = torch.bmm(rescale.permute(1, 2, 0), out.transpose(0, 1)).transpose(0, 1)
+        return top, total.mul_(rescale).sum(0, keepdim=True), out
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        lses = torch.cat(self.lses)
-        lse = lses.logsumexp(dim=0)  # finite: every query sees the first part
-        return torch.einsum("xq,xqc->qc", (lses - lse).exp(), torch.cat(self.outs)), lse
+        """out [n * H, C] and lse [n * H]."""
+        largest, total, out = self._merged()
+        return (out / total)[0], (total.log() + largest)[0, :, 0]
 
 
-def _parts(
-    cache: Tensor,
-    blocks: list[int],
-    S: int,
-    layout: CacheFormat,
-    kv_scale: Tensor,
-    dtype: torch.dtype,
-    D: int,
-) -> Iterator[tuple[int, Tensor]]:
-    """(first position, rows [X, m, D] in dtype): X parts of m keys, all of PART but the last."""
-    BS = cache.shape[1]
-    as_stored = layout.dtype == dtype and not layout.scaled
-    flat = cache.flatten(0, 1) if cache.stride(0) == BS * cache.stride(1) else None
-    first = 0
-    while first < S:
-        length = min(PART, S - first)
-        slot = _first_slot(blocks, first, length, BS) if flat is not None else None
-        if flat is None or slot is None:
-            positions = torch.arange(first, first + length)
-            slots = torch.tensor(blocks)[positions // BS] * BS + positions % BS
-            yield first, layout.read(cache, slots, kv_scale, dtype, D)[None]
-            first += length
-            continue
-        X, limit = 1, MERGED - first // PART % MERGED
-        limit = limit if as_stored else min(limit, DECODED)
-        while (
-            length == PART
-            and limit > X
-            and first + (X + 1) * PART <= S
-            and _first_slot(blocks, first + X * PART, PART, BS) == slot + X * PART
-        ):
-            X += 1
-        stored = flat[slot : slot + X * length].unflatten(0, (X, length))
-        yield first, stored if as_stored else layout.decode(stored, kv_scale, dtype, D)
-        first += X * length
+class _Pages:
+    """The rows of a request, a few parts at a time, in buffers that all requests share."""
 
+    def __init__(
+        self, cache: Tensor, kv_scale: Tensor, layout: CacheFormat, dtype: torch.dtype, D: int,
+        longest: int,
+    ) -> None:  # fmt: skip
+        self.cache, self.kv_scale, self.layout, self.dtype = cache, kv_scale, layout, dtype
+        self.D, self.BS = D, cache.shape[1]
+        self.keys = PART * min(max(PARTS, torch.get_num_threads()), MOST_PARTS)  # read at once
+        self.in_rows = not isinstance(layout, ScalesBehind)  # a row's bytes are neighbours
+        in_order = self.in_rows and cache.stride(0) == self.BS * cache.stride(1)
+        self.flat = cache.flatten(0, 1) if in_order else None
+        most = min(self.keys, longest)
+        num_pages = 0 if self.keys < self.BS else most // self.BS + 2
+        self.gathered = cache.new_empty((num_pages, *cache.shape[1:]))
+        self.wide = cache.new_empty((most, D), dtype=dtype)
 
-def _first_slot(blocks: list[int], first: int, length: int, BS: int) -> int | None:
-    """The slot of a position if the next `length` positions follow it in the cache."""
-    begin, end = first // BS, (first + length - 1) // BS
-    neighbours = all(blocks[i + 1] == blocks[i] + 1 for i in range(begin, end))
-    return blocks[begin] * BS + first % BS if neighbours else None
+    def turn_to(self, table: Tensor, S: int) -> None:
+        """The request whose rows are read from now on."""
+        self.table = table[: -(-S // self.BS)]
+        self.blocks: list[int] = self.table.tolist()
 
+    def read(self, S: int) -> Iterator[tuple[int, Tensor]]:
+        """(first position, rows [X, m, D]): X parts of PART keys, or the last, shorter one."""
+        for first in range(0, S, self.keys):
+            rows = self._rows(first, min(first + self.keys, S))
+            end = rows.shape[0] // PART * PART
+            if end:
+                yield first, rows[:end].view(-1, PART, self.D)
+            if end < rows.shape[0]:
+                yield first + end, rows[None, end:]
 
-def _attend(
-    q: Tensor, rows: Tensor, first: int, last_key: Tensor, scale: float, C: int
-) -> tuple[Tensor, Tensor]:
-    """Partial attentions [X, n * H, C] and lse [X, n * H] of all queries over X parts."""
-    X, m, _ = rows.shape
-    seen = min(max((int(last_key[0]) + 1 - first) // m, 0), X)  # parts that every query sees whole
-    outs, lses = [], []
-    if seen > 0:
-        out, lse = _flash(q, rows[:seen], None, scale)
-        outs.append(out[..., :C])
-        lses.append(lse)
-    if seen < X:
-        positions = torch.arange(first + seen * m, first + X * m).view(X - seen, 1, m)
-        hidden = positions > last_key[:, None]  # [X - seen, n * H, m]
-        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-        out, lse = _flash(q, rows[seen:], mask[:, None], scale)
-        blind = hidden.all(dim=-1)
-        outs.append(out[..., :C].masked_fill(blind[:, :, None], 0))
-        lses.append(lse.masked_fill(blind, -torch.inf))
-    return torch.cat(outs), torch.cat(lses)
+    def _rows(self, first: int, end: int) -> Tensor:  # [end - first, D]
+        stored = self._stored(first, end)
+        if stored is None:
+            positions = torch.arange(first, end)
+            slots = self.table.long()[positions // self.BS] * self.BS + positions % self.BS
+            return self.layout.read(self.cache, slots, self.kv_scale, self.dtype, self.D)
+        if stored.dtype == self.dtype:
+            return stored
+        if self.layout.scaled or self.layout.dtype == torch.uint8:
+            return self.layout.decode(stored, self.kv_scale, self.dtype, self.D)
+        return self.wide[: end - first].copy_(stored)
 
-
-def _flash(q: Tensor, rows: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q.expand(rows.shape[0], 1, *q.shape),
-        rows[:, None],
-        rows[:, None],
-        0.0,
-        attn_mask=mask,
-        scale=scale,
-    )
-    return out[:, 0], lse[:, 0]
+    def _stored(self, first: int, end: int) -> Tensor | None:
+        """Rows [end - first, W] as stored: a view, or pages gathered; None where neither serves."""
+        if not self.in_rows:
+            return None
+        begin, offset = divmod(first, self.BS)
+        blocks = self.blocks[begin : -(-end // self.BS)]
+        rows = slice(offset, offset + end - first)
+        if len(blocks) == 1:
+            return self.cache[blocks[0], rows]
+        if self.flat is not None and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+            return self.flat[blocks[0] * self.BS :][rows]
+        if len(blocks) > self.gathered.shape[0]:  # blocks of more rows than are read at once
+            return None
+        gathered = self.gathered[: len(blocks)]
+        index = self.table[begin : begin + len(blocks)]
+        torch.index_select(raw_view(self.cache), 0, index, out=raw_view(gathered))
+        return gathered.flatten(0, 1)[rows]
