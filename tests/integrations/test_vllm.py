@@ -379,6 +379,26 @@ def test_sparse_models_choose_by_our_indexer(device: str) -> None:
     module(hidden, low, None, lambda positions, q, k: (q, k))
 
 
+def test_layers_that_take_what_another_chose(device: str) -> None:
+    """vLLM has a builder of their own for these, which must know the step of those that choose."""
+    engine = SparseEngine(device)
+    engine.layers[1].use_sparse = True
+    where = torch.device(device)
+    taker = type(engine.builder)(None, ["1"], engine.config, where)
+    common = engine.common({"a": 70}, 1, 70)
+    metadata = engine.builder.build(0, common)
+    assert taker.build(0, common) is metadata
+    hidden, low = torch.randn(70, 48, device=device), torch.randn(70, 24, device=device)
+    q, rows = engine.inputs(70)
+    out, taken = torch.zeros(2, 70, H * V, device=device)
+    engine.forward(metadata, hidden, low, q, rows, out)
+    engine.attend(metadata, q, rows, taken, layer=1)  # of the same rows and weights
+    torch.testing.assert_close(taken, out)
+    del engine.config.compilation_config.static_forward_context["0"]  # another stage's
+    with pytest.raises(ValueError, match="must have an indexer"):
+        type(engine.builder)(None, ["1"], engine.config, where)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
 def test_a_graph_of_a_sparse_model() -> None:

@@ -51,19 +51,30 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         else:
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
             self.reorder_batch_threshold = None
-        layers = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [context[name] for name in layer_names]
         # Where layers share what one of them chose, that one has the index rows.
         self.layer = next((layer for layer in layers if layer.indexer is not None), layers[0])
+        self.chooser: Any = None  # of another group: vLLM has those apart that choose nothing
+        if self.layer.use_sparse and self.layer.indexer is None:
+            everyone = context.values()
+            choosers = [one for one in everyone if getattr(one, "indexer", None) is not None]
+            if not choosers:
+                raise ValueError(
+                    "openmla: a pipeline stage of sparse layers must have an indexer, got none."
+                )
+            self.chooser = choosers[0]
         heads = self.layer.num_heads * self.ranks  # which vLLM gathers for decode
         self.config = config_of(self.layer, heads, vllm_config.model_config.hf_text_config)
         self.dtype = vllm_config.model_config.dtype
         self.backend = option(vllm_config, "backend", "auto")
         for layer in layers:
-            layer.impl.bind(layer, self.config)
+            layer.impl.bind(layer, self)
         drafts = vllm_config.speculative_config
         self.drafting = drafts is not None
         self.width = 1 + (drafts.num_speculative_tokens if drafts and self.ranks == 1 else 0)
         self.whole: dict[str, Tensor] | None = None
+        self.latest: OpenMLAMetadata | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -77,6 +88,10 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         if self.ranks > 1:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         m = common_attn_metadata
+        if self.chooser is not None:  # one step, so that what it chooses is there for all
+            latest = self.chooser.impl.builder.latest
+            assert latest is not None and latest.num_actual_tokens == m.num_actual_tokens
+            return latest
         B, T = m.num_reqs, m.num_actual_tokens
         query_lens = m.query_start_loc_cpu[: B + 1].diff().tolist()
         given: dict[str, Any] = {}
@@ -92,7 +107,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             **given,
         )
         plan = self._plan(batch, B, T)
-        return OpenMLAMetadata(
+        self.latest = OpenMLAMetadata(
             num_reqs=B,
             max_query_len=m.max_query_len,
             max_seq_len=m.max_seq_len,
@@ -104,6 +119,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             num_prefills=B,
             plan=plan,
         )
+        return self.latest
 
     @staticmethod
     def _bounds(m: Any, query_lens: list[int]) -> list[int]:

@@ -39,9 +39,9 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self._weights: openmla.AbsorbedWeights | None = None
         self._cache: tuple[Tensor | None, openmla.LayerCache | None] = (None, None)
 
-    def bind(self, layer: Any, config: openmla.MLAConfig) -> None:
+    def bind(self, layer: Any, builder: Any) -> None:
         """By the builder: forward_mha is not given its layer."""
-        self.layer, self.config = layer, config
+        self.layer, self.builder = layer, builder
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         self._weights = None

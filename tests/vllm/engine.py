@@ -1,0 +1,243 @@
+"""One vLLM engine in a process of its own, asked through pipes; several may run side by side.
+
+An `Engine` starts this file as a module, which makes vLLM's engine and answers each line of JSON
+with another until its input ends. All that vLLM prints goes to a log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.checkpoints import FOLDER, ROOT, checkpoint, dtype_of
+
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",  # AMX, where it is masked, kills bf16 products
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that the scheduler's blocks can be counted
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+# what an engine is started with unless a case says otherwise
+USUAL: dict[str, Any] = {
+    "max_model_len": 1024,
+    "max_num_seqs": 8,
+    "enforce_eager": True,
+    "enable_prefix_caching": False,
+    "kv_cache_memory_bytes": 64 << 20,
+    "skip_tokenizer_init": True,
+    "disable_log_stats": False,
+    "seed": 0,
+}
+COMMAND = (sys.executable, "-m", "tests.vllm.engine")
+OURS = {"attention_backend": "CUSTOM"}
+
+
+class EngineFailed(RuntimeError):
+    """The process of an engine ended, or its answer was an error; its last words."""
+
+
+class Engine:
+    """vLLM with these options on a checkpoint; `ask` it, then close it. `pretend` is a version that
+    vLLM says it has."""
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        options: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None,
+        pretend: str = "",
+    ) -> None:
+        logs = FOLDER / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.log = logs / f"{name}.log"
+        arguments = {**USUAL, "model": str(checkpoint(model)), "dtype": dtype_of(model)}
+        arguments |= options or {}
+        answers, write = os.pipe()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, str(write), json.dumps(arguments), pretend],
+                cwd=ROOT,
+                env={**os.environ, **VARIABLES, **(variables or {})},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[write],
+                text=True,
+            )
+        os.close(write)
+        self.answers = os.fdopen(answers)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: what it said last is told below
+            print(json.dumps({"do": what, **arguments}), file=self.process.stdin, flush=True)
+        line = self.answers.readline()
+        if not line:
+            self.process.wait()
+            raise EngineFailed(f"the engine ended; {self.log}:\n{last_words(self.log)}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        self.answers.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def last_words(log: Path, lines: int = 25) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def backend_of(worker: Any) -> str:
+    """The class of a worker's layers, which may be in another process."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    found = {each.get_attn_backend() for each in layers if isinstance(each, MLAAttention)}
+    (backend,) = found
+    return f"{backend.__module__}.{backend.__qualname__}"
+
+
+class Driver:
+    """The other end: vLLM's engine, and what it can be asked. Runs in the engine's process."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.llm = LLM(**arguments)
+        self.engine = self.llm.llm_engine
+        self.count = 0
+
+    @property
+    def pool(self) -> Any:
+        return self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+
+    def generate(self, prompts: list[list[int]], new: int, first: int = 0) -> dict[str, Any]:
+        """Greedy tokens of all prompts at once, of the `first` of them before the others."""
+        outputs = []
+        for some in (prompts[:first], prompts[first:]):
+            if some:
+                inputs = [{"prompt_token_ids": prompt} for prompt in some]
+                outputs += self.llm.generate(inputs, self.greedy(new), use_tqdm=False)
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+            "hits": sum(output.num_cached_tokens or 0 for output in outputs),
+            "preemptions": self.metric("vllm:num_preemptions"),
+        }
+
+    def greedy(self, new: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+
+    def metric(self, name: str) -> int:
+        found = [metric.value for metric in self.llm.get_metrics() if metric.name == name]
+        assert len(found) == 1, f"vLLM has {len(found)} metrics called {name}"
+        return int(found[0])
+
+    def settings(self) -> dict[str, Any]:
+        """What vLLM made of its options, and the class that attends."""
+        config = self.engine.vllm_config
+        (backend,) = set(self.llm.collective_rpc(backend_of))
+        return {
+            "backend": backend,
+            "chunked prefill": config.scheduler_config.enable_chunked_prefill,
+            "prefix caching": config.cache_config.enable_prefix_caching,
+            "batched tokens": config.scheduler_config.max_num_batched_tokens,
+            "block size": config.cache_config.block_size,
+            "layout": config.cache_config.kv_cache_layout,
+            "cache dtype": str(config.cache_config.cache_dtype),
+            "blocks": config.cache_config.num_gpu_blocks,
+        }
+
+    def storm(self, requests: list[dict[str, Any]]) -> dict[str, Any]:
+        """Requests that arrive and are aborted at given steps of the engine; their tokens."""
+        free = self.pool.get_num_free_blocks()
+        tokens: dict[str, list[int]] = {}
+        waiting = sorted(requests, key=lambda request: request["arrives"])
+        aborts = [request for request in requests if request["aborted"] is not None]
+        step, running = 0, 0
+        began = time.perf_counter()
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and waiting[0]["arrives"] <= step:
+                request = waiting.pop(0)
+                prompt = {"prompt_token_ids": request["prompt"]}
+                name = f"{self.count}-{request['name']}"
+                self.engine.add_request(name, prompt, self.greedy(request["new"]))
+                tokens[name] = []
+            gone = [f"{self.count}-{each['name']}" for each in aborts if each["aborted"] == step]
+            self.engine.abort_request([name for name in gone if name in tokens])
+            for output in self.engine.step():
+                tokens[output.request_id] = list(output.outputs[0].token_ids)
+            step, running = step + 1, max(running, self.engine.get_num_unfinished_requests())
+        seconds = time.perf_counter() - began
+        self.count += 1
+        return {
+            "tokens": {name.partition("-")[2]: each for name, each in tokens.items()},
+            "seconds": seconds,
+            "steps": step,
+            "most at once": running,
+            "free before": free,
+            "free after": self.pool.get_num_free_blocks(),
+            "preemptions": self.metric("vllm:num_preemptions"),
+        }
+
+    def fill(self, prompts: list[list[int]], new: int) -> float:
+        """Seconds until every prompt has its first token; the requests go on living."""
+        self.alive = [f"speed-{self.count}-{index}" for index in range(len(prompts))]
+        self.count += 1
+        began = time.perf_counter()
+        for name, prompt in zip(self.alive, prompts, strict=True):
+            self.engine.add_request(name, {"prompt_token_ids": prompt}, self.greedy(new))
+        started: set[str] = set()
+        while len(started) < len(prompts):
+            started |= {output.request_id for output in self.engine.step()}
+        return time.perf_counter() - began
+
+    def decode(self, steps: int) -> list[float]:
+        """Seconds of each of some steps that give every living request one token."""
+        seconds = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            outputs = self.engine.step()
+            seconds.append(time.perf_counter() - began)
+            assert len(outputs) == len(self.alive), "a request ended before its time"
+        return seconds
+
+    def drop(self) -> int:
+        self.engine.abort_request(self.alive)
+        return int(self.pool.get_num_free_blocks())
+
+
+def main() -> None:
+    _, pipe, arguments, pretended = sys.argv
+    answers = os.fdopen(int(pipe), "w")
+    if pretended:
+        import vllm
+
+        vllm.__version__ = pretended
+    driver = Driver(json.loads(arguments))
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = getattr(driver, question.pop("do"))(**question)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
