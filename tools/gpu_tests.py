@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
 # Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {
+    "tests/integrations/test_vllm_v4.py": "V4 in vLLM, which is refused elsewhere than on CPUs",
     "tests/attention/test_arguments.py": "what is refused before anything runs",
     "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
