@@ -97,6 +97,8 @@ def test_a_custom_backend_of_others_stays(vllm: None) -> None:
 
 def test_models_are_vllms_own_unless_chosen(vllm: None) -> None:
     plugin.register()
+    v4 = stand_ins.MODELS.pop("DeepseekV4ForCausalLM")  # test_vllm_v4.py
+    assert v4 == "openmla.integrations.vllm.v4:DeepseekV4ForCausalLM"
     for target in stand_ins.MODELS.values():
         module, name = target.split(":")
         model = getattr(import_module(module), name)

@@ -5,6 +5,7 @@
     layer.py     a layer: vLLM's weights and cache tensors to attend_step
     indexer.py   V3.2 and GLM-5: their indexer by select_step
     models.py    has these models take that indexer, where this backend is chosen
+    v4.py        V4, whose attention asks for no backend, on CPUs
     cpu.py       vLLM's CPU platform, which else takes no backend but its own
 
 This file is all that is imported before vLLM asks for the backend, and vLLM is not needed for it.

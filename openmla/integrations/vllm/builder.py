@@ -74,7 +74,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         self.drafting = drafts is not None
         self.width = 1 + (drafts.num_speculative_tokens if drafts and self.ranks == 1 else 0)
         self.whole: dict[str, Tensor] | None = None
-        self.latest: OpenMLAMetadata | None = None
+        self.latest: tuple[Any, Any] = (None, None)  # vLLM's metadata of a step, and ours
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -89,9 +89,13 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         m = common_attn_metadata
         if self.chooser is not None:  # one step, so that what it chooses is there for all
-            latest = self.chooser.impl.builder.latest
-            assert latest is not None and latest.num_actual_tokens == m.num_actual_tokens
-            return latest
+            step, metadata = self.chooser.impl.builder.latest
+            if step is not m:
+                raise ValueError(
+                    "openmla: layers that share a choice must be planned after those that choose, "
+                    "over the same blocks."
+                )
+            return metadata
         B, T = m.num_reqs, m.num_actual_tokens
         query_lens = m.query_start_loc_cpu[: B + 1].diff().tolist()
         given: dict[str, Any] = {}
@@ -107,7 +111,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             **given,
         )
         plan = self._plan(batch, B, T)
-        self.latest = OpenMLAMetadata(
+        metadata = OpenMLAMetadata(
             num_reqs=B,
             max_query_len=m.max_query_len,
             max_seq_len=m.max_seq_len,
@@ -119,7 +123,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             num_prefills=B,
             plan=plan,
         )
-        return self.latest
+        self.latest = (m, metadata)
+        return metadata
 
     @staticmethod
     def _bounds(m: Any, query_lens: list[int]) -> list[int]:

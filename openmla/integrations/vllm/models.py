@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+V4 = "openmla.integrations.vllm.v4:DeepseekV4ForCausalLM"
 # architecture: vLLM's own, and its model for every platform
 MODELS = {
     "DeepseekV32ForCausalLM": (
@@ -31,6 +32,7 @@ def register() -> None:
 
     for architecture in MODELS:
         ModelRegistry.register_model(architecture, f"{__name__}:{architecture}")
+    ModelRegistry.register_model("DeepseekV4ForCausalLM", V4)
 
 
 def __getattr__(architecture: str) -> Any:
