@@ -399,6 +399,21 @@ def test_layers_that_take_what_another_chose(device: str) -> None:
         type(engine.builder)(None, ["1"], engine.config, where)
 
 
+def test_layers_that_share_a_choice_take_its_step(device: str) -> None:
+    """vLLM has them in a group of their own, planned after those that choose."""
+    engine = SparseEngine(device)
+    engine.layers[1].use_sparse = True
+    sharing = type(engine.builder)(None, ["1"], engine.config, torch.device(device))
+    common = engine.common({"a": 50}, 1, 50)
+    metadata = engine.builder.build(0, common)
+    assert sharing.build(0, common) is metadata
+    with pytest.raises(ValueError, match="must be planned after those that choose"):
+        sharing.build(0, engine.common({"a": 50}, 1, 50))  # of another step
+    del engine.config.compilation_config.static_forward_context["0"]
+    with pytest.raises(ValueError, match="must have an indexer, got none"):
+        type(engine.builder)(None, ["1"], engine.config, torch.device(device))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
 def test_a_graph_of_a_sparse_model() -> None:
