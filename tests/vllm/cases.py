@@ -121,19 +121,30 @@ MAIN = (
     ("v3.2", "prefix caching"),
     ("v3.2", "preemption"),
     ("v3.2", "torch.compile"),
-    ("v3.2", "index fp8"),
+    ("v3.2-calm", "index fp8"),
     ("glm-5", "chunked prefill"),
+    ("glm-5.2", "chunked prefill"),
 )
-# The engine lets a model that is float32 be stored as anything, and nothing else is exact.
+# In these, rounding decides between tokens that are nearly as likely.
+ROUNDED = ("v3-bf16", "v3-fp16")
+
+
+def applies(model: str, option: str) -> bool:
+    """A bit that a cache loses makes a router or an indexer choose otherwise: of sparse models, the
+    calm one takes caches that do, and nothing else; of dense ones those in float32. vLLM reads
+    bfloat16 as auto for sparse models."""
+    loses_bits = OPTIONS[option].attach is not None
+    if model in SPARSE:
+        return loses_bits == (model == "v3.2-calm") and option != "cache bfloat16"
+    return option != "index fp8" and not (loses_bits and model in ROUNDED)
+
+
 ALL = tuple(
     (model, option)
     for model in (*DENSE_MODELS, *SPARSE)
     for option in OPTIONS
-    if not (option == "index fp8" and model not in SPARSE)
-    and not (option.startswith("cache ") and model in ("v3-bf16", "v3-fp16"))
+    if applies(model, option)
 )
-# In these, rounding decides between tokens that are nearly as likely.
-ROUNDED = ("v3-bf16", "v3-fp16")
 
 
 def engine_options(model: str, option: str) -> dict[str, Any]:

@@ -69,6 +69,10 @@ V2 = {
 }
 INDEXER = {"index_n_heads": 16, "index_head_dim": 128, "index_topk": 64}
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
+# Its heads: keys of 192 + 64, values of 256; its indexer pairs neighbours, which vLLM is told.
+GLM_5 = {**V3, **INDEXER, **ONE_GROUP, "model_type": "glm_moe_dsa"}
+GLM_5 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "indexer_rope_interleave": True}
+GLM_5 |= {"qk_nope_head_dim": 192, "v_head_dim": 256}
 # Where rounding is coarse, a router or a large weight makes another text of every last bit.
 CALM = {"first_k_dense_replace": 3, "initializer_range": 0.05}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
@@ -78,11 +82,10 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "kimi-k2": {**V3, **ONE_GROUP, "num_attention_heads": 4, "num_key_value_heads": 4}
     | {"n_routed_experts": 12, "routed_scaling_factor": 2.827, "num_hidden_layers": 4},
     "v3.2": {**V3, **INDEXER, "model_type": "deepseek_v32"},
-    # GLM-5's heads: keys of 192 + 64, values of 256; its indexer pairs neighbours, vLLM is told
-    "glm-5": {**V3, **INDEXER, **ONE_GROUP, "model_type": "glm_moe_dsa"}
-    | {"indexer_rope_interleave": True}
-    | {"num_attention_heads": 4, "num_key_value_heads": 4}
-    | {"qk_nope_head_dim": 192, "v_head_dim": 256},
+    "glm-5": GLM_5,
+    # GLM-5.2: some layers take what another one's indexer chose
+    "glm-5.2": {**GLM_5, "num_hidden_layers": 5, "index_topk_pattern": "FSSFS"},
+    "v3.2-calm": {**V3, **INDEXER, **CALM, "model_type": "deepseek_v32"},
     "v3-bf16": {**V3, **CALM, "dtype": "bfloat16"},
     "v3-fp16": {**V3, **CALM, "dtype": "float16"},
     # for speed: heads as wide as V3's own
@@ -90,7 +93,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16}
     | {"hidden_size": 1024, "qk_nope_head_dim": 128, "v_head_dim": 128},
 }
-SPARSE = ("v3.2", "glm-5")
+SPARSE = ("v3.2", "v3.2-calm", "glm-5", "glm-5.2")
 
 
 def dtype_of(name: str) -> str:
