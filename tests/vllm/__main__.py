@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from tests.vllm import load, server, untouched
+from tests.vllm import load, server, speed, untouched
 from tests.vllm.cases import (
     ALL,
     MAIN,
@@ -126,7 +126,7 @@ def within_rounding(model: str, prompts: str, ours: Tokens, theirs: Tokens) -> t
     return mine <= 2 * max(other, floor), f"regret {mine:.1e}, transformers' {other:.1e}"
 
 
-WIDTHS = (8, 18, 13, 13, 12, 5)
+WIDTHS = (9, 19, 13, 13, 12, 5)
 HEAD = ["model", "option", "=transformers", "=attached", "=vLLM's own", "took", "seen"]
 
 
@@ -171,6 +171,7 @@ ALONE: Checks = {
     "200 requests, v3": lambda: load.load("v3"),
     "200 requests, v3.2": lambda: load.load("v3.2"),
     "server": server.server,
+    "8192 keys": speed.speed,
 }
 
 
