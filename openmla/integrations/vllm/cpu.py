@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 BLOCK_SIZE = 64
-V4 = "deepseek_v4"  # its attention asks for no backend
+V4 = "deepseek_v4"  # vLLM writes its caches, in blocks of 256
 
 
 class OpenMLACpuPlatform(CpuPlatform):
@@ -36,6 +36,8 @@ class OpenMLACpuPlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         model = vllm_config.model_config
         chosen = vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
-        if chosen and model is not None and model.use_mla and model.hf_config.model_type != V4:
+        if chosen and model is not None and model.use_mla:
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked[:2]
-            cache.enable_prefix_caching, cache.block_size = asked[2:]
+            cache.enable_prefix_caching = asked[2]
+            if model.hf_config.model_type != V4:
+                cache.block_size = asked[3]
