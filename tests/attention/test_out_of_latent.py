@@ -21,5 +21,7 @@ def test_few_and_many_tokens(n: int, dtype: torch.dtype, device: str) -> None:
     out = module._out_of_latent(latent, weights)
     assert out.shape == (n, H, V) and out.dtype == dtype and out.stride(-1) == 1
     exact = torch.einsum("nhc,hvc->nhv", latent.double(), per_head[:, P:].double())
-    tolerance = torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=16 * tolerance)
+    eps = torch.finfo(dtype).eps
+    # sums of 64 products, float32 in either case
+    atol = 16 * eps if dtype == torch.bfloat16 else 2 * C * eps
+    torch.testing.assert_close(out.double(), exact, rtol=eps, atol=atol)
