@@ -93,7 +93,6 @@ OPTIONS = {
     ),
     "torch.compile": Option("uneven", {"enforce_eager": False}),
     "tensor parallel 2": Option("uneven", {"tensor_parallel_size": 2}),
-    "pipeline parallel 2": Option("uneven", {"pipeline_parallel_size": 2}),
     "interleaved pages": Option(
         "uneven", {}, is_interleaved, variables={"VLLM_KV_CACHE_LAYOUT": "BLNHC"}
     ),
@@ -104,7 +103,7 @@ OPTIONS = {
     "cache fp8": stored("fp8", "fp8"),
     "index fp8": Option("uneven", ALONE, attach={"index_format": "index_fp8"}),
 }
-DENSE_MODELS = ("v2", "v3", "kimi-k2", "v3-bf16", "v3-fp16")
+DENSE_MODELS = ("v2", "v3", "v3-calm", "kimi-k2", "v3-bf16", "v3-fp16")
 MAIN = (
     ("v3", "chunked prefill"),
     ("v3", "prefix caching"),
@@ -112,8 +111,8 @@ MAIN = (
     ("v3", "torch.compile"),
     ("v3", "tensor parallel 2"),
     ("v3", "interleaved pages"),
-    ("v3", "cache fp8_ds_mla"),
-    ("v3", "cache fp8"),
+    ("v3-calm", "cache fp8_ds_mla"),
+    ("v3-calm", "cache fp8"),
     ("v2", "chunked prefill"),
     ("kimi-k2", "chunked prefill"),
     ("v3-bf16", "chunked prefill"),
@@ -131,13 +130,13 @@ ROUNDED = ("v3-bf16", "v3-fp16")
 
 
 def applies(model: str, option: str) -> bool:
-    """A bit that a cache loses makes a router or an indexer choose otherwise: of sparse models, the
-    calm one takes caches that do, and nothing else; of dense ones those in float32. vLLM reads
-    bfloat16 as auto for sparse models."""
-    loses_bits = OPTIONS[option].attach is not None
-    if model in SPARSE:
-        return loses_bits == (model == "v3.2-calm") and option != "cache bfloat16"
-    return option != "index fp8" and not (loses_bits and model in ROUNDED)
+    """A bit that a cache loses makes a router or an indexer choose otherwise: calm models take the
+    caches that do, and nothing else. vLLM reads bfloat16 as auto for sparse models."""
+    if model in SPARSE and option == "cache bfloat16":
+        return False
+    if model not in SPARSE and option == "index fp8":
+        return False
+    return (OPTIONS[option].attach is not None) == model.endswith("-calm")
 
 
 ALL = tuple(

@@ -73,7 +73,8 @@ ONE_GROUP = {"n_group": 1, "topk_group": 1}
 GLM_5 = {**V3, **INDEXER, **ONE_GROUP, "model_type": "glm_moe_dsa"}
 GLM_5 |= {"num_attention_heads": 4, "num_key_value_heads": 4, "indexer_rope_interleave": True}
 GLM_5 |= {"qk_nope_head_dim": 192, "v_head_dim": 256}
-# Where rounding is coarse, a router or a large weight makes another text of every last bit.
+# Where rounding is coarse, a router, an indexer or a large weight makes another text of every last
+# bit; here they are calm.
 CALM = {"first_k_dense_replace": 3, "initializer_range": 0.05}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "v2": V2,
@@ -86,6 +87,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     # GLM-5.2: some layers take what another one's indexer chose
     "glm-5.2": {**GLM_5, "num_hidden_layers": 5, "index_topk_pattern": "FSSFS"},
     "v3.2-calm": {**V3, **INDEXER, **CALM, "model_type": "deepseek_v32"},
+    "v3-calm": {**V3, **CALM},
     "v3-bf16": {**V3, **CALM, "dtype": "bfloat16"},
     "v3-fp16": {**V3, **CALM, "dtype": "float16"},
     # for speed: heads as wide as V3's own
