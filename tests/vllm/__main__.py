@@ -123,7 +123,8 @@ def within_rounding(model: str, prompts: str, ours: Tokens, theirs: Tokens) -> t
     """Whether tokens that differ were nearly as likely: by how much the float32 model would rather
     have had another, against the same of tokens that were rounded alike."""
     mine, other = (max(map(max, regrets(model, PROMPTS[prompts], each))) for each in (ours, theirs))
-    floor = 2**-8 if CHECKPOINTS[model]["dtype"] == "bfloat16" else 2**-11
+    # a logit of up to four deviations, rounded, of either of two tokens
+    floor = 4 * (2**-8 if CHECKPOINTS[model]["dtype"] == "bfloat16" else 2**-11)
     return mine <= 2 * max(other, floor), f"regret {mine:.1e}, theirs {other:.1e}"
 
 
