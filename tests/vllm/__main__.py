@@ -171,7 +171,7 @@ def matrix(run: Run, cases: Cases) -> list[str]:
 # One after the other, with the machine to themselves.
 ALONE: Checks = {
     "200 requests, v3": lambda: load.load("v3"),
-    "200 requests, v3.2": lambda: load.load("v3.2"),
+    "200 requests, v3.2-calm": lambda: load.load("v3.2-calm"),
     "server": server.server,
     "8192 keys": speed.speed,
 }
