@@ -137,6 +137,9 @@ def test_the_cpu_platform(vllm: None, chosen: bool) -> None:
         config.cache_config.block_size,
     )
     assert settings == ((True, 128, True, 64) if chosen else (False, 1 << 16, False, 16))
+    config.model_config.architectures = ["DeepseekV4ForCausalLM"]
+    OpenMLACpuPlatform.check_and_update_config(config)
+    assert config.cache_config.block_size == 16  # as vLLM wants it
     asked: Any = SimpleNamespace(use_mla=True)
     taken = OpenMLACpuPlatform.get_attn_backend_cls(CUSTOM if chosen else None, asked)
     assert taken == (plugin.BACKEND if chosen else "vllm.CPUMLABackend")

@@ -236,8 +236,8 @@ def config(
 ) -> Any:  # fmt: skip
     """A VllmConfig."""
     backend = AttentionBackendEnum.CUSTOM if chosen else None
-    text = SimpleNamespace(index_n_heads=4, index_head_dim=128, index_topk=32, model_type="x")
-    model = SimpleNamespace(hf_text_config=text, hf_config=text, dtype=dtype, use_mla=True)
+    text = SimpleNamespace(index_n_heads=4, index_head_dim=128, index_topk=32)
+    model = SimpleNamespace(hf_text_config=text, dtype=dtype, use_mla=True, architectures=["V3"])
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend),
         additional_config=more.pop("additional_config", {}),

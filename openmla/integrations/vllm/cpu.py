@@ -12,7 +12,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 BLOCK_SIZE = 64
-V4 = "deepseek_v4"  # vLLM writes its caches, in blocks of 256
+V4 = "DeepseekV4ForCausalLM"  # vLLM writes its caches, in blocks of 256
 
 
 class OpenMLACpuPlatform(CpuPlatform):
@@ -39,5 +39,5 @@ class OpenMLACpuPlatform(CpuPlatform):
         if chosen and model is not None and model.use_mla:
             scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked[:2]
             cache.enable_prefix_caching = asked[2]
-            if model.hf_config.model_type != V4:
+            if V4 not in model.architectures:
                 cache.block_size = asked[3]
