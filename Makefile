@@ -58,12 +58,10 @@ demo-vllm: setup-vllm
 # The real engine, in an environment of its own: the main cases in a quarter of an hour, then the
 # whole matrix, load, speed and the server.
 test-vllm: setup-vllm
-	@.venv-vllm/bin/python -m tests.vllm.stand_ins
 	@.venv-vllm/bin/python -m tests.vllm
 	@.venv-vllm/bin/python -m tests.vllm.v4
 
 test-vllm-all: setup-vllm
-	@.venv-vllm/bin/python -m tests.vllm.stand_ins
 	@.venv-vllm/bin/python -m tests.vllm --all
 	@.venv-vllm/bin/python -m tests.vllm.v4 --all
 
