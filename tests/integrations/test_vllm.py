@@ -399,6 +399,15 @@ def test_layers_that_take_what_another_chose(device: str) -> None:
         type(engine.builder)(None, ["1"], engine.config, where)
 
 
+def test_an_unknown_index_format_is_refused() -> None:
+    from openmla.integrations.vllm import models
+
+    config = stand_ins.config(additional_config={"openmla": {"index_format": "bf16"}})
+    stand_ins.CONFIG[0] = config
+    with pytest.raises(openmla.ConfigError, match="'bf16' is not known for index rows"):
+        models.DeepseekV32ForCausalLM(vllm_config=config)
+
+
 def test_layers_that_share_a_choice_take_its_step(device: str) -> None:
     """vLLM has them in a group of their own, planned after those that choose."""
     engine = SparseEngine(device)

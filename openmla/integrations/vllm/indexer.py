@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 import openmla
+from openmla.cache.format import get_format
 from openmla.integrations.vllm.backend import is_chosen, option
 
 SELECT = "openmla_vllm::select"
@@ -51,7 +52,7 @@ class OpenMLAIndexer(Indexer):
     def take_over(self) -> None:
         """Of an instance whose class was changed."""
         self.format = option(self.vllm_config, "index_format", "index_fp8")
-        layout = openmla.FORMATS[self.format]
+        layout = get_format(self.format, "index")
         self.k_cache.__class__ = IndexCache
         self.k_cache.dtype = layout.dtype
         self.k_cache.head_dim = layout.width(self.head_dim)
