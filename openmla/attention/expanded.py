@@ -8,6 +8,7 @@ from torch import Tensor
 from openmla.attention.types import AbsorbedWeights, Projected, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
+from openmla.ops.mha_ragged import joined
 from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
 
 
@@ -24,7 +25,7 @@ def attend_expanded(
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
     format all routes round the same values.
     """
-    q = torch.cat([projected.q_nope[prefill.rows], projected.q_pe[prefill.rows]], dim=-1)
+    q = whole_queries(projected)[prefill.rows]
     kv_c, k_pe = projected.kv_c[prefill.rows], projected.k_pe[prefill.rows]
     if prefill.one_shot is not None:
         assert prefill.new_rows is not None
@@ -45,6 +46,20 @@ def attend_expanded(
     return out, lse
 
 
+def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
+    """Both parts of queries as one tensor: the one they are views of, if it is one."""
+    q_nope, q_pe = projected.q_nope, projected.q_pe
+    behind = q_nope.shape[2] * q_nope.element_size()
+    if (
+        not torch.compiler.is_compiling()  # a tracer has no addresses
+        and q_nope.stride() == q_pe.stride()
+        and q_pe.data_ptr() == q_nope.data_ptr() + behind
+    ):
+        T, H, P = q_nope.shape
+        return q_nope.as_strided((T, H, P + q_pe.shape[2]), q_nope.stride())
+    return torch.cat([q_nope, q_pe], dim=-1)
+
+
 def _attend_new(
     q: Tensor,
     kv_c: Tensor,
@@ -56,19 +71,9 @@ def _attend_new(
     """This step's rows, causally; where none of them is a key, what sees nothing."""
     if prefill.route == "context":
         return seen_nothing(q, plan.config.v_head_dim)
-    k, v = expand(kv_c, k_pe, absorbed, plan)
-    return mha_ragged(
-        q,
-        k,
-        v,
-        prefill.query_start_loc,
-        prefill.query_start_loc,
-        scale=plan.config.scale,
-        causal=True,
-        max_query_len=prefill.max_query_len,
-        max_key_len=prefill.max_query_len,
-        backend=plan.backends["mha_ragged"],
-    )
+    k, v = expand(kv_c, absorbed, plan)
+    starts, longest = prefill.query_start_loc, prefill.max_query_len
+    return _mha(q, k, k_pe, v, plan, starts, starts, longest, longest, causal=True)
 
 
 def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:
@@ -95,28 +100,27 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
     return rows
 
 
-def expand(
-    kv_c: Tensor, k_pe: Tensor, absorbed: AbsorbedWeights, plan: Plan
-) -> tuple[Tensor, Tensor]:
-    """Keys [S, H, P + R] and values [S, H, V]; values are a view into the expansion."""
+def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Each head's own columns of keys [S, H, P], and values [S, H, V]: views of the expansion."""
     config = plan.config
     S, H, P = kv_c.shape[0], config.num_heads, config.qk_nope_head_dim
     if plan.workspace is not None:
         expanded = plan.workspace.expanded[:S]
-        k = plan.workspace.keys[:S]
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
-        k = kv_c.new_empty((S, H, config.qk_head_dim))
     if absorbed.linear is None:
         torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
     else:
         with torch.no_grad():  # its scales may be parameters that want one
             expanded.copy_(absorbed.linear(kv_c.contiguous()))
-    k_nope, v = expanded.view(S, H, -1).split([P, config.v_head_dim], dim=-1)
-    # two strided copies: a concatenation with a broadcast operand is slower
-    k[:, :, :P] = k_nope
-    k[:, :, P:] = k_pe[:, None, :]
+    k, v = expanded.view(S, H, -1).split([P, config.v_head_dim], dim=-1)
     return k, v
+
+
+def whole_keys(k: Tensor, k_pe: Tensor, plan: Plan) -> Tensor:  # [S, H, P + R]
+    """For backends that do not read the shared columns by themselves; in the workspace if there is
+    one."""
+    return joined(k, k_pe, None if plan.workspace is None else plan.workspace.keys[: len(k)])
 
 
 def _attend(
@@ -129,16 +133,39 @@ def _attend(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     C = plan.config.kv_lora_rank
-    k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)
+    k, v = expand(rows[:, :C], absorbed, plan)
+    return _mha(
+        q, k, rows[:, C:], v, plan, chunk.query_start_loc, chunk.key_start_loc,
+        chunk.max_query_len, chunk.max_key_len, causal=causal,
+    )  # fmt: skip
+
+
+def _mha(
+    q: Tensor,
+    k: Tensor,
+    k_pe: Tensor,
+    v: Tensor,
+    plan: Plan,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    max_query_len: int,
+    max_key_len: int,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    rope: Tensor | None = k_pe
+    if not plan.keys_apart:
+        k, rope = whole_keys(k, k_pe, plan), None
     return mha_ragged(
         q,
         k,
         v,
-        chunk.query_start_loc,
-        chunk.key_start_loc,
+        query_start_loc,
+        key_start_loc,
+        rope,
         scale=plan.config.scale,
         causal=causal,
-        max_query_len=chunk.max_query_len,
-        max_key_len=chunk.max_key_len,
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
         backend=plan.backends["mha_ragged"],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from openmla.attention.expanded import expand, gather
+from openmla.attention.expanded import expand, gather, whole_keys
 from openmla.attention.types import AbsorbedWeights, Projected, Selection, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import merge_states, mha_masked, pack_mask
@@ -25,7 +25,8 @@ def attend_masked(
     out, lse = seen_nothing(q, plan.config.v_head_dim)
     for chunk in sparse.masked:
         rows = gather(latent, plan, chunk, projected.kv_c.dtype)
-        k, v = expand(rows[:, :C], rows[:, C:], absorbed, plan)
+        k, v = expand(rows[:, :C], absorbed, plan)
+        k = whole_keys(k, rows[:, C:], plan)
         for group in chunk.groups:
             mask = pack_mask(
                 selection.positions[group.rows],

@@ -28,7 +28,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "map_slots": ("triton", "reference"),
     "merge_states": ("triton", "reference"),
     "mha_masked": ("triton", "reference"),
-    "mha_ragged": ("sdpa", "triton", "reference"),
+    "mha_ragged": ("gluon", "sdpa", "triton", "reference"),
     "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
@@ -66,6 +66,7 @@ class Problem:
     D: int = 0
     C: int = 0
     E: int = 0
+    R: int = 0  # of the keys' columns, those that all heads share and that come by themselves
     V: int = 0
     BS: int = 0
     tokens: int = 0  # as bucketed() has it
@@ -148,6 +149,13 @@ def prefers_slots(problem: Problem, backend: str) -> bool:
     rule: Callable[[Problem], bool] | None
     rule = getattr(load(problem.op, backend), "prefers_slots", None)
     return rule is not None and rule(problem)
+
+
+def reads_apart(problem: Problem, backend: str) -> bool:
+    """Whether a backend reads the shared columns of keys by themselves, without a copy of all."""
+    rule: Callable[[Problem], bool] | None
+    rule = getattr(load(problem.op, backend), "reads_apart", None)
+    return problem.R > 0 and rule is not None and rule(problem)
 
 
 def _interpreted() -> bool:

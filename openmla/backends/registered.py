@@ -18,7 +18,7 @@ from openmla.errors import ConfigError
 
 # What a module may have beside why_not and run, each a function of a problem; see
 # docs/adding-a-kernel.md.
-OPTIONAL = ("slower", "kernel_of", "efficiency", "prefers_slots")
+OPTIONAL = ("slower", "kernel_of", "efficiency", "prefers_slots", "reads_apart")
 OWN = frozenset(name for row in BACKENDS.values() for name in row)
 _CHANGING = threading.Lock()  # the table, which is read without it
 
@@ -28,8 +28,9 @@ def register_backend(op: str, name: str, module: Any) -> None:
 
     It must have `why_not(problem)`, a sentence that completes "this backend ..." or None if it can
     run the problem, and `run`, which takes what the reference's takes and returns the same. It may
-    have `slower`, `kernel_of`, `efficiency`, `prefers_slots` and LAUNCHES. One name may serve
-    several ops, each registered by itself. Plans made before may not use it: plan afterwards.
+    have `slower`, `kernel_of`, `efficiency`, `prefers_slots`, `reads_apart` and LAUNCHES. One name
+    may serve several ops, each registered by itself. Plans made before may not use it: plan
+    afterwards.
     """
     where = "register_backend"
     check_op(where, op)

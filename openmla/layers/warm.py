@@ -23,6 +23,7 @@ from openmla.hardware import multiprocessors
 from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.plan import Batch, Workspace, make_plan, reserve
+from openmla.plan.problems import reads_keys_apart
 
 
 def warmup(
@@ -55,6 +56,8 @@ def warmup(
         max_tokens=max_tokens,
         workspace_tokens=workspace_tokens,
         dtype=dtype,
+        keys_apart=cache.latent is not None
+        and reads_keys_apart(config, cache.latent.data.device, dtype, backend),
     )
     if not cache.parts[0].data.is_cuda:
         return workspace

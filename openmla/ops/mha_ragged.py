@@ -6,9 +6,11 @@
 
 Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1 and key rows
 key_start_loc[b] .. key_start_loc[b+1]-1. Causal is aligned at the end: the last query sees every
-key. K and V may differ in width. A query that sees no key, and every query row past
-query_start_loc[B], gets out 0 and lse -inf. Key rows past key_start_loc[B] are never read.
-lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
+key. K and V may differ in width. With k_pe [S, R], which all heads share, k has the first E - R
+columns of keys and k_pe the others: backends that can read them apart copy nothing. A query that
+sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows past
+key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
+float64 queries).
 max_query_len and max_key_len are the longest request's, exactly.
 """
 
@@ -20,19 +22,28 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends.expanded import joined as joined  # for who calls this op
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
-_SPEC = (
-    "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B+1 i32, key_start_loc:B+1 i32"
-)
+_STARTS = "query_start_loc:B+1 i32, key_start_loc:B+1 i32"
+_SPEC = f"q:T H E f row, k:S H E f row, v:S H V f row, {_STARTS}"
+_SPEC_APART = f"q:T H E f row, k:S H P f row, v:S H V f row, {_STARTS}, k_pe:S R f row"
 
 
 def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
+    """Dims by letter; R is 0 without k_pe, the sixth."""
     q, k, v, *_ = tensors
-    dims = bind("mha_ragged", _SPEC, tensors)
-    for name, tensor in (("k", k), ("v", v)):
+    spec, known, alike = _SPEC, {"R": 0}, [("k", k), ("v", v)]
+    if len(tensors) > 5:
+        k_pe, spec = tensors[5], _SPEC_APART
+        alike.append(("k_pe", k_pe))
+        known = {}
+        if q.dim() == 3 and k_pe.dim() == 2:
+            known = {"P": q.shape[2] - k_pe.shape[1]}
+    dims = bind("mha_ragged", spec, tensors, known)
+    for name, tensor in alike:
         if tensor.dtype != q.dtype:
             raise ShapeError(f"mha_ragged: {name} must be {q.dtype} like q, got {tensor.dtype}.")
     return dims
@@ -41,7 +52,7 @@ def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 def _check_values(
     dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
-    query_start_loc, key_start_loc = tensors[3:]
+    query_start_loc, key_start_loc = tensors
     check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
     check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
     for name, start_loc, given in (
@@ -53,28 +64,39 @@ def _check_values(
             raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
 
 
-def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Problem:
-    """A call, as backends are asked about it."""
-    return problem_on(device, "mha_ragged", dtype=dtype, E=E, V=V)
+def problem(device: torch.device, dtype: torch.dtype, *, E: int, R: int, V: int) -> Problem:
+    """A call, as backends are asked about it; R is 0 where keys come whole."""
+    return problem_on(device, "mha_ragged", dtype=dtype, E=E, R=R, V=V)
 
 
 def _run(
-    *tensors: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    k_pe: Tensor | None = None,
+    *,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    q = tensors[0]
+    starts = (query_start_loc, key_start_loc)
+    tensors = (q, k, v, *starts) if k_pe is None else (q, k, v, *starts, k_pe)
     dims = _check(tensors)
-    refuse_grad("mha_ragged", tensors[:3])
+    refuse_grad("mha_ragged", tensors)
     check_scale("mha_ragged", scale)
     if q.device.type == "cpu":
-        _check_values(dims, tensors, max_query_len, max_key_len)
-    asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
+        _check_values(dims, starts, max_query_len, max_key_len)
+    asked = problem(q.device, q.dtype, E=dims["E"], R=dims["R"], V=dims["V"])
     result: tuple[Tensor, Tensor] = load("mha_ragged", choose_backend(asked, backend)).run(
-        *tensors,
+        q,
+        k,
+        v,
+        *starts,
+        k_pe,
         scale=scale,
         causal=causal,
         max_query_len=max_query_len,
@@ -94,9 +116,9 @@ def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 
 
 _OP = register(
-    "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc, *,"
-    " float scale, bool causal, SymInt max_query_len, SymInt max_key_len, str backend)"
-    " -> (Tensor, Tensor)",
+    "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
+    " Tensor? k_pe=None, *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
+    " str backend) -> (Tensor, Tensor)",
     _run,
     _fake,
 )
@@ -104,10 +126,11 @@ _OP = register(
 
 def mha_ragged(
     q: Tensor,  # [T, H, E]
-    k: Tensor,  # [S, H, E]
+    k: Tensor,  # [S, H, E], or with k_pe [S, H, E - R]
     v: Tensor,  # [S, H, V]
     query_start_loc: Tensor,  # [B+1] i32
     key_start_loc: Tensor,  # [B+1] i32
+    k_pe: Tensor | None = None,  # [S, R]
     *,
     scale: float,
     causal: bool,
@@ -122,6 +145,7 @@ def mha_ragged(
         v,
         query_start_loc,
         key_start_loc,
+        k_pe,
         scale=scale,
         causal=causal,
         max_query_len=max_query_len,

@@ -69,6 +69,16 @@ def check_workspace(
         )
 
 
+def check_room_for_keys(workspace: Workspace | None, apart: bool, backend: str) -> None:
+    """A workspace reserved for keys in two parts has no room for whole ones."""
+    if workspace is None or apart or len(workspace.keys) == len(workspace.expanded):
+        return
+    raise ConfigError(
+        f"plan: workspace must have room for whole keys, which mha_ragged by {backend} wants, got "
+        "none. Give warmup() the same backend."
+    )
+
+
 def check_batch(batch: Batch, latent: PagedCache) -> None:
     """Values are checked on the host; tensors that are on the device already are trusted."""
     if batch.slot_mapping is None:

@@ -14,11 +14,22 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, check_kind
 from openmla.plan.batch import Batch
 from openmla.plan.captured import captured_parts, check_buffers, fill
-from openmla.plan.checks import check_batch, check_cache, check_workspace
+from openmla.plan.checks import (
+    check_batch,
+    check_cache,
+    check_room_for_keys,
+    check_workspace,
+)
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import choose_backends, find_problems, latent_of, requested
+from openmla.plan.problems import (
+    choose_backends,
+    find_problems,
+    latent_of,
+    reads_keys_apart,
+    requested,
+)
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.symbolic import symbolic
@@ -145,6 +156,10 @@ def _plan_latent(
     fixed = FIXED_RUN if batch_invariant else 0
     problems = find_problems(config, cache, dtype, parts.decode, parts.prefill, parts.sparse, fixed)
     problems, backends = choose_backends(problems, backend)
+    apart = False
+    if parts.prefill is not None:
+        apart = reads_keys_apart(config, latent.data.device, dtype, backend)
+        check_room_for_keys(workspace, apart, backends["mha_ragged"])
     if into is None:
         parts = upload(parts, latent.data.device)
     else:
@@ -159,6 +174,7 @@ def _plan_latent(
         backends=backends,
         requested=requested(backend),
         problems=problems,
+        keys_apart=apart,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,
         padding=batch.padding if into is None else 0,
@@ -223,7 +239,7 @@ def _rows_at_once(
         )
     if workspace is not None:
         new_tokens = sum(batch.query_lens[b] for b in routes["expanded"])
-        most = workspace.keys.shape[0]
+        most = workspace.expanded.shape[0]
         if new_tokens > most:
             raise ConfigError(
                 f"plan: a step may expand at most {most} new tokens in this workspace, "

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import torch
 
-from openmla.backends import BACKENDS, Problem, choose_backend, efficiency, prefers_slots, why_not
+from openmla.backends import (
+    BACKENDS,
+    Problem,
+    choose_backend,
+    efficiency,
+    prefers_slots,
+    reads_apart,
+    why_not,
+)
 from openmla.backends.asked import Asked, check_asked, named
 from openmla.backends.requirements import warn_of_reference
 from openmla.backends.segments import alignment
@@ -74,6 +82,15 @@ def choose_backends(
     return tuple(listed if problem is attending else problem for problem in kept), backends
 
 
+def reads_keys_apart(
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, backend: Asked
+) -> bool:
+    """Whether prefill hands over keys in two parts, so that nothing holds whole ones."""
+    E, R, V = config.qk_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    problem = mha_ragged_problem(device, dtype, E=E, R=R, V=V)
+    return reads_apart(problem, chosen([problem], backend)["mha_ragged"])
+
+
 def gathering_problem(
     config: MLAConfig, latent: PagedCache, dtype: torch.dtype, tokens: int, run_length: int = 0
 ) -> Problem:
@@ -126,7 +143,8 @@ def find_problems(
             )
         )  # fmt: skip
     if prefill is not None:
-        problems.append(mha_ragged_problem(device, dtype, E=E, V=V))
+        R = config.qk_rope_head_dim
+        problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V))
         if prefill.route != "new":
             problems.append(cache_gather_problem(device, dtype, format))
         if prefill.route in ("chunked", "context"):

@@ -219,6 +219,7 @@ class Plan:
     prefill: PrefillPlan | None
     backends: Mapping[str, str]
     problems: tuple[Problem, ...]
+    keys_apart: bool = False  # mha_ragged takes the keys' shared columns by themselves
     sparse: SparsePlan | None = None
     compressed: CompressedPlan | None = None
     workspace: Workspace | None = None

@@ -23,13 +23,13 @@ class Workspace(NamedTuple):
 
     rows: Tensor  # [n, D]
     expanded: Tensor  # [m, H * (P + V)], m >= n
-    keys: Tensor  # [m, H, P + R]
+    keys: Tensor  # [m, H, P + R], no rows where keys are read in two parts
     selection: Tensor  # [T, K] i32, no rows where nothing is kept of it
 
     def __repr__(self) -> str:
         device, dtype = self.rows.device, str(self.rows.dtype).removeprefix("torch.")
         return (
-            f"Workspace({self.num_rows} gathered rows, {self.keys.shape[0]} expanded keys, "
+            f"Workspace({self.num_rows} gathered rows, {self.expanded.shape[0]} expanded keys, "
             f"{dtype}, {shown_bytes(self.num_bytes)} on {device})"
         )
 
@@ -57,8 +57,10 @@ def reserve(
     max_tokens: int,
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    keys_apart: bool = False,
 ) -> Workspace:
-    """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers."""
+    """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers.
+    `keys_apart`: dense prefill reads keys in two parts, so that nothing holds whole ones."""
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be positive, got {value}.")
@@ -79,10 +81,11 @@ def reserve(
     H, device = config.num_heads, latent.data.device
     most = max(workspace_tokens, max_tokens)
     both = config.qk_nope_head_dim + config.v_head_dim
+    whole = 0 if keys_apart and config.indexer is None else most
     return Workspace(
         rows=torch.empty(workspace_tokens, config.latent_dim, dtype=dtype, device=device),
         expanded=torch.empty(most, H * both, dtype=dtype, device=device),
-        keys=torch.empty(most, H, config.qk_head_dim, dtype=dtype, device=device),
+        keys=torch.empty(whole, H, config.qk_head_dim, dtype=dtype, device=device),
         selection=torch.empty((0, 0), dtype=torch.int32, device=device),
     )
 

@@ -167,6 +167,7 @@ class RaggedCase:
     key_lens: tuple[int, ...]
     H: int = 4
     E: int = 24
+    R: int = 0  # columns of keys that all heads share, and that come by themselves
     V: int = 16
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
@@ -189,18 +190,20 @@ class RaggedCase:
 
         tensors = {
             "q": packed(T, self.E),
-            "k": packed(S, self.E),
+            "k": packed(S, self.E - self.R),
             "v": packed(S, self.V),
             "query_start_loc": start_loc(self.query_lens, device),
             "key_start_loc": start_loc(self.key_lens, device),
         }
+        if self.R:
+            tensors["k_pe"] = packed(S, self.R)[:, 0]
         scalars = {
             "scale": 1.7 * self.E**-0.5,
             "causal": self.causal,
             "max_query_len": max(self.query_lens, default=0),
             "max_key_len": max(self.key_lens, default=0),
         }
-        return Inputs(tensors, scalars, ("q", "k", "v"))
+        return Inputs(tensors, scalars, ("q", "k", "v", *(("k_pe",) if self.R else ())))
 
 
 # Shapes of benchmarks, named after models and phases; openmla/bench takes them from here.

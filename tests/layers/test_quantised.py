@@ -121,7 +121,7 @@ def test_the_copy_is_counted(layer: MLAAttention) -> None:
 def test_a_workspace_holds_what_the_linear_made(
     layer: MLAAttention, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from openmla.attention.expanded import expand
+    from openmla.attention.expanded import expand, whole_keys
 
     with_fp8(monkeypatch)
     kv_c, k_pe = torch.randn(5, 32), torch.randn(5, CONFIG.qk_rope_head_dim)
@@ -137,10 +137,13 @@ def test_a_workspace_holds_what_the_linear_made(
     class Without:
         config, workspace = CONFIG, None
 
-    one, other = (expand(kv_c, k_pe, made, plan) for plan in (WithSpace, Without))  # type: ignore[arg-type]
+    one, other = (expand(kv_c, made, plan) for plan in (WithSpace, Without))  # type: ignore[arg-type]
     for left, right in zip(one, other, strict=True):
         assert torch.equal(left, right)
     assert one[1].untyped_storage().data_ptr() == Space.expanded.untyped_storage().data_ptr()
+    keys = whole_keys(one[0], k_pe, WithSpace)  # type: ignore[arg-type]
+    assert torch.equal(keys, whole_keys(one[0], k_pe, Without))  # type: ignore[arg-type]
+    assert keys.data_ptr() == Space.keys.data_ptr()
 
 
 @pytest.mark.parametrize(

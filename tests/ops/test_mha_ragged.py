@@ -34,6 +34,17 @@ CASES = [
     RaggedCase("several-tiles-of-context", (130, 3), (257, 128), H=2, causal=False),
     RaggedCase("many-requests", (2,) * 140, (3,) * 140, H=1),
     RaggedCase("v3-widths", (40, 65), (40, 65), E=192, V=128),
+    RaggedCase("v3-widths-several-tiles", (260, 40, 1), (260, 300, 129), E=192, V=128, H=2),
+    RaggedCase("v3-fp16", (40, 65), (40, 265), E=192, V=128, dtype=torch.float16),
+    RaggedCase("v3-context", (40, 130), (265, 7), E=192, V=128, causal=False, padding=9),
+    RaggedCase("v3-apart", (40, 65), (40, 265), E=192, R=64, V=128, padding=3),
+    RaggedCase("v3-apart-context", (40, 130), (7, 265), E=192, R=64, V=128, causal=False),
+    RaggedCase("glm-apart", (40, 130), (40, 140), E=256, R=64, V=256, H=2),
+    RaggedCase("mistral4-apart", (40,), (265,), E=128, R=64, V=128),
+    RaggedCase("minicpm3-apart", (40, 3), (140, 3), E=96, R=32, V=64),
+    RaggedCase("apart", (20, 3), (30, 9), E=24, R=8),
+    RaggedCase("mostly-shared", (20, 3), (30, 9), E=24, R=23),
+    RaggedCase("160-columns", (40, 3), (140, 3), E=160, V=128),
     RaggedCase("glm-widths", (40,), (40,), E=256, V=256),
     RaggedCase("mistral4-widths", (40,), (65,), E=128, V=128),
     RaggedCase("minicpm3-widths", (40, 3), (40, 3), E=96, V=64),
@@ -76,6 +87,9 @@ def test_reference_equals_sdpa(case: RaggedCase) -> None:
                 assert (out[t] == 0).all() and (lse[t] == -torch.inf).all()
                 continue
             q, k, v = inputs["q"][t], inputs["k"][visible], inputs["v"][visible]
+            if case.R:
+                shared = inputs["k_pe"][visible, None].expand(-1, case.H, -1)
+                k = torch.cat([k, shared], dim=-1)
             expected = torch.nn.functional.scaled_dot_product_attention(
                 q[None, :, None], k[None].transpose(1, 2), v[None].transpose(1, 2), scale=scale
             )
@@ -129,6 +143,25 @@ def test_bad_input(name: str, change: Callable[[object], object], message: str) 
     target[name] = change(target[name])  # type: ignore[assignment]
     with pytest.raises(ShapeError) as error:
         Inputs(tensors, scalars, inputs.widen).run(mha_ragged, backend="auto")
+    assert f"mha_ragged: {message}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:-1], "k_pe must be [S, R] with S=39, got (38, 8)"),
+        (lambda t: t[:, :-1], "k must be [S, H, P] with P=17, got (39, 4, 16)"),
+        (lambda t: t[:, None], "k_pe must be [S, R], got (39, 1, 8)"),
+        (lambda t: t.float(), "k_pe must be torch.bfloat16 like q, got torch.float32"),
+        (lambda t: t.T.contiguous().T, "k_pe must be contiguous along its last dimension"),
+        (lambda t: t.to("meta"), "k_pe must be on cpu, got meta"),
+    ],
+)
+def test_bad_shared_columns(change: Callable[[Tensor], Tensor], message: str) -> None:
+    inputs = RaggedCase("apart", (20, 3), (30, 9), R=8).make()
+    tensors = {**inputs.tensors, "k_pe": change(inputs["k_pe"])}
+    with pytest.raises(ShapeError) as error:
+        Inputs(tensors, inputs.scalars, inputs.widen).run(mha_ragged, backend="auto")
     assert f"mha_ragged: {message}" in str(error.value)
 
 

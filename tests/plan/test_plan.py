@@ -480,7 +480,7 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
         ({"form": "fast"}, "form must be auto, absorbed, expanded or chosen, got 'fast'"),
         (
             {"backend": "cuda"},
-            "backend 'cuda' is not known. Known: auto, triton, sdpa",
+            "backend 'cuda' is not known. Known: auto, triton, gluon, sdpa",
         ),
         ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
     ],

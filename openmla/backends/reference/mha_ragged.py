@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.expanded import joined
 
 LOGITS = 2**26  # held at once; more queries are taken in chunks
 
@@ -20,12 +21,14 @@ def run(
     v: Tensor,
     query_start_loc: Tensor,
     key_start_loc: Tensor,
+    k_pe: Tensor | None,
     *,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
 ) -> tuple[Tensor, Tensor]:
+    k = joined(k, k_pe)
     T, H, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((T, H, v.shape[2]))

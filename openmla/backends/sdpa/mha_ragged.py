@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from openmla.backends import Problem
+from openmla.backends.expanded import aligned, joined
 
 aten = torch.ops.aten
 QUERY_ROWS = 256  # queries per CPU call where a mask is needed: bounds it to 256 x S
@@ -40,20 +41,21 @@ def run(
     v: Tensor,
     query_start_loc: Tensor,
     key_start_loc: Tensor,
+    k_pe: Tensor | None,
     *,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
 ) -> tuple[Tensor, Tensor]:
-    V = v.shape[2]
+    k, V = joined(k, k_pe), v.shape[2]
     if q.device.type == "cpu":
         q, k, v = _same_width(q, k, v, multiple=1)
         return _run_cpu(q, k, v, V, query_start_loc, key_start_loc, scale, causal)
     T, H, _ = q.shape
     if min(max_query_len, max_key_len) == 0:  # nobody sees anything
         return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
-    q, k, v = (_aligned(t) for t in (q, k, v))
+    q, k, v = (aligned(t) for t in (q, k, v))
     one_request = query_start_loc.shape[0] == 2
     square = not causal or max_query_len == max_key_len
     on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
@@ -78,13 +80,6 @@ def run(
     lse = lse.T  # flash: [H, T], +inf where a query saw nothing
     lse = lse.where(owned & (lse < torch.inf), -torch.inf).contiguous()
     return out[:, :, :V].where((lse > -torch.inf)[:, :, None], 0), lse
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """The kernels load 16 bytes at a time: rows must start at multiples of that."""
-    pitch = 16 // tensor.dtype.itemsize
-    starts = (tensor.storage_offset(), *tensor.stride()[:-1])
-    return tensor if all(start % pitch == 0 for start in starts) else tensor.contiguous()
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor, *, multiple: int) -> tuple[Tensor, Tensor, Tensor]:

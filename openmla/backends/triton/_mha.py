@@ -8,8 +8,9 @@ Grid      (T // BLOCK_M + B + 1, H): one program owns BLOCK_M queries of one req
           for any length, without the host knowing it. Request B is the rows that belong to none.
           The last tiles, the longest if causal, start first; a head's run side by side and share
           its keys in L2.
-Reads     q [T, H, E], k [S, H, E], v [S, H, V], query_start_loc [B+1], key_start_loc [B+1]; with
-          bits mask [T, words] and, listed from it by _list_tiles_kernel, key tiles that have any
+Reads     q [T, H, E], k [S, H, E], or [S, H, BLOCK_A] and k_pe [S, E - BLOCK_A], v [S, H, V],
+          query_start_loc [B+1], key_start_loc [B+1]; with bits mask [T, words] and, listed from
+          it by _list_tiles_kernel, key tiles that have any
 Writes    out [T, H, V], lse [T, H]
 Limits    see why_not_mha()
 
@@ -103,8 +104,9 @@ def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: t
 
 @triton.jit
 def attend(
-    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, v, S, last_key, mask_at,
-    row_valid, tiles, K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, KEYS: tl.constexpr,
+    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, k_pe, v, S, last_key,
+    mask_at, row_valid, tiles, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr,
+    V_TOKEN: tl.constexpr, KEYS: tl.constexpr,
     FULL: tl.constexpr, E: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
@@ -113,6 +115,7 @@ def attend(
     TWO_TILES: tl.constexpr = E > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else E
     k_step = tl.full([], BLOCK_N, tl.int64) * K_TOKEN
+    pe_step = tl.full([], BLOCK_N, tl.int64) * PE_TOKEN
     v_step = tl.full([], BLOCK_N, tl.int64) * V_TOKEN
     c = tl.arange(0, BLOCK_N)
     tile = first
@@ -125,7 +128,8 @@ def attend(
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
         scores = dot(q_a, tl.trans(keys), scores, PRECISION, UPCAST)
         if TWO_TILES:
-            rest = load_tile(k_at, K_TOKEN, left, BLOCK_A, E - BLOCK_A, BLOCK_N, BLOCK_B, FULL)
+            pe_at = k_pe + tile * pe_step
+            rest = load_tile(pe_at, PE_TOKEN, left, 0, E - BLOCK_A, BLOCK_N, BLOCK_B, FULL)
             scores = dot(q_b, tl.trans(rest), scores, PRECISION, UPCAST)
         if KEYS == EDGE:
             visible = (tile * BLOCK_N + c)[None, :] <= last_key[:, None]
@@ -156,10 +160,10 @@ def attend(
     do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _mha_kernel(
-    q, k, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
+    q, k, k_pe, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
     T, B, qk_scale, q_token, q_head, k_head, v_head, mask_token, tiles_stride,
-    K_TOKEN: tl.constexpr, V_TOKEN: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
-    V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr, APART: tl.constexpr, V_TOKEN: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr,
@@ -186,6 +190,10 @@ def _mha_kernel(
         q_b = q_b.to(tl.float32)
     qk_scale = qk_scale * LOG2E
     k += first_key.to(tl.int64) * K_TOKEN + h * k_head
+    if APART:
+        k_pe += first_key.to(tl.int64) * PE_TOKEN
+    else:  # the last columns of k
+        k_pe = k + BLOCK_A
     v += first_key.to(tl.int64) * V_TOKEN + h * v_head
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -206,14 +214,14 @@ def _mha_kernel(
         num_full = S // BLOCK_N
         count = tl.cdiv(S, BLOCK_N)
     running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, v, S, last_key, mask_at,
-        row_valid, tiles, K_TOKEN, V_TOKEN, BITS if MASKED else ALL, True, E, V, BLOCK_N, BLOCK_A,
-        BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S, last_key,
+        mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, BITS if MASKED else ALL, True, E, V,
+        BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
     running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, v, S, last_key,
-        mask_at, row_valid, tiles, K_TOKEN, V_TOKEN, BITS if MASKED else EDGE, False, E, V, BLOCK_N,
-        BLOCK_A, BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, k_pe, v, S,
+        last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, BITS if MASKED else EDGE,
+        False, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
     _, normalizer, row_lse = finish_softmax(running_max, running_sum)
     row = (first + m).to(tl.int64) * H + h

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.expanded import joined
 from openmla.backends.triton._build import (
     GFX942,
     SHARED_MEMORY,
@@ -37,6 +38,14 @@ WIDE_BLOCK_M = {**dict.fromkeys(SMALL, 32), GFX942: 16}
 LISTED_WORDS = 64  # mask words of a query that _list_tiles_kernel looks at together
 
 
+class Strides(NamedTuple):
+    """From one token to the next."""
+
+    k: int
+    k_pe: int
+    v: int
+
+
 class Config(NamedTuple):
     block_m: int
     block_n: int
@@ -49,6 +58,11 @@ def blocks_of(E: int, V: int) -> tuple[int, int, int]:
     block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)
     block_b = max(next_power_of_2(max(E - block_a, 1)), 16)
     return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
+
+
+def cut_alike(P: int, E: int, V: int) -> bool:
+    """Whether kernels cut heads where a head's own columns end and the shared ones begin."""
+    return P < E and blocks_of(E, V)[0] == P
 
 
 def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool) -> Config:
@@ -98,6 +112,7 @@ def run_mha(
     key_start_loc: Tensor,
     mask: Tensor | None = None,
     *,
+    k_pe: Tensor | None = None,
     scale: float,
     causal: bool = False,
     max_key_len: int,
@@ -133,12 +148,16 @@ def run_mha(
             num_stages=1,
             enable_fp_fusion=FP_FUSION,
         )
+    if k_pe is not None and not cut_alike(k.shape[2], E, V):
+        k, k_pe = joined(k, k_pe), None
+    strides = Strides(k.stride(0), 0 if k_pe is None else k_pe.stride(0), v.stride(0))
     constants = constants_of(
-        q.dtype, H, E, V, config, (k.stride(0), v.stride(0)), causal=causal, bits=bits,
-    )  # fmt: skip
+        q.dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
+    )
     _mha_kernel[(grid, H)](
         q,
         k,
+        k if k_pe is None else k_pe,
         v,
         query_start_loc,
         key_start_loc,
@@ -175,16 +194,20 @@ def constants_of(
     E: int,
     V: int,
     config: Config,
-    strides: tuple[int, int],
+    strides: Strides,
     *,
     causal: bool,
     bits: bool,
+    apart: bool = False,
 ) -> dict[str, Any]:
     block_a, block_b, block_v = blocks_of(E, V)
     return {
         # compile-time constants, so that row offsets are immediates: in registers tiles spill
-        "K_TOKEN": strides[0],
-        "V_TOKEN": strides[1],
+        # A stride that is not used is the keys' own: one kernel fewer.
+        "K_TOKEN": strides.k,
+        "PE_TOKEN": strides.k_pe if apart else strides.k,
+        "V_TOKEN": strides.v,
+        "APART": apart,
         "H": H,
         "E": E,
         "V": V,
@@ -204,19 +227,22 @@ def constants_of(
 
 def mha_build(
     capability: int, E: int, V: int, *, bits: bool, dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True,
+    causal: bool = True, apart: bool = False,
 ) -> Build:  # fmt: skip
     H = 128
     config = config_of(dtype, E, V, capability, bits=bits)
-    strides = (H * E, H * (E + V))
-    constants = constants_of(dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits)
+    strides = Strides(H * E, 64, H * (E + V))
+    constants = constants_of(
+        dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
+    )
     types = {
-        **dict.fromkeys(("q", "k", "v", "out"), "*" + TYPES[dtype]),
+        **dict.fromkeys(("q", "k", "k_pe", "v", "out"), "*" + TYPES[dtype]),
         **dict.fromkeys(LISTED, "*i32"),
         "lse": "*fp32",
         "qk_scale": "fp32",
     }
-    name = f"mha-{'bits' if bits else 'causal' if causal else 'all'}-E{E}-V{V}-{TYPES[dtype]}"
+    seen = "bits" if bits else "causal" if causal else "all"
+    name = f"mha-{seen}-E{E}-V{V}-{TYPES[dtype]}{'-apart' if apart else ''}"
     return Build(
         name, _mha_kernel, signature_of(_mha_kernel, constants, types), constants,
         config.num_warps, config.num_stages, capability, FP_FUSION,
@@ -248,3 +274,4 @@ def mha_builds(*, bits: bool) -> Iterator[Build]:
             yield list_build(capability)
         else:
             yield mha_build(capability, 192, 128, bits=bits, causal=False)
+            yield mha_build(capability, 192, 128, bits=bits, apart=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha_launch import mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import cut_alike, mha_builds, run_mha, why_not_mha
 
 LAUNCHES = 1
 
@@ -17,12 +17,17 @@ def why_not(problem: Problem) -> str | None:
     return why_not_mha(problem)
 
 
+def reads_apart(problem: Problem) -> bool:
+    return cut_alike(problem.E - problem.R, problem.E, problem.V)
+
+
 def run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     query_start_loc: Tensor,
     key_start_loc: Tensor,
+    k_pe: Tensor | None,
     *,
     scale: float,
     causal: bool,
@@ -30,8 +35,9 @@ def run(
     max_key_len: int,
 ) -> tuple[Tensor, Tensor]:
     return run_mha(
-        q, k, v, query_start_loc, key_start_loc, scale=scale, causal=causal, max_key_len=max_key_len
-    )
+        q, k, v, query_start_loc, key_start_loc, k_pe=k_pe, scale=scale, causal=causal,
+        max_key_len=max_key_len,
+    )  # fmt: skip
 
 
 def builds() -> Iterator[Build]:

@@ -1,0 +1,27 @@
+"""Expanded heads [S, H, E] as kernels want them: rows aligned, keys in one piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The kernels load 16 bytes at a time: rows must start at multiples of that."""
+    pitch = 16 // tensor.dtype.itemsize
+    starts = (tensor.storage_offset(), *tensor.stride()[:-1])
+    if any(start % pitch for start in starts) or tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def joined(k: Tensor, k_pe: Tensor | None, into: Tensor | None = None) -> Tensor:
+    """Whole keys: what all heads share behind what each has, in `into` if it is given."""
+    if k_pe is None:
+        return k
+    S, H, P = k.shape
+    keys = k.new_empty((S, H, P + k_pe.shape[1])) if into is None else into
+    # two strided copies: a concatenation with a broadcast operand is slower
+    keys[:, :, :P] = k
+    keys[:, :, P:] = k_pe[:, None, :]
+    return keys

@@ -1,0 +1,180 @@
+"""mha_ragged, Gluon: 16-bit heads, packed requests of any lengths, keys whole or in two parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from openmla.backends import Problem
+from openmla.backends.expanded import aligned, joined
+from openmla.backends.gluon import _expanded
+from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._shapes import needs_nvidia
+from openmla.backends.triton._build import TYPES, Build, signature_of
+from openmla.hardware import multiprocessors
+
+LAUNCHES = 2  # the first sets the counter of tiles
+BOX = _expanded.BOX.value
+BLOCK_M, ROWS = _expanded.BLOCK_M.value, _expanded.ROWS.value
+REGISTERS = {"ATTEND_REGISTERS": 224, "LOAD_REGISTERS": 56}  # of a thread; with others they spill
+
+
+class Columns(NamedTuple):
+    """How a head's columns are cut: a first tile of a power of two, and what is left of them."""
+
+    first: int
+    rest: int
+    values: int
+    block_n: int  # keys of a tile
+
+
+# By widths of keys and values: V3 and its kin, GLM-5, Mistral 4, Kimi's draft, MiniCPM3.
+COLUMNS = {
+    (192, 128): Columns(128, 64, 128, 128),
+    (256, 256): Columns(256, 0, 256, 64),
+    (128, 128): Columns(128, 0, 128, 128),
+    (160, 128): Columns(128, 32, 128, 128),
+    (96, 64): Columns(64, 32, 64, 128),
+}
+
+
+def why_not(problem: Problem) -> str | None:
+    if needs_nvidia():
+        return needs_nvidia()
+    if problem.capability != (9, 0):
+        return "needs SM90"
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"takes queries of 16 bits, this is {problem.dtype}"
+    if (problem.E, problem.V) not in COLUMNS:
+        known = ", ".join(f"{E}/{V}" for E, V in COLUMNS)
+        return f"takes heads of {known} columns, these are {problem.E}/{problem.V}"
+    return None
+
+
+def reads_apart(problem: Problem) -> bool:
+    """Whether keys may stay in two parts: boxes must not cross where they meet, and what is left of
+    the columns has boxes of its own width."""
+    return fit(COLUMNS[problem.E, problem.V], problem.E - problem.R)
+
+
+def fit(columns: Columns, P: int) -> bool:
+    return columns.first == P or (columns.first > P and P % BOX == 0 and columns.rest == 0)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    k_pe: Tensor | None,
+    *,
+    scale: float,
+    causal: bool,
+    max_query_len: int,
+    max_key_len: int,
+) -> tuple[Tensor, Tensor]:
+    (T, H, E), V = q.shape, v.shape[2]
+    if min(max_query_len, max_key_len) == 0:  # nobody sees anything
+        return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
+    columns = COLUMNS[E, V]
+    P, block_n = k.shape[2], columns.block_n
+    if k_pe is not None and not fit(columns, P):
+        k, k_pe = joined(k, k_pe), None
+    q, k, v = heads_of(q), heads_of(k), heads_of(v)
+    rest, rest_head, rest_first = k, k.stride(1), columns.first
+    if k_pe is not None:
+        rest, rest_head, rest_first = aligned(k_pe)[:, None], 0, 0
+    out = q.new_empty((T, H, V))
+    lse = q.new_empty((T, H), dtype=torch.float32)
+    B = query_start_loc.shape[0] - 1
+    programs = min(multiprocessors(q.device), (T // BLOCK_M + B + 1) * H)
+    counter = torch.full((1,), programs, dtype=torch.int32, device=q.device)
+    _expanded._expanded_kernel[(programs,)](
+        boxes(q, ROWS, BOX),
+        boxes(q, ROWS, columns.rest or BOX),
+        boxes(k, block_n, BOX),
+        boxes(rest, block_n, columns.rest or BOX),
+        boxes(v, block_n, BOX),
+        query_start_loc.contiguous(),
+        key_start_loc.contiguous(),
+        out,
+        lse,
+        counter,
+        T,
+        B,
+        scale,
+        q.stride(1),
+        k.stride(1),
+        rest_head,
+        rest_first,
+        v.stride(1),
+        **constants_of(columns, H, columns.first if k_pe is None else P, causal=causal),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=FP_FUSION,
+    )
+    return out, lse
+
+
+def heads_of(tensor: Tensor) -> Tensor:
+    """Aligned, and with columns of all heads within 31 bits."""
+    S, H, E = tensor.shape
+    if (H - 1) * tensor.stride(1) + E >= 2**31 or (S > 1 and tensor.stride(0) == 0):
+        return tensor.contiguous()
+    return aligned(tensor)
+
+
+def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
+    """All heads of [S, H, E] side by side, for bulk copies of so many rows and columns."""
+    S, H, E = tensor.shape
+    width = (H - 1) * tensor.stride(1) + E
+    stride = tensor.stride(0) if S > 1 else 8 * -(-width // 8)
+    flat = tensor.as_strided((S, width), (stride, 1))
+    return TensorDescriptor.from_tensor(flat, [rows, columns], layout_of(columns))
+
+
+def layout_of(columns: int) -> Any:
+    """In shared memory, swizzled by as many bytes as a row of a box has."""
+    return gl.NVMMASharedLayout(2 * columns, 16, 2)
+
+
+def constants_of(columns: Columns, H: int, own: int, *, causal: bool) -> dict[str, Any]:
+    """`own`: columns of keys that each head has for itself."""
+    return {
+        "H": H,
+        "A": columns.first,
+        "REST": columns.rest,
+        "OWN": own,
+        "V": columns.values,
+        "BLOCK_N": columns.block_n,
+        "CAUSAL": causal,
+        **REGISTERS,
+    }
+
+
+def builds() -> Iterator[Build]:
+    kernel = _expanded._expanded_kernel
+    for (E, V), own, H, causal, dtype in (
+        ((192, 128), 128, 128, True, torch.bfloat16), ((192, 128), 128, 16, False, torch.float16),
+        ((256, 256), 192, 64, True, torch.bfloat16), ((128, 128), 64, 32, True, torch.bfloat16),
+        ((160, 128), 128, 32, True, torch.bfloat16), ((96, 64), 64, 40, True, torch.bfloat16),
+    ):  # fmt: skip
+        columns = COLUMNS[E, V]
+        constants = constants_of(columns, H, own, causal=causal)
+        kind = TYPES[dtype]
+        types = {"out": f"*{kind}", "lse": "*fp32", "qk_scale": "fp32"}
+        types |= dict.fromkeys(("query_start_loc", "key_start_loc", "counter"), "*i32")
+        for name, rows, width in (
+            ("q", ROWS, BOX), ("q_rest", ROWS, columns.rest or BOX),
+            ("k", columns.block_n, BOX), ("k_rest", columns.block_n, columns.rest or BOX),
+            ("v", columns.block_n, BOX),
+        ):  # fmt: skip
+            types[name] = f"tensordesc<{kind}[{rows}, {width}],{layout_of(width)!r}>"
+        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{kind}"
+        signature = signature_of(kernel, constants, types)
+        yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
