@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, assembly, capability_of, nearest_target
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._topk import SPAN, _index_topk_kernel
 from openmla.backends.triton._versions import JOINS_BRANCHES, RELEASE
 from openmla.hardware import multiprocessors
@@ -71,7 +72,16 @@ def launch_topk(
     programs = min(T, config.programs * sms)
     width = config.block + SPAN.value if size < S else 0
     candidates = logits.new_empty((programs, chunks_of(config), width), dtype=torch.int64)
-    _index_topk_kernel[(programs,)](
+    launch = prepare(
+        _index_topk_kernel,
+        constants_of(config, aligned=logits.data_ptr() % 16 == 0, fits=fits),
+        num_warps=config.num_warps,
+        num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+        **{"maxnreg": config.maxnreg} if assembly() else {},
+    )
+    launch(
+        (programs,),
         logits,
         row_starts.contiguous(),
         row_lens.contiguous(),
@@ -82,11 +92,6 @@ def launch_topk(
         T,
         K,
         isqrt(K * config.block) if fits else K,
-        **constants_of(config, aligned=logits.data_ptr() % 16 == 0, fits=fits),
-        num_warps=config.num_warps,
-        num_stages=1,
-        **({"maxnreg": config.maxnreg} if assembly() else {}),
-        enable_fp_fusion=FP_FUSION,
     )
 
 

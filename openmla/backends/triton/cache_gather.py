@@ -35,6 +35,7 @@ from openmla.backends.triton._cache_rows import (
     row_constants,
     row_offsets,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import (
     FP8,
     INT32_MAX,
@@ -164,7 +165,15 @@ def run(
     if n == 0 or D == 0 or B == 0:
         return
     constants, num_warps = constants_of(format, D, BS, cache)
-    _cache_gather_kernel[(cdiv(n, constants["BLOCK_N"]),)](
+    launch = prepare(
+        _cache_gather_kernel,
+        constants,
+        num_warps=num_warps,
+        num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (cdiv(n, constants["BLOCK_N"]),),
         out,
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
@@ -181,10 +190,6 @@ def run(
         B,
         M,
         N,
-        **constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

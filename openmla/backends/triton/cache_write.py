@@ -33,6 +33,7 @@ from openmla.backends.triton._cache_rows import (
     why_not_rows,
     write_row,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
@@ -76,7 +77,15 @@ def run(
         return
     layout = layout_of(format, C + R, cut=C)
     constants = row_constants(layout, C, BS, aligned=is_aligned(cache, layout))
-    _cache_write_kernel[(slot_mapping.shape[0],)](
+    launch = prepare(
+        _cache_write_kernel,
+        constants,
+        num_warps=row_warps(constants),
+        num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (slot_mapping.shape[0],),
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_c,
         k_pe,
@@ -88,10 +97,6 @@ def run(
         k_pe.stride(0),
         slot_mapping.stride(0),
         N,
-        **constants,
-        num_warps=row_warps(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

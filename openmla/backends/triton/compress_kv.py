@@ -49,6 +49,7 @@ from openmla.backends.triton._pool import (
     load_partial,
     pool_overlapping,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import (
     FP8,
     PLAIN,
@@ -231,7 +232,15 @@ def run(
         aligned=aligned,
     )  # fmt: skip
     block_table = inner_contiguous(block_table)
-    _compress_kv_kernel[(B + cdiv(T, ratio),)](
+    launch = prepare(
+        _compress_kv_kernel,
+        constants,
+        num_warps=num_warps_of(constants),
+        num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (B + cdiv(T, ratio),),
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
         state,
@@ -259,10 +268,6 @@ def run(
         cache.shape[0],
         state.shape[0],
         block_table.shape[1],
-        **constants,
-        num_warps=num_warps_of(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

@@ -44,6 +44,7 @@ from openmla.backends.triton._index_tiles import (
     stored_type,
     why_not_index,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import request_of
 from openmla.cache.format import get_format
 
@@ -130,7 +131,15 @@ def run(
     keys = keys_per_program(num_keys, tiles, config, q_idx.device)
     inputs = PagedInputs(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
     tensors, strides = paged_arguments(inputs, shape)
-    _index_logits_kernel[(tiles, cdiv(num_keys, keys))](
+    launch = prepare(
+        _index_logits_kernel,
+        constants,
+        num_warps=config.num_warps,
+        num_stages=constants["STAGES"],
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (tiles, cdiv(num_keys, keys)),
         out,
         *tensors,
         T,
@@ -139,10 +148,6 @@ def run(
         num_keys,
         keys,
         *strides,
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
     )
     return out
 

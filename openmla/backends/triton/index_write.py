@@ -37,6 +37,7 @@ from openmla.backends.triton._cache_rows import (
     row_offsets,
     row_warps,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import (
     PLAIN,
     hadamard_transform,
@@ -142,7 +143,15 @@ def run(
         return
     aligned = is_aligned(cache, layout_of(format, DI, cut=DI))
     constants = constants_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
-    _index_write_kernel[(slot_mapping.shape[0],)](
+    launch = prepare(
+        _index_write_kernel,
+        constants,
+        num_warps=row_warps(constants),
+        num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (slot_mapping.shape[0],),
         cache,
         k_raw,
         norm_weight,
@@ -158,10 +167,6 @@ def run(
         table.stride(0),
         slot_mapping.stride(0),
         N,
-        **constants,
-        num_warps=row_warps(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

@@ -39,6 +39,7 @@ from openmla.backends.triton._cache_rows import (
     why_not_rows,
     write_row,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen
 from openmla.cache.format import get_format
 
@@ -179,7 +180,11 @@ def run(
         aligned=is_aligned(cache, layout_of(format, D, cut=D)),
     )  # fmt: skip
     heads = H if R or norm_queries else 0  # that need a program
-    _latent_write_kernel[(n, 1 + cdiv(heads, constants["BLOCK_H"]))](
+    launch = prepare(
+        _latent_write_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+    )
+    launch(
+        (n, 1 + cdiv(heads, constants["BLOCK_H"])),
         cache.view(torch.uint8) if format == "fp8" else cache,
         q,
         kv,
@@ -199,10 +204,6 @@ def run(
         cache.shape[0],
         eps,
         factor,
-        **constants,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import TARGETS, Build, next_power_of_2, signature_of
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import request_of
 
 POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
@@ -92,7 +93,15 @@ def run(
     lens = positions.new_empty((T,))
     if T > 0:
         constants = constants_of(K, BS, cp_size, interleave, compact)
-        _map_slots_kernel[(T,)](
+        launch = prepare(
+            _map_slots_kernel,
+            constants,
+            num_warps=num_warps_of(constants),
+            num_stages=1,
+            enable_fp_fusion=FP_FUSION,
+        )
+        launch(
+            (T,),
             positions,
             block_table,
             query_start_loc.contiguous(),
@@ -107,10 +116,6 @@ def run(
             K,
             num_blocks,
             cp_rank,
-            **constants,
-            num_warps=num_warps_of(constants),
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
         )
     return slots, lens
 

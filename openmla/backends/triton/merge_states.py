@@ -28,6 +28,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import round_to, widen_to
 
 ELEMENTS = 2048  # of a tile: 16 per thread and side
@@ -88,14 +89,14 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
         return
     tensors = (out, lse, other_out, other_lse)
     constants = constants_of(H, V, double=any(t.dtype == torch.float64 for t in tensors))
-    _merge_states_kernel[(cdiv(T * H, constants["BLOCK_N"]),)](
+    launch = prepare(
+        _merge_states_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+    )
+    launch(
+        (cdiv(T * H, constants["BLOCK_N"]),),
         *tensors,
         *(stride for tensor in tensors for stride in tensor.stride()[:2]),
         T * H,
-        **constants,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 

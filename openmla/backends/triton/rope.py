@@ -28,6 +28,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen_to
 
 ELEMENTS = 4096  # of a program's tile: 32 per thread of 4 warps, 1024 a warp
@@ -84,7 +85,11 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
     constants, num_warps = constants_of(
         H, R, pairing=pairing, inverse=inverse, double=torch.float64 in (x.dtype, table.dtype)
     )
-    _rope_kernel[(positions.shape[0], cdiv(H, constants["BLOCK_H"]))](
+    launch = prepare(
+        _rope_kernel, constants, num_warps=num_warps, num_stages=1, enable_fp_fusion=FP_FUSION
+    )
+    launch(
+        (positions.shape[0], cdiv(H, constants["BLOCK_H"])),
         x,
         positions,
         table,
@@ -92,10 +97,6 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
         x.stride(1),
         table.stride(0),
         positions.stride(0),
-        **constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 
