@@ -14,14 +14,14 @@ max_query_len and max_key_len are the longest request's, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 _SPEC = (
@@ -39,7 +39,7 @@ def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _check_values(
-    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
+    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
     query_start_loc, key_start_loc = tensors[3:]
     check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
@@ -58,22 +58,24 @@ def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Prob
     return problem_on(device, "mha_ragged", dtype=dtype, E=E, V=V)
 
 
+def _decide(*tensors: Tensor, scale: float, backend: str, **_: object) -> Decided:
+    q, dims = tensors[0], _check(tensors)
+    check_scale("mha_ragged", scale)
+    return decided(dims, problem(q.device, q.dtype, E=dims["E"], V=dims["V"]), backend)
+
+
 def _run(
+    known: Decided,
     *tensors: Tensor,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    q = tensors[0]
-    dims = _check(tensors)
     refuse_grad("mha_ragged", tensors[:3])
-    check_scale("mha_ragged", scale)
-    if q.device.type == "cpu":
-        _check_values(dims, tensors, max_query_len, max_key_len)
-    asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
-    result: tuple[Tensor, Tensor] = load("mha_ragged", choose_backend(asked, backend)).run(
+    if tensors[0].device.type == "cpu":
+        _check_values(known.dims, tensors, max_query_len, max_key_len)
+    result: tuple[Tensor, Tensor] = known.runner.run(
         *tensors,
         scale=scale,
         causal=causal,
@@ -97,6 +99,7 @@ _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc, *,"
     " float scale, bool causal, SymInt max_query_len, SymInt max_key_len, str backend)"
     " -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

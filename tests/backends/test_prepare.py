@@ -26,7 +26,7 @@ MEMORY = torch.zeros(64, dtype=torch.int64)
 
 
 @triton.jit(do_not_specialize=["c"], do_not_specialize_on_alignment=["d"])
-def _four_kernel(a, b, c, d, BLOCK: tl.constexpr):
+def _four_kernel(a, b, c, d, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def,name-defined]
     pass
 
 
@@ -101,7 +101,7 @@ def test_an_unknown_kind_of_argument_is_left_to_triton() -> None:
     assert own_key((None, 0.5, 0.5, 0.5)) is None and own_key((True, 0.5, 0.5, 0.5)) is None
 
 
-class Launched(prepared.CompiledKernel):  # type: ignore[misc]
+class Launched(prepared.CompiledKernel):  # type: ignore[misc,name-defined]
     """A compiled kernel that notes what it is launched with."""
 
     def __init__(self, seen: list[Any]) -> None:

@@ -64,6 +64,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launch over all tokens of B requests and merge runs."""
     T, H, _ = q.shape
+    sink = None if sink is None else sink.contiguous()
     targets = make_targets(q, 512, runs)
     if T == 0:
         return targets.out, targets.lse

@@ -87,6 +87,7 @@ def run(
     run_length: int,
     tiles: Mapping[str, Tile],
 ) -> tuple[Tensor, Tensor]:
+    query_start_loc = query_start_loc.contiguous()
     if "bf16" in tiles:
         segments = decoded(q, query_start_loc, segments, run_length)
     (part,) = segments

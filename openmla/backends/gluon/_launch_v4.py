@@ -79,6 +79,7 @@ def run(
     run_length: int,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
+    query_start_loc = query_start_loc.contiguous()
     width = sum(segment.width for segment in segments)
     runs = split_rows(tile, q, sink, width=width, run_length=run_length)
     window, second = segments[0], segments[-1]
