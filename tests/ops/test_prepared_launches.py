@@ -16,10 +16,7 @@ from openmla.ops import latent_write, mqa_paged, mqa_sparse, rope
 from openmla.testing import PagedCase, SegmentCase, SparseCase
 
 pytest.importorskip("triton")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="launches kernels"),
-]
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="launches kernels")
 V3: dict[str, Any] = {"C": 512, "R": 64, "contiguous": True}
 V4: dict[str, Any] = {"C": 448, "R": 64, "contiguous": True}
 
@@ -48,6 +45,7 @@ def needs(op: str, backend: str) -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["gluon", "triton"])
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
 def test_mqa_paged(backend: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +64,7 @@ def test_mqa_paged(backend: str, format: str, monkeypatch: pytest.MonkeyPatch) -
         same_bits(partial(inputs.run, mqa_paged, backend=backend), monkeypatch)
 
 
+@pytest.mark.gpu
 def test_a_cache_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptors are kept by address: of memory that was freed and taken again, with other rows or
     in another shape, none may be stale."""
@@ -79,6 +78,7 @@ def test_a_cache_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> Non
         del inputs
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["gluon", "triton"])
 def test_mqa_sparse(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("mqa_sparse", backend)
@@ -98,6 +98,7 @@ def test_mqa_sparse(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 same_bits(partial(inputs.run, mqa_sparse, backend=backend), monkeypatch)
 
 
+@pytest.mark.gpu
 def test_alignment_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice by one value is another kernel to Triton, and so it must be here."""
     needs("rope", "triton")
@@ -116,6 +117,7 @@ def test_alignment_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> Non
         same_bits(turned, monkeypatch)
 
 
+@pytest.mark.gpu
 def test_latent_write(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("latent_write", "triton")
     table, one = torch.randn(99, 64, device="cuda"), torch.ones((), device="cuda")
@@ -137,6 +139,7 @@ def test_latent_write(monkeypatch: pytest.MonkeyPatch) -> None:
         same_bits(written, monkeypatch)
 
 
+@pytest.mark.gpu
 def test_in_a_graph_and_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream is asked for at every launch."""
     needs("rope", "triton")
