@@ -34,6 +34,7 @@ WITHOUT_A_GPU = {
     "tests/layers/test_v4_histories.py": "which rows a step names; test_v4.py attends there",
     "tests/layers/test_v4_refusals.py": "what is refused before anything runs",
     "tests/ops/test_compress_kv_bad_input.py": "what is refused before anything runs",
+    "tests/ops/test_decisions.py": "what the host decides before anything runs",
     "tests/ops/test_flashmla.py": "the adapter without its package",
     "tests/ops/test_mqa_paged_parts.py": "a backend of CPUs",
     "tests/ops/test_mqa_sparse_bad_input.py": "what is refused before anything runs",

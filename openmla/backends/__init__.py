@@ -100,6 +100,14 @@ def load(op: str, backend: str) -> Any:
     return import_module(f"openmla.backends.{backend}.{op}")
 
 
+def runner(problem: Problem, backend: str) -> Any:
+    """What runs a problem: an implementation file, or where that has several kernels one of them;
+    both have run()."""
+    module = load(problem.op, choose_backend(problem, backend))
+    kernel_for: Callable[[Problem], Any] | None = getattr(module, "kernel_for", None)
+    return module if kernel_for is None else kernel_for(problem)
+
+
 def launches(op: str, backend: str) -> int | None:
     """Most kernels one call of an op launches; None where torch decides."""
     found: int | None = getattr(load(op, backend), "LAUNCHES", None)
@@ -173,9 +181,21 @@ def choose_backend(problem: Problem, backend: str = "auto") -> str:
     return _choose(problem, backend, BACKENDS[problem.op])
 
 
+# What was decided about calls, by everything that decides it; who runs an op keeps it here.
+_decisions: dict[Any, Any] = {}
+
+
+def decisions() -> dict[Any, Any]:
+    """Those that still hold. One that was begun before they were forgotten belongs into the
+    dictionary it was begun with."""
+    return _decisions
+
+
 def forget_choices() -> None:
     """Ask again at the next call: what backends can do has changed."""
+    global _decisions
     _choose.cache_clear()
+    _decisions = {}
 
 
 @lru_cache(maxsize=4096)

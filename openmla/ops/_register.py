@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from openmla.backends import BACKENDS, Problem, decisions, runner
 from openmla.backends.requirements import explain_failure
 from openmla.errors import ShapeError, UnsupportedError
 
@@ -38,11 +39,27 @@ _DTYPE_NAMES = {
 }
 
 
+# Decisions kept; past that all are made anew. Each is some 2 KiB.
+MOST_DECISIONS = 4096
+
+
 class Cost(NamedTuple):
     """Bytes moved and floating-point operations that the mathematics of one call needs."""
 
     bytes: int
     flops: int
+
+
+class Decided(NamedTuple):
+    """What a call's metadata decide: sizes by their letters, and what runs it. Made once for all
+    calls with the same metadata, so nobody may change it."""
+
+    dims: Mapping[str, int]
+    runner: Any
+
+
+def decided(dims: Mapping[str, int], asked: Problem, backend: str) -> Decided:
+    return Decided(dims, runner(asked, backend))
 
 
 class _Argument(NamedTuple):
@@ -143,10 +160,50 @@ def on_its_device(op: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Define openmla::<op> from a schema line; returns the overload to call."""
+def _facts(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """All that checks and backends look at."""
+    if tensor is None:
+        return None
+    address = tensor.data_ptr()
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, address % 16
+
+
+def remembered(
+    op: str, decide: Callable[..., Decided], args: Sequence[Any], scalars: Mapping[str, Any]
+) -> Decided:
+    """decide() of a call, or what it said of an earlier one with the same metadata, scalars and
+    backends. Nothing is kept of a call that it refuses."""
+    known = decisions()
+    values = (tuple(each) if type(each) is list else each for each in scalars.values())
+    key = (op, BACKENDS[op], *map(_facts, args), *scalars, *values)
+    found: Decided | None = known.get(key)
+    if found is None:
+        found = decide(*args, **scalars)
+        if len(known) >= MOST_DECISIONS:
+            known.clear()
+        known[key] = found
+    return found
+
+
+def register(
+    schema: str,
+    decide: Callable[..., Decided],
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+) -> Any:
+    """Define openmla::<op> from a schema line; returns the overload to call.
+
+    `decide` checks metadata and chooses who runs the call; `run` gets what it said first and no
+    backend=, and checks what metadata do not tell.
+    """
     name = schema.partition("(")[0]
+
+    def called(*args: Any, **scalars: Any) -> Any:
+        found = remembered(name, decide, args, scalars)
+        del scalars["backend"]
+        return run(found, *args, **scalars)
+
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, on_its_device(name, run), "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, on_its_device(name, called), "CompositeExplicitAutograd")
     torch.library.register_fake(f"openmla::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.openmla, name).default

@@ -11,13 +11,15 @@ positions are never read. out is [n, D] in any floating dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
@@ -37,7 +39,7 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
 
 
 def _check_values(
-    dims: dict[str, int], block_table: Tensor, starts: Tensor, row_start_loc: Tensor
+    dims: Mapping[str, int], block_table: Tensor, starts: Tensor, row_start_loc: Tensor
 ) -> None:
     check_start_loc("cache_gather", "row_start_loc", row_start_loc, dims["n"], "out")
     if (starts < 0).any():
@@ -53,14 +55,17 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "cache_gather", dtype=dtype, format=format)
 
 
-def _run(*tensors: Tensor, format: str, backend: str) -> None:
-    out, _cache, _, block_table, starts, row_start_loc = tensors
-    dims = _check(tensors, format)
+def _decide(*tensors: Tensor, format: str, backend: str) -> Decided:
+    out = tensors[0]
+    return decided(_check(tensors, format), problem(out.device, out.dtype, format), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, format: str) -> None:
+    out, _, _, block_table, starts, row_start_loc = tensors
     refuse_grad("cache_gather", (out,))
     if out.device.type == "cpu":
-        _check_values(dims, block_table, starts, row_start_loc)
-    asked = problem(out.device, out.dtype, format)
-    load("cache_gather", choose_backend(asked, backend)).run(*tensors, format=format)
+        _check_values(known.dims, block_table, starts, row_start_loc)
+    known.runner.run(*tensors, format=format)
 
 
 def _fake(*tensors: Tensor, format: str, backend: str) -> None:
@@ -70,6 +75,7 @@ def _fake(*tensors: Tensor, format: str, backend: str) -> None:
 _OP = register(
     "cache_gather(Tensor(a!) out, Tensor cache, Tensor kv_scale, Tensor block_table,"
     " Tensor starts, Tensor row_start_loc, *, str format, str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

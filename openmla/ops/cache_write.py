@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
 
 _SPEC = "cache:N BS W row, kv_c:T C f row, k_pe:T R f row, slot_mapping:S i64, kv_scale: f32"
@@ -43,14 +43,17 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "cache_write", dtype=dtype, format=format)
 
 
-def _run(*tensors: Tensor, format: str, backend: str) -> None:
+def _decide(*tensors: Tensor, format: str, backend: str) -> Decided:
+    cache, kv_c, *_ = tensors
+    return decided(_check(tensors, format), problem(cache.device, kv_c.dtype, format), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, format: str) -> None:
     cache, kv_c, k_pe, slot_mapping, _ = tensors
-    dims = _check(tensors, format)
     refuse_grad("cache_write", (kv_c, k_pe))
     if cache.device.type == "cpu":
-        check_slots("cache_write", slot_mapping, dims["N"] * dims["BS"])
-    asked = problem(cache.device, kv_c.dtype, format)
-    load("cache_write", choose_backend(asked, backend)).run(*tensors, format=format)
+        check_slots("cache_write", slot_mapping, known.dims["N"] * known.dims["BS"])
+    known.runner.run(*tensors, format=format)
 
 
 def _fake(*tensors: Tensor, format: str, backend: str) -> None:
@@ -60,6 +63,7 @@ def _fake(*tensors: Tensor, format: str, backend: str) -> None:
 _OP = register(
     "cache_write(Tensor(a!) cache, Tensor kv_c, Tensor k_pe, Tensor slot_mapping, Tensor kv_scale,"
     " *, str format, str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

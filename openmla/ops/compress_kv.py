@@ -27,13 +27,16 @@ floating dtype.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format, state_rows, state_width
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_slots, check_start_loc
 
 _SPEC = (
@@ -80,7 +83,7 @@ def _check(
     return dims
 
 
-def _check_values(tensors: tuple[Tensor, ...], dims: dict[str, int], ratio: int) -> None:
+def _check_values(tensors: tuple[Tensor, ...], dims: Mapping[str, int], ratio: int) -> None:
     op = "compress_kv"
     positions, start_loc, block_table, state_slots = tensors[8:]
     check_start_loc(op, "query_start_loc", start_loc, dims["T"], "kv")
@@ -123,7 +126,7 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int) ->
     return problem_on(device, "compress_kv", dtype=dtype, format=format, D=D)
 
 
-def _run(
+def _decide(
     *tensors: Tensor,
     format: str,
     ratio: int,
@@ -131,16 +134,17 @@ def _run(
     eps: float,
     hadamard: bool,
     backend: str,
-) -> None:
+) -> Decided:
     cache, kv = tensors[0], tensors[3]
     dims = _check(tensors, format, ratio, overlap, hadamard)
+    return decided(dims, problem(cache.device, kv.dtype, format, D=dims["D"]), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, ratio: int, **scalars: Any) -> None:
     refuse_grad("compress_kv", tensors[3:7])
-    if cache.device.type == "cpu":
-        _check_values(tensors, dims, ratio)
-    asked = problem(cache.device, kv.dtype, format, D=dims["D"])
-    load("compress_kv", choose_backend(asked, backend)).run(
-        *tensors, format=format, ratio=ratio, overlap=overlap, eps=eps, hadamard=hadamard
-    )
+    if tensors[0].device.type == "cpu":
+        _check_values(tensors, known.dims, ratio)
+    known.runner.run(*tensors, ratio=ratio, **scalars)
 
 
 def _fake(
@@ -154,6 +158,7 @@ _OP = register(
     " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
     " Tensor block_table, Tensor state_slots, *, str format, int ratio, bool overlap, float eps,"
     " bool hadamard, str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

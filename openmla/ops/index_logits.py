@@ -15,15 +15,15 @@ longest row are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_row_lens, check_start_loc
 
 SPEC = (
@@ -48,7 +48,7 @@ def check_paged(op: str, tensors: tuple[Tensor, ...], format: str, num_keys: int
 
 
 def check_paged_values(
-    op: str, dims: dict[str, int], tensors: tuple[Tensor, ...], num_keys: int
+    op: str, dims: Mapping[str, int], tensors: tuple[Tensor, ...], num_keys: int
 ) -> None:
     _, _, _, block_table, query_start_loc, row_lens = tensors
     check_start_loc(op, "query_start_loc", query_start_loc, dims["T"], "q_idx")
@@ -68,16 +68,18 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, D
     return problem_on(device, "index_logits", dtype=dtype, format=format, H=HI, D=DI)
 
 
-def _run(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
-    q_idx, w_idx = tensors[:2]
+def _decide(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Decided:
+    q_idx = tensors[0]
     dims = check_paged("index_logits", tensors, format, num_keys)
-    refuse_grad("index_logits", (q_idx, w_idx))
-    if q_idx.device.type == "cpu":
-        check_paged_values("index_logits", dims, tensors, num_keys)
     asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
-    logits: Tensor = load("index_logits", choose_backend(asked, backend)).run(
-        *tensors, format=format, num_keys=num_keys
-    )
+    return decided(dims, asked, backend)
+
+
+def _run(known: Decided, *tensors: Tensor, format: str, num_keys: int) -> Tensor:
+    refuse_grad("index_logits", tensors[:2])
+    if tensors[0].device.type == "cpu":
+        check_paged_values("index_logits", known.dims, tensors, num_keys)
+    logits: Tensor = known.runner.run(*tensors, format=format, num_keys=num_keys)
     return logits
 
 
@@ -90,6 +92,7 @@ _OP = register(
     "index_logits(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
     " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys, str backend)"
     " -> Tensor",
+    _decide,
     _run,
     _fake,
 )

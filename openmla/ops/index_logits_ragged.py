@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops.index_logits import scores_dtype
 
 _SPEC = (
@@ -40,17 +40,22 @@ def problem(device: torch.device, dtype: torch.dtype, *, HI: int, DI: int) -> Pr
     return problem_on(device, "index_logits_ragged", dtype=dtype, H=HI, D=DI)
 
 
-def _run(*tensors: Tensor, backend: str) -> Tensor:
+def _decide(*tensors: Tensor, backend: str) -> Decided:
+    q_idx, dims = tensors[0], _check(tensors)
+    asked = problem(q_idx.device, q_idx.dtype, HI=dims["HI"], DI=dims["DI"])
+    return decided(dims, asked, backend)
+
+
+def _run(known: Decided, *tensors: Tensor) -> Tensor:
     q_idx, w_idx, _, _, starts, ends = tensors
-    dims = _check(tensors)
     refuse_grad("index_logits_ragged", (q_idx, w_idx))
-    if q_idx.device.type == "cpu" and ((starts < 0) | (ends > dims["S"])).any():
+    S = known.dims["S"]
+    if q_idx.device.type == "cpu" and ((starts < 0) | (ends > S)).any():
         raise ShapeError(
-            f"index_logits_ragged: starts and ends must be within the S={dims['S']} keys, "
+            f"index_logits_ragged: starts and ends must be within the S={S} keys, "
             f"got {int(starts.min())} and {int(ends.max())}."
         )
-    asked = problem(q_idx.device, q_idx.dtype, HI=dims["HI"], DI=dims["DI"])
-    logits: Tensor = load("index_logits_ragged", choose_backend(asked, backend)).run(*tensors)
+    logits: Tensor = known.runner.run(*tensors)
     return logits
 
 
@@ -62,6 +67,7 @@ def _fake(*tensors: Tensor, backend: str) -> Tensor:
 _OP = register(
     "index_logits_ragged(Tensor q_idx, Tensor w_idx, Tensor k_idx, Tensor k_scale, Tensor starts,"
     " Tensor ends, *, str backend) -> Tensor",
+    _decide,
     _run,
     _fake,
 )

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, refuse_grad, register
+from openmla.ops._register import Cost, Decided, decided, refuse_grad, register
 from openmla.ops.index_logits import check_paged, check_paged_values
 from openmla.ops.index_logits import cost as logits_cost
 
@@ -31,16 +31,21 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, D
     return problem_on(device, "index_select", dtype=dtype, format=format, H=HI, D=DI)
 
 
-def _run(
+def _decide(
     *tensors: Tensor, format: str, num_keys: int, K: int, sorted: bool, backend: str
-) -> tuple[Tensor, Tensor]:
-    q_idx, w_idx = tensors[:2]
-    dims = _check(tensors, format, num_keys, K)
-    refuse_grad("index_select", (q_idx, w_idx))
-    if q_idx.device.type == "cpu":
-        check_paged_values("index_select", dims, tensors, num_keys)
+) -> Decided:
+    q_idx, dims = tensors[0], _check(tensors, format, num_keys, K)
     asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
-    found: tuple[Tensor, Tensor] = load("index_select", choose_backend(asked, backend)).run(
+    return decided(dims, asked, backend)
+
+
+def _run(
+    known: Decided, *tensors: Tensor, format: str, num_keys: int, K: int, sorted: bool
+) -> tuple[Tensor, Tensor]:
+    refuse_grad("index_select", tensors[:2])
+    if tensors[0].device.type == "cpu":
+        check_paged_values("index_select", known.dims, tensors, num_keys)
+    found: tuple[Tensor, Tensor] = known.runner.run(
         *tensors, format=format, num_keys=num_keys, K=K, sorted=sorted
     )
     return found
@@ -58,6 +63,7 @@ _OP = register(
     "index_select(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
     " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys, int K, bool sorted,"
     " str backend) -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

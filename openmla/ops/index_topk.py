@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, register
+from openmla.ops._register import Cost, Decided, bind, decided, register
 
 _SPEC = "logits:T S f row, row_starts:T i32, row_lens:T i32"
 
@@ -32,21 +32,23 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "index_topk", dtype=dtype)
 
 
-def _run(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _decide(*tensors: Tensor, K: int, sorted: bool, backend: str) -> Decided:
+    logits = tensors[0]
+    return decided(_check(tensors, K), problem(logits.device, logits.dtype), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, K: int, sorted: bool) -> tuple[Tensor, Tensor]:
     logits, row_starts, row_lens = tensors
-    dims = _check(tensors, K)
     if logits.device.type == "cpu":
-        wrong = (row_starts < 0) | (row_lens < 0) | (row_starts.long() + row_lens > dims["S"])
+        S = known.dims["S"]
+        wrong = (row_starts < 0) | (row_lens < 0) | (row_starts.long() + row_lens > S)
         if wrong.any():
             t = int(wrong.nonzero()[0])
             raise ShapeError(
-                f"index_topk: row {t} must lie within the S={dims['S']} columns, got "
+                f"index_topk: row {t} must lie within the S={S} columns, got "
                 f"{int(row_lens[t])} from {int(row_starts[t])} on."
             )
-    asked = problem(logits.device, logits.dtype)
-    found: tuple[Tensor, Tensor] = load("index_topk", choose_backend(asked, backend)).run(
-        *tensors, K=K, sorted=sorted
-    )
+    found: tuple[Tensor, Tensor] = known.runner.run(*tensors, K=K, sorted=sorted)
     return found
 
 
@@ -59,6 +61,7 @@ def _fake(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor,
 _OP = register(
     "index_topk(Tensor logits, Tensor row_starts, Tensor row_lens, *, int K, bool sorted,"
     " str backend) -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

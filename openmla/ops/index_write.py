@@ -11,13 +11,15 @@ Rows of k_raw past the slots [T'] are not looked at; a negative slot skips its r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
 from openmla.ops.rope import PAIRINGS
 
@@ -59,7 +61,7 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "index_write", dtype=dtype, format=format)
 
 
-def _run(
+def _decide(
     *tensors: Tensor,
     format: str,
     eps: float,
@@ -67,9 +69,15 @@ def _run(
     rope_start: int,
     hadamard: bool,
     backend: str,
-) -> None:
-    cache, k_raw, _, _, positions, _, slot_mapping = tensors
+) -> Decided:
+    cache, k_raw = tensors[:2]
     dims = _check(tensors, format, pairing, rope_start, hadamard)
+    return decided(dims, problem(cache.device, k_raw.dtype, format), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, **scalars: Any) -> None:
+    cache, _, _, _, positions, _, slot_mapping = tensors
+    dims = known.dims
     refuse_grad("index_write", tensors[1:4])
     if cache.device.type == "cpu":
         check_slots("index_write", slot_mapping, dims["N"] * dims["BS"])
@@ -78,10 +86,7 @@ def _run(
                 f"index_write: positions must be within the table's 0..{dims['Q'] - 1}, "
                 f"got {int(positions.min())}..{int(positions.max())}."
             )
-    asked = problem(cache.device, k_raw.dtype, format)
-    load("index_write", choose_backend(asked, backend)).run(
-        *tensors, format=format, eps=eps, pairing=pairing, rope_start=rope_start, hadamard=hadamard
-    )
+    known.runner.run(*tensors, **scalars)
 
 
 def _fake(
@@ -94,6 +99,7 @@ _OP = register(
     "index_write(Tensor(a!) cache, Tensor k_raw, Tensor norm_weight, Tensor norm_bias,"
     " Tensor positions, Tensor table, Tensor slot_mapping, *, str format, float eps, str pairing,"
     " int rope_start, bool hadamard, str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
 from openmla.ops.rope import PAIRINGS
 
@@ -73,18 +73,16 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E:
     return problem_on(device, "latent_write", dtype=dtype, format=format, D=D, E=E)
 
 
-def _run(
-    *tensors: Any,
-    format: str,
-    pairing: str,
-    eps: float,
-    factor: float,
-    norm_queries: bool,
-    backend: str,
-) -> None:
-    given, table = tensors[:-1], tensors[-1]
-    cache, q, kv, norm_weight, positions, slot_mapping, _ = given
-    dims = _check(given, table, format, pairing)
+def _decide(*tensors: Any, format: str, pairing: str, backend: str, **_: object) -> Decided:
+    cache, kv = tensors[0], tensors[2]
+    dims = _check(tensors[:-1], tensors[-1], format, pairing)
+    asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
+    return decided(dims, asked, backend)
+
+
+def _run(known: Decided, *tensors: Any, **scalars: Any) -> None:
+    cache, q, kv, norm_weight, positions, slot_mapping, _, table = tensors
+    dims = known.dims
     refuse_grad("latent_write", (q, kv, norm_weight))
     if cache.device.type == "cpu":
         check_slots("latent_write", slot_mapping, dims["N"] * dims["BS"])
@@ -95,16 +93,7 @@ def _run(
                     f"latent_write: positions must be within the table's 0..{table.shape[0] - 1}, "
                     f"got {int(low)}..{int(high)}."
                 )
-    asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
-    load("latent_write", choose_backend(asked, backend)).run(
-        *given,
-        table,
-        format=format,
-        pairing=pairing,
-        eps=eps,
-        factor=factor,
-        norm_queries=norm_queries,
-    )
+    known.runner.run(*tensors, **scalars)
 
 
 def _fake(*tensors: Any, format: str, pairing: str, **_: object) -> None:
@@ -115,6 +104,7 @@ _OP = register(
     "latent_write(Tensor(a!) cache, Tensor(b!) q, Tensor(c!) kv, Tensor norm_weight,"
     " Tensor positions, Tensor slot_mapping, Tensor kv_scale, Tensor? table, *, str format,"
     " str pairing, float eps, float factor, bool norm_queries, str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

@@ -12,12 +12,14 @@ order; without, every entry keeps its column. Positions may repeat.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, register
+from openmla.ops._register import Cost, Decided, bind, decided, register
 from openmla.ops._values import check_start_loc
 
 _SPEC = "positions:T K i32 row, block_table:B M i32, query_start_loc:B+1 i32"
@@ -48,15 +50,16 @@ def problem(device: torch.device) -> Problem:
     return problem_on(device, "map_slots")
 
 
-def _run(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> tuple[Tensor, Tensor]:
+def _decide(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> Decided:
+    return decided(_check(tensors, **scalars), problem(tensors[0].device), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, **scalars: Any) -> tuple[Tensor, Tensor]:
     positions, _, query_start_loc = tensors
-    dims = _check(tensors, **scalars)
     if positions.device.type == "cpu":
-        check_start_loc("map_slots", "query_start_loc", query_start_loc, dims["T"], "positions")
-    asked = problem(positions.device)
-    found: tuple[Tensor, Tensor] = load("map_slots", choose_backend(asked, backend)).run(
-        *tensors, compact=compact, **scalars
-    )
+        T = known.dims["T"]
+        check_start_loc("map_slots", "query_start_loc", query_start_loc, T, "positions")
+    found: tuple[Tensor, Tensor] = known.runner.run(*tensors, **scalars)
     return found
 
 
@@ -69,6 +72,7 @@ _OP = register(
     "map_slots(Tensor positions, Tensor block_table, Tensor query_start_loc, *, int BS,"
     " int num_blocks, int cp_size, int cp_rank, int interleave, bool compact, str backend)"
     " -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

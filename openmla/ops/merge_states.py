@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 
 _SPEC = "out:T H V f row, lse:T H f, other_out:T H V f row, other_lse:T H f"
 
@@ -38,12 +38,14 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "merge_states", dtype=dtype)
 
 
-def _run(*tensors: Tensor, backend: str) -> None:
+def _decide(*tensors: Tensor, backend: str) -> Decided:
     out = tensors[0]
-    _check(tensors)
+    return decided(_check(tensors), problem(out.device, out.dtype), backend)
+
+
+def _run(known: Decided, *tensors: Tensor) -> None:
     refuse_grad("merge_states", tensors)
-    asked = problem(out.device, out.dtype)
-    load("merge_states", choose_backend(asked, backend)).run(*tensors)
+    known.runner.run(*tensors)
 
 
 def _fake(*tensors: Tensor, backend: str) -> None:
@@ -53,6 +55,7 @@ def _fake(*tensors: Tensor, backend: str) -> None:
 _OP = register(
     "merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse, *,"
     " str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

@@ -13,12 +13,14 @@ scale, and is float32 (float64 for float64 queries). max_query_len and max_key_l
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 _SPEC = (
@@ -42,7 +44,7 @@ def _check(tensors: tuple[Tensor, ...], max_key_len: int) -> dict[str, int]:
 
 
 def _check_values(
-    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
+    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
     _, _, _, query_start_loc, key_start_loc, _ = tensors
     check_start_loc("mha_masked", "query_start_loc", query_start_loc, dims["T"], "q")
@@ -61,17 +63,21 @@ def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Prob
     return problem_on(device, "mha_masked", dtype=dtype, E=E, V=V)
 
 
-def _run(
+def _decide(
     *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str
-) -> tuple[Tensor, Tensor]:
-    q = tensors[0]
-    dims = _check(tensors, max_key_len)
-    refuse_grad("mha_masked", tensors[:3])
+) -> Decided:
+    q, dims = tensors[0], _check(tensors, max_key_len)
     check_scale("mha_masked", scale)
-    if q.device.type == "cpu":
-        _check_values(dims, tensors, max_query_len, max_key_len)
-    asked = problem(q.device, q.dtype, E=dims["E"], V=dims["V"])
-    result: tuple[Tensor, Tensor] = load("mha_masked", choose_backend(asked, backend)).run(
+    return decided(dims, problem(q.device, q.dtype, E=dims["E"], V=dims["V"]), backend)
+
+
+def _run(
+    known: Decided, *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int
+) -> tuple[Tensor, Tensor]:
+    refuse_grad("mha_masked", tensors[:3])
+    if tensors[0].device.type == "cpu":
+        _check_values(known.dims, tensors, max_query_len, max_key_len)
+    result: tuple[Tensor, Tensor] = known.runner.run(
         *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len
     )
     return result
@@ -91,6 +97,7 @@ _OP = register(
     "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
     " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len, str backend)"
     " -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

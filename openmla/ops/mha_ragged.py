@@ -16,15 +16,15 @@ max_query_len and max_key_len are the longest request's, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.backends.expanded import joined as joined  # for who calls this op
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 _STARTS = "query_start_loc:B+1 i32, key_start_loc:B+1 i32"
@@ -50,7 +50,7 @@ def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
 
 
 def _check_values(
-    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
+    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
     query_start_loc, key_start_loc = tensors
     check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
@@ -69,7 +69,20 @@ def problem(device: torch.device, dtype: torch.dtype, *, E: int, R: int, V: int)
     return problem_on(device, "mha_ragged", dtype=dtype, E=E, R=R, V=V)
 
 
+def _decide(*tensors: Tensor, scale: float, backend: str, **_: object) -> Decided:
+    q, dims = tensors[0], _check(_given(tensors))
+    check_scale("mha_ragged", scale)
+    asked = problem(q.device, q.dtype, E=dims["E"], R=dims["R"], V=dims["V"])
+    return decided(dims, asked, backend)
+
+
+def _given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """Without a k_pe that is None."""
+    return tuple(tensor for tensor in tensors if tensor is not None)
+
+
 def _run(
+    known: Decided,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -81,17 +94,12 @@ def _run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
     starts = (query_start_loc, key_start_loc)
-    tensors = (q, k, v, *starts) if k_pe is None else (q, k, v, *starts, k_pe)
-    dims = _check(tensors)
-    refuse_grad("mha_ragged", tensors)
-    check_scale("mha_ragged", scale)
+    refuse_grad("mha_ragged", _given((q, k, v, k_pe)))
     if q.device.type == "cpu":
-        _check_values(dims, starts, max_query_len, max_key_len)
-    asked = problem(q.device, q.dtype, E=dims["E"], R=dims["R"], V=dims["V"])
-    result: tuple[Tensor, Tensor] = load("mha_ragged", choose_backend(asked, backend)).run(
+        _check_values(known.dims, starts, max_query_len, max_key_len)
+    result: tuple[Tensor, Tensor] = known.runner.run(
         q,
         k,
         v,
@@ -107,7 +115,7 @@ def _run(
 
 def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
     q = tensors[0]
-    dims = _check(tensors)
+    dims = _check(_given(tensors))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return (
         q.new_empty((dims["T"], dims["H"], dims["V"])),
@@ -119,6 +127,7 @@ _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
     " Tensor? k_pe=None, *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
     " str backend) -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

@@ -18,16 +18,17 @@ nothing but its own row, whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, bucketed, choose_backend, load, problem_on
+from openmla.backends import Problem, bucketed, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_query_lens, check_start_loc
 
 _SPEC = (
@@ -49,7 +50,7 @@ def _check(tensors: tuple[Tensor, ...], format: str, C: int) -> dict[str, int]:
 
 
 def _check_values(
-    dims: dict[str, int], tensors: tuple[Tensor, ...], max_query_len: int, causal: bool
+    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, causal: bool
 ) -> None:
     block_table, seq_lens, query_start_loc = tensors[3:]
     starts = check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
@@ -68,7 +69,7 @@ def problem(
     )  # fmt: skip
 
 
-def _run(
+def _decide(
     *tensors: Tensor,
     format: str,
     C: int,
@@ -77,24 +78,29 @@ def _run(
     max_query_len: int,
     run_length: int,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> Decided:
     q_latent, cache = tensors[:2]
     dims = _check(tensors, format, C)
     if run_length < 0:
         raise ShapeError(f"mqa_paged: run_length must not be negative, got {run_length}.")
-    refuse_grad("mqa_paged", (q_latent,))
     check_scale("mqa_paged", scale)
-    if q_latent.device.type == "cpu":
-        _check_values(dims, tensors, max_query_len, causal)
     asked = problem(
         q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
         tokens=dims["T"], max_query_len=max_query_len, run_length=run_length,
         aligned=alignment([cache]) | query_alignment(q_latent),
     )  # fmt: skip
-    result: tuple[Tensor, Tensor] = load("mqa_paged", choose_backend(asked, backend)).run(
-        *tensors, format=format, C=C, scale=scale, causal=causal, max_query_len=max_query_len,
-        run_length=run_length,
-    )  # fmt: skip
+    return decided(dims, asked, backend)
+
+
+def _run(
+    known: Decided, *tensors: Tensor, causal: bool, max_query_len: int, **scalars: Any
+) -> tuple[Tensor, Tensor]:
+    refuse_grad("mqa_paged", tensors[:1])
+    if tensors[0].device.type == "cpu":
+        _check_values(known.dims, tensors, max_query_len, causal)
+    result: tuple[Tensor, Tensor] = known.runner.run(
+        *tensors, causal=causal, max_query_len=max_query_len, **scalars
+    )
     return result
 
 
@@ -112,6 +118,7 @@ _OP = register(
     "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
     " Tensor seq_lens, Tensor query_start_loc, *, str format, int C, float scale, bool causal,"
     " SymInt max_query_len, int run_length, str backend) -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

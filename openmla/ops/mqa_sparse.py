@@ -26,11 +26,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import choose_backend, load
 from openmla.backends.segments import Segment, problem, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, check_scale, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 __all__ = ["Segment", "cost", "mqa_sparse", "problem"]
@@ -97,7 +96,7 @@ def _segments(
     return tuple(made)
 
 
-def _run(
+def _decide(
     q_latent: Tensor,
     query_start_loc: Tensor,
     positions: Tensor,
@@ -109,17 +108,34 @@ def _run(
     scale: float,
     run_length: int,
     backend: str,
-) -> tuple[Tensor, Tensor]:
+) -> Decided:
     parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
     dims = _check(q_latent, query_start_loc, positions, parts, sink, C)
-    refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
     check_scale("mqa_sparse", scale)
-    if q_latent.device.type == "cpu":
-        check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, dims["T"], "q_latent")
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
-    asked = problem_of(q_latent, parts, C=C, run_length=run_length)
-    result: tuple[Tensor, Tensor] = load("mqa_sparse", choose_backend(asked, backend)).run(
+    return decided(dims, problem_of(q_latent, parts, C=C, run_length=run_length), backend)
+
+
+def _run(
+    known: Decided,
+    q_latent: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
+    *flat: Tensor | None,
+    formats: list[str],
+    kinds: list[str],
+    spans: list[int],
+    C: int,
+    scale: float,
+    run_length: int,
+) -> tuple[Tensor, Tensor]:
+    parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
+    refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
+    if q_latent.device.type == "cpu":
+        T = known.dims["T"]
+        check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, T, "q_latent")
+    result: tuple[Tensor, Tensor] = known.runner.run(
         q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
     )
     return result
@@ -151,6 +167,7 @@ _OP = register(
     " Tensor? cache_2, Tensor? kv_scale_2, Tensor? block_table_2, Tensor? rows_2,"
     " Tensor? row_lens_2, Tensor? sink, *, str[] formats, str[] kinds, SymInt[] spans, int C,"
     " float scale, int run_length, str backend) -> (Tensor, Tensor)",
+    _decide,
     _run,
     _fake,
 )

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, register
+from openmla.ops._register import Cost, Decided, bind, decided, register
 
 _SPEC = "topk_positions:T K i32 row, key_starts:T i32, key_lens:T i32"
 
@@ -24,11 +24,15 @@ def problem(device: torch.device) -> Problem:
     return problem_on(device, "pack_mask")
 
 
-def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
-    positions, _, key_lens = tensors
-    bind("pack_mask", _SPEC, tensors)
+def _decide(*tensors: Tensor, num_words: int, backend: str) -> Decided:
+    dims = bind("pack_mask", _SPEC, tensors)
     if num_words < 0:
         raise ShapeError(f"pack_mask: num_words must not be negative, got {num_words}.")
+    return decided(dims, problem(tensors[0].device), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, num_words: int) -> Tensor:
+    positions, _, key_lens = tensors
     if positions.device.type == "cpu" and key_lens.numel():
         low, high = (int(value) for value in key_lens.aminmax())
         if low < 0 or high > 32 * num_words:
@@ -36,10 +40,7 @@ def _run(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
                 f"pack_mask: key_lens must be within num_words={num_words} words, "
                 f"got {low}..{high}."
             )
-    asked = problem(positions.device)
-    mask: Tensor = load("pack_mask", choose_backend(asked, backend)).run(
-        *tensors, num_words=num_words
-    )
+    mask: Tensor = known.runner.run(*tensors, num_words=num_words)
     return mask
 
 
@@ -51,6 +52,7 @@ def _fake(*tensors: Tensor, num_words: int, backend: str) -> Tensor:
 _OP = register(
     "pack_mask(Tensor topk_positions, Tensor key_starts, Tensor key_lens, *, SymInt num_words,"
     " str backend) -> Tensor",
+    _decide,
     _run,
     _fake,
 )

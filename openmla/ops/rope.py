@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, choose_backend, load, problem_on
+from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, bind, refuse_grad, register
+from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 
 PAIRINGS = ("pairs", "halves")
 _SPEC = "x:T H R f row, positions:S i64, table:Q R f row"
@@ -42,19 +42,22 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "rope", dtype=dtype)
 
 
-def _run(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> None:
+def _decide(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> Decided:
+    x = tensors[0]
+    return decided(_check(tensors, pairing), problem(x.device, x.dtype), backend)
+
+
+def _run(known: Decided, *tensors: Tensor, pairing: str, inverse: bool) -> None:
     x, positions, table = tensors
-    dims = _check(tensors, pairing)
     refuse_grad("rope", (x, table))
     if x.device.type == "cpu" and positions.numel():
         low, high = positions.aminmax()
-        if low < 0 or high >= dims["Q"]:
+        if low < 0 or high >= known.dims["Q"]:
             raise ShapeError(
-                f"rope: positions must be within the table's 0..{dims['Q'] - 1}, "
+                f"rope: positions must be within the table's 0..{known.dims['Q'] - 1}, "
                 f"got {int(low)}..{int(high)}."
             )
-    asked = problem(x.device, x.dtype)
-    load("rope", choose_backend(asked, backend)).run(*tensors, pairing=pairing, inverse=inverse)
+    known.runner.run(*tensors, pairing=pairing, inverse=inverse)
 
 
 def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:
@@ -64,6 +67,7 @@ def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:
 _OP = register(
     "rope(Tensor(a!) x, Tensor positions, Tensor table, *, str pairing, bool inverse,"
     " str backend) -> ()",
+    _decide,
     _run,
     _fake,
 )

@@ -19,12 +19,13 @@ FILES = sorted(path for name in ("gluon", "triton") for path in (FOLDER / name).
 
 
 def launches(tree: ast.AST) -> Iterator[ast.Call]:
-    """Calls of kernel[grid]; `kernel` or a name that ends so."""
+    """Calls of prepare(kernel, ...); `kernel` or a name that ends so. No other launch is there."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
-            launched = node.func.value
-            if "kernel" in ast.unparse(launched).rpartition(".")[2]:
-                yield node
+            assert ast.unparse(node.func.value) in ("self.kernel", "Iterator"), ast.unparse(node)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "prepare":
+            assert "kernel" in ast.unparse(node.args[0]).rpartition(".")[2]
+            yield node
 
 
 def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
@@ -53,14 +54,13 @@ def kernels_of(path: Path, function: ast.FunctionDef) -> set[str]:
     if not kernels:
         kernels = named_kernels(ast.parse(path.read_text()))
         for tree in (ast.parse(file.read_text()) for file in FILES):
-            if (module, function.name) in imported(tree):
+            if module in imported(tree):
                 kernels |= named_kernels(tree)
     return kernels
 
 
-def imported(tree: ast.AST) -> set[tuple[str | None, str]]:
-    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    return {(node.module, alias.name) for node in froms for alias in node.names}
+def imported(tree: ast.AST) -> set[str | None]:
+    return {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
 
 
 def test_every_launch_states_fp_fusion() -> None:

@@ -43,6 +43,8 @@ def keep_keys() -> set[tuple[str, str, str]]:
         keys.add((self.fn.__name__, str(specialization), str(options)))
 
     jit.JITFunction.run = run
+    prepare = import_module("openmla.backends.triton._prepare")
+    prepare.is_watched = lambda kernel: True  # so that every launch comes here
     return keys
 
 

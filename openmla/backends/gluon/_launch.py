@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
-from openmla.backends.triton._launch import TOKENS, merge_runs, num_runs
+from openmla.backends.triton._launch import TOKENS
+from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
+from openmla.hardware import multiprocessors
 
 NVIDIA = tuple(target for target in TARGETS if target != GFX942)
 NUM_WARPS = 4  # of the default warp group, where there are several
 FP_FUSION = True
 
 
-class Tile(NamedTuple):
+class Address(NamedTuple):
+    """A tensor as far as descriptors look at one. It keeps no memory alive: one of a tensor that is
+    gone describes nothing that a call could ask for, and is found again only by the same address,
+    sizes and type."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
     """A kernel, what one program of it owns and what it is compiled with."""
 
     kernel: Any
@@ -26,69 +44,57 @@ class Tile(NamedTuple):
     targets: tuple[int, ...]
 
 
-class Runs(NamedTuple):
-    """How rows are split: into X runs, of `length` rows each if that is fixed. Kernels write part
-    and part_lse: partial results if split, else out and lse themselves."""
+class Call(NamedTuple):
+    """What a kernel takes beside what all do, in its order."""
 
-    X: int
-    length: int
-    split: bool
-    out: Tensor
-    lse: Tensor
-    part: Tensor
-    part_lse: Tensor
+    tensors: Sequence[Tensor | Piece]
+    sizes: Sequence[float]
+    constants: tuple[tuple[str, Any], ...]
+
+
+@lru_cache(maxsize=4096)
+def launch_of(
+    tile: Tile, H: int, split: bool, sink: bool, constants: tuple[tuple[str, Any], ...]
+) -> Launch:
+    own = {"H": H, "SPLIT": split, "SINK": sink and not split}
+    return prepare(
+        tile.kernel, {**dict(constants), **own, **tile.constants}, num_warps=NUM_WARPS,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
 
 
 def split_rows(tile: Tile, q: Tensor, sink: Tensor | None, *, width: int, run_length: int) -> Runs:
     """Runs of whole steps, for `width` rows at most."""
     T, H, _ = q.shape
-    part = out = q.new_empty((T, H, 512))
-    part_lse = lse = q.new_empty((T, H), dtype=torch.float32)
-    length = cdiv(run_length, tile.block_n) * tile.block_n
-    X = num_runs(cdiv(H, tile.block_h) * T, cdiv(width, tile.block_n), q.device, tile.block_h)
-    if length:
-        X = max(cdiv(width, length), 1)
-    # with fixed runs the merge applies the sink, however many runs there are: same bits
-    split = X > 1 or (length > 0 and sink is not None)
-    if split:
-        part = q.new_empty((T, X, H, 512), dtype=torch.float32)
-        part_lse = q.new_empty((T, X, H), dtype=torch.float32)
-    return Runs(X, length, split, out, lse, part, part_lse)
+    return runs_of(
+        T, H, 512, tile.block_h, tile.block_n, width, run_length, sink is not None,
+        multiprocessors(q.device),
+    )  # fmt: skip
 
 
 def launch(
-    tile: Tile,
-    runs: Runs,
-    sink: Tensor | None,
-    B: int,
-    tensors: Sequence[Tensor],
-    sizes: Sequence[float],
-    constants: Mapping[str, Any],
+    tile: Tile, q: Tensor, runs: Runs, sink: Tensor | None, B: int, call: Call
 ) -> tuple[Tensor, Tensor]:
-    """Launch over all tokens of B requests and merge runs. `tensors`, `sizes` and `constants` are
-    what a kernel takes beside what all do, in its order."""
-    T, H, _ = runs.out.shape
+    """Launch over all tokens of B requests and merge runs."""
+    T, H, _ = q.shape
+    sink = None if sink is None else sink.contiguous()
+    targets = make_targets(q, 512, runs)
+    if T == 0:
+        return targets.out, targets.lse
+    prepared = launch_of(tile, H, runs.split, sink is not None, call.constants)
     for first_token in range(0, T, TOKENS):
-        tile.kernel[(cdiv(H, tile.block_h), min(T - first_token, TOKENS), runs.X)](
-            *tensors,
-            runs.lse if sink is None else sink,
-            runs.part,
-            runs.part_lse,
+        prepared(
+            (cdiv(H, tile.block_h), min(T - first_token, TOKENS), runs.X),
+            *call.tensors,
+            targets.lse if sink is None else sink,
+            targets.part,
+            targets.part_lse,
             B,
             first_token,
-            *sizes,
-            **constants,
-            H=H,
-            SPLIT=runs.split,
-            SINK=sink is not None and not runs.split,
-            **tile.constants,
-            num_warps=NUM_WARPS,
-            enable_fp_fusion=FP_FUSION,
+            *call.sizes,
         )
-    if runs.split:
-        fixed = runs.length > 0
-        merge_runs(runs.part, runs.part_lse, sink, runs.out, runs.lse, fixed=fixed)
-    return runs.out, runs.lse
+    merge_runs(runs, targets, sink)
+    return targets.out, targets.lse
 
 
 def tile_builds(tile: Tile, name: str, constants: Mapping[str, Any]) -> Iterator[Build]:

@@ -11,13 +11,14 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.gluon import _few_heads_v3 as few_heads_v3
 from openmla.backends.gluon import _many_heads_v3 as many_heads_v3
-from openmla.backends.gluon._launch import NVIDIA, Tile, launch, split_rows, tile_builds
+from openmla.backends.gluon._launch import NVIDIA, Call, Tile, launch, split_rows, tile_builds
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
+from openmla.backends.triton._prepare import Piece
 
 FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)}
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
@@ -86,27 +87,28 @@ def run(
     run_length: int,
     tiles: Mapping[str, Tile],
 ) -> tuple[Tensor, Tensor]:
+    query_start_loc = query_start_loc.contiguous()
     if "bf16" in tiles:
         segments = decoded(q, query_start_loc, segments, run_length)
     (part,) = segments
     assert part.rows is not None and part.row_lens is not None
     tile, K = tiles[part.format], part.rows.shape[1]
     runs = split_rows(tile, q, sink, width=K, run_length=run_length)
-    N, BS, W = part.cache.shape
-    flat = part.cache.as_strided((N * BS, W), (part.cache.stride(1), 1))  # the last may be unpadded
-    words = flat.view(torch.int32)
-    floats = [flat.view(torch.float32)] if tile.block_h == 16 else []  # 64 heads' are bitcast
+    N, BS, _ = part.cache.shape
+    words = Piece(part.cache, 0, torch.int32)
+    floats = [words._replace(dtype=torch.float32)] if tile.block_h == 16 else []  # else bitcast
     row_ids, table = inner_contiguous(part.rows), part.block_table
-    if part.kind == "slots":
-        N, BS, table = N * BS, 0, None
-    table = query_start_loc[None] if table is None else inner_contiguous(table)
-    tensors = [q, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc, table]
-    sizes = [
-        N, scale * LOG2E, q.stride(0), q.stride(1), row_ids.stride(0), table.stride(0), K,
-        table.shape[1], runs.X, runs.length,
-    ]  # fmt: skip
-    constants = {"ROW": words.stride(0), "BS": BS}
-    return launch(tile, runs, sink, query_start_loc.shape[0] - 1, tensors, sizes, constants)
+    if part.kind == "slots" or table is None:
+        N, BS, table = N * BS, 0, query_start_loc
+    table = inner_contiguous(table)
+    q_token, q_head, _ = q.stride()
+    call = Call(
+        [q, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc, table],
+        [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1],
+         runs.X, runs.length],
+        (("ROW", part.cache.stride(1) * part.cache.itemsize // 4), ("BS", BS)),
+    )  # fmt: skip
+    return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
 
 
 def few_heads_builds() -> Iterator[Build]:

@@ -11,12 +11,13 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.gluon import _few_heads_v4 as few_heads_v4
 from openmla.backends.gluon import _many_heads_v4 as many_heads_v4
-from openmla.backends.gluon._launch import NVIDIA, Tile, launch, split_rows, tile_builds
+from openmla.backends.gluon._launch import NVIDIA, Call, Tile, launch, split_rows, tile_builds
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
+from openmla.backends.triton._prepare import Piece
 
 KINDS = (("window",), ("window", "positions"), ("window", "prefix"))
 FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
@@ -78,32 +79,33 @@ def run(
     run_length: int,
     tile: Tile,
 ) -> tuple[Tensor, Tensor]:
+    query_start_loc = query_start_loc.contiguous()
     width = sum(segment.width for segment in segments)
     runs = split_rows(tile, q, sink, width=width, run_length=run_length)
-    window = segments[0]
-    assert window.block_table is not None
-    # a window alone is followed by the prefix of a table without columns
-    empty = window._replace(kind="prefix", block_table=window.block_table[:, :0], span=1)
-    second = segments[1] if len(segments) > 1 else empty
-    assert second.block_table is not None
-    row_ids, row_lens = query_start_loc[None], query_start_loc
+    window, second = segments[0], segments[-1]
+    row_ids = row_lens = query_start_loc
     if second.rows is not None and second.row_lens is not None:
         row_ids, row_lens = inner_contiguous(second.rows), inner_contiguous(second.row_lens)
-    tensors: list[Tensor] = [q]
-    sizes = [scale * LOG2E, q.stride(0), q.stride(1), row_ids.stride(0), row_ids.shape[1]]
+    q_token, q_head, _ = q.stride()
+    tensors: list[Tensor | Piece] = [q]
+    sizes = [scale * LOG2E, q_token, q_head, row_ids.stride(0), row_ids.shape[-1]]
     sizes += [runs.X, runs.length]
-    for part in (window, second):
+    for number, part in enumerate((window, second)):
         assert part.block_table is not None
         table = inner_contiguous(part.block_table)
-        tensors += [part.cache[:, 0].view(torch.int32), table]
+        columns, span = table.shape[1], part.span
+        if number == len(segments):  # a window alone is followed by a prefix without columns
+            columns, span = 0, 1
+        tensors += [Piece(part.cache, 0, torch.int32), table]
         sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]  # in units of 16 bytes
-        sizes += [table.shape[1], part.span, table.stride(0)]
+        sizes += [columns, span, table.stride(0)]
     tensors += [row_ids, row_lens, positions.contiguous(), query_start_loc]
-    constants = {
-        "LISTED": second.kind == "positions", "BS_1": window.cache.shape[1],
-        "BS_2": second.cache.shape[1],
-    }  # fmt: skip
-    return launch(tile, runs, sink, query_start_loc.shape[0] - 1, tensors, sizes, constants)
+    constants = (
+        ("LISTED", second.kind == "positions"), ("BS_1", window.cache.shape[1]),
+        ("BS_2", second.cache.shape[1]),
+    )  # fmt: skip
+    call = Call(tensors, sizes, constants)
+    return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
 
 
 def few_heads_builds() -> Iterator[Build]:

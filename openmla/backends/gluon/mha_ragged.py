@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
 from openmla.backends.gluon import _expanded
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS, Address
 from openmla.backends.gluon._shapes import needs_nvidia
 from openmla.backends.triton._build import TYPES, Build, signature_of
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the first sets the counter of tiles
@@ -95,7 +97,9 @@ def run(
     B = query_start_loc.shape[0] - 1
     programs = min(multiprocessors(q.device), (T // BLOCK_M + B + 1) * H)
     counter = torch.full((1,), programs, dtype=torch.int32, device=q.device)
-    _expanded._expanded_kernel[(programs,)](
+    launch = launch_of(columns, H, columns.first if k_pe is None else P, causal)
+    launch(
+        (programs,),
         boxes(q, ROWS, BOX),
         boxes(q, ROWS, columns.rest or BOX),
         boxes(k, block_n, BOX),
@@ -114,11 +118,15 @@ def run(
         rest_head,
         rest_first,
         v.stride(1),
-        **constants_of(columns, H, columns.first if k_pe is None else P, causal=causal),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=FP_FUSION,
     )
     return out, lse
+
+
+@lru_cache(maxsize=64)
+def launch_of(columns: Columns, H: int, own: int, causal: bool) -> Launch:
+    constants = constants_of(columns, H, own, causal=causal)
+    kernel = _expanded._expanded_kernel
+    return prepare(kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=FP_FUSION)
 
 
 def heads_of(tensor: Tensor) -> Tensor:
@@ -129,13 +137,20 @@ def heads_of(tensor: Tensor) -> Tensor:
     return aligned(tensor)
 
 
-def boxes(tensor: Tensor, rows: int, columns: int) -> Any:
+def boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """All heads of [S, H, E] side by side, for bulk copies of so many rows and columns."""
     S, H, E = tensor.shape
     width = (H - 1) * tensor.stride(1) + E
     stride = tensor.stride(0) if S > 1 else 8 * -(-width // 8)
-    flat = tensor.as_strided((S, width), (stride, 1))
-    return TensorDescriptor.from_tensor(flat, [rows, columns], layout_of(columns))
+    return described(tensor.data_ptr(), S, width, stride, tensor.dtype, rows, columns)
+
+
+@lru_cache(maxsize=1024)
+def described(
+    address: int, S: int, width: int, stride: int, dtype: torch.dtype, rows: int, columns: int
+) -> TensorDescriptor:
+    base = Address(address, dtype)
+    return TensorDescriptor(base, [S, width], [stride, 1], [rows, columns], layout_of(columns))
 
 
 def layout_of(columns: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmla.backends import Problem
 from openmla.backends.gluon import _many_heads, _paged, _paged_few
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS, Address
 from openmla.backends.gluon._shapes import needs_nvidia, needs_sm90
 from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton._build import Build, cdiv, next_power_of_2, signature_of
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
+from openmla.backends.triton._prepare import Launch, Piece, prepare
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the second merges what was split
@@ -74,6 +76,41 @@ def item_tokens(tile: Tile, H: int, max_query_len: int) -> int:
     return max(min(tiles * tile.rows // H, next_power_of_2(max_query_len)), 1)
 
 
+class Schedule(NamedTuple):
+    """What is fixed between calls of the same sizes."""
+
+    tile: Tile
+    launch: Launch
+    grid: tuple[int, int]
+    unit: int  # keys of the finest cut
+    merge: merge.Merge
+
+
+@lru_cache(maxsize=4096)
+def schedule_of(
+    format: str, T: int, H: int, C: int, BS: int, B: int, M: int, row_stride: int, causal: bool,
+    max_query_len: int, run_length: int, units: int,
+) -> Schedule:  # fmt: skip
+    """For so many multiprocessors."""
+    tile = tile_of(format, H, BS, max_query_len, run_length)
+    tokens = item_tokens(tile, H, max_query_len)
+    tiles = cdiv(tokens * H, tile.rows)
+    programs = max(units // tiles, 1)
+    unit = cdiv(run_length, STEP) * STEP or STEP
+    fixed = run_length > 0
+    launch = prepare(
+        tile.kernel,
+        tile_constants(tile, H, BS, row_stride, tokens, causal=causal, fixed=fixed),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=FP_FUSION,
+    )
+    merged = merge.prepare_merge(
+        T, H, C, rows=tiles * tile.rows, items=B * cdiv(max_query_len, tokens), programs=programs,
+        units=max(cdiv(M * BS, unit), 1), fixed=fixed, overlapped=True,
+    )  # fmt: skip
+    return Schedule(tile, launch, (tiles, programs), unit, merged)
+
+
 def run(
     q_latent: Tensor,
     cache: Tensor,
@@ -90,57 +127,56 @@ def run(
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
     T, H, _ = q_latent.shape
-    N, BS, _ = cache.shape
+    N, BS, W = cache.shape
     B, M = block_table.shape
-    tile = tile_of(format, H, BS, max_query_len, run_length)
-    tokens = item_tokens(tile, H, max_query_len)
-    tiles = cdiv(tokens * H, tile.rows)
-    programs = max(multiprocessors(q_latent.device) // tiles, 1)
-    unit = cdiv(run_length, STEP) * STEP or STEP
-    outputs = merge.make_outputs(
-        q_latent, C, rows=tiles * tile.rows, items=B * cdiv(max_query_len, tokens),
-        programs=programs, units=max(cdiv(M * BS, unit), 1), fixed=run_length > 0,
+    kind, values = (torch.int32, 4) if format == "fp8" else (cache.dtype, 1)  # of a word
+    page, row, _ = cache.stride()
+    page, row = page // values, row // values
+    schedule = schedule_of(
+        format, T, H, C, BS, B, M, row, causal, max_query_len, run_length,
+        multiprocessors(q_latent.device),
     )  # fmt: skip
+    outputs = merge.make_outputs(q_latent, C, schedule.merge)
     if T == 0:
         return outputs.out, outputs.lse
     table = inner_contiguous(block_table)
-    words = cache.view(torch.int32) if format == "fp8" else cache
-    tile.kernel[(tiles, programs)](
+    if schedule.tile.decoded:
+        words = Piece(cache, 0, kind)
+    else:
+        words = boxes(cache.data_ptr(), N * BS, W // values, row, kind, min(BS, 64))
+    q_token, q_head, _ = q_latent.stride()
+    schedule.launch(
+        schedule.grid,
         q_latent,
-        words if tile.decoded else boxes(words),
+        words,
         kv_scale,
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
         table,
-        outputs.out,
-        outputs.lse,
-        outputs.part,
-        outputs.part_lse,
-        outputs.spans,
+        *outputs,
         B,
         T,
-        unit,
+        schedule.unit,
         scale * LOG2E,
-        q_latent.stride(0),
-        q_latent.stride(1),
-        words.stride(0),
+        q_token,
+        q_head,
+        page,
         table.stride(0),
         N * BS,
-        outputs.rows,
-        **tile_constants(tile, H, BS, words.stride(1), tokens, causal=causal, fixed=run_length > 0),
-        num_warps=NUM_WARPS,
-        enable_fp_fusion=FP_FUSION,
+        schedule.merge.rows,
     )
-    merge.merge_parts(outputs, overlapped=True)
+    merge.merge_parts(schedule.merge, outputs)
     return outputs.out, outputs.lse
 
 
-def boxes(rows: Tensor) -> TensorDescriptor:
-    """All rows of a cache, one behind the other, for bulk copies."""
-    N, BS, W = rows.shape
-    flat = rows.as_strided((N * BS, W), (rows.stride(1), 1))  # the last row may be unpadded
-    columns, layout = box_of(rows.dtype)
-    return TensorDescriptor.from_tensor(flat, [min(BS, 64), columns], layout)
+@lru_cache(maxsize=1024)
+def boxes(
+    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box: int
+) -> TensorDescriptor:
+    """All rows of a cache, one behind the other, for bulk copies of `box` of them."""
+    width, layout = box_of(dtype)
+    base = Address(address, dtype)
+    return TensorDescriptor(base, [rows, columns], [stride, 1], [box, width], layout)
 
 
 def box_of(dtype: torch.dtype) -> tuple[int, Any]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
-import torch
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.gluon import _launch_v3 as v3
 from openmla.backends.gluon import _launch_v4 as v4
-from openmla.backends.kernels import choose, why_none
+from openmla.backends.kernels import Kernel, choose, why_none
 from openmla.backends.segments import Segment, problem_of
 from openmla.backends.triton import mqa_sparse as portable
 from openmla.backends.triton._build import Build
@@ -27,6 +26,10 @@ def why_not(problem: Problem) -> str | None:
 
 def slower(problem: Problem) -> str | None:
     return _choose(problem).slower(problem)
+
+
+def kernel_for(problem: Problem) -> Kernel:
+    return _choose(problem)
 
 
 def kernel_of(problem: Problem) -> str:
@@ -52,13 +55,9 @@ def run(
     scale: float,
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    T, H, _ = q_latent.shape
-    if T == 0:
-        return q_latent.new_empty((T, H, C)), q_latent.new_empty((T, H), dtype=torch.float32)
     problem = problem_of(q_latent, segments, C=C, run_length=run_length)
-    sink = None if sink is None else sink.contiguous()
     out: tuple[Tensor, Tensor] = _choose(problem).run(
-        q_latent, query_start_loc.contiguous(), positions, segments, sink, C=C, scale=scale,
+        q_latent, query_start_loc, positions, segments, sink, C=C, scale=scale,
         run_length=run_length,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ import triton
 from triton import knobs
 
 from openmla.backends import BACKENDS
+from openmla.hardware import capability
 
 # Shared memory limit of one program, by compute capability; AMD targets by their gfx number.
 SHARED_MEMORY = {
@@ -82,8 +83,9 @@ def capability_of(device: torch.device) -> int:
         return 90
     if torch.version.hip is not None:
         return GFX942
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    found = capability(device)  # which torch.cuda.get_device_capability takes longer for
+    assert found is not None
+    return 10 * found[0] + found[1]
 
 
 def nearest_target(capability: int) -> int:

@@ -6,6 +6,7 @@ write rows or read them back; latent attention's own loads are in _latent_rows.p
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,7 @@ class Layout(NamedTuple):
     EXACT: bool
 
 
+@lru_cache(maxsize=1024)
 def layout_of(format: str, D: int, cut: int) -> Layout:
     """Formats without groups are cut after `cut` columns, wherever that suits the caller."""
     layout = get_format(format)

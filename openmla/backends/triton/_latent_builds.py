@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from openmla.backends.triton import _latent as kernels
-from openmla.backends.triton import _launch
+from openmla.backends.triton import _launch, _runs
 from openmla.backends.triton._build import TARGETS, Build, signature_of
 from openmla.backends.triton._tiles import PLAIN, STORED_AS, config_of, constants_of, shape_of
 
@@ -56,7 +56,7 @@ def merge_builds() -> Iterator[Build]:
     """Runs that the planner fixed, and runs that fill the machine."""
     for capability in TARGETS:
         for H, fixed in ((128, True), (16, False)):
-            constants = _launch.merge_constants(64, 8, H, 512, sink=not fixed, fixed=fixed)
+            constants = _runs.merge_constants(64, 8, H, 512, sink=not fixed, fixed=fixed)
             types = {
                 "out": "*bf16",
                 **dict.fromkeys(("part", "part_lse", "sink", "lse"), "*fp32"),
@@ -64,5 +64,5 @@ def merge_builds() -> Iterator[Build]:
             yield Build(
                 f"merge-runs-H{H}-{'fixed' if fixed else 'free'}", kernels._merge_runs_kernel,
                 signature_of(kernels._merge_runs_kernel, constants, types), constants, 4, 3,
-                capability, _launch.FP_FUSION,
+                capability, _runs.FP_FUSION,
             )  # fmt: skip

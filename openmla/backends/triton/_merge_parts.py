@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
+from openmla.backends.triton._prepare import Launch, Piece, prepare
 from openmla.backends.triton._primitives import LN2, LOG2E, finite_max
 
 FP_FUSION = True
@@ -28,61 +29,70 @@ FIXED_TILE = (16, 128, 1)  # one order of summation, whatever the batch
 FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
 
 
+class Merge(NamedTuple):
+    """What merging takes that is fixed between calls: the launch, query rows of a slot, and where
+    things are in the scratch memory, part first; in bytes."""
+
+    launch: Launch
+    grid: tuple[int, int]
+    rows: int
+    part_lse: int
+    spans: int
+    size: int
+
+
 class Outputs(NamedTuple):
-    """Results, and partial ones of `rows` query rows a slot."""
+    """Results, and partial ones."""
 
     out: Tensor
     lse: Tensor
-    part: Tensor
-    part_lse: Tensor
-    spans: Tensor
-    rows: int
-    most_runs: int  # of one item
-    fixed: bool
+    part: Piece
+    part_lse: Piece
+    spans: Piece
 
 
-def make_outputs(
-    q: Tensor, C: int, *, rows: int, items: int, programs: int, units: int, fixed: bool
-) -> Outputs:
+def prepare_merge(
+    T: int, H: int, C: int, *, rows: int, items: int, programs: int, units: int, fixed: bool,
+    overlapped: bool,
+) -> Merge:  # fmt: skip
     """For `items` of up to `units` each on so many programs: a part cuts two items at most, where
-    it begins and where it ends."""
-    T, H, _ = q.shape
+    it begins and where it ends.
+
+    `overlapped`: the kernel that writes the parts lets this one launch before it ends. It pays
+    where a wave of programs finds little to merge; with many runs it was slower (H200, one request
+    of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
     slots = max(items * units, 1) if fixed else 2 * programs
+    most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
+    overlapped = overlapped and most_runs <= FEW_RUNS
+    constants = merge_constants(most_runs, H, C, fixed=fixed)
+    options = {"launch_pdl": True} if overlapped else {}
+    launch = prepare(
+        _merge_parts_kernel, {**constants, "OVERLAPPED": overlapped},
+        num_warps=8 if constants["HEADS"] > 1 else 4, num_stages=3, enable_fp_fusion=FP_FUSION,
+        **options,
+    )  # fmt: skip
+    grid = (T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))
+    part_lse = cdiv(slots * rows * C, 4) * 16  # all pieces start on 16 bytes
+    spans = part_lse + cdiv(slots * rows, 4) * 16
+    return Merge(launch, grid, rows, part_lse, spans, spans + 4 * 3 * T)
+
+
+def make_outputs(q: Tensor, C: int, merge: Merge) -> Outputs:
+    T, H, _ = q.shape
+    scratch = q.new_empty((merge.size // 4,), dtype=torch.float32)
     return Outputs(
         # the interpreter truncates where it should round: let torch round
         q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype),
         q.new_empty((T, H), dtype=torch.float32),
-        q.new_empty((slots, rows, C), dtype=torch.float32),
-        q.new_empty((slots, rows), dtype=torch.float32),
-        q.new_empty((T, 3), dtype=torch.int32),
-        rows,
-        units if fixed else min(programs // max(items, 1) + 2, units),
-        fixed,
+        Piece(scratch, 0, torch.float32),
+        Piece(scratch, merge.part_lse, torch.float32),
+        Piece(scratch, merge.spans, torch.int32),
     )
 
 
-def merge_parts(outputs: Outputs, *, overlapped: bool) -> None:
-    """`overlapped`: the kernel that writes the parts lets this one launch before it ends. It pays
-    where a wave of programs finds little to merge; with many runs it was slower (H200, one request
-    of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
-    T, H, C = outputs.out.shape
-    overlapped = overlapped and outputs.most_runs <= FEW_RUNS
-    constants = merge_constants(outputs.most_runs, H, C, fixed=outputs.fixed)
-    options = {"launch_pdl": True} if overlapped else {}
-    _merge_parts_kernel[(T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))](
-        outputs.part,
-        outputs.part_lse,
-        outputs.spans,
-        outputs.out,
-        outputs.lse,
-        outputs.rows,
-        **constants,
-        OVERLAPPED=overlapped,
-        num_warps=8 if constants["HEADS"] > 1 else 4,
-        num_stages=3,
-        enable_fp_fusion=FP_FUSION,
-        **options,
-    )
+def merge_parts(merge: Merge, outputs: Outputs) -> None:
+    out, lse, part, part_lse, spans = outputs
+    merge.launch(merge.grid, part, part_lse, spans, out, lse, merge.rows)
 
 
 def merge_constants(most_runs: int, H: int, C: int, *, fixed: bool) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._versions import JOINS_BRANCHES
 
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -133,7 +134,15 @@ def run_mha(
     if mask is not None:
         tiles = mask.new_empty((grid, cdiv(max_key_len, config.block_n)))
         num_tiles = mask.new_empty((grid,))
-        _list_tiles_kernel[(grid,)](
+        launch = prepare(
+            _list_tiles_kernel,
+            list_constants(config),
+            num_warps=8,
+            num_stages=1,
+            enable_fp_fusion=FP_FUSION,
+        )
+        launch(
+            (grid,),
             mask,
             query_start_loc,
             key_start_loc,
@@ -143,10 +152,6 @@ def run_mha(
             B,
             mask.stride(0),
             tiles.stride(0),
-            **list_constants(config),
-            num_warps=8,
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
         )
     if k_pe is not None and not cut_alike(k.shape[2], E, V):
         k, k_pe = joined(k, k_pe), None
@@ -154,7 +159,15 @@ def run_mha(
     constants = constants_of(
         q.dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
     )
-    _mha_kernel[(grid, H)](
+    launch = prepare(
+        _mha_kernel,
+        constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (grid, H),
         q,
         k,
         k if k_pe is None else k_pe,
@@ -175,10 +188,6 @@ def run_mha(
         v.stride(1),
         0 if mask is None else mask.stride(0),
         0 if mask is None else tiles.stride(0),
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=FP_FUSION,
     )
     return out.to(q.dtype), lse
 

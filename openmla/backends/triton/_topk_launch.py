@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, assembly, capability_of, nearest_target
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._topk import SPAN, _index_topk_kernel
 from openmla.backends.triton._versions import JOINS_BRANCHES, RELEASE
 from openmla.hardware import multiprocessors
@@ -71,7 +73,10 @@ def launch_topk(
     programs = min(T, config.programs * sms)
     width = config.block + SPAN.value if size < S else 0
     candidates = logits.new_empty((programs, chunks_of(config), width), dtype=torch.int64)
-    _index_topk_kernel[(programs,)](
+    aligned = logits.data_ptr() % 16 == 0
+    launch = launch_of(config, aligned=aligned, fits=fits, asm=assembly())
+    launch(
+        (programs,),
         logits,
         row_starts.contiguous(),
         row_lens.contiguous(),
@@ -82,18 +87,22 @@ def launch_topk(
         T,
         K,
         isqrt(K * config.block) if fits else K,
-        **constants_of(config, aligned=logits.data_ptr() % 16 == 0, fits=fits),
-        num_warps=config.num_warps,
-        num_stages=1,
-        **({"maxnreg": config.maxnreg} if assembly() else {}),
-        enable_fp_fusion=FP_FUSION,
     )
 
 
-def constants_of(config: Config, *, aligned: bool, fits: bool) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def launch_of(config: Config, *, aligned: bool, fits: bool, asm: bool) -> Launch:
+    return prepare(
+        _index_topk_kernel, constants_of(config, aligned=aligned, fits=fits, asm=asm),
+        num_warps=config.num_warps, num_stages=1, enable_fp_fusion=FP_FUSION,
+        **({"maxnreg": config.maxnreg} if asm else {}),
+    )  # fmt: skip
+
+
+def constants_of(config: Config, *, aligned: bool, fits: bool, asm: bool) -> dict[str, Any]:
     """Loads of an aligned tensor start on multiples of four scores, wherever a row starts."""
     return {
-        "ASM": assembly(),
+        "ASM": asm,
         "ALIGN": 4 if aligned else 1,
         "BLOCK": config.block,
         "SAMPLE": SAMPLE,

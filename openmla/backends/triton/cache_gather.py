@@ -11,6 +11,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from openmla.backends.triton._cache_rows import (
     row_constants,
     row_offsets,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     FP8,
     INT32_MAX,
@@ -163,8 +165,9 @@ def run(
     (n, D), (N, BS, _), (B, M) = out.shape, cache.shape, block_table.shape
     if n == 0 or D == 0 or B == 0:
         return
-    constants, num_warps = constants_of(format, D, BS, cache)
-    _cache_gather_kernel[(cdiv(n, constants["BLOCK_N"]),)](
+    launch = launch_of(format, D, BS, aligned=is_aligned(cache, layout_of(format, D, cut_of(D))))
+    launch(
+        (cdiv(n, launch.fixed["BLOCK_N"]),),
         out,
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
@@ -181,21 +184,26 @@ def run(
         B,
         M,
         N,
-        **constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
 
 
-def constants_of(
-    format: str, D: int, BS: int, cache: Tensor | None = None
-) -> tuple[dict[str, Any], int]:
-    """Compile-time constants and warps; without a cache, as for an aligned one."""
-    cut = next_power_of_2(D + 1) // 2  # the largest power of two in a row; ROPE is the rest
-    layout = layout_of(format, D, cut)
-    aligned = cache is None or is_aligned(cache, layout)
-    constants = row_constants(layout, 0, BS, aligned=aligned)
+@lru_cache(maxsize=1024)
+def launch_of(format: str, D: int, BS: int, *, aligned: bool) -> Launch:
+    constants, num_warps = constants_of(format, D, BS, aligned=aligned)
+    return prepare(
+        _cache_gather_kernel, constants, num_warps=num_warps, num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+
+
+def cut_of(D: int) -> int:
+    """The largest power of two in a row; ROPE is the rest."""
+    return next_power_of_2(D + 1) // 2
+
+
+def constants_of(format: str, D: int, BS: int, *, aligned: bool) -> tuple[dict[str, Any], int]:
+    """Compile-time constants and warps."""
+    constants = row_constants(layout_of(format, D, cut_of(D)), 0, BS, aligned=aligned)
     del constants["C"], constants["EXACT"]
     width = constants["BLOCK_G"] * constants["BLOCK_C"]
     constants["BLOCK_B"] = BLOCK_B
@@ -218,7 +226,7 @@ def builds() -> Iterator[Build]:
 
 
 def gather_build(capability: int, format: str, D: int) -> Build:
-    constants, num_warps = constants_of(format, D, 64)
+    constants, num_warps = constants_of(format, D, 64, aligned=True)
     types = {
         "out": "*bf16",
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),

@@ -11,6 +11,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import triton
@@ -26,6 +27,7 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._cache_rows import (
+    Layout,
     is_aligned,
     layout_of,
     row_constants,
@@ -33,6 +35,7 @@ from openmla.backends.triton._cache_rows import (
     why_not_rows,
     write_row,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.cache.format import get_format
 
 LAUNCHES = 1
@@ -75,8 +78,9 @@ def run(
     if slot_mapping.shape[0] == 0 or C + R == 0:
         return
     layout = layout_of(format, C + R, cut=C)
-    constants = row_constants(layout, C, BS, aligned=is_aligned(cache, layout))
-    _cache_write_kernel[(slot_mapping.shape[0],)](
+    launch = launch_of(layout, C, BS, aligned=is_aligned(cache, layout))
+    launch(
+        (slot_mapping.shape[0],),
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_c,
         k_pe,
@@ -88,11 +92,16 @@ def run(
         k_pe.stride(0),
         slot_mapping.stride(0),
         N,
-        **constants,
-        num_warps=row_warps(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(layout: Layout, C: int, BS: int, *, aligned: bool) -> Launch:
+    constants = row_constants(layout, C, BS, aligned=aligned)
+    return prepare(
+        _cache_write_kernel, constants, num_warps=row_warps(constants), num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
 
 
 def builds() -> Iterator[Build]:

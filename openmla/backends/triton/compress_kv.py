@@ -16,6 +16,7 @@ No two programs touch the same state, and its owner reads all it needs before it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ from openmla.backends.triton._pool import (
     load_partial,
     pool_overlapping,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     FP8,
     PLAIN,
@@ -226,12 +228,13 @@ def run(
     if T * B * D == 0:
         return
     aligned = is_aligned(cache, layout_of(format, D, cut=D))
-    constants = constants_of(
+    launch = launch_of(
         format, D, table.shape[1], cache.shape[1], state.shape[1], ratio, overlap, hadamard,
         aligned=aligned,
     )  # fmt: skip
     block_table = inner_contiguous(block_table)
-    _compress_kv_kernel[(B + cdiv(T, ratio),)](
+    launch(
+        (B + cdiv(T, ratio),),
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
         state,
@@ -259,11 +262,16 @@ def run(
         cache.shape[0],
         state.shape[0],
         block_table.shape[1],
-        **constants,
-        num_warps=num_warps_of(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(*sizes: Any, aligned: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned)
+    return prepare(
+        _compress_kv_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
 
 
 def constants_of(

@@ -12,6 +12,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 import triton
@@ -35,7 +36,9 @@ from openmla.backends.triton._index import (
 )
 from openmla.backends.triton._index_tiles import (
     FP8,
+    Config,
     PagedInputs,
+    Shape,
     keys_aligned,
     keys_per_program,
     paged_arguments,
@@ -44,6 +47,7 @@ from openmla.backends.triton._index_tiles import (
     stored_type,
     why_not_index,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import request_of
 from openmla.cache.format import get_format
 
@@ -120,17 +124,16 @@ def run(
     out = q_idx.new_empty((T, num_keys), dtype=torch.float32)
     if T == 0 or num_keys == 0:
         return out
-    capability = capability_of(q_idx.device)
-    shape = paged_shape(q_idx.dtype, format, HI, DI, capability)
-    config, constants = paged_constants(
-        shape, format, BS, cdiv(T, max(B, 1)), capability,
+    shape, config, launch = launch_of(
+        q_idx.dtype, format, HI, DI, BS, cdiv(T, max(B, 1)), capability_of(q_idx.device),
         aligned=keys_aligned(cache, format, DI),
     )  # fmt: skip
-    tiles = cdiv(T, constants["BLOCK_Q"])
+    tiles = cdiv(T, launch.fixed["BLOCK_Q"])
     keys = keys_per_program(num_keys, tiles, config, q_idx.device)
     inputs = PagedInputs(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
     tensors, strides = paged_arguments(inputs, shape)
-    _index_logits_kernel[(tiles, cdiv(num_keys, keys))](
+    launch(
+        (tiles, cdiv(num_keys, keys)),
         out,
         *tensors,
         T,
@@ -139,12 +142,23 @@ def run(
         num_keys,
         keys,
         *strides,
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
     )
     return out
+
+
+@lru_cache(maxsize=1024)
+def launch_of(
+    dtype: torch.dtype, format: str, HI: int, DI: int, BS: int, tokens: int, capability: int, *,
+    aligned: bool,
+) -> tuple[Shape, Config, Launch]:  # fmt: skip
+    """For so many tokens of a request."""
+    shape = paged_shape(dtype, format, HI, DI, capability)
+    config, constants = paged_constants(shape, format, BS, tokens, capability, aligned=aligned)
+    launch = prepare(
+        _index_logits_kernel, constants, num_warps=config.num_warps,
+        num_stages=constants["STAGES"], enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+    return shape, config, launch
 
 
 def builds() -> Iterator[Build]:

@@ -40,6 +40,7 @@ from openmla.backends.triton._index_tiles import (
     tile_of,
     why_not_index,
 )
+from openmla.backends.triton._prepare import prepare
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -112,7 +113,15 @@ def run(
     config, constants = constants_of(shape, T, capability)
     tiles = cdiv(T, constants["BLOCK_Q"])
     keys = keys_per_program(S, tiles, config, q_idx.device)
-    _index_logits_ragged_kernel[(tiles, cdiv(S, keys))](
+    launch = prepare(
+        _index_logits_ragged_kernel,
+        constants,
+        num_warps=config.num_warps,
+        num_stages=constants["STAGES"],
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (tiles, cdiv(S, keys)),
         out,
         as_stored(q_idx, shape),
         w_idx,
@@ -127,10 +136,6 @@ def run(
         q_idx.stride(1),
         w_idx.stride(0),
         k_idx.stride(0),
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
     )
     return out
 

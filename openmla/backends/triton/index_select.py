@@ -37,6 +37,7 @@ from openmla.backends.triton._index_tiles import (
     stored_type,
     why_not_index,
 )
+from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._topk import SPAN
 from openmla.backends.triton._topk_launch import launch_topk
 from openmla.backends.triton._versions import JOINS_BRANCHES
@@ -92,7 +93,15 @@ def run(
     scores = w_idx.new_empty((*rows, constants["CHUNK"]), dtype=torch.float32)
     kept = row_lens.new_empty((*rows, 2, constants["CAPACITY"] + SPAN.value))
     tensors, strides = paged_arguments(inputs, shape)
-    _index_select_kernel[(programs,)](
+    launch = prepare(
+        _index_select_kernel,
+        constants,
+        num_warps=config.num_warps,
+        num_stages=constants["STAGES"],
+        enable_fp_fusion=FP_FUSION,
+    )
+    launch(
+        (programs,),
         positions,
         lens,
         scores,
@@ -103,10 +112,6 @@ def run(
         cache.shape[0],
         K,
         *strides,
-        **constants,
-        num_warps=config.num_warps,
-        num_stages=constants["STAGES"],
-        enable_fp_fusion=FP_FUSION,
     )
     return positions, lens
 

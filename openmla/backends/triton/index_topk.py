@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, signature_of
+from openmla.backends.triton._build import TARGETS, Build, assembly, signature_of
 from openmla.backends.triton._topk import _index_topk_kernel
 from openmla.backends.triton._topk_launch import (
     FP_FUSION,
@@ -47,7 +47,7 @@ def builds() -> Iterator[Build]:
 
 
 def topk_build(capability: int, config: Config) -> Build:
-    constants = constants_of(config, aligned=True, fits=True)
+    constants = constants_of(config, aligned=True, fits=True, asm=assembly())
     types = {
         "logits": "*fp32",
         "candidates": "*i64",

@@ -13,6 +13,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import triton
@@ -37,6 +38,7 @@ from openmla.backends.triton._cache_rows import (
     row_offsets,
     row_warps,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import (
     PLAIN,
     hadamard_transform,
@@ -141,8 +143,9 @@ def run(
     if slot_mapping.shape[0] == 0 or DI == 0:
         return
     aligned = is_aligned(cache, layout_of(format, DI, cut=DI))
-    constants = constants_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
-    _index_write_kernel[(slot_mapping.shape[0],)](
+    launch = launch_of(format, DI, R, BS, rope_start, pairing, hadamard, aligned=aligned)
+    launch(
+        (slot_mapping.shape[0],),
         cache,
         k_raw,
         norm_weight,
@@ -158,11 +161,16 @@ def run(
         table.stride(0),
         slot_mapping.stride(0),
         N,
-        **constants,
-        num_warps=row_warps(constants),
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
     )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(*sizes: Any, aligned: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned)
+    return prepare(
+        _index_write_kernel, constants, num_warps=row_warps(constants), num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
 
 
 def constants_of(

@@ -14,6 +14,7 @@ kv holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from openmla.backends.triton._cache_rows import (
     why_not_rows,
     write_row,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen
 from openmla.cache.format import get_format
 
@@ -174,12 +176,13 @@ def run(
     if n == 0:
         return
     R = 0 if table is None else table.shape[1]
-    constants = constants_of(
+    launch = launch_of(
         format, H, E, D, R, norm_weight.shape[0], cache.shape[1], pairing, norm_queries,
         aligned=is_aligned(cache, layout_of(format, D, cut=D)),
     )  # fmt: skip
     heads = H if R or norm_queries else 0  # that need a program
-    _latent_write_kernel[(n, 1 + cdiv(heads, constants["BLOCK_H"]))](
+    launch(
+        (n, 1 + cdiv(heads, launch.fixed["BLOCK_H"])),
         cache.view(torch.uint8) if format == "fp8" else cache,
         q,
         kv,
@@ -199,10 +202,14 @@ def run(
         cache.shape[0],
         eps,
         factor,
-        **constants,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
+    )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(*sizes: Any, aligned: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned)
+    return prepare(
+        _latent_write_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
     )
 
 

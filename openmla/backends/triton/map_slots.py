@@ -11,6 +11,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import TARGETS, Build, next_power_of_2, signature_of
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import request_of
 
 POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
@@ -91,8 +93,9 @@ def run(
     slots = torch.empty_like(positions)
     lens = positions.new_empty((T,))
     if T > 0:
-        constants = constants_of(K, BS, cp_size, interleave, compact)
-        _map_slots_kernel[(T,)](
+        launch = launch_of(K, BS, cp_size, interleave, compact)
+        launch(
+            (T,),
             positions,
             block_table,
             query_start_loc.contiguous(),
@@ -107,12 +110,17 @@ def run(
             K,
             num_blocks,
             cp_rank,
-            **constants,
-            num_warps=num_warps_of(constants),
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
         )
     return slots, lens
+
+
+@lru_cache(maxsize=1024)
+def launch_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> Launch:
+    constants = constants_of(K, BS, cp_size, interleave, compact)
+    return prepare(
+        _map_slots_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
 
 
 def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> dict[str, Any]:

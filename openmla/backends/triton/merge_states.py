@@ -12,6 +12,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to, widen_to
 
 ELEMENTS = 2048  # of a tile: 16 per thread and side
@@ -87,15 +89,20 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     if T * H == 0:
         return
     tensors = (out, lse, other_out, other_lse)
-    constants = constants_of(H, V, double=any(t.dtype == torch.float64 for t in tensors))
-    _merge_states_kernel[(cdiv(T * H, constants["BLOCK_N"]),)](
+    launch = launch_of(H, V, double=any(t.dtype == torch.float64 for t in tensors))
+    launch(
+        (cdiv(T * H, launch.fixed["BLOCK_N"]),),
         *tensors,
         *(stride for tensor in tensors for stride in tensor.stride()[:2]),
         T * H,
-        **constants,
-        num_warps=4,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
+    )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(H: int, V: int, *, double: bool) -> Launch:
+    constants = constants_of(H, V, double=double)
+    return prepare(
+        _merge_states_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
     )
 
 

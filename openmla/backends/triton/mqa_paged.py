@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._launch import FP_FUSION, inner_contiguous, is_aligned, is_wide
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._tiles import (
     FEW_HEADS,
     PLAIN,
@@ -41,6 +43,54 @@ def why_not(problem: Problem) -> str | None:
     return why_not_latent(problem)
 
 
+class Schedule(NamedTuple):
+    """What is fixed between calls of the same sizes."""
+
+    launch: Launch
+    grid: tuple[int, int]
+    unit: int  # keys of the finest cut
+    merge: merge.Merge
+
+
+class Sizes(NamedTuple):
+    T: int
+    H: int
+    D: int
+    C: int
+    BS: int
+    B: int
+    M: int
+    max_query_len: int
+    run_length: int
+
+
+@lru_cache(maxsize=4096)
+def schedule_of(
+    sizes: Sizes, dtype: torch.dtype, format: str, capability: int, units: int, *, causal: bool,
+    aligned: bool, wide: bool,
+) -> Schedule:  # fmt: skip
+    """For so many multiprocessors."""
+    T, H, D, C, BS, B, M, max_query_len, run_length = sizes
+    shape = shape_of(dtype, [format], H, D, C)
+    config, tokens = tile_of(shape, capability, format, max_query_len, run_length)
+    tiles = cdiv(tokens * H, config.block_h)
+    unit = cdiv(run_length, config.block_n) * config.block_n or unit_of(config)
+    programs = max(occupancy(config) * max(units, 1) // tiles, 1)
+    fixed = run_length > 0
+    constants = paged_constants(
+        shape, config, format, BS, tokens, causal=causal, fixed=fixed, aligned=aligned, wide=wide
+    )
+    launch = prepare(
+        kernels._paged_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+    merged = merge.prepare_merge(
+        T, H, C, rows=tiles * config.block_h, items=B * cdiv(max_query_len, tokens),
+        programs=programs, units=max(cdiv(M * BS, unit), 1), fixed=fixed, overlapped=False,
+    )  # fmt: skip
+    return Schedule(launch, (tiles, programs), unit, merged)
+
+
 def run(
     q_latent: Tensor,
     cache: Tensor,
@@ -59,36 +109,28 @@ def run(
     T, H, D = q_latent.shape
     N, BS, W = cache.shape
     B, M = block_table.shape
-    shape = shape_of(q_latent.dtype, [format], H, D, C)
-    config, tokens = tile_of(
-        shape, capability_of(q_latent.device), format, max_query_len, run_length
-    )
-    tiles = cdiv(tokens * H, config.block_h)
-    unit = cdiv(run_length, config.block_n) * config.block_n or unit_of(config)
-    programs = max(occupancy(config) * max(multiprocessors(q_latent.device), 1) // tiles, 1)
-    outputs = merge.make_outputs(
-        q_latent, C, rows=tiles * config.block_h, items=B * cdiv(max_query_len, tokens),
-        programs=programs, units=max(cdiv(M * BS, unit), 1), fixed=run_length > 0,
+    segment = Segment(cache, kv_scale, format, "paged", block_table=block_table)
+    schedule = schedule_of(
+        Sizes(T, H, D, C, BS, B, M, max_query_len, run_length), q_latent.dtype, format,
+        capability_of(q_latent.device), multiprocessors(q_latent.device), causal=causal,
+        aligned=is_aligned(segment), wide=is_wide(segment),
     )  # fmt: skip
+    outputs = merge.make_outputs(q_latent, C, schedule.merge)
     if T == 0:
         return outputs.out.to(q_latent.dtype), outputs.lse
-    segment = Segment(cache, kv_scale, format, "paged", block_table=block_table)
     table = inner_contiguous(block_table)
-    kernels._paged_kernel[(tiles, programs)](
+    schedule.launch(
+        schedule.grid,
         q_latent,
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
         table,
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
-        outputs.out,
-        outputs.lse,
-        outputs.part,
-        outputs.part_lse,
-        outputs.spans,
+        *outputs,
         B,
         T,
-        unit,
+        schedule.unit,
         scale,
         q_latent.stride(0),
         q_latent.stride(1),
@@ -98,16 +140,9 @@ def run(
         N,
         M,
         table.stride(0),
-        outputs.rows,
-        **paged_constants(
-            shape, config, format, BS, tokens, causal=causal, fixed=run_length > 0,
-            aligned=is_aligned(segment), wide=is_wide(segment),
-        ),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        enable_fp_fusion=FP_FUSION,
-    )  # fmt: skip
-    merge.merge_parts(outputs, overlapped=False)
+        schedule.merge.rows,
+    )
+    merge.merge_parts(schedule.merge, outputs)
     return outputs.out.to(q_latent.dtype), outputs.lse
 
 

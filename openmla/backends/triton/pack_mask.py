@@ -27,6 +27,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
+from openmla.backends.triton._prepare import prepare
 
 POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
 POSITIONS = 2048  # of a tile, at most: 8 per thread of 8 warps
@@ -73,7 +74,15 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
     mask = topk_positions.new_empty((T, num_words))
     if T * num_words > 0:
         constants = constants_of(K)
-        _pack_mask_kernel[(T,)](
+        launch = prepare(
+            _pack_mask_kernel,
+            constants,
+            num_warps=num_warps_of(constants),
+            num_stages=1,
+            enable_fp_fusion=FP_FUSION,
+        )
+        launch(
+            (T,),
             topk_positions,
             key_starts.contiguous(),
             key_lens.contiguous(),
@@ -81,10 +90,6 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
             topk_positions.stride(0),
             K,
             num_words,
-            **constants,
-            num_warps=num_warps_of(constants),
-            num_stages=1,
-            enable_fp_fusion=FP_FUSION,
         )
     return mask
 

@@ -11,6 +11,7 @@ Limits    none
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
+from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen_to
 
 ELEMENTS = 4096  # of a program's tile: 32 per thread of 4 warps, 1024 a warp
@@ -81,10 +83,11 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
     _, H, R = x.shape
     if positions.shape[0] * H * R == 0:
         return
-    constants, num_warps = constants_of(
+    launch = launch_of(
         H, R, pairing=pairing, inverse=inverse, double=torch.float64 in (x.dtype, table.dtype)
     )
-    _rope_kernel[(positions.shape[0], cdiv(H, constants["BLOCK_H"]))](
+    launch(
+        (positions.shape[0], cdiv(H, launch.fixed["BLOCK_H"])),
         x,
         positions,
         table,
@@ -92,10 +95,14 @@ def run(x: Tensor, positions: Tensor, table: Tensor, *, pairing: str, inverse: b
         x.stride(1),
         table.stride(0),
         positions.stride(0),
-        **constants,
-        num_warps=num_warps,
-        num_stages=1,
-        enable_fp_fusion=FP_FUSION,
+    )
+
+
+@lru_cache(maxsize=1024)
+def launch_of(H: int, R: int, **kind: Any) -> Launch:
+    constants, num_warps = constants_of(H, R, **kind)
+    return prepare(
+        _rope_kernel, constants, num_warps=num_warps, num_stages=1, enable_fp_fusion=FP_FUSION
     )
 
 
