@@ -11,6 +11,7 @@ from openmla.plan.types import remade
 
 Tree = TypeVar("Tree")
 ALIGN = 4  # words of 4 bytes: kernels specialise on alignment, so all tensors share one
+PLAIN = frozenset((int, str, slice, type(None)))  # most of what parts hold, and no tensor
 _ZEROS = [torch.zeros(n, dtype=torch.int32, device="cpu") for n in range(ALIGN)]
 
 
@@ -50,6 +51,8 @@ def send(tree: Tree, device: torch.device) -> Tree:
 
 
 def _collect(node: object, found: dict[int, Tensor]) -> None:
+    if type(node) in PLAIN:
+        return
     if isinstance(node, Tensor):
         if node.device.type == "cpu":
             found[id(node)] = node
@@ -62,6 +65,8 @@ def _collect(node: object, found: dict[int, Tensor]) -> None:
 
 
 def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
+    if type(node) in PLAIN:
+        return node
     if isinstance(node, Tensor):
         return moved.get(id(node), node)
     if isinstance(node, tuple):
