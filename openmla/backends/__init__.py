@@ -191,11 +191,21 @@ def decisions() -> dict[Any, Any]:
     return _decisions
 
 
+_times_forgotten = 0
+
+
 def forget_choices() -> None:
     """Ask again at the next call: what backends can do has changed."""
-    global _decisions
+    global _decisions, _times_forgotten
+    _times_forgotten += 1
     _choose.cache_clear()
     _decisions = {}
+
+
+def times_forgotten() -> int:
+    """Part of the key of whatever is kept because choices were: it is another one afterwards, also
+    for an answer that was on its way."""
+    return _times_forgotten
 
 
 @lru_cache(maxsize=4096)

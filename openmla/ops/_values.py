@@ -7,6 +7,7 @@ when the batch is made.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from operator import gt
 
@@ -46,13 +47,17 @@ def check_query_lens(
         raise ShapeError(f"{op}: max_query_len must be at least {most}, got {max_query_len}.")
 
 
-def check_slots(op: str, slots: Tensor, num_slots: int, name: str = "slot_mapping") -> None:
+def check_slots(
+    op: str, slots: Tensor | list[int], num_slots: int, name: str = "slot_mapping"
+) -> None:
     """Slots to write: inside the cache, each at most once; negative ones are skipped."""
-    values: list[int] = slots.tolist()
+    values: list[int] = slots if isinstance(slots, list) else slots.tolist()
     largest = max(values, default=-1)
     if largest >= num_slots:
         most = f"N*BS={num_slots}" if name == "slot_mapping" else num_slots
         raise ShapeError(f"{op}: {name} must be below {most}, got {largest}.")
+    if len(set(values)) == len(values):
+        return
     written = [slot for slot in values if slot >= 0]
     if len(set(written)) < len(written):
         slot = min(slot for slot, count in Counter(written).items() if count > 1)
@@ -60,12 +65,17 @@ def check_slots(op: str, slots: Tensor, num_slots: int, name: str = "slot_mappin
 
 
 def check_block_table(
-    op: str, block_table: Tensor, starts: Tensor | None, ends: Tensor, N: int, BS: int
+    op: str,
+    block_table: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | Sequence[int],
+    N: int,
+    BS: int,
 ) -> None:
     """Blocks that hold keys starts[b]..ends[b]-1 exist; columns outside may hold anything."""
     if block_table.shape[0] == 0:
         return
-    M, lengths = block_table.shape[1], ends.tolist()
+    M, lengths = block_table.shape[1], ends.tolist() if isinstance(ends, Tensor) else ends
     most = -(-max(lengths) // BS)  # columns in use
     if most > M:
         request, S = next((b, S) for b, S in enumerate(lengths) if S > M * BS)
@@ -75,20 +85,26 @@ def check_block_table(
         )
     if most <= 0:
         return
-    low, high = block_table[:, :most].aminmax()
-    if low >= 0 and high < N:
+    table = block_table if most == M else block_table[:, :most]
+    if _within(table, N):
         return
-    columns = torch.arange(M, dtype=torch.int32)
-    used = columns < -(-ends.long() // BS)[:, None]
+    columns = torch.arange(most, dtype=torch.int32)
+    used = columns < torch.tensor([-(-S // BS) for S in lengths], dtype=torch.int32)[:, None]
     if starts is not None:
-        used &= (columns >= (starts // BS)[:, None]) & (ends > starts)[:, None]
-    wrong = (used & ((block_table < 0) | (block_table >= N))).nonzero()
-    if wrong.numel():
-        row, column = (int(index) for index in wrong[0])
+        some = torch.tensor(lengths) > starts
+        used &= (columns >= (starts // BS)[:, None]) & some[:, None]
+    table = table.where(used, 0)  # as if the others were a block that exists
+    if not _within(table, N):
+        row, column = ((table < 0) | (table >= N)).nonzero()[0].tolist()
         raise ShapeError(
             f"{op}: block_table[{row}, {column}] must be a block of the cache (0..{N - 1}), "
             f"got {int(block_table[row, column])}."
         )
+
+
+def _within(blocks: Tensor, N: int) -> bool:
+    low, high = blocks.aminmax()
+    return int(low) >= 0 and int(high) < N
 
 
 def _head(values: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import sub
 
 import torch
@@ -168,14 +169,14 @@ class Batch:
         """T, padding included."""
         return sum(self.query_lens) + self.padding
 
-    @property
+    @cached_property
     def read_lens(self) -> Sequence[int]:
         """Most keys a step reads of each request: none of one without tokens."""
         if 0 not in self.query_lens:
             return self.seq_lens
         return [S if n else 0 for n, S in zip(self.query_lens, self.seq_lens, strict=True)]
 
-    @property
+    @cached_property
     def bounded(self) -> frozenset[int]:
         """Requests whose seq_lens are upper bounds: only the device knows their lengths."""
         if self.device_seq_lens is None:

@@ -6,7 +6,6 @@ its integers, and the values are copied into the buffers.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -29,7 +28,14 @@ from openmla.plan.sparse import (
     query_bytes,
     query_chunks,
 )
-from openmla.plan.types import CompressedPlan, DecodePlan, Parts, ScoreChunk, SparsePlan
+from openmla.plan.types import (
+    CompressedPlan,
+    DecodePlan,
+    Parts,
+    ScoreChunk,
+    SparsePlan,
+    remade,
+)
 from openmla.plan.upload import upload
 
 Buffers = dict[str, Tensor]
@@ -293,15 +299,31 @@ def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
             mine = {f"{name}.{i}": each for i, each in enumerate(value)}
             values |= mine
             changes[name] = tuple(buffers[each] for each in mine)
-    return replace(part, **changes), values
+    return remade(part, changes), values
 
 
 def fill(buffers: Buffers, values: Buffers) -> None:
-    """Copy a step's tensors into its buffers, in one upload; the rest is padding."""
+    """Copy a step's tensors into its buffers; the rest is padding.
+
+    What is on the host is padded there, sent in one copy and put in place by an operation or two.
+    """
+    device = buffers["block_table"].device
     values = {name: value for name, value in values.items() if not _same(value, buffers[name])}
-    padded = tuple(_padded(name, value, buffers[name]) for name, value in values.items())
-    for name, value in zip(values, upload(padded, buffers["block_table"].device), strict=True):
-        buffers[name].copy_(value, non_blocking=True)
+    here = [name for name, value in values.items() if value.device.type == "cpu" != device.type]
+    if here:
+        _send(buffers, {name: values.pop(name) for name in here})
+    for name, value in values.items():
+        _put(name, buffers[name], value)
+
+
+def _send(buffers: Buffers, values: Buffers) -> None:
+    padded = tuple([_padded(name, value, buffers[name]) for name, value in values.items()])
+    sent = upload(padded, buffers["block_table"].device)
+    pairs = [(buffers[name], value) for name, value in zip(values, sent, strict=True)]
+    for dtype in (torch.int32, torch.int64):  # an operation is for one of them
+        mine = [pair for pair in pairs if pair[0].dtype == dtype]
+        if mine:
+            torch._foreach_copy_([each for each, _ in mine], [value for _, value in mine])
 
 
 def _same(value: Tensor, buffer: Tensor) -> bool:
@@ -310,10 +332,21 @@ def _same(value: Tensor, buffer: Tensor) -> bool:
 
 
 def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
+    """As large as its buffer, on the host."""
     if value.shape == buffer.shape:
         return value
+    place = torch.empty_like(buffer, device="cpu")
+    _put(name, place, value)
+    return place
+
+
+def _put(name: str, place: Tensor, value: Tensor) -> None:
+    if value.shape == place.shape:
+        place.copy_(value, non_blocking=True)
+        return
+    n = value.shape[0]
     if "start_loc" in name:  # padding requests are empty, at the end
-        return torch.cat([value, value[-1:].expand(len(buffer) - len(value))])
-    padded = value.new_full(buffer.shape, EMPTY.get(name, 0))
-    padded[tuple(map(slice, value.shape))] = value
-    return padded
+        place[n:] = value[-1:]
+    else:
+        place.fill_(EMPTY.get(name, 0))
+    place[tuple(map(slice, value.shape))].copy_(value, non_blocking=True)

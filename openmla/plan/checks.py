@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format
@@ -11,6 +10,7 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
+from openmla.plan.places import last_slots
 from openmla.plan.workspace import Workspace
 
 
@@ -81,7 +81,8 @@ def check_room_for_keys(workspace: Workspace | None, apart: bool, backend: str) 
 
 def check_batch(batch: Batch, latent: PagedCache) -> None:
     """Values are checked on the host; tensors that are on the device already are trusted."""
-    if batch.slot_mapping is None:
+    table, slots = batch.block_table, batch.slot_mapping
+    if slots is None:
         raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
     for name in ("block_table", "slot_mapping", "device_seq_lens"):
         tensor = getattr(batch, name)
@@ -89,18 +90,17 @@ def check_batch(batch: Batch, latent: PagedCache) -> None:
             raise ShapeError(
                 f"batch: {name} must be on cpu or {latent.data.device}, got {tensor.device}."
             )
-    if batch.block_table.device.type == "cpu":
-        ends = torch.tensor(batch.read_lens, dtype=torch.int32)
-        check_block_table(
-            "batch", batch.block_table, None, ends, latent.num_blocks, latent.block_size
-        )
+    N, BS = latent.num_blocks, latent.block_size
+    if table.device.type == "cpu":
+        check_block_table("batch", table, None, batch.read_lens, N, BS)
     check_device_lens(batch)
-    if batch.slot_mapping.device.type == "cpu":
-        check_slots("batch", batch.slot_mapping, latent.num_blocks * latent.block_size)
+    if slots.device.type == "cpu":
+        values = slots.tolist()
+        check_slots("batch", values, N * BS)
         if batch.padding:
-            _check_padding(batch, batch.slot_mapping)
-        if batch.block_table.device.type == "cpu":
-            _check_agreement(batch, latent.block_size)
+            _check_padding(batch, values)
+        if table.device.type == "cpu":
+            _check_agreement(batch, values, BS)
 
 
 def check_device_lens(batch: Batch) -> None:
@@ -115,38 +115,30 @@ def check_device_lens(batch: Batch) -> None:
             raise ShapeError(f"batch: device_seq_lens[{b}] must be {expected}, got {true}.")
 
 
-def _check_padding(batch: Batch, slots: Tensor) -> None:
-    rest = slots[batch.num_tokens - batch.padding :]
-    if bool((rest >= 0).any()):
+def _check_padding(batch: Batch, slots: list[int]) -> None:
+    most = max(slots[batch.num_tokens - batch.padding :])
+    if most >= 0:
         raise ShapeError(
             f"batch: slot_mapping must be -1 for the last {batch.padding} tokens, which are "
-            f"padding, got {int(rest.max())}."
+            f"padding, got {most}."
         )
 
 
-def _check_agreement(batch: Batch, BS: int) -> None:
+def _check_agreement(batch: Batch, slots: list[int], BS: int) -> None:
     """A row is written where its own request will look for it, or not at all; where that is, is
     not known of lengths that only the device has."""
-    lens, bounded = torch.tensor(batch.seq_lens, dtype=torch.int64), batch.bounded
-    assert batch.slot_mapping is not None
-    slots = batch.slot_mapping[: batch.num_tokens - batch.padding]
-    if slots.numel() == 0 or not batch.causal or len(bounded) == len(lens):
+    query_lens, seq_lens, bounded = batch.query_lens, batch.seq_lens, batch.bounded
+    if not batch.causal or len(bounded) == len(seq_lens):
         return
-    if min(batch.query_lens) == max(batch.query_lens) == 1:  # plain decode, at every step
-        rows, positions = torch.arange(len(lens)), lens - 1
-    else:
-        query_lens = torch.tensor(batch.query_lens, dtype=torch.int64)
-        rows = torch.repeat_interleave(torch.arange(len(lens)), query_lens)
-        # counted back from the end of the request
-        positions = lens[rows] - (query_lens.cumsum(0)[rows] - torch.arange(len(rows)))
-    expected = batch.block_table[rows, positions // BS].long() * BS + positions % BS
-    wrong = (slots >= 0) & (slots != expected)
-    if bounded:
-        wrong &= torch.tensor([b not in bounded for b in range(len(lens))])[rows]
-    if bool(wrong.any()):
-        t = int(wrong.nonzero()[0])
-        raise ShapeError(
-            f"batch: slot_mapping must agree with block_table, which has position "
-            f"{int(positions[t])} of request {int(rows[t])} in slot {int(expected[t])}, "
-            f"got {int(slots[t])}."
-        )
+    expected = last_slots(batch.block_table, query_lens, seq_lens, BS)
+    if slots[: len(expected)] == expected:
+        return
+    t = 0
+    for b, (n, S) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        for position in range(S - n, S):
+            if 0 <= slots[t] != expected[t] and b not in bounded:
+                raise ShapeError(
+                    f"batch: slot_mapping must agree with block_table, which has position "
+                    f"{position} of request {b} in slot {expected[t]}, got {slots[t]}."
+                )
+            t += 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem
+from openmla.backends import Problem, bucketed
 from openmla.backends.asked import Asked
-from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.ops._values import check_slots
@@ -27,14 +27,25 @@ from openmla.plan.compressed_checks import (
     check_options,
     check_workspace,
 )
-from openmla.plan.problems import chosen, requested, scoring_problems
-from openmla.plan.rows import cumulative, padded, start_locs
+from openmla.plan.places import last_slots
+from openmla.plan.problems import (
+    CacheKind,
+    Choice,
+    FrozenAsked,
+    cache_kind,
+    chosen,
+    frozen,
+    requested,
+    scoring_problems,
+    thawed,
+)
+from openmla.plan.rows import cumulative, integers, owners, padded, start_locs
 from openmla.plan.sparse import (
+    chunks_of,
     first_keys,
     no_starts,
     query_bytes,
     row_lens,
-    score_chunks,
     true_row_lens,
 )
 from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
@@ -72,8 +83,9 @@ def plan_compressed(
     step, slots = _describe(batch, config, cache, shared, chunks, uniform), shared.slots
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)
-    problems = find_compressed_problems(config, cache, window, dtype, step)
-    backends = chosen(problems, backend)
+    read = [window] if cache.compressed is None else [window, cache.compressed]
+    kind, tokens = cache_kind(read, cache.index), bucketed(step.num_rows)
+    choice = choose(config, kind, dtype, bool(step.chunks), tokens, frozen(backend))
     if into is None:
         step, slots = upload((step, slots), window.data.device)
     else:
@@ -86,9 +98,9 @@ def plan_compressed(
         decode=None,
         prefill=None,
         compressed=step,
-        backends=backends,
-        requested=requested(backend),
-        problems=problems,
+        backends=dict(choice.backends),
+        requested=dict(choice.requested),
+        problems=choice.problems,
         workspace=workspace,
         geometry=cache.geometry,
         padding=batch.padding if into is None else 0,
@@ -112,15 +124,22 @@ def _shared(batch: Batch, window: PagedCache) -> Shared:
     assert table is not None and states is not None
     seen = row_lens(batch.query_lens, batch.seq_lens)  # tokens, this one included
     positions = true_row_lens(batch, range(len(batch.query_lens)), seen).long() - 1
-    if batch.device_seq_lens is not None:  # slots are worked out where positions are
-        device = batch.device_seq_lens.device
-        table = table.to(device, non_blocking=True)
-        states = states.to(device, non_blocking=True).where(batch.device_seq_lens > 0, -1)
-    bounds = cumulative(batch.query_lens)
-    slots = window_slots(table, bounds, positions, window.block_size)
-    if slots.device.type == "cpu":
-        check_slots("batch", slots, window.num_blocks * window.block_size)
+    BS, lens = window.block_size, batch.device_seq_lens
+    if table.device.type == "cpu" and lens is None:
+        written = last_slots(table, batch.query_lens, batch.seq_lens, BS)
+        check_slots("batch", written, window.num_blocks * BS)
+        slots = integers(written, torch.int64)
+    else:
+        # slots are worked out where the table or the lengths are
+        device = table.device if lens is None or table.device.type != "cpu" else lens.device
+        given = table, states, lens, owners(batch.query_lens), positions
+        table, states, lens, mine, there = upload(given, device)
+        states = states if lens is None else states.where(lens > 0, -1)
+        slots = window_slots(table, mine, there, BS)
+        if slots.device.type == "cpu":
+            check_slots("batch", slots, window.num_blocks * BS)
     positions, slots = padded(positions, batch.padding), padded(slots, batch.padding, -1)
+    bounds = cumulative(batch.query_lens)
     return Shared(bounds, positions, table, batch.block_table, states, slots)
 
 
@@ -148,17 +167,17 @@ def _describe(
 ) -> CompressedPlan:
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
-    seen = padded(row_lens(batch.query_lens, batch.seq_lens), batch.padding)
-    most = int(seen.max()) // ratio if ratio and seen.numel() else 0
+    most = max(batch.read_lens, default=0) // ratio if ratio else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
+    entries = nothing = integers(())
+    if ratio == INDEXED_RATIO and (chunks or most > K or uniform):  # or nobody looks at them
+        seen = padded(row_lens(batch.query_lens, batch.seq_lens), batch.padding)
+        entries = seen // ratio
     if chunks is None:
-        chooses = ratio == INDEXED_RATIO and (most > K or uniform)
-        least = K + 1 if uniform else 0
-        chunks = score_chunks((seen // ratio).tolist(), held, least) if chooses else ()
-    bounds, entries = cumulative(batch.query_lens), seen[:0]
-    if chunks:  # or nobody looks at them
-        true_lens = seen if batch.device_seq_lens is None else shared.positions[:T].int() + 1
-        entries = true_lens // ratio
+        chunks = chunks_of(entries, most, held, K + 1 if uniform else 0)
+    if chunks and batch.device_seq_lens is not None:
+        entries = (shared.positions[:T].int() + 1) // ratio
+    bounds = cumulative(batch.query_lens) if chunks else nothing
     return CompressedPlan(
         ratio=ratio,
         query_start_loc=shared.query_start_loc,
@@ -166,10 +185,10 @@ def _describe(
         window_table=shared.window_table,
         block_table=shared.block_table,
         state_slots=shared.state_slots,
-        row_starts=no_starts(chunks, K),
-        first_keys=first_keys(chunks, K),
+        row_starts=no_starts(chunks, K) if chunks else nothing,
+        first_keys=first_keys(chunks, K) if chunks else nothing,
         row_lens=entries,
-        topk_lens=entries.clamp(max=K),
+        topk_lens=entries.clamp(max=K) if chunks else nothing,
         score_start_locs=start_locs(bounds, [chunk.rows for chunk in chunks], T),
         num_rows=T,
         max_entries=most,
@@ -178,52 +197,48 @@ def _describe(
     )
 
 
-def window_slots(table: Tensor, query_start_loc: Tensor, positions: Tensor, BS: int) -> Tensor:
-    """[T] i64: where the step's raw rows go."""
-    owners = torch.repeat_interleave(
-        torch.arange(table.shape[0], device=table.device),
-        query_start_loc.to(table.device).diff().long(),
-        output_size=len(positions),
-    )
-    positions = positions.to(table.device)
+def window_slots(table: Tensor, owners: Tensor, positions: Tensor, BS: int) -> Tensor:
+    """[T] i64: where the step's raw rows go, each token of the request that owns it."""
     columns = (positions // BS) % max(table.shape[1], 1)
     slots = table[owners, columns].long() * BS + positions % BS
     return slots.masked_fill(positions < 0, -1)  # of a request only the device knows to be empty
 
 
-def find_compressed_problems(
+@lru_cache(maxsize=4096)
+def choose(
     config: MLAConfig,
-    cache: LayerCache,
-    window: PagedCache,
+    kind: CacheKind,
     dtype: torch.dtype,
-    step: CompressedPlan,
+    choosing: bool,
+    tokens: int,
+    backend: FrozenAsked,
+) -> Choice:
+    """The ops of a plan and who runs them: most steps ask what an earlier one did."""
+    problems = find_compressed_problems(config, kind, dtype, choosing, tokens)
+    asked = thawed(backend)
+    return Choice(problems, chosen(problems, asked), requested(asked))
+
+
+def find_compressed_problems(
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, choosing: bool, tokens: int
 ) -> tuple[Problem, ...]:
     """The ops a V4 layer of this ratio calls, as the backends are asked about them."""
-    device, H, D = window.data.device, config.num_heads, config.latent_dim
+    device, H, D = kind.device, config.num_heads, config.latent_dim
+    *read, index_format = kind.formats
     problems = [
-        latent_write_problem(device, dtype, window.format, D=D, E=D),
-        cache_write_problem(device, dtype, window.format),
+        latent_write_problem(device, dtype, read[0], D=D, E=D),
+        cache_write_problem(device, dtype, read[0]),
         rope_problem(device, dtype),
     ]
-    kinds, read = ["window"], [window]
-    if cache.compressed is not None:
-        entries = cache.compressed
-        kinds.append("positions" if step.chunks else "prefix")
-        read.append(entries)
+    kinds = ["window"]
+    if len(read) > 1:  # entries
+        kinds.append("positions" if choosing else "prefix")
         wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
-        problems.append(compress_kv_problem(device, wide, entries.format, D=D))
-    if step.chunks:
-        problems += scoring_problems(config, cache, dtype)
+        problems.append(compress_kv_problem(device, wide, read[1], D=D))
+    if choosing:
+        problems += scoring_problems(config, device, index_format, dtype)
     attending = mqa_sparse_problem(
-        device,
-        dtype,
-        [part.format for part in read],
-        tuple(kinds),
-        H=H,
-        D=D,
-        C=D,
-        tokens=step.num_rows,
-        aligned=alignment(part.data for part in read) | {"queries"},
+        device, dtype, read, tuple(kinds), H=H, D=D, C=D, tokens=tokens, aligned=kind.aligned,
         run_length=0,
-    )
+    )  # fmt: skip
     return (*problems, attending)

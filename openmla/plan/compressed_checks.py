@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
@@ -11,6 +9,7 @@ from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops._values import check_block_table, check_slots
 from openmla.plan.batch import Batch
 from openmla.plan.checks import check_device_lens
+from openmla.plan.places import last_blocks, last_slots
 from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
 
@@ -153,29 +152,27 @@ def check_batch(
         return
     if batch.block_table.device.type == "cpu":
         finished = [S // cache.ratio for S in batch.read_lens]
-        ends = torch.tensor(finished, dtype=torch.int32)
         N, BS = cache.compressed.num_blocks, cache.compressed.block_size
-        check_block_table("batch", batch.block_table, None, ends, N, BS)
+        check_block_table("batch", batch.block_table, None, finished, N, BS)
         _check_entries(batch, cache.ratio, N, BS)
     if batch.state_slots.device.type == "cpu":
-        used = batch.state_slots[torch.tensor(batch.query_lens) > 0].long()
-        if used.numel() and int(used.min()) < 0:
+        given = zip(batch.state_slots.tolist(), batch.query_lens, strict=True)
+        used = [slot for slot, n in given if n]
+        if min(used, default=0) < 0:
             raise ShapeError(
                 f"batch: state_slots must not be negative for requests with tokens, "
-                f"got {int(used.min())}."
+                f"got {min(used)}."
             )
         check_slots("batch", used, cache.state.num_blocks, "state_slots")
 
 
 def _check_entries(batch: Batch, ratio: int, N: int, BS: int) -> None:
     """No two requests finish the same entry in this step."""
-    firsts = torch.tensor([(S - n) // ratio for n, S in _lens(batch)], dtype=torch.int64)
-    counts = torch.tensor([S // ratio for _, S in _lens(batch)], dtype=torch.int64) - firsts
-    owners = torch.arange(len(batch.seq_lens)).repeat_interleave(counts)
-    starts = counts.cumsum(0) - counts
-    entries = torch.arange(owners.shape[0]) - starts[owners] + firsts[owners]
-    blocks = batch.block_table[owners, entries // BS].long() if owners.numel() else owners
-    check_slots("batch", blocks * BS + entries % BS, N * BS, "entries of block_table")
+    counts = [S // ratio - (S - n) // ratio for n, S in _lens(batch)]
+    if any(counts):
+        finished = [S // ratio for S in batch.seq_lens]
+        slots = last_slots(batch.block_table, counts, finished, BS)
+        check_slots("batch", slots, N * BS, "entries of block_table")
 
 
 def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
@@ -184,9 +181,10 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
     span, BS, N = config.compressor.window, window.block_size, window.num_blocks
     table = batch.window_table
     capacity = table.shape[1] * BS
-    for b, (n, S) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
-        needed = min(S, n + span - 1)
-        if n and needed > capacity:
+    needs = [min(S, n + span - 1) if n else 0 for n, S in _lens(batch)]
+    for b, needed in enumerate(needs if max(needs, default=0) > capacity else ()):
+        if needed > capacity:
+            n = batch.query_lens[b]
             raise ShapeError(
                 f"batch: window_table must have room for the {needed} rows that request {b} "
                 f"needs in this step ({n} new ones), got {table.shape[1]} blocks of {BS}. "
@@ -195,22 +193,24 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
     bounded = batch.bounded
     if table.device.type != "cpu" or len(bounded) == len(batch.seq_lens):
         return
-    starts = torch.tensor([max(S - n - span + 1, 0) for n, S in _lens(batch)])
-    ends = torch.tensor(
-        [0 if b in bounded or not n else S for b, (n, S) in enumerate(_lens(batch))]
+    if bounded:
+        needs = [0 if b in bounded else needed for b, needed in enumerate(needs)]
+    blocks = last_blocks(table, needs, batch.seq_lens, BS)
+    if not blocks or (min(blocks) >= 0 and max(blocks) < N):
+        return
+    read = [
+        (b, column % table.shape[1])
+        for b, (needed, S) in enumerate(zip(needs, batch.seq_lens, strict=True))
+        for column in range((S - needed) // BS, -(-S // BS))
+        if needed
+    ]
+    (b, column), block = next(
+        found for found in zip(read, blocks, strict=True) if not 0 <= found[1] < N
     )
-    firsts = starts // BS
-    most = int(((ends + BS - 1) // BS - firsts).clamp_min(0).max()) if len(starts) else 0
-    columns = firsts[:, None] + torch.arange(most)
-    blocks = table.long().gather(1, columns % max(table.shape[1], 1)) if most else table[:, :0]
-    wrong = (columns * BS < ends[:, None]) & ((blocks < 0) | (blocks >= N))
-    if bool(wrong.any()):
-        b, k = (int(index) for index in wrong.nonzero()[0])
-        column = int(columns[b, k]) % table.shape[1]
-        raise ShapeError(
-            f"batch: window_table[{b}, {column}] must be a block of the cache (0..{N - 1}), "
-            f"got {int(blocks[b, k])}."
-        )
+    raise ShapeError(
+        f"batch: window_table[{b}, {column}] must be a block of the cache (0..{N - 1}), "
+        f"got {block}."
+    )
 
 
 def _lens(batch: Batch) -> list[tuple[int, int]]:

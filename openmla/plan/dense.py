@@ -9,21 +9,21 @@ import torch
 
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
-from openmla.plan.rows import cumulative, pick, pick_rows
+from openmla.plan.rows import cumulative, integers, pick, pick_rows, repeated, some
 from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
+from openmla.plan.upload import upload
 
 
 def plan_decode(batch: Batch, requests: Sequence[int], starts: Sequence[int]) -> DecodePlan:
     """Arguments of mqa_paged for some of the requests; one without tokens reads no key."""
-    query_lens = [batch.query_lens[b] for b in requests]
+    query_lens = some(batch.query_lens, requests)
     if batch.device_seq_lens is None:
-        lens = batch.read_lens
-        seq_lens = torch.tensor([lens[b] for b in requests], dtype=torch.int32)
+        seq_lens = integers(some(batch.read_lens, requests))
     else:
         seq_lens = pick(batch.device_seq_lens, requests)
-        if 0 in query_lens:
-            asking = torch.tensor(query_lens, device=seq_lens.device) > 0
-            seq_lens = seq_lens.where(asking, 0)
+        if 0 in query_lens:  # others' lengths are no longer than was said
+            (most,) = upload((integers(some(batch.read_lens, requests)),), seq_lens.device)
+            seq_lens = seq_lens.minimum(most)
     return DecodePlan(
         rows=pick_rows(requests, starts),
         block_table=pick(batch.block_table, requests),
@@ -37,12 +37,11 @@ def plan_prefill(
     batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: int, rows_at_once: int
 ) -> PrefillPlan:
     """Some of the requests with all their keys at once, or with their contexts in chunks."""
-    query_lens = [batch.query_lens[b] for b in requests]
-    seq_lens = [batch.seq_lens[b] for b in requests]
+    query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     table = pick(batch.block_table, requests)
-    query_start_loc = cumulative(query_lens)
-    bounds = query_start_loc.tolist()
+    bounds = list(accumulate(query_lens, initial=0))
+    query_start_loc = integers(bounds)
 
     def chunk(first: int, key_starts: Sequence[int], key_lens: Sequence[int]) -> ContextChunk:
         stop = first + len(key_lens)
@@ -50,8 +49,8 @@ def plan_prefill(
         return ContextChunk(
             rows=slice(bounds[first], bounds[stop]),
             query_start_loc=query_start_loc if everyone else cumulative(query_lens[first:stop]),
-            block_table=table[first:stop],
-            starts=torch.tensor(key_starts, dtype=torch.int32),
+            block_table=table if everyone else table[first:stop],
+            starts=integers(key_starts),
             key_start_loc=cumulative(key_lens),
             max_key_len=max(key_lens),
             num_keys=sum(key_lens),
@@ -65,9 +64,9 @@ def plan_prefill(
     if batch.causal and sum(seq_lens) <= rows_at_once:
         one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))
-        new_rows = torch.cat(
-            [torch.arange(end - n, end) for n, end in zip(query_lens, ends, strict=True)]
-        )
+        # the k-th new row stands behind all contexts up to its own
+        before = [end - bound for end, bound in zip(ends, bounds[1:], strict=True)]
+        new_rows = repeated(before, query_lens, torch.int64) + torch.arange(bounds[-1])
         return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
     spans = cut_contexts(contexts, rows_at_once, BS)
     chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)

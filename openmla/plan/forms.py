@@ -78,22 +78,60 @@ def choose_sparse_absorbed(
     assert config.indexer is not None
     if n == 1:  # decode, of many requests at every step
         return True
-    H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
-    P, V, E = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
     gathering, masking = efficiencies
+    bits = S.bit_length() - 1
+    if _surely_gathered(config, n, bits, format, itemsize, device, efficiencies):
+        return True
+    return _gathered(config, n, S, format, itemsize, device, gathering) <= _masked(
+        config, n, S, itemsize, device, masking
+    )
+
+
+@lru_cache(maxsize=4096)
+def _surely_gathered(
+    config: MLAConfig,
+    n: int,
+    bits: int,
+    format: str,
+    itemsize: int,
+    device: str,
+    efficiencies: tuple[float, float],
+) -> bool:
+    """Whether n tokens gather over any keys of this bit length: at their dearest, the most keys,
+    that is cheaper than masking at its cheapest. Drafts ask it of every request of every step."""
+    least, most = 1 << bits, (2 << bits) - 1
+    gathering, masking = efficiencies
+    return _gathered(config, n, most, format, itemsize, device, gathering) <= _masked(
+        config, n, least, itemsize, device, masking
+    )
+
+
+def _gathered(
+    config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str, efficiency: float
+) -> float:
+    assert config.indexer is not None
+    H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
+    P, V = config.qk_nope_head_dim, config.v_head_dim
     pairs = n * min(S, config.indexer.topk)
     gathered = sparse_cost(pairs, n, H=H, D=D, C=C, format=format, itemsize=itemsize)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
-    absorbed = max(
-        gathered.flops / gathering + into_and_out_of_latent, _balance(device) * gathered.bytes
+    return max(
+        gathered.flops / efficiency + into_and_out_of_latent, _balance(device) * gathered.bytes
     )
+
+
+def _masked(
+    config: MLAConfig, n: int, S: int, itemsize: int, device: str, efficiency: float
+) -> float:
+    H, C, E = config.num_heads, config.kv_lora_rank, config.qk_head_dim
+    P, V = config.qk_nope_head_dim, config.v_head_dim
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
     visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed
     expansion, written = 2 * S * H * C * (P + V), S * H * (E + V) * itemsize
-    expanded = max(
-        masked.flops * visible / masking + expansion, _balance(device) * (masked.bytes + written)
+    return max(
+        masked.flops * visible / efficiency + expansion,
+        _balance(device) * (masked.bytes + written),
     )
-    return absorbed <= expanded
 
 
 def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:

@@ -23,13 +23,7 @@ from openmla.plan.checks import (
 from openmla.plan.compressed import plan_compressed
 from openmla.plan.dense import plan_decode, plan_prefill
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import (
-    choose_backends,
-    find_problems,
-    latent_of,
-    reads_keys_apart,
-    requested,
-)
+from openmla.plan.problems import cache_kind, calls_of, choose, frozen, latent_of
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.symbolic import symbolic
@@ -154,12 +148,11 @@ def _plan_latent(
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
     fixed = FIXED_RUN if batch_invariant else 0
-    problems = find_problems(config, cache, dtype, parts.decode, parts.prefill, parts.sparse, fixed)
-    problems, backends = choose_backends(problems, backend)
-    apart = False
+    calls = calls_of(parts.decode, parts.prefill, parts.sparse)
+    kind = cache_kind([latent], cache.index)
+    choice = choose(config, kind, dtype, calls, fixed, frozen(backend))
     if parts.prefill is not None:
-        apart = reads_keys_apart(config, latent.data.device, dtype, backend)
-        check_room_for_keys(workspace, apart, backends["mha_ragged"])
+        check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
     if into is None:
         parts = upload(parts, latent.data.device)
     else:
@@ -171,10 +164,10 @@ def _plan_latent(
         decode=parts.decode,
         prefill=parts.prefill,
         sparse=parts.sparse,
-        backends=backends,
-        requested=requested(backend),
-        problems=problems,
-        keys_apart=apart,
+        backends=dict(choice.backends),
+        requested=dict(choice.requested),
+        problems=choice.problems,
+        keys_apart=choice.keys_apart,
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,
         padding=batch.padding if into is None else 0,
@@ -203,6 +196,8 @@ def _routes(
     # of a part of the keys, how few it has says nothing about how many there are
     everyone = form == "chosen" or not batch.causal
     choosing = choosing_requests(batch, config, everyone=everyone)
+    if config.indexer is None and all(absorbed):
+        return {"absorbed": list(range(len(absorbed))), "expanded": []}
     routes: dict[str, Sequence[int]] = {
         "absorbed": [b for b, taken in enumerate(absorbed) if taken and b not in choosing],
         "expanded": [b for b, taken in enumerate(absorbed) if not taken and b not in choosing],
@@ -287,6 +282,8 @@ def _forms(
             f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
             f"request {min(bounded)}."
         )
+    if form == "auto" and max(batch.query_lens, default=0) <= 1:  # plain decode, at every step
+        return [True] * len(batch.query_lens)
     if form != "auto":
         return [form != "expanded" or n == 0 for n in batch.query_lens]
     if len(bounded) == len(batch.query_lens):

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from openmla.backends import (
     BACKENDS,
     Problem,
+    bucketed,
     choose_backend,
     efficiency,
     prefers_slots,
     reads_apart,
+    times_forgotten,
     why_not,
 )
 from openmla.backends.asked import Asked, check_asked, named
 from openmla.backends.requirements import warn_of_reference
 from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
+from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
+from openmla.hardware import multiprocessors
 from openmla.ops.cache_gather import problem as cache_gather_problem
 from openmla.ops.cache_write import problem as cache_write_problem
 from openmla.ops.index_logits import problem as index_logits_problem
@@ -40,6 +46,7 @@ from openmla.ops.rope import problem as rope_problem
 from openmla.plan.rows import num_rows
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
 
+FrozenAsked = str | frozenset[tuple[str, str]]
 PROMPT = 4096  # tokens: how many does not matter, but that they are many
 
 
@@ -49,10 +56,62 @@ def latent_of(cache: LayerCache) -> PagedCache:
     return cache.latent
 
 
+class Choice(NamedTuple):
+    """The ops a plan calls, who runs each, and who was named for it or "auto"."""
+
+    problems: tuple[Problem, ...]
+    backends: dict[str, str]
+    requested: dict[str, str]
+    keys_apart: bool = False  # of mha_ragged
+
+
+class CacheKind(NamedTuple):
+    """All that backends are asked about of the caches a step reads. What is chosen for one of these
+    is kept: `times_forgotten` says when to ask again."""
+
+    device: torch.device
+    formats: tuple[str, ...]  # "" where a part is missing
+    block_size: int
+    aligned: frozenset[str]
+    multiprocessors: int  # a CPU's threads may be changed
+    times_forgotten: int
+
+
+class Calls(NamedTuple):
+    """What of a plan's parts decides which ops it calls, for how many tokens."""
+
+    decode: tuple[int, int] | None  # tokens, and the most of one request
+    route: str  # of prefill, "" if there is none
+    sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
+
+
+def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
+    """`read`: what attention reads, the layer's own rows first."""
+    device = read[0].data.device
+    return CacheKind(
+        device,
+        tuple(["" if part is None else part.format for part in (*read, *others)]),
+        read[0].block_size,
+        alignment([part.data for part in read]) | {"queries"},
+        multiprocessors(device),
+        times_forgotten(),
+    )
+
+
 def requested(backend: Asked) -> dict[str, str]:
     """Per op, the backend that was named for it, or "auto"."""
     check_asked("plan", backend)
     return {op: named(op, backend) for op in BACKENDS}
+
+
+def frozen(backend: Asked) -> FrozenAsked:
+    """What was asked for, as part of a key."""
+    check_asked("plan", backend)
+    return backend if isinstance(backend, str) else frozenset(backend.items())
+
+
+def thawed(backend: FrozenAsked) -> Asked:
+    return backend if isinstance(backend, str) else dict(backend)
 
 
 def chosen(problems: Sequence[Problem], backend: Asked) -> dict[str, str]:
@@ -91,40 +150,68 @@ def reads_keys_apart(
     return reads_apart(problem, chosen([problem], backend)["mha_ragged"])
 
 
+@lru_cache(maxsize=4096)
+def choose(
+    config: MLAConfig,
+    kind: CacheKind,
+    dtype: torch.dtype,
+    calls: Calls,
+    run_length: int,
+    backend: FrozenAsked,
+) -> Choice:
+    """The ops of a plan and who runs them: most steps ask what an earlier one did."""
+    problems = find_problems(config, kind, dtype, calls, run_length)
+    problems, backends = choose_backends(problems, thawed(backend))
+    apart = any(
+        problem.op == "mha_ragged" and reads_apart(problem, backends[problem.op])
+        for problem in problems
+    )
+    return Choice(problems, backends, requested(thawed(backend)), apart)
+
+
+def calls_of(
+    decode: DecodePlan | None, prefill: PrefillPlan | None, sparse: SparsePlan | None
+) -> Calls:
+    return Calls(
+        None
+        if decode is None
+        else (bucketed(num_rows(decode.rows)), bucketed(decode.max_query_len)),
+        "" if prefill is None else prefill.route,
+        None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
+    )
+
+
+def _at_once(sparse: SparsePlan) -> int:
+    return max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
+
+
 def gathering_problem(
-    config: MLAConfig, latent: PagedCache, dtype: torch.dtype, tokens: int, run_length: int = 0
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, tokens: int, run_length: int = 0
 ) -> Problem:
     """mqa_sparse over the chosen rows of so many tokens."""
     return mqa_sparse_problem(
-        latent.data.device, dtype, [latent.format], ("slots",), H=config.num_heads,
-        D=config.latent_dim, C=config.kv_lora_rank, tokens=tokens,
-        aligned=alignment([latent.data]) | {"queries"}, run_length=run_length,
+        kind.device, dtype, kind.formats[:1], ("slots",), H=config.num_heads, D=config.latent_dim,
+        C=config.kv_lora_rank, tokens=tokens, aligned=kind.aligned, run_length=run_length,
     )  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def sparse_efficiencies(
-    config: MLAConfig, latent: PagedCache, dtype: torch.dtype
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype
 ) -> tuple[float, float]:
     """What prompts reach: rows gathered, and all keys computed and masked."""
-    gathering = gathering_problem(config, latent, dtype, PROMPT)
+    gathering = gathering_problem(config, kind, dtype, PROMPT)
     E, V = config.qk_head_dim, config.v_head_dim
-    masking = mha_masked_problem(latent.data.device, dtype, E=E, V=V)
+    masking = mha_masked_problem(kind.device, dtype, E=E, V=V)
     gathered, masked = (efficiency(p, choose_backend(p, "auto")) for p in (gathering, masking))
     return gathered, masked
 
 
 def find_problems(
-    config: MLAConfig,
-    cache: LayerCache,
-    dtype: torch.dtype,
-    decode: DecodePlan | None,
-    prefill: PrefillPlan | None,
-    sparse: SparsePlan | None,
-    run_length: int,
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, calls: Calls, run_length: int
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
-    latent = latent_of(cache)
-    device, format = latent.data.device, latent.format
+    device, (format, index_format) = kind.device, kind.formats
     D, C = config.latent_dim, config.kv_lora_rank
     E, V = config.qk_head_dim, config.v_head_dim
     problems = [
@@ -133,32 +220,32 @@ def find_problems(
     ]
     if config.rope.kind != "none":
         problems.append(rope_problem(device, dtype))
-    if decode is not None:
+    if calls.decode is not None:
+        tokens, max_query_len = calls.decode
         problems.append(
             mqa_paged_problem(
-                device, dtype, format, H=config.num_heads, D=D, C=C, BS=latent.block_size,
-                tokens=num_rows(decode.rows), max_query_len=decode.max_query_len,
-                run_length=run_length,
-                aligned=alignment([latent.data]) | {"queries"},
+                device, dtype, format, H=config.num_heads, D=D, C=C, BS=kind.block_size,
+                tokens=tokens, max_query_len=max_query_len, run_length=run_length,
+                aligned=kind.aligned,
             )
         )  # fmt: skip
-    if prefill is not None:
+    if calls.route:
         R = config.qk_rope_head_dim
         problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V))
-        if prefill.route != "new":
+        if calls.route != "new":
             problems.append(cache_gather_problem(device, dtype, format))
-        if prefill.route in ("chunked", "context"):
+        if calls.route in ("chunked", "context"):
             problems.append(merge_states_problem(device, dtype))
-    if cache.index is not None and config.indexer is not None:
-        problems.append(index_write_problem(device, dtype, cache.index.format))
-    if sparse is not None:
-        if cache.index is not None:
-            problems += scoring_problems(config, cache, dtype)
-        if sparse.num_absorbed:
-            tokens = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
+    if index_format and config.indexer is not None:
+        problems.append(index_write_problem(device, dtype, index_format))
+    if calls.sparse is not None:
+        tokens, masked = calls.sparse
+        if index_format:
+            problems += scoring_problems(config, device, index_format, dtype)
+        if tokens:
             problems.append(map_slots_problem(device))
-            problems.append(gathering_problem(config, latent, dtype, tokens, run_length))
-        if sparse.masked:
+            problems.append(gathering_problem(config, kind, dtype, tokens, run_length))
+        if masked:
             problems.append(pack_mask_problem(device))
             problems.append(mha_masked_problem(device, dtype, E=E, V=V))
             problems.append(cache_gather_problem(device, dtype, format))
@@ -166,13 +253,14 @@ def find_problems(
     return tuple({problem.op: problem for problem in problems}.values())
 
 
-def scoring_problems(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> list[Problem]:
+def scoring_problems(
+    config: MLAConfig, device: torch.device, index_format: str, dtype: torch.dtype
+) -> list[Problem]:
     """The lightning indexer's scores and the choice by them."""
-    indexer, index = config.indexer, cache.index
-    assert indexer is not None and index is not None  # make_plan looked
-    HI, DI, device = indexer.num_heads, indexer.head_dim, index.data.device
-    queries = index.layout.query_dtype(dtype, DI)
+    assert config.indexer is not None  # make_plan looked
+    HI, DI = config.indexer.num_heads, config.indexer.head_dim
+    queries = get_format(index_format).query_dtype(dtype, DI)
     return [
-        index_logits_problem(device, queries, index.format, HI=HI, DI=DI),
+        index_logits_problem(device, queries, index_format, HI=HI, DI=DI),
         index_topk_problem(device, scores_dtype(queries)),
     ]

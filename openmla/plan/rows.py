@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -11,15 +12,42 @@ from torch import Tensor
 from openmla.config import MLAConfig
 from openmla.plan.batch import Batch
 from openmla.plan.types import Rows, Tensors
+from openmla.plan.upload import upload
+
+
+def integers(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    """[n] on the host, int32 or int64. Every step makes some: an array takes a list at once, where
+    torch.tensor() looks at each of its values by itself."""
+    if not len(values):
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(array("i" if dtype == torch.int32 else "q", values), dtype=dtype)
+
+
+def some(values: Sequence[int], requests: Sequence[int]) -> Sequence[int]:
+    """Of some requests, as they are listed."""
+    if everyone(requests, len(values)):
+        return values
+    return [values[b] for b in requests]
+
+
+def everyone(requests: Sequence[int], B: int) -> bool:
+    """Whether these are all requests, in order."""
+    return len(requests) == B and list(requests) == list(range(B))
+
+
+def _neighbours(requests: Sequence[int]) -> bool:
+    first = requests[0] if len(requests) else 0
+    return len(requests) > 0 and list(requests) == list(range(first, first + len(requests)))
 
 
 def pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
     """Token rows of some requests: everything, one slice if they are neighbours, or indices."""
     if not requests:
         return slice(0, 0)
-    if list(requests) == list(range(requests[0], requests[0] + len(requests))):
+    if _neighbours(requests):
         return slice(starts[requests[0]], starts[requests[-1] + 1])
-    return torch.cat([torch.arange(starts[b], starts[b + 1]) for b in requests])
+    spans = [range(starts[b], starts[b + 1]) for b in requests]
+    return integers(list(chain.from_iterable(spans)), torch.int64)
 
 
 def num_rows(rows: Rows) -> int:
@@ -27,21 +55,29 @@ def num_rows(rows: Rows) -> int:
 
 
 def pick(table: Tensor, requests: Sequence[int]) -> Tensor:
-    if list(requests) == list(range(table.shape[0])):
+    if everyone(requests, table.shape[0]):
         return table
-    return table[torch.tensor(requests, dtype=torch.int64, device=table.device)]
+    if table.device.type == "cpu" and _neighbours(requests):  # elsewhere alignment counts
+        return table[requests[0] : requests[-1] + 1]
+    (index,) = upload((integers(requests, torch.int64),), table.device)
+    return table[index]
 
 
 def cumulative(lens: Sequence[int]) -> Tensor:
-    if len(lens) and min(lens) == max(lens) == 1:  # plain decode, at every step: kept cheap
-        return torch.arange(len(lens) + 1, dtype=torch.int32)
-    return torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32)
+    return integers(list(accumulate(lens, initial=0)))
 
 
 def owners(query_lens: Sequence[int]) -> Tensor:
     """[T] i64: the request of each token."""
-    counts = torch.tensor(query_lens, dtype=torch.int64)
-    return torch.arange(len(query_lens)).repeat_interleave(counts)
+    return repeated(range(len(query_lens)), query_lens, torch.int64)
+
+
+def repeated(
+    values: Sequence[int], counts: Sequence[int], dtype: torch.dtype = torch.int32
+) -> Tensor:
+    """[sum(counts)] on the host: each value as often as its count says."""
+    each, times = integers(values, dtype), integers(counts, torch.int64)
+    return each.repeat_interleave(times, output_size=sum(counts))
 
 
 def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) -> Tensors:
@@ -63,13 +99,12 @@ def rope_offsets(batch: Batch, config: MLAConfig, *, uniform: bool = False) -> T
     original = config.rope.original_positions
     if batch.device_seq_lens is not None:
         lens = batch.device_seq_lens
-        mine = owners(batch.query_lens).to(lens.device)
+        (mine,) = upload((owners(batch.query_lens),), lens.device)
         return padded((lens > original).long()[mine] * config.max_positions, batch.padding)
     offsets = [config.max_positions if original < S else 0 for S in batch.seq_lens]
     if not (any(offsets) or uniform):
         return None
-    each = torch.tensor(offsets, dtype=torch.int64)[owners(batch.query_lens)]
-    return padded(each, batch.padding)
+    return padded(repeated(offsets, batch.query_lens, torch.int64), batch.padding)
 
 
 def padded(tokens: Tensor, padding: int, value: int = 0) -> Tensor:

@@ -13,8 +13,17 @@ from openmla.config import MLAConfig
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
-from openmla.plan.problems import sparse_efficiencies
-from openmla.plan.rows import cumulative, owners, pick, pick_rows, start_locs
+from openmla.plan.problems import cache_kind, sparse_efficiencies
+from openmla.plan.rows import (
+    cumulative,
+    integers,
+    owners,
+    pick,
+    pick_rows,
+    repeated,
+    some,
+    start_locs,
+)
 from openmla.plan.types import (
     MaskedChunk,
     MaskGroup,
@@ -23,21 +32,22 @@ from openmla.plan.types import (
     latent_row,
     num_words,
 )
+from openmla.plan.upload import upload
 from openmla.plan.workspace import LATENT_BYTES, LOGITS_BYTES, MASK_BYTES
 
 
 def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = True) -> Tensor:
     """[n] i32: the keys each token may see, itself included; the last sees all, and without
     causality every one does."""
-    if not query_lens:
-        return torch.zeros(0, dtype=torch.int32)
-    lens = torch.tensor(query_lens)
+    if set(query_lens) == {1}:  # plain decode, at every step
+        return integers(seq_lens)
     if not causal:
-        return torch.repeat_interleave(torch.tensor(seq_lens, dtype=torch.int32), lens)
-    firsts = torch.tensor(seq_lens) - lens + 1
-    starts = torch.tensor(list(accumulate(query_lens, initial=0))[:-1])
-    shifts = torch.repeat_interleave(firsts - starts, lens)
-    return (torch.arange(shifts.shape[0]) + shifts).int()
+        return repeated(seq_lens, query_lens)
+    stops = accumulate(query_lens)
+    # the k-th of all tokens sees k + 1 keys and what its request has more than all up to it
+    more = [S - stop for S, stop in zip(seq_lens, stops, strict=True)]
+    lens = repeated(more, query_lens)
+    return lens + torch.arange(1, lens.shape[0] + 1, dtype=torch.int32)
 
 
 def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple[ScoreChunk, ...]:
@@ -57,6 +67,17 @@ def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple
     if lens:
         chunks.append(ScoreChunk(slice(start, len(lens)), widest))
     return tuple(chunks)
+
+
+def chunks_of(
+    lens: Tensor, longest: int, query_bytes: int, least: int = 0
+) -> tuple[ScoreChunk, ...]:
+    """The same of rows on the host, whose longest is known: they are looked at one by one only
+    where they do not fit at once."""
+    num_rows, widest = lens.shape[0], max(longest, least)
+    if num_rows and num_rows * (widest * 4 + query_bytes) <= LOGITS_BYTES:
+        return (ScoreChunk(slice(0, num_rows), widest),)
+    return score_chunks(lens.tolist(), query_bytes, least)
 
 
 def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreChunk, ...]:
@@ -108,11 +129,8 @@ def masked_chunks(
     for span in cut_contexts(seq_lens, rows_at_once, BS):
         stop = span.first + len(span.lens)
         begin, end = bounds[span.first], bounds[stop]
-        starts = torch.tensor(span.starts, dtype=torch.int32)
-        lens = torch.tensor(span.lens, dtype=torch.int32)
         owned = query_lens[span.first : stop]
-        key_starts = starts.repeat_interleave(torch.tensor(owned))
-        key_lens = lens.repeat_interleave(torch.tensor(owned))
+        key_starts, key_lens = repeated(span.starts, owned), repeated(span.lens, owned)
         step = max(MASK_BYTES // (4 * num_words(max(span.lens))), 1)
         n = end - begin
         cuts = [slice(row, min(row + step, n)) for row in range(0, n, step)]
@@ -129,7 +147,7 @@ def masked_chunks(
         chunks.append(
             MaskedChunk(
                 block_table=table[span.first : stop],
-                starts=starts,
+                starts=integers(span.starts),
                 key_start_loc=cumulative(span.lens),
                 max_key_len=max(span.lens),
                 num_keys=sum(span.lens),
@@ -161,12 +179,14 @@ def sparse_routes(
     """Those requests by route: rows gathered in latent space, or expanded and masked."""
     absorbed: list[int] = []
     masked: list[int] = []
-    efficiencies, bounded = sparse_efficiencies(config, latent, dtype), batch.bounded
+    bounded, efficiencies = batch.bounded, None
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
         if S == 0:  # of a part of the keys, nothing to expand
             gather = True
-        elif form == "auto" and b not in bounded:
+        elif form == "auto" and b not in bounded and n > 1:
+            if efficiencies is None:
+                efficiencies = sparse_efficiencies(config, cache_kind([latent]), dtype)
             gather = choose_sparse_absorbed(
                 config,
                 n,
@@ -198,34 +218,38 @@ def plan_sparse(
     assert config.indexer is not None and cache.latent is not None
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     absorbed, masked = routes
-    requests = [*absorbed, *masked]
-    query_lens = [batch.query_lens[b] for b in requests]
-    lens = row_lens(query_lens, [batch.seq_lens[b] for b in requests], batch.causal)
+    requests, first = [*absorbed, *masked], len(absorbed)
+    query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
+    lens = row_lens(query_lens, seq_lens, batch.causal)
     table = pick(batch.block_table, requests)
-    num_absorbed = sum(batch.query_lens[b] for b in absorbed)
-    cut = masked_chunks(
-        [batch.query_lens[b] for b in masked],
-        [batch.seq_lens[b] for b in masked],
-        table[len(absorbed) :],
-        first_row=num_absorbed,
-        BS=cache.latent.block_size,
-        rows_at_once=rows_at_once,
-    )
+    num_absorbed = sum(query_lens[:first])
+    cut: tuple[MaskedChunk, ...] = ()
+    if masked:
+        cut = masked_chunks(
+            query_lens[first:],
+            seq_lens[first:],
+            table[first:],
+            first_row=num_absorbed,
+            BS=cache.latent.block_size,
+            rows_at_once=rows_at_once,
+        )
     if cuts is None:
-        attending = query_chunks(num_absorbed, config, dtype.itemsize)
-        scored = lens.tolist() if cache.index is not None else ()  # else the caller chooses
-        least = config.indexer.topk + 1 if uniform else 0
-        cuts = score_chunks(scored, held, least), attending
+        scored: tuple[ScoreChunk, ...] = ()
+        if cache.index is not None:  # else the caller chooses
+            longest = max(some(batch.read_lens, requests), default=0)
+            scored = chunks_of(lens, longest, held, config.indexer.topk + 1 if uniform else 0)
+        cuts = scored, query_chunks(num_absorbed, config, dtype.itemsize)
     chunks, attending = cuts
     bounds, true_lens = cumulative(query_lens), true_row_lens(batch, requests, lens)
+    attended = true_lens if not masked else true_lens[:num_absorbed]
     return SparsePlan(
         rows=pick_rows(requests, starts),
         block_table=table,
         row_starts=no_starts(chunks, config.indexer.topk),
         first_keys=first_keys(chunks, config.indexer.topk),
         row_lens=true_lens,
-        topk_lens=true_lens[:num_absorbed].clamp(max=config.indexer.topk),
-        positions=true_lens[:num_absorbed].long() - 1,
+        topk_lens=attended.clamp(max=config.indexer.topk),
+        positions=attended.long() - 1,
         score_start_locs=start_locs(bounds, [chunk.rows for chunk in chunks], lens.shape[0]),
         query_chunk_start_locs=start_locs(bounds, attending, lens.shape[0]),
         num_rows=lens.shape[0],
@@ -241,8 +265,9 @@ def true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor
     """What tokens see when only the device knows the lengths: as much less as the bound is high."""
     if batch.device_seq_lens is None:
         return lens
-    device = batch.device_seq_lens.device
-    bounds = torch.tensor([batch.seq_lens[b] for b in requests], dtype=torch.int32)
-    less = bounds.to(device) - pick(batch.device_seq_lens, requests)
-    mine = owners([batch.query_lens[b] for b in requests]).to(device)
-    return (lens.to(device) - less[mine]).clamp_min(0)
+    true, query_lens = pick(batch.device_seq_lens, requests), some(batch.query_lens, requests)
+    if set(query_lens) == {1}:
+        return true.clamp_min(0)
+    hidden = repeated(some(batch.seq_lens, requests), query_lens) - lens  # from each token
+    mine, hidden = upload((owners(query_lens), hidden), true.device)
+    return (true[mine] - hidden).clamp_min(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +18,9 @@ Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialise on alignment
 
 
+Part = TypeVar("Part")
+
+
 class _Part:
     """Shows tensors by shape and dtype: what they hold may be on a device, and is long."""
 
@@ -24,6 +28,15 @@ class _Part:
         names = self.__dataclass_fields__  # type: ignore[attr-defined]
         parts = (f"{name}={_shown(getattr(self, name))}" for name in names)
         return f"{type(self).__name__}({', '.join(parts)})"
+
+
+def remade(part: Part, changes: Mapping[str, Any]) -> Part:
+    """The part with other values, which are known to be sound: unlike dataclasses.replace() it asks
+    nobody, and every step makes its parts twice."""
+    made = object.__new__(type(part))
+    vars(made).update(vars(part))
+    vars(made).update(changes)
+    return made
 
 
 def _shown(value: object) -> str:

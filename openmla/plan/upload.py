@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from openmla.plan.types import remade
+
 Tree = TypeVar("Tree")
-ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
+ALIGN = 4  # words of 4 bytes: kernels specialise on alignment, so all tensors share one
+PLAIN = frozenset((int, str, slice, type(None)))  # most of what parts hold, and no tensor
+_ZEROS = [torch.zeros(n, dtype=torch.int32, device="cpu") for n in range(ALIGN)]
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
-    """The same tuple or dataclass, however nested, with its CPU tensors moved."""
+    """The same tuple or dataclass, however nested, with its CPU tensors moved: integers of 32 and
+    64 bits."""
     return tree if device.type == "cpu" else send(tree, device)
 
 
@@ -22,20 +25,34 @@ def upload(tree: Tree, device: torch.device) -> Tree:
 def send(tree: Tree, device: torch.device) -> Tree:
     found: dict[int, Tensor] = {}  # by identity: shared tensors are moved once
     _collect(tree, found)
-    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in found.values()]
-    places = list(accumulate((-(-len(part) // ALIGN) * ALIGN for part in raw), initial=0))
-    packed = torch.empty(places[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for part, place in zip(raw, places, strict=False):
-        packed[place : place + len(part)] = part
+    pieces, places, end = [], [], 0
+    for key, tensor in found.items():
+        tensor = tensor.contiguous()
+        wide = tensor.dtype == torch.int64
+        words = tensor.view(-1)
+        words = words.view(torch.int32) if wide else words
+        size = words.shape[0]
+        rest = -size % ALIGN
+        pieces += [words, _ZEROS[rest]] if rest else [words]
+        # offsets count elements of the view they are taken from
+        places.append((key, wide, tensor.shape, tensor.stride(), end // 2 if wide else end))
+        end += size + rest
+    packed = torch.empty(end, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    if pieces:
+        torch.cat(pieces, out=packed)
     sent = packed.to(device, non_blocking=True)
+    both = sent, sent.view(torch.int64)
     moved = {
-        key: sent[place : place + len(part)].view(tensor.dtype).view(tensor.shape)
-        for (key, tensor), part, place in zip(found.items(), raw, places, strict=False)
+        key: both[wide].as_strided(shape, stride, offset)
+        for key, wide, shape, stride, offset in places
     }
-    return _rebuild(tree, moved)
+    made: Tree = _rebuild(tree, moved)
+    return made
 
 
 def _collect(node: object, found: dict[int, Tensor]) -> None:
+    if type(node) in PLAIN:
+        return
     if isinstance(node, Tensor):
         if node.device.type == "cpu":
             found[id(node)] = node
@@ -47,13 +64,13 @@ def _collect(node: object, found: dict[int, Tensor]) -> None:
             _collect(part, found)
 
 
-def _rebuild(node: Tree, moved: dict[int, Tensor]) -> Tree:
+def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
+    if type(node) in PLAIN:
+        return node
     if isinstance(node, Tensor):
-        return moved.get(id(node), node)  # type: ignore[return-value]
+        return moved.get(id(node), node)
     if isinstance(node, tuple):
-        return tuple(_rebuild(part, moved) for part in node)  # type: ignore[return-value]
+        return tuple([_rebuild(part, moved) for part in node])
     if hasattr(node, "__dataclass_fields__"):
-        parts = {name: (part, _rebuild(part, moved)) for name, part in vars(node).items()}
-        changed = {name: new for name, (old, new) in parts.items() if new is not old}
-        return replace(node, **changed)  # type: ignore[type-var]
+        return remade(node, {name: _rebuild(part, moved) for name, part in vars(node).items()})
     return node

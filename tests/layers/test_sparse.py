@@ -25,7 +25,7 @@ from openmla import (
     plan_buffers,
 )
 from openmla.attention import IndexInputs, select_step
-from openmla.backends import Problem
+from openmla.backends import Problem, forget_choices
 from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
 from tests.layers.families import SPARSE, Peer, make_peer
@@ -161,8 +161,11 @@ def test_a_backend_that_takes_slots_only_is_given_slots(monkeypatch: pytest.Monk
     def refuse_positions(problem: Problem, _: str) -> str | None:
         return "takes slots" if problem.kinds == ("positions",) else None
 
-    monkeypatch.setattr("openmla.plan.problems.why_not", refuse_positions)
-    mapped = serve(peer, hidden, [40, 50], form="absorbed")
+    with monkeypatch.context() as patched:
+        patched.setattr("openmla.plan.problems.why_not", refuse_positions)
+        forget_choices()
+        mapped = serve(peer, hidden, [40, 50], form="absorbed")
+    forget_choices()
     assert "map_slots" in mapped.plans[1].explain()
     assert torch.equal(plain.output("r"), mapped.output("r"))
 

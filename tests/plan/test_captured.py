@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openmla import ConfigError, make_plan
-from openmla.plan.captured import fill
+from openmla.plan.captured import _send, fill
 from openmla.plan.sparse import even_chunks, score_chunks
 from openmla.plan.workspace import LOGITS_BYTES
 from tests.plan.captured import KINDS, make_step, tensors_of
@@ -42,19 +42,31 @@ def test_nothing_is_left_of_an_earlier_step(kind: str | int) -> None:
     assert all(torch.equal(fresh[name], used[name]) for name in fresh)
 
 
-def test_a_fill_uploads_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_fill_pads(on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device what is there already; the rest on the host, then uploaded at once."""
     uploads: list[Any] = []
 
-    def counted(tree: Any, device: torch.device) -> Any:
+    def sent(tree: Any, device: torch.device) -> Any:
         uploads.append(tree)
         return tree
 
-    monkeypatch.setattr("openmla.plan.captured.upload", counted)
-    buffers = {"block_table": torch.zeros(3, 4), "query_start_loc": torch.zeros(4)}
-    values = {"block_table": torch.ones(2, 1), "query_start_loc": torch.tensor([0.0, 2.0])}
-    fill(buffers, values)
-    assert len(uploads) == 1 and buffers["query_start_loc"].tolist() == [0, 2, 2, 2]
+    monkeypatch.setattr("openmla.plan.captured.upload", sent)
+    buffers = {
+        "block_table": torch.full((3, 4), 7, dtype=torch.int32),
+        "query_start_loc": torch.full((4,), 7, dtype=torch.int32),
+        "slot_mapping": torch.full((3,), 7),
+    }
+    values = {
+        "block_table": torch.ones((2, 1), dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 2], dtype=torch.int32),
+        "slot_mapping": torch.tensor([5, 6]),
+    }
+    (_send if on_host else fill)(buffers, values)
+    assert len(uploads) == on_host
     assert buffers["block_table"].tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert buffers["query_start_loc"].tolist() == [0, 2, 2, 2]
+    assert buffers["slot_mapping"].tolist() == [5, 6, -1]
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 1000, LOGITS_BYTES // 40, LOGITS_BYTES])

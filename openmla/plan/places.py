@@ -1,0 +1,47 @@
+"""Where requests have rows, by a table on the host: one look at it, whatever the batch is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.plan.rows import integers
+
+
+def last_blocks(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: int) -> list[int]:
+    """The blocks of the last counts[b] of lens[b] positions, request by request and in order.
+
+    `table` is [B, M] i32 on the CPU; its rows may be rings.
+    """
+    M = table.shape[1]
+    if set(counts) == {1}:  # plain decode, at every step
+        places = [b * M + (S - 1) // BS % M for b, S in enumerate(lens)]
+    else:
+        places = [
+            b * M + column % M
+            for b, (n, S) in enumerate(zip(counts, lens, strict=True))
+            if n
+            for column in range((S - n) // BS, (S - 1) // BS + 1)
+        ]
+    found: list[int] = table.take(integers(places, torch.int64)).tolist() if places else []
+    return found
+
+
+def last_slots(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: int) -> list[int]:
+    """The slots of those positions, a slot each."""
+    blocks = last_blocks(table, counts, lens, BS)
+    if set(counts) == {1}:
+        return [block * BS + (S - 1) % BS for block, S in zip(blocks, lens, strict=True)]
+    slots: list[int] = []
+    following = iter(blocks)
+    for n, S in zip(counts, lens, strict=True):
+        position = S - n
+        while position < S:
+            offset = position % BS
+            size = min(S - position, BS - offset)
+            first = next(following) * BS + offset
+            slots += range(first, first + size)
+            position += size
+    return slots
