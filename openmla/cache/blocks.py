@@ -118,8 +118,26 @@ class BlockPool:
             counts[request] = num_tokens
         return counts
 
+    def missing(self, wanted: Mapping[Any, int]) -> int:
+        """How many blocks more take() would have to find; 0 where it has room."""
+        needed, free = self._needed(self._counts(wanted))
+        return max(sum(needed.values()) - free, 0)
+
     def _check_room(self, wanted: Mapping[Any, int]) -> None:
-        total = 0
+        needed, free = self._needed(wanted)
+        if sum(needed.values()) <= free:
+            return
+        for request, count in needed.items():
+            if count > free:
+                raise CacheFullError(
+                    f"cache: request {request!r} needs {count} blocks, "
+                    f"{free} of {self.num_blocks} are free."
+                )
+            free -= count
+
+    def _needed(self, wanted: Mapping[Any, int]) -> tuple[dict[Any, int], int]:
+        """Blocks by request, and how many are free once those are released that have passed."""
+        counts: dict[Any, int] = {}
         left: dict[int, int] = {}  # users that leave a shared block within this call
         free = len(self._free)
         for request, passed in self._passed(wanted).items():
@@ -135,12 +153,8 @@ class BlockPool:
                 if self._users[last] - left.get(last, 0) > 1:
                     left[last] = left.get(last, 0) + 1
                     needed += 1
-            total += needed
-            if total > free:
-                raise CacheFullError(
-                    f"cache: request {request!r} needs {needed} blocks, "
-                    f"{free - (total - needed)} of {self.num_blocks} are free."
-                )
+            counts[request] = needed
+        return counts, free
 
     def _passed(self, wanted: Mapping[Any, int]) -> dict[Hashable, int]:
         """How many of each request's first blocks no token of it will see again."""

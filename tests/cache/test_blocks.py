@@ -96,6 +96,28 @@ def test_sharing_a_prefix_and_cutting() -> None:
     assert pool.blocks("b") == () and pool.num_free == 5
 
 
+def test_what_is_missing_is_what_must_be_added() -> None:
+    """With shared blocks and windows too: one block fewer is refused; asking changes nothing."""
+    shared = BlockPool(4, 2)
+    shared.take({"a": 3})
+    shared.share("a", "b")
+    window = BlockPool(3, 2, window=2, rollback=0)
+    window.take({"a": 6})
+    for pool, wanted in (
+        (shared, {"a": 2, "b": 2, "c": 0}),
+        (shared, {"a": 9}),
+        (window, {"a": 5, "b": 4}),
+    ):
+        before, missing = repr(pool), pool.missing(wanted)
+        assert missing > 0 and repr(pool) == before
+        pool.grow(pool.num_blocks + missing - 1)
+        with pytest.raises(CacheFullError):
+            pool.take(wanted)
+        pool.grow(pool.num_blocks + 1)
+        assert pool.missing(wanted) == 0
+        pool.take(wanted)
+
+
 def test_growing() -> None:
     pool = BlockPool(num_blocks=2, block_size=4)
     pool.take({"a": 8})

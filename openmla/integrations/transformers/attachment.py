@@ -29,8 +29,9 @@ from openmla.cache import (
     shown_bytes,
 )
 from openmla.config import MLAConfig, RopeConfig
-from openmla.errors import CacheFullError, ConfigError, UnsupportedError
+from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
+from openmla.integrations.transformers.growth import spare_blocks
 from openmla.layers.rope import rope_table
 from openmla.plan import Plan
 
@@ -188,9 +189,15 @@ class Attachment:
         Windows and states always may: they are bounded by the number of sequences. Called with the
         pool locked.
         """
-        for pool in self.pools:
-            while not _fits(pool, wanted, raising=pool is self.pools[0] and not self.may_grow):
-                pool.grow(2 * pool.num_blocks)
+        for lifetime, pool in enumerate(self.pools):
+            missing = pool.missing(wanted)
+            if missing and lifetime == 0 and not self.may_grow:
+                break  # what take() says of it
+            if missing:
+                rows = sum(map(bool, wanted.values())) if lifetime == 0 else 0
+                each = self._block_bytes()[lifetime]
+                spare = spare_blocks(pool.num_blocks, rows=rows, block_bytes=each)
+                pool.grow(pool.num_blocks + missing + spare)
         taken = self.pool.take(wanted)
         return (taken,) if isinstance(taken, list) else taken
 
@@ -309,19 +316,13 @@ class Attachment:
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""
         used = [pool.num_blocks - pool.num_free for pool in self.pools]
-        total = 0
+        return sum(n * each for n, each in zip(used, self._block_bytes(), strict=False))
+
+    def _block_bytes(self) -> tuple[int, int, int]:
+        """Of one block over all layers, in the order of `pools`."""
+        totals = [0, 0, 0]
         for cache in list(self.caches.values()):
             for part in cache.parts:
                 lifetime = 1 if part is cache.window else 2 if part is cache.state else 0
-                total += used[lifetime] * part.data[0].numel() * part.data.element_size()
-        return total
-
-
-def _fits(pool: BlockPool, wanted: dict[int, int], *, raising: bool) -> bool:
-    try:
-        pool.check(wanted)
-    except CacheFullError:
-        if raising:
-            raise
-        return False
-    return True
+                totals[lifetime] += part.data[0].numel() * part.data.element_size()
+        return totals[0], totals[1], totals[2]
