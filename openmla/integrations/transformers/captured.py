@@ -7,7 +7,8 @@ tensors; from then on a step takes blocks, fills the buffers and replays. Prompt
 else go through the model's forward as before. Python runs only while recording: weights that are
 replaced between generations are noticed, and adapters that are switched at any time; another
 number inside a module that changes is not. So where nobody asked for it, a model with hooks inside
-is left alone. Threads take turns: one graph's tensors serve one step at a time.
+is left alone. Threads take turns: one graph's tensors serve one step at a time, and graphs for
+other numbers of rows share its memory (graphs.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from openmla.cache import LayerCache
 from openmla.errors import UnsupportedError
+from openmla.integrations.transformers.graphs import GraphMemory, has_graphs
 from openmla.integrations.transformers.masks import read_mask
 from openmla.integrations.transformers.paged_layer import PagedLayer
 from openmla.plan import plan_buffers
@@ -43,7 +45,7 @@ UNDERSTOOD = (
     "return_dict",
     "use_cache",
 )
-WARM_UPS = 2  # passes before recording: kernels are compiled, libraries set themselves up
+KEPT = 4  # graphs, each for another number of rows: the last that were used
 
 
 class Recorded(NamedTuple):
@@ -74,9 +76,11 @@ class CapturedDecode:
         self.model, self.attachment, self.asked, self.hooks = model, attachment, asked, hooks
         self.recordable = True
         self.forward = model.forward
-        self.recorded: Recorded | None = None
+        self.recorded: dict[int, Recorded] = {}  # by rows, the last used at the end
+        self.memory: GraphMemory | None = None  # of the graphs among them
         self.recordings = 0
         self.served: Callable[[], Session | None] = lambda: None  # the session of the last step
+        self.rows = 0  # of it
         self.adapters: list[Any] = []  # modules, as of the last recording
         update_wrapper(self, self.forward)  # generate() looks at the signature
         model.forward = self
@@ -84,6 +88,11 @@ class CapturedDecode:
     def remove(self) -> None:
         """Undo it: the model's own forward is there again."""
         del self.model.forward
+        self._drop()
+
+    def _drop(self) -> None:
+        """Let go of all graphs, and of the memory they share with the last of them."""
+        self.recorded, self.memory = {}, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedDecode:
         """Of a model that is copied: it records its own."""
@@ -92,7 +101,8 @@ class CapturedDecode:
         twin.model = deepcopy(self.model, memo)
         twin.attachment = deepcopy(self.attachment, memo)
         twin.forward = deepcopy(self.forward, memo)
-        twin.recorded, twin.served = None, lambda: None
+        twin.served = lambda: None
+        twin._drop()
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -121,15 +131,13 @@ class CapturedDecode:
         positions = kwargs["position_ids"].expand(ids.shape)
         self.attachment.current.positions = positions
         caches = self._begin(session, layers, ids)
-        recorded = self.recorded
-        if self.served() is not session and recorded is not None:  # another generation
-            same = recorded.weights == _weights(self.model) and _same_decoded(recorded, session)
-            recorded = recorded if same else None
-        self.served = weakref.ref(session)
-        serves = recorded is not None and _serves(recorded, session, ids, caches)
-        if recorded is None or not serves or recorded.switches != _switches(self.adapters):
-            self.recorded = None  # its memory, before more is taken
-            recorded = self.recorded = self._record(past, session, layers, caches, ids, positions)
+        recorded = self._fitting(session, ids, caches)
+        if recorded is None:
+            try:
+                recorded = self._record(past, session, layers, caches, ids, positions)
+            except BaseException:
+                self._drop()  # torch refuses a pool again whose only graph came to nothing
+                raise
         else:
             recorded.ids.copy_(ids)
             recorded.positions.copy_(positions)
@@ -139,10 +147,37 @@ class CapturedDecode:
             else:
                 out = self._pass(recorded.ids, recorded.positions, past, session, layers)
                 recorded.logits.copy_(out.logits)
+        self._keep(recorded)
         for layer, seen in zip(layers, columns, strict=True):
             layer.steps, layer.columns = session.steps, seen + 1
         session.finish()
         return recorded.result(logits=recorded.logits.clone(), past_key_values=past)
+
+    def _fitting(self, session: Session, ids: Tensor, caches: list[LayerCache]) -> Recorded | None:
+        """What was recorded for so many rows, if it holds; if not, all of it goes: caches or
+        weights have moved, or it is too short, and what comes needs the memory."""
+        rows = ids.shape[0]
+        known = self.served() is session and self.rows == rows
+        self.served, self.rows = weakref.ref(session), rows
+        recorded = self.recorded.get(rows)
+        if recorded is None:
+            return None
+        same = known or (
+            recorded.weights == _weights(self.model) and _same_decoded(recorded, session)
+        )
+        serves = same and _serves(recorded, session, ids, caches)
+        if not serves or recorded.switches != _switches(self.adapters):
+            self._drop()
+            return None
+        return recorded
+
+    def _keep(self, recorded: Recorded) -> None:
+        """Only the last ones: they share memory, but a graph itself takes some, too."""
+        rows = recorded.ids.shape[0]
+        self.recorded.pop(rows, None)
+        self.recorded[rows] = recorded
+        while len(self.recorded) > KEPT:
+            del self.recorded[next(iter(self.recorded))]
 
     def _may(self, session: Session) -> bool:
         """Whether Python may be left out; looked at once per generation."""
@@ -219,9 +254,9 @@ class CapturedDecode:
                 layer.columns = seen
             return out
 
-        if ids.device.type == "cuda":
+        if has_graphs(ids.device):
             with _experts_one_by_one(self.model):
-                graph, out = self._capture(step)
+                graph, out = self._capture(step, ids.device, B, blocks)
         else:
             out = step()
         logits = out.logits
@@ -234,20 +269,18 @@ class CapturedDecode:
             decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
 
-    def _capture(self, step: Callable[[], Any]) -> tuple[Any, Any]:
+    def _capture(
+        self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int
+    ) -> tuple[Any, Any]:
         """Record what a step launches, then launch it once."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        if self.memory is None or not self.memory.holds(device, rows, blocks):
+            self._drop()
+            self.memory = GraphMemory(device, rows, blocks)
+        self.memory.warm_up(step)
         try:
-            # other threads go on: what they allocate meanwhile is no part of this
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                out = step()
+            graph, out = self.memory.record(step)
         except RuntimeError as reason:
+            self._drop()  # a pool that a recording failed in is not one to go on with
             said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
             message = f"attach: this model's decode step cannot be recorded: {said} "
             if self.asked:
@@ -383,7 +416,8 @@ def _most_blocks(session: Session) -> int:
 
 
 def _places(caches: list[LayerCache], attachment: Attachment) -> tuple[int, ...]:
+    """With their lengths: what has moved away and back, grown in between, is another."""
     parts = [part.data for cache in caches for part in cache.parts]
     if attachment.config.compressor is not None:
         parts.append(attachment.table(parts[0].device))
-    return tuple(part.data_ptr() for part in parts)
+    return tuple(number for part in parts for number in (part.data_ptr(), len(part)))
