@@ -290,7 +290,8 @@ class CapturedDecode:
             self.recordable = False
             return None, step()
         graph.replay()
-        return graph, out
+        with self.attachment.using_caches(device):  # here, and no longer where it was warmed up
+            return graph, out
 
 
 @contextmanager
