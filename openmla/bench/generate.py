@@ -140,8 +140,9 @@ def decode_as_generate_does(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def print_memory(calls: dict[str, Callable[[], Tensor]]) -> None:
-    """What a step takes beside weights and caches, which stay."""
+def print_memory(calls: dict[str, Callable[[], Tensor]], attached: Any) -> None:
+    """What a step takes beside weights and caches, which stay, and what its graph holds."""
+    graph = attachment_of(attached).memory().graph_bytes
     for name, call in calls.items():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -149,7 +150,8 @@ def print_memory(calls: dict[str, Callable[[], Tensor]]) -> None:
         call()
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before
-        print(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches")
+        held = f", {(graph or 0) / 2**20:.1f} MiB in its graph's pool" if name == "captured" else ""
+        print(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches{held}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -197,7 +199,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 print(f"  {name} WRONG: {error:.1e} from transformers, at most {limit:.1e}")
                 del calls[name]
         if device == "cuda":
-            print_memory(calls)
+            print_memory(calls, attached)
         times = time_round_robin(calls, options.rounds, device)
     title = f"{B} tokens of the whole model, each over {S} keys"
     rows = tabulate(title, times, "transformers", None, roofs, errors)

@@ -125,6 +125,7 @@ def run_generate(options: argparse.Namespace) -> int:
     ours = generate_once(model, ids, tokenizer, choice, shown=True)
     plan = attachment_of(model).last_plan
     explanation = attachment_of(model).explain()
+    memory = attachment_of(model).memory()
     detach(model)
     runs = {"openmla": ours}
     if options.compare:
@@ -135,6 +136,7 @@ def run_generate(options: argparse.Namespace) -> int:
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     print(f"\n{heading('times')}")
     print_table(runs, ids.shape[1])
+    print(f"\nmemory beside weights, with openmla\n{memory}")
     print(f"\nlast step ({dtype})\n{explanation}")
     if plan is not None and plan.sparse is not None:
         print(f"\n{keys_attended(plan)}")

@@ -53,7 +53,6 @@ def worst_logits(actual: Any, expected: Any) -> float:
 
 def captured(model: Any) -> CapturedDecode:
     """What records the decode step of an attached model."""
-    (found,) = (
-        handle for handle in attachment_of(model).handles if isinstance(handle, CapturedDecode)
-    )
+    found = attachment_of(model).captured
+    assert isinstance(found, CapturedDecode) and found in attachment_of(model).handles
     return found

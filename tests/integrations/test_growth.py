@@ -75,8 +75,8 @@ def test_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, mask = prompts((300, 200))
     expected = new_tokens(model, ids, mask, n=40)
     attach(model, block_size=4)
-    grown, old = PagedCache.grown, []  # of one layer after another
-    alive: list[int] = []
+    grown, alive = PagedCache.grown, list[int]()
+    old: list[weakref.ref[torch.Tensor]] = []  # of one layer after another
 
     def watched(self: PagedCache, num_blocks: int) -> PagedCache:
         alive.append(sum(data() is not None for data in old))

@@ -22,11 +22,18 @@ def test_prompts_call_the_linear_and_copies_are_told(monkeypatch: pytest.MonkeyP
     attach(model, block_size=4)
     for linear in linears:
         linear.rows.clear()
-    copied = model(ids).logits
+    first = model(ids, use_cache=True)
+    copied = first.logits
     assert not any(linear.rows for linear in linears)  # this CPU does not multiply fp8
     each = 4 * linears[0].weight.numel()
-    told = f"copies    {len(linears) * each / 2**10:.1f} KiB for each cache in use: kv_b_proj of "
-    assert told in attachment_of(model).explain(), attachment_of(model).explain()
+    attachment = attachment_of(model)
+    assert attachment.memory().decoded_bytes == len(linears) * each
+    other = model(ids, use_cache=True)
+    assert attachment.memory().decoded_bytes == 2 * len(linears) * each  # of each cache in use
+    told = f"decoded   {2 * len(linears) * each / 2**10:.1f} KiB: copies of kv_b_proj"
+    assert told in str(attachment.memory())
+    del first, other
+    assert attachment.memory().decoded_bytes == 0
     with_fp8(monkeypatch)
     past = model(ids).past_key_values
     assert all(linear.rows == [60] for linear in linears)

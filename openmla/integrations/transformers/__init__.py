@@ -24,12 +24,14 @@ from openmla.errors import ConfigError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.check import Options, check_model, supported_text_config
 from openmla.integrations.transformers.install import install_attachment, remove_attachment
+from openmla.integrations.transformers.memory import MemoryReport
 from openmla.integrations.transformers.paged_layer import PagedLayer
 
 __all__ = [
     "REFUSED",
     "SUPPORTED",
     "Attachment",
+    "MemoryReport",
     "PagedLayer",
     "attach",
     "attachment_of",
@@ -56,15 +58,16 @@ def attach(
     `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
-    model share; without it the pool grows as needed. `backend` is make_plan()'s. `workspace` is the
-    context rows that prefill expands at once. Then generate(), pipeline() and bare forward passes
-    work as before.
+    model share; without it the pool grows by what is asked and a bounded step. `backend` is
+    make_plan()'s. `workspace` is the context rows that prefill expands at once. Then generate(),
+    pipeline() and bare forward passes work as before.
 
     With `capture` a decode step (one new token per row) is recorded as a CUDA graph when it first
-    comes and replayed from then on; it is recorded anew for another number of rows and whenever
-    the longest context has doubled. By default that is done on a GPU, unless modules inside have
-    hooks, which a replayed step would not run. On a CPU, where it must be asked for, the step runs
-    over the same fixed tensors instead.
+    comes and replayed from then on. The last four numbers of rows have a graph each, which share
+    their memory; they are recorded anew whenever the block pool has grown or the longest context
+    has doubled. By default that is done on a GPU, unless modules inside have hooks, which a
+    replayed step would not run. On a CPU, where it must be asked for, the step runs over the same
+    fixed tensors instead.
 
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
@@ -84,7 +87,8 @@ def detach(model: Model) -> Model:
 
 
 def attachment_of(model: nn.Module) -> Attachment:
-    """What attach() set up on a model: its pool, caches and options."""
+    """What attach() set up on a model: its pool, caches and options; its memory() is what they
+    take, its explain() what the last pass did."""
     for module in model.modules():
         attachment = getattr(module, "openmla", None)
         if isinstance(attachment, Attachment):

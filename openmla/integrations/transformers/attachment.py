@@ -8,6 +8,7 @@ thread.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,16 +27,17 @@ from openmla.cache import (
     Geometry,
     LayerCache,
     allocate_cache,
-    shown_bytes,
 )
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
+from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
 from openmla.layers.rope import rope_table
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
+    from openmla.integrations.transformers.captured import CapturedDecode
     from openmla.integrations.transformers.indexer import IndexerWatch
     from openmla.integrations.transformers.paged_layer import PagedLayer
     from openmla.integrations.transformers.session import Session
@@ -78,6 +80,7 @@ class Attachment:
     request_ids: Any = field(default_factory=count)
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
+    captured: CapturedDecode | None = None  # what records decode steps, if anything does
 
     def __post_init__(self) -> None:
         self._start()
@@ -95,7 +98,9 @@ class Attachment:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
         self.last_plan: Plan | None = None
-        self.copied: dict[int, int] = {}  # by layer: bytes of a kv_b_proj that had to be decoded
+        self.workspace_bytes = 0  # the most that a pass planned for
+        # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
+        self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone
@@ -304,14 +309,33 @@ class Attachment:
         """What the last pass did in each layer and why, in lines for people."""
         if self.last_plan is None:
             return "no pass has run yet"
-        lines = [self.last_plan.explain(finished=True)]
-        if self.copied:
-            size = shown_bytes(sum(self.copied.values()))
-            lines.append(
-                f"copies    {size} for each cache in use: kv_b_proj of {len(self.copied)} layers, "
-                "decoded for absorbed rows"
+        return self.last_plan.explain(finished=True)
+
+    def planned(self, plan: Plan) -> None:
+        """A pass will do this."""
+        self.last_plan = plan
+        self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
+
+    def decoded(self, weight: Tensor) -> None:
+        """A cache holds a copy of a kv_b_proj, counted as long as it is there."""
+        self._decoded[id(weight)] = weight
+
+    def memory(self) -> MemoryReport:
+        """What all this takes beside the model's weights."""
+        with self.lock:
+            captured = self.captured
+            graphs = captured.memory if captured is not None else None
+            weights = {weight.data_ptr(): weight for weight in self._decoded.values()}
+            return MemoryReport(
+                block_bytes=sum(cache.num_bytes for cache in self.caches.values()),
+                used_bytes=self.used_bytes(),
+                num_blocks=self.pool.num_blocks,
+                free_blocks=self.pool.num_free,
+                decoded_bytes=sum(weight.nbytes for weight in weights.values()),
+                graph_bytes=0 if graphs is None else graphs.num_bytes,
+                num_graphs=len(captured.recorded) if captured and graphs is not None else 0,
+                workspace_bytes=self.workspace_bytes,
             )
-        return "\n".join(lines)
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""

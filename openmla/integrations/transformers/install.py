@@ -42,6 +42,7 @@ def install_attachment(model: nn.Module, attachment: Attachment, capture: bool |
         hooks = inner_hooks(model) - others
         decode = CapturedDecode(model, attachment, asked=bool(capture), hooks=hooks)
         attachment.handles.append(decode)
+        attachment.captured = decode
     text_config = _own_config(model, module.config)
     attachment.previous = (text_config, text_config._attn_implementation)
     text_config._attn_implementation = attachment.name

@@ -151,7 +151,7 @@ class Session:
         if layer not in self.decoded or self.decoded[layer][0] != state:
             C = self.attachment.config.kv_lora_rank
             self.decoded[layer] = (state, decode_weight(linear, C, dtype))
-            self.attachment.copied[layer] = self.decoded[layer][1].nbytes
+            self.attachment.decoded(self.decoded[layer][1])
         return self.decoded[layer][1]
 
     def begin(
@@ -355,7 +355,7 @@ class Session:
                 into=into,
                 beside=next(made, None),
             )
-            self.attachment.last_plan = self.plans[key]
+            self.attachment.planned(self.plans[key])
         return self.plans[key]
 
 

@@ -1,0 +1,64 @@
+"""MemoryReport: what an attached model takes beside its weights, by what it is for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from openmla.cache import shown_bytes
+from openmla.plan import Plan
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes, over all layers and devices; str() is for people.
+
+    Blocks, decoded weights and graphs are held; a workspace is taken while a layer attends to a
+    prompt, and then torch's allocator has it again.
+    """
+
+    block_bytes: int  # of the block pool; of V4, with its windows and states
+    used_bytes: int  # of these, of blocks that requests hold
+    num_blocks: int  # of V4: of entries
+    free_blocks: int
+    decoded_bytes: int  # copies of kv_b_proj that is no plain linear, of all caches in use
+    graph_bytes: int | None  # the pool of recorded steps; None where the allocator does not say
+    num_graphs: int
+    workspace_bytes: int  # the most that a pass planned for, since attach()
+
+    @property
+    def held_bytes(self) -> int:
+        """All but the workspace, as far as it is known."""
+        return self.block_bytes + self.decoded_bytes + (self.graph_bytes or 0)
+
+    def __str__(self) -> str:
+        used = self.num_blocks - self.free_blocks
+        lines = [
+            f"blocks    {shown_bytes(self.block_bytes)}, {shown_bytes(self.used_bytes)} in use: "
+            f"{used} of {self.num_blocks} blocks"
+        ]
+        if self.decoded_bytes:
+            lines.append(f"decoded   {shown_bytes(self.decoded_bytes)}: copies of kv_b_proj")
+        if self.num_graphs:
+            size = "unknown" if self.graph_bytes is None else shown_bytes(self.graph_bytes)
+            lines.append(f"graphs    {size}, shared by {self.num_graphs} recorded decode steps")
+        if self.workspace_bytes:
+            size = shown_bytes(self.workspace_bytes)
+            lines.append(f"workspace {size} at most, while a layer attends to a prompt")
+        return "\n".join(lines)
+
+
+def workspace_bytes(plan: Plan) -> int:
+    """What one layer takes beside inputs and outputs, at most: rows gathered and expanded, and a
+    sparse model's scores and choices. 0 of a captured step, whose memory is its graph's."""
+    if plan.form == "captured":
+        return 0
+    total, prefill, config = sum(plan.sparse_bytes().values()), plan.prefill, plan.config
+    if prefill is not None:
+        chunks = (prefill.one_shot, *prefill.chunks)
+        keys = [chunk.num_keys for chunk in chunks if chunk is not None]
+        if prefill.one_shot is None and prefill.route != "context":
+            keys.append(sum(plan.query_lens[b] for b in plan.routes["expanded"]))
+        columns = config.qk_nope_head_dim + config.v_head_dim + config.qk_head_dim
+        each = config.latent_dim + config.num_heads * columns
+        total += max(keys, default=0) * each * plan.problem("cache_write").dtype.itemsize
+    return total
