@@ -133,6 +133,8 @@ class Engine:
         self.ids = torch.zeros(max_requests, dtype=torch.int64, device=self.model.device)
         self.positions = torch.zeros_like(self.ids)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        # one is replayed at a time, and its tokens are read before the next
+        self.graph_pool = torch.cuda.graph_pool_handle() if self.ids.is_cuda else None
 
     def add(self, prompt: list[int], max_new_tokens: int) -> Request:
         length = len(prompt) + max_new_tokens
@@ -257,7 +259,7 @@ class Engine:
             if size not in self.graphs:
                 step()  # compiles kernels; the rows it writes are written again
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graph, pool=self.graph_pool):
                     self.graphs[size] = graph, step()
             graph, tokens = self.graphs[size]
             graph.replay()
