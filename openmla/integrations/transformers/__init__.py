@@ -4,12 +4,12 @@ Only public doors of transformers are used. Every MLA attention module projects,
 and computes its output as before; in between it asks its cache to store the new latents and a named
 attention function to attend. attach() registers that function ("openmla", with a mask function that
 never builds a square mask), puts paged layers into the cache objects as they come by, and names the
-function in the model's config. No class is patched and no parameter copied.
+function in the model's config. Each module's expand_kv is shadowed on the instance: where a paged
+layer has stored latents, they stay latents. No class is patched and no parameter copied.
 
 Sparse models (with an indexer) score every key in one matrix and expand every cached latent in
-every step (transformers 5.17 caches them expanded). There, each module's expand_kv is shadowed on
-the instance, so that latents stay latents, and its indexer is watched: see indexer.py. DeepSeek
-V4's compressors are shadowed: see compressed.py.
+every step (transformers 5.17 caches them expanded). Their indexers are watched: see indexer.py.
+DeepSeek V4's compressors are shadowed: see compressed.py.
 """
 
 from __future__ import annotations

@@ -261,6 +261,9 @@ class Attachment:
                         cache.index.move_rows(sources, targets, self.config.indexer.head_dim)
 
     def _grown(self, cache: LayerCache) -> LayerCache:
+        latent = cache.latent
+        if latent is not None and latent.num_blocks >= self.pool.num_blocks:
+            return cache  # as in nearly every step; indexer keys have as many blocks
         with torch.inference_mode(False):
             return cache.grown(*(pool.num_blocks for pool in self.pools))
 

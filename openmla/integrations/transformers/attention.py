@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def openmla_attention(
     module: nn.Module,
     query: Tensor,  # [B, H, S, P + R]
-    key: Tensor,  # [B, H, 1, P + R] and not looked at; whole sequences where there is no cache
+    key: Tensor,  # not looked at where a paged layer stored; else [B, H, T, P + R]
     value: Tensor,
     attention_mask: Tensor | None,  # [B, columns] or None
     **kwargs: Any,
@@ -69,21 +69,19 @@ def openmla_attention(
 def _attend(
     attachment: Attachment, module: nn.Module, layer: PagedLayer, query: Tensor, sink: Tensor | None
 ) -> Tensor:  # [T, H, V] of the tokens that are not padding
-    session = layer.session
-    B, H, S, E = query.shape
-    q = query.transpose(1, 2).reshape(B * S, H, E)
-    if attachment.config.compressor is not None:
+    session, config = layer.session, attachment.config
+    if config.compressor is not None:
         assert sink is not None  # every V4 module has one
         return attend_v4(layer, query, sink)
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
     assert layer.latents is not None
-    kv_c, k_pe = (part.flatten(0, 1) for part in layer.latents)
-    layer.latents = None
+    (kv_c, k_pe), layer.latents = layer.latents, None
+    q, kv_c, k_pe = query.transpose(1, 2).flatten(0, 1), kv_c.flatten(0, 2), k_pe.flatten(0, 2)
     picked = session.picked_on(query.device)
     if picked is not None:
         q, kv_c, k_pe = q[picked], kv_c[picked], k_pe[picked]
-    P = attachment.config.qk_nope_head_dim
+    q_nope, q_pe = q.split_with_sizes((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
     absorbed = session.absorbed(module, layer.layer, query.dtype)
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
@@ -101,7 +99,7 @@ def _attend(
     if module is attachment.modules[-1]:
         session.selection = None  # a kept cache does not keep it
     return attend_step(
-        Projected(q[..., :P], q[..., P:], kv_c, k_pe),
+        Projected(q_nope, q_pe, kv_c, k_pe),
         absorbed,
         cache,
         plan,

@@ -116,7 +116,7 @@ def attend_v4(
     assert config.compressor is not None
     B, H, S, D = query.shape
     q = query.transpose(1, 2).reshape(B * S, H, D)
-    raw = layer.latents[0].flatten(0, 1)
+    raw = layer.latents[0].flatten(0, 2)
     layer.latents = None
     current = attachment.current
     inputs, current.compressible = current.compressible, None

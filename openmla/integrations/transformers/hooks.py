@@ -38,10 +38,23 @@ def before_forward(
         if current.own_cache is None:
             current.own_cache = Cache(layers=[])
         past = current.own_cache
-        kwargs = {**kwargs, "past_key_values": past}
+        install_layer(attachment, int(module.layer_idx), past)
+        return args, {**kwargs, "past_key_values": past}
     if past is not None:
         install_layer(attachment, int(module.layer_idx), past)
-    return args, kwargs
+    return None
+
+
+def expand_uncached(
+    module: nn.Module, kv_nope: Tensor, k_rot: Tensor
+) -> tuple[Tensor, Tensor]:  # [B, H, T, E] and [B, H, T, V], or the latents as they are
+    """In the place of a module's expand_kv: what a paged layer holds is expanded by the step."""
+    attachment = module.openmla
+    assert isinstance(attachment, Attachment)
+    if attachment.current.storing is not None:
+        return kv_nope, k_rot
+    expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, kv_nope, k_rot)
+    return expanded
 
 
 class ByName:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from openmla.integrations.transformers.hooks import (
     AfterPass,
     ByName,
     before_forward,
+    expand_uncached,
     refuse_attentions,
     refuse_right_padding,
 )
@@ -56,7 +58,7 @@ def remove_attachment(attachment: Attachment) -> None:
     text_config._attn_implementation = implementation
     for module in attachment.modules:
         del module.openmla
-        if attachment.config.indexer is not None and attachment.config.compressor is None:
+        if attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
 
@@ -73,6 +75,9 @@ def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
             handles.append(outer.register_forward_pre_hook(with_positions, with_kwargs=True))
     elif config.indexer is not None:
         _watch_indexers(attachment)
+    else:
+        for module in attachment.modules:
+            module.expand_kv = partial(expand_uncached, module)  # type: ignore[assignment]
     for module in attachment.modules:
         module.openmla = attachment  # type: ignore[assignment]
         handles.append(module.register_forward_pre_hook(before_forward, with_kwargs=True))

@@ -50,12 +50,16 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor]:
         """Hold this pass's latents for the attention function.
 
-        The module expands what it gets back: one row, the least its reshapes can take.
+        What the module gets back is not looked at; V4's puts it beside its entries, so that it is
+        one row there.
         """
-        if self.session.attachment.detached:
+        attachment = self.session.attachment
+        if attachment.detached:
             raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
-        self.latents = (key_states[:, 0], value_states[:, 0])  # [B, S, C], [B, S, R]
-        self.session.attachment.current.storing = self
+        self.latents = (key_states, value_states)  # [B, 1, S, C], [B, 1, S, R]
+        attachment.current.storing = self
+        if attachment.config.compressor is None:
+            return key_states, value_states
         return key_states[:, :, :1], value_states[:, :, :1]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -109,9 +113,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
     """Put a paged layer into a cache object that does not have one yet."""
-    while len(past.layers) <= layer:
-        past.layers.append(DynamicLayer())
-    present = past.layers[layer]
+    layers = past.layers
+    while len(layers) <= layer:
+        layers.append(DynamicLayer())
+    present = layers[layer]
     if isinstance(present, PagedLayer):
         if present.session.attachment is not attachment:
             raise ConfigError("attach: this cache belongs to another attached model.")
