@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from operator import index
 from typing import Any
@@ -288,17 +289,21 @@ class BlockPool:
 
         T is the number of positions or num_rows; rows past the positions are -1, not written.
         """
-        slots = []
+        slots = array("q")  # a tensor is made of it without looking at each
+        BS = self.block_size
         for request, start, stop in spans:
             first = self._first.get(request, 0)
-            if not first * self.block_size <= start <= stop <= self.seq_len(request):
+            if not first * BS <= start <= stop <= self.seq_len(request):
                 raise ShapeError(
                     f"cache: positions of request {request!r} must lie in "
-                    f"{first * self.block_size}..{self.seq_len(request)}, got {start}..{stop}."
+                    f"{first * BS}..{self.seq_len(request)}, got {start}..{stop}."
                 )
             blocks = self._blocks.get(request, [])
-            for position in range(start, stop):
-                block, offset = divmod(position, self.block_size)
-                slots.append(blocks[block - first] * self.block_size + offset)
-        slots += [-1] * (num_rows - len(slots))
-        return torch.tensor(slots, dtype=torch.int64)
+            while start < stop:  # a block at a time: prompts are long
+                block, offset = divmod(start, BS)
+                end = min(stop, start - offset + BS)
+                slot = blocks[block - first] * BS + offset
+                slots.extend(range(slot, slot + end - start))
+                start = end
+        slots.extend([-1] * (num_rows - len(slots)))
+        return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0).long()
