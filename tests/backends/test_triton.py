@@ -42,7 +42,7 @@ def files_of(op: str) -> list[str]:
 
 def test_every_file_is_of_one_op() -> None:
     """So that splitting a file takes none of its tests from the interpreter."""
-    names = ("flashmla", "flashmla_graphs", "register", "schemas")
+    names = ("decisions", "flashmla", "flashmla_graphs", "prepared_launches", "register", "schemas")
     others = {f"tests/ops/test_{name}.py" for name in names}
     there = {f"tests/ops/{path.name}" for path in FOLDER.glob("test_*.py")}
     assert sorted(there - others) == sorted(file for op in OPS for file in files_of(op))

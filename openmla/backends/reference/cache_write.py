@@ -22,6 +22,9 @@ def run(
     *,
     format: str,
 ) -> None:
-    written = (slot_mapping >= 0).nonzero().squeeze(1)
-    rows = torch.cat([kv_c[written], k_pe[written]], dim=1)
-    get_format(format).write(cache, slot_mapping[written], rows, kv_scale)
+    slots, n = slot_mapping, slot_mapping.shape[0]
+    rows = torch.cat([kv_c[:n], k_pe[:n]], dim=1)
+    written = slots >= 0
+    if not bool(written.all()):
+        slots, rows = slots[written], rows[written]
+    get_format(format).write(cache, slots, rows, kv_scale)

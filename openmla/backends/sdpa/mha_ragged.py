@@ -3,9 +3,7 @@
 CUDA needs no host read: flash takes the ragged batch as it is. One request alone, square or not
 causal, goes to cuDNN on SM90, the faster of the two there (docs/h200.md has what was seen).
 cuDNN's ragged form is not used: it plans anew on every call and aligns causal at the start.
-
-CPU runs in float32 at least: in 16 bits torch's kernel takes a shortcut in exp that puts lse
-outside the error budget.
+CPUs: _cpu.py.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from torch.nn.functional import pad
 
 from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
+from openmla.backends.sdpa._cpu import attend
 
 aten = torch.ops.aten
-QUERY_ROWS = 256  # queries per CPU call where a mask is needed: bounds it to 256 x S
 
 
 def why_not(problem: Problem) -> str | None:
@@ -50,8 +48,8 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     k, V = joined(k, k_pe), v.shape[2]
     if q.device.type == "cpu":
-        q, k, v = _same_width(q, k, v, multiple=1)
-        return _run_cpu(q, k, v, V, query_start_loc, key_start_loc, scale, causal)
+        bounds = (query_start_loc.tolist(), key_start_loc.tolist())  # CPU tensors
+        return attend(q, k, v, *bounds, scale, causal)
     T, H, _ = q.shape
     if min(max_query_len, max_key_len) == 0:  # nobody sees anything
         return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
@@ -61,7 +59,7 @@ def run(
     on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
     if one_request and square and on_hopper and q.shape[2] % 8 == 0 and V % 8 == 0:
         return _run_cudnn(q, k, v, scale, causal, max_query_len, max_key_len)
-    q, k, v = _same_width(q, k, v, multiple=8)
+    q, k, v = _same_width(q, k, v)
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
@@ -82,10 +80,10 @@ def run(
     return out[:, :, :V].where((lse > -torch.inf)[:, :, None], 0), lse
 
 
-def _same_width(q: Tensor, k: Tensor, v: Tensor, *, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Zero columns change neither the products nor, once sliced off, the output."""
     widest = max(q.shape[2], v.shape[2])
-    width = -(-widest // multiple) * multiple
+    width = -(-widest // 8) * 8
     q, k, v = (t if t.shape[2] == width else pad(t, (0, width - t.shape[2])) for t in (q, k, v))
     return q, k, v
 
@@ -104,50 +102,4 @@ def _run_cudnn(
     out = q.new_zeros((T, H, V))
     lse = q.new_full((T, H), -torch.inf, dtype=torch.float32)
     out[:n], lse[:n] = attended, attended_lse
-    return out, lse
-
-
-def _run_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    V: int,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    T, H, _ = q.shape
-    out = q.new_zeros((T, H, V))
-    lse = q.new_full((T, H), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-    query_bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()  # CPU tensors
-    for b in range(len(query_bounds) - 1):
-        first_key, S = key_bounds[b], key_bounds[b + 1] - key_bounds[b]
-        n = query_bounds[b + 1] - query_bounds[b]
-        start = query_bounds[b] + (max(n - S, 0) if causal else 0)
-        n = query_bounds[b + 1] - start
-        if n == 0 or S == 0:
-            continue
-        keys, values = (
-            t[first_key : first_key + S].to(lse.dtype)[None].transpose(1, 2) for t in (k, v)
-        )
-        step = n if not causal or n == S else QUERY_ROWS
-        for i in range(0, n, step):
-            rows = slice(start + i, start + min(i + step, n))
-            num_rows = rows.stop - rows.start
-            seen = S - n + i + num_rows if causal else S  # keys the last of these rows sees
-            mask = None
-            if causal and num_rows != seen:
-                mask = keys.new_full((num_rows, seen), -torch.inf).triu_(seen - num_rows + 1)
-            attended, attended_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                q[rows].to(lse.dtype)[None].transpose(1, 2),
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                0.0,
-                causal and mask is None,
-                attn_mask=mask,
-                scale=scale,
-            )
-            out[rows] = attended[0].transpose(0, 1)[:, :, :V].to(out.dtype)
-            lse[rows] = attended_lse[0].T
     return out, lse

@@ -1,0 +1,94 @@
+"""Ordinary attention on CPUs by torch's flash kernel: request by request, and no mask is made.
+
+Where queries have context before them, it and their own rows are two calls, merged by their lse: a
+mask would be read for every head.
+
+It runs in float32 at least: in 16 bits torch's kernel takes a shortcut in exp that puts lse outside
+the error budget. Heads lie apart, each one's rows together: the kernel is 2 % slower with rows of
+all heads side by side, a copy costs a tenth of that.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(
+    q: Tensor,  # [T, H, E]
+    k: Tensor,  # [S, H, E]
+    v: Tensor,  # [S, H, V]
+    query_bounds: list[int],
+    key_bounds: list[int],
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:  # [T, H, V], [T, H]
+    """The op, its start_locs as integers."""
+    T, H, _ = q.shape
+    last_query, last_key = query_bounds[-1], key_bounds[-1]
+    if len(query_bounds) == 2 and last_query == T:  # all there is
+        return _attend_request(q, k[:last_key], v[:last_key], scale, causal)
+    out = q.new_empty((T, H, v.shape[2]))
+    lse = q.new_empty((T, H), dtype=_wide(q))
+    out[last_query:], lse[last_query:] = 0, -torch.inf
+    spans = zip(pairwise(query_bounds), pairwise(key_bounds), strict=True)
+    for (start, stop), (first, end) in spans:
+        if start < stop:
+            out[start:stop], lse[start:stop] = _attend_request(
+                q[start:stop], k[first:end], v[first:end], scale, causal
+            )
+    return out, lse
+
+
+def _attend_request(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:  # [n, H, V], [n, H]
+    (n, H, E), S, V = q.shape, k.shape[0], v.shape[2]
+    blind = max(n - S, 0) if causal or S == 0 else 0  # queries that see no key
+    if blind:
+        out = q.new_zeros((n, H, V))
+        lse = q.new_full((n, H), -torch.inf, dtype=_wide(q))
+        if blind < n:
+            out[blind:], lse[blind:] = _attend_request(q[blind:], k, v, scale, causal)
+        return out, lse
+    width, dtype = max(E, V), _wide(q)  # zero columns change neither products nor, cut off, output
+    q_heads, k_heads, v_heads = (_heads_apart(part, width, dtype) for part in (q, k, v))
+    out, lse = _attend_heads(q_heads, k_heads, v_heads, scale, causal)
+    out = out[0].transpose(0, 1)[:, :, :V]
+    if out.dtype != q.dtype:
+        out = out.to(q.dtype, memory_format=torch.contiguous_format)
+    return out.contiguous(), lse[0].T.contiguous()
+
+
+def _attend_heads(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:  # [1, H, n, E], rows of all heads side by side; [1, H, n]
+    """Of heads that are as wide and lie apart, every query with a key to see."""
+    context = k.shape[2] - q.shape[2] if causal else 0
+    if not context:
+        out, lse = flash(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+    out, lse = flash(q, k[:, :, :context], v[:, :, :context], 0.0, False, scale=scale)
+    own, own_lse = flash(q, k[:, :, context:], v[:, :, context:], 0.0, True, scale=scale)
+    out.lerp_(own, torch.sigmoid(own_lse - lse)[..., None])
+    return out, torch.logaddexp(lse, own_lse)
+
+
+def _heads_apart(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:  # [1, H, n, width]
+    """Rows [n, H, E], filled up with zeros."""
+    n, H, E = rows.shape
+    heads = rows.transpose(0, 1)
+    if width == E and rows.dtype == dtype:
+        return heads.contiguous()[None]
+    filled = rows.new_empty((1, H, n, width), dtype=dtype)
+    filled[0, :, :, :E] = heads
+    filled[..., E:] = 0
+    return filled
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
