@@ -36,7 +36,7 @@ from openmla.integrations.transformers import attach
 ROUNDS, WARM_UP = 9, 2
 PROMPTS = ([8192], [32768], [2048] * 8)
 DEMO_PROMPTS = ([3500], [2000], [96], [200, 700, 350, 512], [40, 900])
-KERNELS = ("flash", "fmha", "mha", "sdpa", "attention")  # in the names of attention kernels
+KERNELS = ("flash", "fmha", "mha", "sdpa", "attention", "expanded")  # in names of attention kernels
 # A trained model's logits are nearer to one another than a random one's, in bf16 above all.
 DEMO_LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-4}
 
