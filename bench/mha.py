@@ -67,21 +67,21 @@ def make(lens: Sequence[int], H: int, E: int, R: int, V: int) -> dict[str, Calla
         outs = [plain(*each) for each in zip(*apart, strict=True)]
         return outs[0][0].transpose(0, 1)
 
-    def ours(backend: str, *keys: Tensor, shared: Tensor | None) -> Callable[[], Tensor]:
+    def ours(backend: str, k: Tensor, v: Tensor, shared: Tensor | None) -> Callable[[], Tensor]:
         return lambda: mha_ragged(
-            q, *keys, bounds, bounds, shared, scale=E**-0.5, causal=True, max_query_len=longest,
+            q, k, v, bounds, bounds, shared, scale=E**-0.5, causal=True, max_query_len=longest,
             max_key_len=longest, backend=backend,
         )[0][: lens[0]]  # fmt: skip
 
     contenders = {
         "cuDNN, padded": lambda: plain(*padded)[0].transpose(0, 1)[: lens[0]],
         "cuDNN, one by one": one_by_one,
-        "auto, apart": ours("auto", k_nope, values, shared=k_pe),
+        "auto, apart": ours("auto", k_nope, values, k_pe),
     }
     asked = problem_on(torch.device("cuda"), "mha_ragged", dtype=torch.bfloat16, E=E, V=V)
     for backend in ("gluon", "sdpa", "triton"):
         if why_not(asked, backend) is None:
-            contenders[backend] = ours(backend, k, v, shared=None)
+            contenders[backend] = ours(backend, k, v, None)
     return contenders
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from openmla.errors import CacheFullError, ConfigError, ShapeError
 
+LONG = 512  # tokens from which on tensors make slots faster than Python does
+
 
 def as_integer(value: object) -> int | None:
     """A whole number as Python's own, numpy's too; None for anything else.
@@ -290,7 +292,8 @@ class BlockPool:
         T is the number of positions or num_rows; rows past the positions are -1, not written.
         """
         slots = array("q")  # a tensor is made of it without looking at each
-        BS = self.block_size
+        parts: list[Tensor] = []
+        BS, given = self.block_size, 0
         for request, start, stop in spans:
             first = self._first.get(request, 0)
             if not first * BS <= start <= stop <= self.seq_len(request):
@@ -299,11 +302,27 @@ class BlockPool:
                     f"{first * BS}..{self.seq_len(request)}, got {start}..{stop}."
                 )
             blocks = self._blocks.get(request, [])
-            while start < stop:  # a block at a time: prompts are long
+            given += stop - start
+            if stop - start > LONG:
+                used = blocks[start // BS - first : (stop - 1) // BS - first + 1]
+                parts += [_tensor_of(slots), slots_of_blocks(used, start % BS, stop - start, BS)]
+                slots = array("q")
+                continue
+            while start < stop:  # a block at a time
                 block, offset = divmod(start, BS)
                 end = min(stop, start - offset + BS)
                 slot = blocks[block - first] * BS + offset
                 slots.extend(range(slot, slot + end - start))
                 start = end
-        slots.extend([-1] * (num_rows - len(slots)))
-        return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0).long()
+        slots.extend([-1] * (num_rows - given))
+        return torch.cat([*parts, _tensor_of(slots)]) if parts else _tensor_of(slots)
+
+
+def _tensor_of(slots: array[int]) -> Tensor:
+    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0).long()
+
+
+def slots_of_blocks(blocks: Sequence[int], offset: int, num: int, BS: int) -> Tensor:
+    """[num] i64: slots one after another through blocks, from an offset in the first."""
+    starts = torch.tensor(blocks, dtype=torch.int64) * BS
+    return (starts[:, None] + torch.arange(BS)).view(-1)[offset : offset + num]

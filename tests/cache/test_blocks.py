@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -250,3 +251,17 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+@pytest.mark.parametrize("start", [0, 5, 64])
+def test_slots_of_long_prompts_are_those_of_their_tokens(
+    start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors make them, or Python does, or both in turn."""
+    pool = BlockPool(200, 16)
+    pool.take({"a": 700, "b": 40, "c": 1500})
+    spans = [("b", 3, 40), ("a", start, 700), ("b", 0, 1), ("c", start, 1500), ("a", 1, 1)]
+    made = pool.slot_mapping(spans, num_rows=2400)
+    monkeypatch.setattr("openmla.cache.blocks.LONG", 10**9)
+    assert torch.equal(made, pool.slot_mapping(spans, num_rows=2400))
+    assert made.dtype == torch.int64 and made[-1] == -1

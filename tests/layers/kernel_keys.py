@@ -44,7 +44,7 @@ def keep_keys() -> set[tuple[str, str, str]]:
 
     jit.JITFunction.run = run
     prepare = import_module("openmla.backends.triton._prepare")
-    prepare.is_watched = lambda kernel: True  # so that every launch comes here
+    vars(prepare)["is_watched"] = lambda kernel: True  # so that every launch comes here
     return keys
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, why_not
+from openmla.backends.requirements import missing
 from openmla.ops import latent_write, mqa_paged, mqa_sparse, rope
 from openmla.testing import PagedCase, SegmentCase, SparseCase
 
@@ -37,12 +37,10 @@ def same_bits(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needs(op: str, backend: str) -> None:
-    capability = torch.cuda.get_device_capability()
-    reason = why_not(Problem(op, "cuda", capability), backend)
-    if backend == "gluon" and capability != (9, 0):
+    if backend == "gluon" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Gluon's kernels here are for SM90")
-    if reason is not None and "not installed" in reason:
-        pytest.skip(reason)
+    if missing(backend) is not None:
+        pytest.skip(f"{op}: {missing(backend)}")
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import attend_v4
-from openmla.integrations.transformers.masks import read_mask
+from openmla.integrations.transformers.masks import begin_reading, read_mask
 from openmla.ops import mha_ragged
 
 if TYPE_CHECKING:
@@ -182,6 +182,7 @@ def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """The padding mask as it is, [B, columns]; a square mask is never made."""
+    begin_reading(attention_mask)
     return attention_mask
 
 
@@ -189,6 +190,7 @@ def openmla_sparse_mask(
     *args: Any, attention_mask: Tensor | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
     """A mask of one bit, which is what an indexer may look at; the padding mask rides on it."""
+    begin_reading(attention_mask)
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     mask.openmla_padding = attention_mask  # type: ignore[attr-defined]
     return mask

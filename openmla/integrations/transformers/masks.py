@@ -43,14 +43,46 @@ def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Co
             f"got {tuple(mask.shape)}."
         )
     whole = mask.shape[1] > S  # or of the new columns only
-    real = mask.to(torch.bool)
     expected = [_count_and_sum([*(runs if whole else ()), (True, S)]) for runs in cached]
-    weights = torch.arange(COUNT, COUNT + mask.shape[1], device=mask.device)
-    if (real * weights).sum(dim=1).tolist() == expected:
+    if _read_sums(mask) == expected:
         return None
-    real = real.cpu()
+    real = mask.to(torch.bool).cpu()
     hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
     return Columns(real[:, -S:], hidden)
+
+
+def _sums(mask: Tensor) -> Tensor:
+    """Of every row the number of its tokens, times COUNT, and the sum of their columns; [B]."""
+    weights = torch.arange(COUNT, COUNT + mask.shape[1], device=mask.device)
+    return (mask.to(torch.bool) * weights).sum(dim=1)
+
+
+def begin_reading(mask: Tensor | None) -> None:
+    """Start to copy what read_mask() will ask for, before layers are launched: waiting for it then
+    does not wait for them."""
+    if mask is None or not mask.is_cuda or mask.dim() != 2 or torch.compiler.is_compiling():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        return
+    with torch.cuda.device(mask.device):
+        host = torch.empty(mask.shape[0], dtype=torch.int64, pin_memory=True)
+        host.copy_(_sums(mask), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    mask.openmla_sums = (host, copied)  # type: ignore[attr-defined]
+
+
+def _read_sums(mask: Tensor) -> list[int]:
+    """As begin_reading() copied them, once: a mask may be changed and come again."""
+    found: list[int]
+    if not hasattr(mask, "openmla_sums"):
+        found = _sums(mask).tolist()
+        return found
+    host, copied = mask.openmla_sums
+    del mask.openmla_sums
+    copied.synchronize()
+    found = host.tolist()
+    return found
 
 
 def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
