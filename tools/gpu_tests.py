@@ -50,6 +50,7 @@ WITHOUT_A_GPU = {
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
     "tests/plan/test_host_cost.py": "operations, counted; bench.plans times them there",
     "tests/plan/test_kept_choices.py": "who is asked, and when again",
+    "tests/plan/test_long_prompts.py": "host integers",
     "tests/plan/test_padding.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
     "tests/plan/test_slices.py": "addresses; test_graph_sizes.py replays graphs over them there",

@@ -51,7 +51,8 @@ def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
     q_nope, q_pe = projected.q_nope, projected.q_pe
     behind = q_nope.shape[2] * q_nope.element_size()
     if (
-        not torch.compiler.is_compiling()  # a tracer has no addresses
+        type(q_nope) is Tensor  # a tracer's have no addresses
+        and not torch.compiler.is_compiling()
         and q_nope.stride() == q_pe.stride()
         and q_pe.data_ptr() == q_nope.data_ptr() + behind
     ):

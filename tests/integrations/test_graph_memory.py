@@ -231,8 +231,9 @@ def test_no_more_than_the_largest_needs_on_cuda() -> None:
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved()
 
-    def run(rows: list[int], capture: bool) -> tuple[int, list[Tensor]]:
-        """Bytes that stay while it is attached, and the tokens."""
+    def run(rows: list[int], capture: bool, *, first: bool = False) -> tuple[int, list[Tensor]]:
+        """Bytes that stay while it is attached, and the tokens. At first, more stays: cuBLAS keeps
+        a workspace of 32 MiB for the stream that records."""
         before = held()
         attach(model, num_blocks=64, capture=capture)
         tokens = []
@@ -244,11 +245,12 @@ def test_no_more_than_the_largest_needs_on_cuda() -> None:
         assert report.held_bytes <= taken + (4 << 20)
         assert (report.num_graphs > 0) == capture
         detach(model)
-        assert held() <= before + (4 << 20)
+        assert first or held() <= before + (4 << 20)
         return taken, tokens
 
     rows = [1, 2, 16, 8, 4, 2, 1, 15, 16, 3, 5]
-    run([16], False)  # what libraries keep from their first call on
+    for capture in (False, True):  # what libraries keep from their first call on
+        run([16], capture, first=True)
     without, expected = run(rows, False)
     one, _ = run([16], True)
     assert one - without > 300 << 20

@@ -133,7 +133,8 @@ def test_workspace_is_used_and_gives_the_same(device: str) -> None:
         workspace_tokens=12,
         dtype=torch.float32,
     )
-    assert space.num_rows == 12 and space.keys.shape == (64, 4, 24)
+    assert space.num_rows == 12 and len(space.expanded) == 64
+    assert len(space.keys) in (0, 64)  # none where a backend reads keys in two parts
     server.options["workspace"] = space
     addresses = [tensor.data_ptr() for tensor in space]
     for n in (30, 40, 20):
