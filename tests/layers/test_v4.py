@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openmla import MLAAttentionV4, Plan, warmup
-from openmla.backends import Problem, choose_backend, forget_choices
+from openmla.backends import Problem, forget_choices, runner
 from openmla.plan.types import ScoreChunk
 from tests.layers.v4 import (
     CLOSE,
@@ -296,14 +296,14 @@ def test_plans_ask_backends_what_ops_ask(
     plan = server.plan(server.batch([("r", 100)]))
     asked: list[Problem] = []
 
-    def recorded(problem: Problem, backend: str) -> str:
+    def recorded(problem: Problem, backend: str) -> object:
         asked.append(problem)
-        return choose_backend(problem, backend)
+        return runner(problem, backend)
 
     ops = {"latent_write", "mqa_sparse", *(["compress_kv"] if ratio else [])}
     ops |= {"index_logits"} if ratio == 4 else set()
     forget_choices()  # or a call of an earlier test would have decided
-    monkeypatch.setattr("openmla.ops._register.choose_backend", recorded)
+    monkeypatch.setattr("openmla.ops._register.runner", recorded)
     layer(*server.tokens([("r", 100)]), server.cache, plan)
     planned = {problem.op: problem for problem in plan.problems}
     assert ops <= {problem.op for problem in asked}
