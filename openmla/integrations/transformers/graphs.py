@@ -13,7 +13,9 @@ to the device when its last graph is gone and more is asked for, and with torch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,16 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+_RECORDING = threading.RLock()  # whoever launches on such a stream: it would be recorded
+
+
+@cache
+def recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings on a device: cuBLAS keeps a workspace, 32 MiB on an H200, for every
+    stream it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class GraphMemory:
     """A pool of torch's allocator, and the stream that its memory belongs to.
 
@@ -34,7 +46,7 @@ class GraphMemory:
 
     def __init__(self, device: torch.device, rows: int, blocks: int) -> None:
         self.device, self.rows, self.blocks = device, rows, blocks
-        self.stream = torch.cuda.Stream(device)
+        self.stream = recording_stream(device)
         self.handle = torch.cuda.graph_pool_handle()
 
     def holds(self, device: torch.device, rows: int, blocks: int) -> bool:
@@ -45,7 +57,7 @@ class GraphMemory:
     def warm_up(self, step: Callable[[], Any]) -> None:
         """Where it will be recorded, but out of the pool: what libraries keep for a stream is not
         to lie in it."""
-        with torch.cuda.device(self.device):
+        with _RECORDING, torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
@@ -56,7 +68,7 @@ class GraphMemory:
     def record(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         """The graph of what a step launches, and what the step returned."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device):
+        with _RECORDING, torch.cuda.device(self.device):
             # other threads go on: what they allocate meanwhile is no part of this
             mode = "thread_local"
             with torch.cuda.graph(
