@@ -229,7 +229,7 @@ def test_reprs_are_short() -> None:
         "query_start_loc=[2] int32, max_query_len=1)"
     )
     space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
-    assert repr(space) == "Workspace(20 gathered rows, 50 expanded keys, bfloat16, 26.6 KiB on cpu)"
+    assert repr(space) == "Workspace(20 gathered rows, 50 expanded keys, bfloat16, 17.2 KiB on cpu)"
     for part in (plan, plan.prefill, batch, space):
         assert "tensor(" not in repr(part) and len(repr(part)) < 400
 
@@ -245,10 +245,19 @@ def test_default_workspace() -> None:
 
 
 def test_warmup_bounds_the_peak() -> None:
-    space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
+    sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 50, "workspace_tokens": 20}
+    space = warmup(CONFIG, CACHE, **sizes, backend="reference")
     assert space.rows.shape == (20, 40) and space.keys.shape == (50, 4, 24)
     assert space.expanded.shape == (50, 160)
     assert space.num_bytes == 2 * (20 * 40 + 50 * 96 + 50 * 160)
+    apart = warmup(
+        CONFIG, CACHE, **sizes, dtype=torch.float32
+    )  # torch's kernels take keys in two parts
+    assert apart.keys.shape == (0, 4, 24) and apart.num_bytes == 4 * (20 * 40 + 50 * 160)
+    batch = Batch([3], [3], torch.tensor([[0]], dtype=torch.int32), torch.arange(3))
+    assert make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart).keys_apart
+    with pytest.raises(ConfigError, match="room for whole keys, which mha_ragged by reference"):
+        make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart, backend="reference")
     for changes, message in (
         ({"max_tokens": 0}, "max_tokens must be positive, got 0"),
         ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),

@@ -20,8 +20,9 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def attend(
     q: Tensor,  # [T, H, E]
-    k: Tensor,  # [S, H, E]
+    k: Tensor,  # [S, H, E], or the columns that are not in k_pe
     v: Tensor,  # [S, H, V]
+    k_pe: Tensor | None,  # [S, R]
     query_bounds: list[int],
     key_bounds: list[int],
     scale: float,
@@ -31,7 +32,7 @@ def attend(
     T, H, _ = q.shape
     last_query, last_key = query_bounds[-1], key_bounds[-1]
     if len(query_bounds) == 2 and last_query == T:  # all there is
-        return _attend_request(q, k[:last_key], v[:last_key], scale, causal)
+        return _attend_request(q, *_rows(0, last_key, k, v, k_pe), scale, causal)
     out = q.new_empty((T, H, v.shape[2]))
     lse = q.new_empty((T, H), dtype=_wide(q))
     out[last_query:], lse[last_query:] = 0, -torch.inf
@@ -39,24 +40,31 @@ def attend(
     for (start, stop), (first, end) in spans:
         if start < stop:
             out[start:stop], lse[start:stop] = _attend_request(
-                q[start:stop], k[first:end], v[first:end], scale, causal
+                q[start:stop], *_rows(first, end, k, v, k_pe), scale, causal
             )
     return out, lse
 
 
+def _rows(
+    first: int, end: int, k: Tensor, v: Tensor, k_pe: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    return k[first:end], v[first:end], None if k_pe is None else k_pe[first:end]
+
+
 def _attend_request(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, k_pe: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:  # [n, H, V], [n, H]
-    (n, H, E), S, V = q.shape, k.shape[0], v.shape[2]
+    (n, H, E), S, V = q.shape, k.shape[0], v.shape[2]  # E: of queries, k may have fewer
     blind = max(n - S, 0) if causal or S == 0 else 0  # queries that see no key
     if blind:
         out = q.new_zeros((n, H, V))
         lse = q.new_full((n, H), -torch.inf, dtype=_wide(q))
         if blind < n:
-            out[blind:], lse[blind:] = _attend_request(q[blind:], k, v, scale, causal)
+            out[blind:], lse[blind:] = _attend_request(q[blind:], k, v, k_pe, scale, causal)
         return out, lse
     width, dtype = max(E, V), _wide(q)  # zero columns change neither products nor, cut off, output
-    q_heads, k_heads, v_heads = (_heads_apart(part, width, dtype) for part in (q, k, v))
+    q_heads, v_heads = (_heads_apart(part, None, width, dtype) for part in (q, v))
+    k_heads = _heads_apart(k, k_pe, width, dtype)
     out, lse = _attend_heads(q_heads, k_heads, v_heads, scale, causal)
     out = out[0].transpose(0, 1)[:, :, :V]
     if out.dtype != q.dtype:
@@ -78,14 +86,19 @@ def _attend_heads(
     return out, torch.logaddexp(lse, own_lse)
 
 
-def _heads_apart(rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:  # [1, H, n, width]
-    """Rows [n, H, E], filled up with zeros."""
+def _heads_apart(
+    rows: Tensor, shared: Tensor | None, width: int, dtype: torch.dtype
+) -> Tensor:  # [1, H, n, width]
+    """Rows [n, H, E], then the columns that all heads share [n, R], filled up with zeros."""
     n, H, E = rows.shape
     heads = rows.transpose(0, 1)
     if width == E and rows.dtype == dtype:
         return heads.contiguous()[None]
     filled = rows.new_empty((1, H, n, width), dtype=dtype)
     filled[0, :, :, :E] = heads
+    if shared is not None:
+        filled[..., E : E + shared.shape[1]] = shared
+        E += shared.shape[1]
     filled[..., E:] = 0
     return filled
 

@@ -33,6 +33,10 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+def reads_apart(problem: Problem) -> bool:
+    return problem.device == "cpu"
+
+
 def run(
     q: Tensor,
     k: Tensor,
@@ -46,10 +50,10 @@ def run(
     max_query_len: int,
     max_key_len: int,
 ) -> tuple[Tensor, Tensor]:
-    k, V = joined(k, k_pe), v.shape[2]
     if q.device.type == "cpu":
         bounds = (query_start_loc.tolist(), key_start_loc.tolist())  # CPU tensors
-        return attend(q, k, v, *bounds, scale, causal)
+        return attend(q, k, v, k_pe, *bounds, scale, causal)
+    k, V = joined(k, k_pe), v.shape[2]
     T, H, _ = q.shape
     if min(max_query_len, max_key_len) == 0:  # nobody sees anything
         return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
