@@ -44,6 +44,7 @@ CASES = [
     RaggedCase("minicpm3-apart", (40, 3), (140, 3), E=96, R=32, V=64),
     RaggedCase("apart", (20, 3), (30, 9), E=24, R=8),
     RaggedCase("mostly-shared", (20, 3), (30, 9), E=24, R=23),
+    RaggedCase("all-shared", (20, 3), (30, 9), E=128, R=128, V=128),
     RaggedCase("160-columns", (40, 3), (140, 3), E=160, V=128),
     RaggedCase("glm-widths", (40,), (40,), E=256, V=256),
     RaggedCase("mistral4-widths", (40,), (65,), E=128, V=128),

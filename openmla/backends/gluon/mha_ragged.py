@@ -65,7 +65,7 @@ def reads_apart(problem: Problem) -> bool:
 
 
 def fit(columns: Columns, P: int) -> bool:
-    return columns.first == P or (columns.first > P and P % BOX == 0 and columns.rest == 0)
+    return columns.first == P or (columns.first > P > 0 and P % BOX == 0 and columns.rest == 0)
 
 
 def run(
