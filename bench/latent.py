@@ -19,7 +19,6 @@ import json
 import os
 import random
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -30,7 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from openmla.backends import Problem, slower, why_not
+from openmla.backends import Problem, forget_choices, slower, why_not
 from openmla.backends.segments import problem_of
 from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
@@ -93,10 +92,10 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
         slots, start_loc = named, torch.arange(T + 1, device="cuda", dtype=torch.int32)
         segment = Segment(cache, one, format, "slots", rows=slots, row_lens=lens)
 
-    def ours() -> tuple[Tensor, Tensor]:
-        backend = taken(q, [segment])
-        return mqa_sparse(q, start_loc, positions, segment, C=C, scale=SCALE, backend=backend)
-
+    ours = partial(
+        mqa_sparse, q, start_loc, positions, segment, C=C, scale=SCALE,
+        backend=taken(q, [segment]),
+    )  # fmt: skip
     few = slots[:2].flatten().long()
     rows = get_format(format).read(cache, few, one, torch.float64, D).view(-1, K, D)
     contenders: dict[str, Contender] = {"openmla": ours}
@@ -277,12 +276,10 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
     first = Segment(rows, one, format, "window", block_table=ring, span=window)
     second = Segment(pool, one, format, "positions", table, named, lens)
 
-    def ours() -> tuple[Tensor, Tensor]:
-        backend = taken(q, [first, second])
-        return mqa_sparse(
-            q, start_loc, positions, first, second, sink, C=C, scale=scale, backend=backend
-        )
-
+    ours = partial(
+        mqa_sparse, q, start_loc, positions, first, second, sink, C=C, scale=scale,
+        backend=taken(q, [first, second]),
+    )  # fmt: skip
     owner = torch.zeros(T, device="cuda").long() if prefill else torch.arange(T, device="cuda")
     last = positions[:, None] - torch.arange(window, device="cuda")
     near = (ring[owner[:, None], last // BS % columns] * BS + last % BS).int()
@@ -364,7 +361,7 @@ def _flash_compressed(
     return {"flashmla": prefill, "gather+flashmla": gathered}
 
 
-def tiles(title: str, ours: Contender) -> dict[str, Contender]:
+def tiles(title: str, ours: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Contender]:
     """The same call with other tiles."""
     launch = import_module("openmla.backends.triton._launch")
     Config = import_module("openmla.backends.triton._tiles").Config
@@ -380,9 +377,9 @@ def tiles(title: str, ours: Contender) -> dict[str, Contender]:
     few_heads = "-h16-" in title or "-h8-" in title
 
     def tried(config: Any) -> tuple[Tensor, Tensor]:
-        portable = patch.object(sys.modules[__name__], "taken", lambda *_: "triton")
-        with patch.object(launch, "config_of", lambda *_: config), portable:
-            return ours()
+        forget_choices()  # calls are repeated as they were
+        with patch.object(launch, "config_of", lambda *_: config):
+            return ours(backend="triton")
 
     rows = few if few_heads else wide
     return {"x".join(map(str, row)): partial(tried, Config(*row)) for row in rows}

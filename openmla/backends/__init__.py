@@ -108,6 +108,14 @@ def runner(problem: Problem, backend: str) -> Any:
     return module if kernel_for is None else kernel_for(problem)
 
 
+def is_replayed(problem: Problem, backend: str) -> bool:
+    """Whether calls are watched and repeated (replay.py): on GPUs, of those backends that launch
+    nothing but what reports itself."""
+    ours = tuple(f"{__name__}.{name}." for name in ("gluon", "triton"))
+    name = getattr(load(problem.op, backend), "__name__", "")
+    return problem.device == "cuda" and name.startswith(ours)
+
+
 def launches(op: str, backend: str) -> int | None:
     """Most kernels one call of an op launches; None where torch decides."""
     found: int | None = getattr(load(op, backend), "LAUNCHES", None)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from openmla.backends import BACKENDS, Problem, decisions, runner
+from openmla.backends import (
+    BACKENDS,
+    Problem,
+    choose_backend,
+    decisions,
+    is_replayed,
+    runner,
+)
+from openmla.backends.replay import Replay, record
 from openmla.backends.requirements import explain_failure
 from openmla.errors import ShapeError, UnsupportedError
 
@@ -41,6 +49,7 @@ _DTYPE_NAMES = {
 
 # Decisions kept; past that all are made anew. Each is some 2 KiB.
 MOST_DECISIONS = 4096
+WATCHED = 4  # the last call that is watched for a way to repeat it
 
 
 class Cost(NamedTuple):
@@ -50,16 +59,27 @@ class Cost(NamedTuple):
     flops: int
 
 
-class Decided(NamedTuple):
+class Decided:
     """What a call's metadata decide: sizes by their letters, and what runs it. Made once for all
-    calls with the same metadata, so nobody may change it."""
+    calls with the same metadata. `replay` repeats such a call where that can be done; the second
+    call and the next few are watched for it, for kernels may still have to be compiled."""
 
-    dims: Mapping[str, int]
-    runner: Any
+    __slots__ = ("calls", "dims", "replay", "replayed", "runner")
+
+    def __init__(self, dims: Mapping[str, int], runner: Any, *, replayed: bool = False) -> None:
+        self.dims, self.runner, self.replayed = dims, runner, replayed
+        self.replay: Replay | None = None
+        self.calls = 0
+
+    def is_watched(self) -> bool:
+        """Whether this call is."""
+        self.calls += 1
+        return self.replayed and 1 < self.calls <= WATCHED
 
 
 def decided(dims: Mapping[str, int], asked: Problem, backend: str) -> Decided:
-    return Decided(dims, runner(asked, backend))
+    chosen = choose_backend(asked, backend)
+    return Decided(dims, runner(asked, chosen), replayed=is_replayed(asked, chosen))
 
 
 class _Argument(NamedTuple):
@@ -136,6 +156,12 @@ def refuse_grad(op: str, tensors: Sequence[Tensor]) -> None:
         )
 
 
+def wants_grad(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(each, Tensor) and each.requires_grad for each in args
+    )
+
+
 def check_scale(op: str, scale: float) -> None:
     """Kernels take the max before they scale: a negative scale would make it a min."""
     if not scale > 0:
@@ -201,6 +227,13 @@ def register(
     def called(*args: Any, **scalars: Any) -> Any:
         found = remembered(name, decide, args, scalars)
         del scalars["backend"]
+        replay = found.replay
+        if replay is not None:
+            if not replay.is_watched() and not wants_grad(args):
+                return replay(args, torch._C._cuda_getCurrentRawStream(args[0].device.index))
+        elif found.is_watched() and not wants_grad(args):
+            result, found.replay = record(partial(run, found, **scalars), args)
+            return result
         return run(found, *args, **scalars)
 
     _LIBRARY.define(schema)

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from openmla.backends import decisions
 from openmla.backends.requirements import missing
+from openmla.errors import UnsupportedError
 from openmla.ops import latent_write, mqa_paged, mqa_sparse, rope
 from openmla.testing import PagedCase, SegmentCase, SparseCase
 
@@ -35,6 +37,11 @@ def same_bits(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
         for one, other in zip(expected, each, strict=True):
             one, other = (part.contiguous().view(torch.uint8) for part in (one, other))
             assert torch.equal(one, other)
+
+
+def replays(op: str) -> int:
+    """Calls of an op that are known how to repeat."""
+    return sum(key[0] == op and found.replay is not None for key, found in decisions().items())
 
 
 def needs(op: str, backend: str) -> None:
@@ -61,6 +68,7 @@ def test_mqa_paged(backend: str, format: str, monkeypatch: pytest.MonkeyPatch) -
         room[1:] = inputs.tensors["seq_lens"]
         inputs.tensors["seq_lens"] = room[1:]
         same_bits(partial(inputs.run, mqa_paged, backend=backend), monkeypatch)
+    assert replays("mqa_paged") == 12  # the last is the first again
 
 
 @pytest.mark.gpu
@@ -94,7 +102,9 @@ def test_mqa_sparse(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
                 inputs = SparseCase(
                     "", (1,) * len(lens), lens, first, second, H=H, sink=sink, **sizes
                 ).make("cuda")
+                before = replays("mqa_sparse")
                 same_bits(partial(inputs.run, mqa_sparse, backend=backend), monkeypatch)
+                assert replays("mqa_sparse") == before + 1
 
 
 @pytest.mark.gpu
@@ -114,6 +124,7 @@ def test_alignment_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> Non
             return (own,)
 
         same_bits(turned, monkeypatch)
+    assert replays("rope") == 4
 
 
 @pytest.mark.gpu
@@ -121,7 +132,7 @@ def test_latent_write(monkeypatch: pytest.MonkeyPatch) -> None:
     needs("latent_write", "triton")
     table, one = torch.randn(99, 64, device="cuda"), torch.ones((), device="cuda")
     weight = torch.ones(512, device="cuda").to(torch.bfloat16)
-    for T in (1, 2, 16, 17):
+    for number, T in enumerate((1, 2, 16, 17), 1):
         q = torch.randn(T, 16, 192, device="cuda").to(torch.bfloat16)
         kv = torch.randn(T, 576, device="cuda").to(torch.bfloat16)
         at = torch.arange(T, device="cuda")
@@ -136,6 +147,7 @@ def test_latent_write(monkeypatch: pytest.MonkeyPatch) -> None:
             return cache, q
 
         same_bits(written, monkeypatch)
+        assert replays("latent_write") == number
 
 
 @pytest.mark.gpu
@@ -161,3 +173,33 @@ def test_in_a_graph_and_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> No
         aside = turn(x.clone())
     torch.cuda.synchronize()
     assert torch.equal(captured, once) and torch.equal(aside, once)
+
+
+@pytest.mark.gpu
+def test_a_hook_on_launches_sees_every_one() -> None:
+    """What is repeated is watched as what is not."""
+    needs("rope", "triton")
+    knobs = import_module("triton.knobs")
+    x = torch.randn(4, 4, 64, device="cuda")
+    table, positions = torch.randn(32, 64, device="cuda"), torch.arange(4, device="cuda")
+    seen: list[Any] = []
+    for _ in range(3):
+        rope(x, positions, table, pairing="pairs", backend="triton")
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        rope(x, positions, table, pairing="pairs", backend="triton")
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+    assert len(seen) == 1
+
+
+@pytest.mark.gpu
+def test_inputs_that_want_a_gradient_are_refused_also_then() -> None:
+    needs("rope", "triton")
+    x = torch.randn(4, 4, 64, device="cuda")
+    table, positions = torch.randn(32, 64, device="cuda"), torch.arange(4, device="cuda")
+    for _ in range(3):
+        rope(x, positions, table, pairing="pairs", backend="triton")
+    assert replays("rope")
+    with pytest.raises(UnsupportedError, match="grad"):
+        rope(x.clone().requires_grad_(), positions, table, pairing="pairs", backend="triton")

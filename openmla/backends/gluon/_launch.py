@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
@@ -19,18 +18,6 @@ from openmla.hardware import multiprocessors
 NVIDIA = tuple(target for target in TARGETS if target != GFX942)
 NUM_WARPS = 4  # of the default warp group, where there are several
 FP_FUSION = True
-
-
-class Address(NamedTuple):
-    """A tensor as far as descriptors look at one. It keeps no memory alive: one of a tensor that is
-    gone describes nothing that a call could ask for, and is found again only by the same address,
-    sizes and type."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 @dataclass(frozen=True, eq=False)

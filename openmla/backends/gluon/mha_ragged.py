@@ -14,10 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
 from openmla.backends.gluon import _expanded
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS, Address
+from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia
 from openmla.backends.triton._build import TYPES, Build, signature_of
-from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._prepare import Address, Launch, prepare
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the first sets the counter of tiles

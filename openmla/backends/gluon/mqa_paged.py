@@ -12,12 +12,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmla.backends import Problem
 from openmla.backends.gluon import _many_heads, _paged, _paged_few
-from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS, Address
+from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia, needs_sm90
 from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton._build import Build, cdiv, next_power_of_2, signature_of
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._prepare import Address, Launch, Piece, prepare
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the second merges what was split

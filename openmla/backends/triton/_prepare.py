@@ -7,13 +7,14 @@ of pointers, the width of integers and whether they are 1 or multiples of 16. Wh
 the launch is Triton's own, kernel[grid], and what that compiled is kept. So is every launch that is
 watched (hooks of profilers, debugging), interpreted or not for CUDA, and one with an argument of
 another kind. What Triton checks at each launch beside that, that no global of a kernel has changed,
-is checked at the first.
+is checked at the first. Launches report themselves to backends/replay.py, which repeats calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from triton.compiler import CompiledKernel
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from openmla.backends.replay import Launched, active
+
+MOST_DESCRIPTORS = 1024  # of one launch; past that they are made anew
 
 
 class Piece(NamedTuple):
@@ -44,6 +49,18 @@ class Piece(NamedTuple):
         return one.view(self.dtype)
 
 
+class Address(NamedTuple):
+    """A tensor as far as descriptors look at one. It keeps no memory alive: one of a tensor that is
+    gone describes nothing that a call could ask for, and is found again only by the same address,
+    sizes and type."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class Launch:
     """A kernel with its constants and options: call it with a grid and arguments."""
 
@@ -56,22 +73,65 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        key = None
+        key, recorder = None, active()
         if self.rules is not None and not is_watched(self.kernel):
             device = driver.active.get_current_device()
             key, values = specialise(device, self.rules, args)
             compiled = self.compiled.get(key)
             if compiled is not None:
-                x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-                compiled.run(
-                    x, y, z, driver.active.get_current_stream(device), compiled.function,
-                    compiled.packed_metadata, None, None, None, *values, *self.constants,
-                )  # fmt: skip
+                again = partial(self._run, compiled, grid if len(grid) == 3 else (*grid, 1, 1)[:3])
+                again(driver.active.get_current_stream(device), values)
+                if recorder is not None:
+                    recorder.note(self._launched(again, args, values))
                 return
+        if recorder is not None:
+            recorder.note(None)
         tensors = [arg.as_tensor() if isinstance(arg, Piece) else arg for arg in args]
         compiled = self.kernel[grid](*tensors, **self.fixed)
         if key is not None and isinstance(compiled, CompiledKernel):
             self.compiled[key] = compiled
+
+    def _run(
+        self, compiled: CompiledKernel, grid: tuple[int, ...], stream: int, values: Sequence[Any]
+    ) -> None:
+        x, y, z = grid
+        compiled.run(
+            x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *values, *self.constants,
+        )  # fmt: skip
+
+    def _launched(
+        self, run: Callable[..., None], args: Sequence[Any], values: Sequence[Any]
+    ) -> Launched | None:
+        """What is to be known for launching the same kernel at other addresses."""
+        tensors: list[tuple[int, Tensor, int]] = []
+        addresses: list[tuple[int, int, Callable[[int], Any]]] = []
+        for place, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                tensors.append((place, arg, 0))
+            elif isinstance(arg, Piece):
+                tensors.append((place, arg.tensor, arg.start))
+            elif isinstance(arg, TensorDescriptor):
+                if not isinstance(arg.base, Address):
+                    return None
+                addresses.append((place, arg.base.address, describe_as(arg)))
+        return Launched(run, lambda: is_watched(self.kernel), values, tensors, addresses)
+
+
+def describe_as(descriptor: TensorDescriptor) -> Callable[[int], TensorDescriptor]:
+    """Descriptors of other addresses, alike in all else."""
+    made: dict[int, TensorDescriptor] = {}
+
+    def described(address: int) -> TensorDescriptor:
+        found = made.get(address)
+        if found is None:
+            if len(made) == MOST_DESCRIPTORS:
+                made.clear()
+            base = Address(address, descriptor.base.dtype)
+            found = made[address] = replace(descriptor, base=base)
+        return found
+
+    return described
 
 
 def prepare(kernel: Any, constants: Mapping[str, Any], **options: Any) -> Launch:
