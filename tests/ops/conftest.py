@@ -14,6 +14,7 @@ from openmla.backends.replay import Replay, record
 from openmla.ops import _register as register
 
 Inputs = Sequence[Tensor | None]
+LARGE = 1 << 28  # bytes that are not worth moving
 IN_NO_ORDER = ("index_topk", "index_select")  # of what they choose
 
 
@@ -51,7 +52,8 @@ def in_order(chosen: Sequence[Tensor]) -> list[Tensor]:
 
 def checked(call: Callable[..., Any], inputs: Inputs) -> tuple[Any, Replay | None]:
     """record(), then the replay of the same inputs elsewhere."""
-    if torch.cuda.is_current_stream_capturing():
+    size = sum(0 if each is None else each.untyped_storage().nbytes() for each in inputs)
+    if torch.cuda.is_current_stream_capturing() or size > LARGE:
         return record(call, inputs)
     warm, again = moved(inputs), moved(inputs)
     call(*warm)  # compiles
