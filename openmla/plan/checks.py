@@ -121,13 +121,9 @@ def _is_plain_prompt(batch: Batch, slots: Tensor, BS: int) -> bool:
     blocks = last_blocks(batch.block_table, batch.query_lens, batch.seq_lens, BS)
     if len(set(blocks)) < len(blocks):
         return False
-    parts, following = [], 0
-    for n, S in zip(batch.query_lens, batch.seq_lens, strict=True):
-        used = (S - 1) // BS - (S - n) // BS + 1 if n else 0
-        mine = blocks[following : following + used]
-        parts.append(slots_of_blocks(mine, (S - n) % BS, n, BS))
-        following += used
-    return torch.equal(slots, torch.cat(parts))
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    spans = [((S - n) % BS, n) for n, S in lens if n]
+    return torch.equal(slots, slots_of_blocks(blocks, spans, BS))
 
 
 def check_device_lens(batch: Batch) -> None:
