@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import compress, product
 from typing import NamedTuple
 
 import torch
@@ -72,14 +73,19 @@ def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
     pages = rows = tight = True
     for cache in caches:
         traced = isinstance(cache, FakeTensor)  # stands for a tensor aligned as allocated
-        start = cache.numel() > 0 and (traced or cache.data_ptr() % 16 == 0)
-        page, row = (stride * cache.element_size() for stride in cache.stride()[:2])
-        pages = pages and start and page % 16 == 0
-        dense = page == cache.shape[1] * row
-        rows = rows and start and row % 16 == 0 and dense and cache.numel() < 2**33
-        tight = tight and (cache.stride(1) == cache.shape[2] or cache.shape[1] == 1)
-    found = (("pages", pages), ("rows", rows), ("tight", tight))
-    return frozenset(name for name, is_so in found if is_so)
+        (N, BS, W), (page, row, _), size = cache.shape, cache.stride(), cache.element_size()
+        start = N * BS * W > 0 and (traced or cache.data_ptr() % 16 == 0)
+        pages = pages and start and page * size % 16 == 0
+        dense = page == BS * row
+        rows = rows and start and row * size % 16 == 0 and dense and N * BS * W < 2**33
+        tight = tight and (row == W or BS == 1)
+    return _ALIGNED[bool(pages), bool(rows), bool(tight)]
+
+
+_ALIGNED = {
+    found: frozenset(compress(("pages", "rows", "tight"), found))
+    for found in product((False, True), repeat=3)
+}
 
 
 def query_alignment(q: Tensor) -> frozenset[str]:

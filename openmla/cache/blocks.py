@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from operator import index
 from typing import Any
 
@@ -187,8 +188,12 @@ class BlockPool:
             blocks[-1] = target
             copies.append((source, target))
         length = self.seq_len(request) + num_tokens
-        while (first + len(blocks)) * self.block_size < length:
-            blocks.append(self._pop())
+        needed = -(-length // self.block_size) - first - len(blocks)
+        if needed > 0:
+            blocks += reversed(self._free[-needed:])
+            del self._free[-needed:]
+            for block in blocks[-needed:]:
+                self._users[block] = 1
         self._lens[request] = length
         self._longest[request] = max(self._longest.get(request, 0), length)
         return copies
@@ -282,7 +287,10 @@ class BlockPool:
         if self.window is not None and M:
             shifts = [self._first.get(request, 0) % M for request in requests]
             padded = [row[M - n :] + row[: M - n] for row, n in zip(padded, shifts, strict=True)]
-        return torch.tensor(padded, dtype=torch.int32).reshape(len(rows), M)
+        table = array("i", chain.from_iterable(padded))  # torch.tensor() is slow over long lists
+        if not table:
+            return torch.empty((len(rows), M), dtype=torch.int32, device="cpu")
+        return torch.frombuffer(table, dtype=torch.int32).view(len(rows), M)
 
     def slot_mapping(
         self, spans: Sequence[tuple[Hashable, int, int]], *, num_rows: int = 0
@@ -293,6 +301,8 @@ class BlockPool:
         """
         slots = array("q")  # a tensor is made of it without looking at each
         parts: list[Tensor] = []
+        through: list[int] = []  # blocks of long spans, one behind another
+        long: list[tuple[int, int]] = []
         BS, given = self.block_size, 0
         for request, start, stop in spans:
             first = self._first.get(request, 0)
@@ -304,25 +314,42 @@ class BlockPool:
             blocks = self._blocks.get(request, [])
             given += stop - start
             if stop - start > LONG:
-                used = blocks[start // BS - first : (stop - 1) // BS - first + 1]
-                parts += [_tensor_of(slots), slots_of_blocks(used, start % BS, stop - start, BS)]
-                slots = array("q")
+                if slots:
+                    parts.append(_tensor_of(slots))
+                    slots = array("q")
+                through += blocks[start // BS - first : (stop - 1) // BS - first + 1]
+                long.append((start % BS, stop - start))
                 continue
+            if long:
+                parts.append(slots_of_blocks(through, long, BS))
+                through, long = [], []
             while start < stop:  # a block at a time
                 block, offset = divmod(start, BS)
                 end = min(stop, start - offset + BS)
                 slot = blocks[block - first] * BS + offset
                 slots.extend(range(slot, slot + end - start))
                 start = end
+        if long:
+            parts.append(slots_of_blocks(through, long, BS))
         slots.extend([-1] * (num_rows - given))
-        return torch.cat([*parts, _tensor_of(slots)]) if parts else _tensor_of(slots)
+        if slots or not parts:
+            parts.append(_tensor_of(slots))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _tensor_of(slots: array[int]) -> Tensor:
     return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0).long()
 
 
-def slots_of_blocks(blocks: Sequence[int], offset: int, num: int, BS: int) -> Tensor:
-    """[num] i64: slots one after another through blocks, from an offset in the first."""
-    starts = torch.tensor(blocks, dtype=torch.int64) * BS
-    return (starts[:, None] + torch.arange(BS)).view(-1)[offset : offset + num]
+def slots_of_blocks(blocks: Sequence[int], spans: Sequence[tuple[int, int]], BS: int) -> Tensor:
+    """[T] i64: slots one after another through blocks. A span is an offset into its first block,
+    and how many slots; the blocks of the next one follow its own."""
+    starts = _tensor_of(array("q", blocks)) * BS
+    slots = (starts[:, None] + torch.arange(BS)).view(-1)
+    if slots.shape[0] == sum(num for _, num in spans):  # whole blocks
+        return slots
+    parts, first = [], 0
+    for offset, num in spans:
+        parts.append(slots[first + offset : first + offset + num])
+        first += -(-(offset + num) // BS) * BS
+    return torch.cat(parts)

@@ -6,6 +6,7 @@ when the batch is made.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
@@ -86,15 +87,17 @@ def check_block_table(
     if most <= 0:
         return
     table = block_table if most == M else block_table[:, :most]
-    if _within(table, N):
+    if within(table, N):
         return
     columns = torch.arange(most, dtype=torch.int32)
-    used = columns < torch.tensor([-(-S // BS) for S in lengths], dtype=torch.int32)[:, None]
+    # an array takes a list at once, where torch.tensor() looks at each of its values by itself
+    counts = torch.frombuffer(array("i", [-(-S // BS) for S in lengths]), dtype=torch.int32)
+    used = columns < counts[:, None]
     if starts is not None:
         some = torch.tensor(lengths) > starts
         used &= (columns >= (starts // BS)[:, None]) & some[:, None]
-    table = table.where(used, 0)  # as if the others were a block that exists
-    if not _within(table, N):
+    table = table * used  # as if the others were a block that exists
+    if not within(table, N):
         row, column = ((table < 0) | (table >= N)).nonzero()[0].tolist()
         raise ShapeError(
             f"{op}: block_table[{row}, {column}] must be a block of the cache (0..{N - 1}), "
@@ -102,7 +105,8 @@ def check_block_table(
         )
 
 
-def _within(blocks: Tensor, N: int) -> bool:
+def within(blocks: Tensor, N: int) -> bool:
+    """Whether all of them, and there are some, are blocks of the cache."""
     low, high = blocks.aminmax()
     return int(low) >= 0 and int(high) < N
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -86,42 +88,42 @@ def check_batch(batch: Batch, latent: PagedCache) -> None:
     table, slots = batch.block_table, batch.slot_mapping
     if slots is None:
         raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
-    for name in ("block_table", "slot_mapping", "device_seq_lens"):
-        tensor = getattr(batch, name)
-        if tensor is not None and tensor.device.type not in ("cpu", latent.data.device.type):
-            raise ShapeError(
-                f"batch: {name} must be on cpu or {latent.data.device}, got {tensor.device}."
-            )
+    check_devices(batch, ("block_table", "slot_mapping", "device_seq_lens"), latent.data.device)
     N, BS = latent.num_blocks, latent.block_size
-    if table.device.type == "cpu":
+    if table.is_cpu:
         check_block_table("batch", table, None, batch.read_lens, N, BS)
     check_device_lens(batch)
-    if slots.device.type == "cpu":
-        if table.device.type == "cpu" and _is_plain_prompt(batch, slots, BS):
+    if slots.is_cpu:
+        if table.is_cpu and _is_plain_prompt(batch, slots, BS):
             return
         values = slots.tolist()
         check_slots("batch", values, N * BS)
         if batch.padding:
             _check_padding(batch, values)
-        if table.device.type == "cpu":
+        if table.is_cpu:
             _check_agreement(batch, values, BS)
+
+
+def check_devices(batch: Batch, names: Sequence[str], device: torch.device) -> None:
+    """Tensors of a batch are on the host or where the cache is."""
+    for name in names:
+        tensor = getattr(batch, name)
+        if tensor is None or tensor.is_cpu or tensor.device.type == device.type:
+            continue
+        raise ShapeError(f"batch: {name} must be on cpu or {device}, got {tensor.device}.")
 
 
 def _is_plain_prompt(batch: Batch, slots: Tensor, BS: int) -> bool:
     """Whether many rows go where the table has them, no block written twice: what else is checked
     of slots holds then, and nothing looks at each."""
-    if len(slots) <= LONG or not batch.causal or batch.bounded or batch.padding:
+    if slots.shape[0] <= LONG or not batch.causal or batch.bounded or batch.padding:
         return False
     blocks = last_blocks(batch.block_table, batch.query_lens, batch.seq_lens, BS)
     if len(set(blocks)) < len(blocks):
         return False
-    parts, following = [], 0
-    for n, S in zip(batch.query_lens, batch.seq_lens, strict=True):
-        used = (S - 1) // BS - (S - n) // BS + 1 if n else 0
-        mine = blocks[following : following + used]
-        parts.append(slots_of_blocks(mine, (S - n) % BS, n, BS))
-        following += used
-    return torch.equal(slots, torch.cat(parts))
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    spans = [((S - n) % BS, n) for n, S in lens if n]
+    return torch.equal(slots, slots_of_blocks(blocks, spans, BS))
 
 
 def check_device_lens(batch: Batch) -> None:

@@ -80,7 +80,8 @@ def plan_compressed(
     check_batch(batch, config, cache, window, again=beside is not None)
     shared = _shared(batch, window) if beside is None else _shared_with(beside)
     chunks = None if into is None else captured_score_chunks(config, cache, into)
-    step, slots = _describe(batch, config, cache, shared, chunks, uniform), shared.slots
+    bounds = shared.query_start_loc if beside is None else None
+    step, slots = _describe(batch, config, cache, shared, bounds, chunks, uniform), shared.slots
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)
     read = [window] if cache.compressed is None else [window, cache.compressed]
@@ -162,6 +163,7 @@ def _describe(
     config: MLAConfig,
     cache: LayerCache,
     shared: Shared,
+    bounds: Tensor | None,  # shared.query_start_loc, where it is as made here
     chunks: tuple[ScoreChunk, ...] | None,  # of a captured step
     uniform: bool,  # tokens choose, however few entries they see
 ) -> CompressedPlan:
@@ -177,7 +179,8 @@ def _describe(
         chunks = chunks_of(entries, most, held, K + 1 if uniform else 0)
     if chunks and batch.device_seq_lens is not None:
         entries = (shared.positions[:T].int() + 1) // ratio
-    bounds = cumulative(batch.query_lens) if chunks else nothing
+    if bounds is None:
+        bounds = cumulative(batch.query_lens) if chunks else nothing
     return CompressedPlan(
         ratio=ratio,
         query_start_loc=shared.query_start_loc,

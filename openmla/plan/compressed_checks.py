@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import torch
+
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
-from openmla.ops._values import check_block_table, check_slots
+from openmla.ops._values import check_block_table, check_slots, within
 from openmla.plan.batch import Batch
-from openmla.plan.checks import check_device_lens
+from openmla.plan.checks import check_device_lens, check_devices
 from openmla.plan.places import last_blocks, last_slots
+from openmla.plan.rows import integers
 from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
+
+TENSORS = ("block_table", "window_table", "state_slots", "device_seq_lens")  # of a batch
+MANY = 16  # requests that torch's operations are faster over than Python is
 
 
 def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
@@ -140,11 +146,7 @@ def check_batch(
         raise ShapeError(
             f"batch: seq_lens must be at most max_positions={config.max_positions}, got {longest}."
         )
-    device = window.data.device
-    for name in ("block_table", "window_table", "state_slots", "device_seq_lens"):
-        tensor = getattr(batch, name)
-        if tensor is not None and tensor.device.type not in ("cpu", device.type):
-            raise ShapeError(f"batch: {name} must be on cpu or {device}, got {tensor.device}.")
+    check_devices(batch, TENSORS, window.data.device)
     if not again:
         check_device_lens(batch)
         _check_window(batch, config, window)
@@ -156,8 +158,9 @@ def check_batch(
         check_block_table("batch", batch.block_table, None, finished, N, BS)
         _check_entries(batch, cache.ratio, N, BS)
     if batch.state_slots.device.type == "cpu":
-        given = zip(batch.state_slots.tolist(), batch.query_lens, strict=True)
-        used = [slot for slot, n in given if n]
+        used = batch.state_slots.tolist()
+        if 0 in batch.query_lens:
+            used = [slot for slot, n in zip(used, batch.query_lens, strict=True) if n]
         if min(used, default=0) < 0:
             raise ShapeError(
                 f"batch: state_slots must not be negative for requests with tokens, "
@@ -168,9 +171,12 @@ def check_batch(
 
 def _check_entries(batch: Batch, ratio: int, N: int, BS: int) -> None:
     """No two requests finish the same entry in this step."""
-    counts = [S // ratio - (S - n) // ratio for n, S in _lens(batch)]
+    finished = [S // ratio for S in batch.seq_lens]
+    if max(batch.query_lens, default=0) <= 1:  # decode, at every step
+        counts = [n if S % ratio == 0 else 0 for n, S in _lens(batch)]
+    else:
+        counts = [S // ratio - (S - n) // ratio for n, S in _lens(batch)]
     if any(counts):
-        finished = [S // ratio for S in batch.seq_lens]
         slots = last_slots(batch.block_table, counts, finished, BS)
         check_slots("batch", slots, N * BS, "entries of block_table")
 
@@ -181,6 +187,8 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
     span, BS, N = config.compressor.window, window.block_size, window.num_blocks
     table = batch.window_table
     capacity = table.shape[1] * BS
+    if _is_plain_ring(batch, span, BS, N):
+        return
     needs = [min(S, n + span - 1) if n else 0 for n, S in _lens(batch)]
     for b, needed in enumerate(needs if max(needs, default=0) > capacity else ()):
         if needed > capacity:
@@ -211,6 +219,21 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
         f"batch: window_table[{b}, {column}] must be a block of the cache (0..{N - 1}), "
         f"got {block}."
     )
+
+
+def _is_plain_ring(batch: Batch, span: int, BS: int, N: int) -> bool:
+    """Whether many requests of as many tokens each have all the blocks that their rings are read
+    from: a position of each block is looked up, and nothing looks at each request."""
+    table, lens = batch.window_table, batch.seq_lens
+    assert table is not None
+    if len(lens) < MANY or len(set(batch.query_lens)) > 1 or batch.bounded or not table.is_cpu:
+        return False
+    needed = batch.query_lens[0] + span - 1
+    if batch.query_lens[0] == 0 or needed > table.shape[1] * BS:
+        return False
+    steps = integers([*range(-needed, -1, BS), -1], torch.int64)
+    positions = (integers(lens, torch.int64)[:, None] + steps).clamp_(min=0)
+    return within(table.gather(1, positions // BS % table.shape[1]), N)
 
 
 def _lens(batch: Batch) -> list[tuple[int, int]]:

@@ -15,9 +15,10 @@ def last_blocks(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: i
 
     `table` is [B, M] i32 on the CPU; its rows may be rings.
     """
-    M = table.shape[1]
-    if set(counts) == {1}:  # plain decode, at every step
-        places = [b * M + (S - 1) // BS % M for b, S in enumerate(lens)]
+    B, M = table.shape
+    if not B or max(counts) <= 1:  # decode, at every step
+        rows = zip(range(0, B * M, M), counts, lens, strict=True) if M else ()
+        places = [row + (S - 1) // BS % M for row, n, S in rows if n]
     else:
         places = [
             b * M + column % M
@@ -32,8 +33,9 @@ def last_blocks(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: i
 def last_slots(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: int) -> list[int]:
     """The slots of those positions, a slot each."""
     blocks = last_blocks(table, counts, lens, BS)
-    if set(counts) == {1}:
-        return [block * BS + (S - 1) % BS for block, S in zip(blocks, lens, strict=True)]
+    if max(counts, default=0) <= 1:
+        written = lens if all(counts) else [S for n, S in zip(counts, lens, strict=True) if n]
+        return [block * BS + (S - 1) % BS for block, S in zip(blocks, written, strict=True)]
     slots: list[int] = []
     following = iter(blocks)
     for n, S in zip(counts, lens, strict=True):

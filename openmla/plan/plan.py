@@ -198,10 +198,11 @@ def _routes(
     choosing = choosing_requests(batch, config, everyone=everyone)
     if config.indexer is None and all(absorbed):
         return {"absorbed": list(range(len(absorbed))), "expanded": []}
-    routes: dict[str, Sequence[int]] = {
-        "absorbed": [b for b, taken in enumerate(absorbed) if taken and b not in choosing],
-        "expanded": [b for b, taken in enumerate(absorbed) if not taken and b not in choosing],
-    }
+    routes: dict[str, Sequence[int]] = {"absorbed": [], "expanded": []}
+    if len(choosing) < len(absorbed):
+        others = [(b, taken) for b, taken in enumerate(absorbed) if b not in choosing]
+        routes["absorbed"] = [b for b, taken in others if taken]
+        routes["expanded"] = [b for b, taken in others if not taken]
     short: Sequence[int] = ()
     # where nobody has a token, nothing is chosen
     asking = bool(choosing) or any(batch.query_lens[b] for b in routes["absorbed"])

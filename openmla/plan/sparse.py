@@ -164,6 +164,8 @@ def choosing_requests(batch: Batch, config: MLAConfig, *, everyone: bool = False
     if config.indexer is None:
         return set()
     least = -1 if everyone else config.indexer.topk
+    if min(batch.seq_lens, default=0) > least and min(batch.query_lens, default=0) > 0:
+        return set(range(len(batch.seq_lens)))  # plain decode far into a text, at every step
     lens = zip(batch.query_lens, batch.seq_lens, strict=True)
     return {b for b, (n, S) in enumerate(lens) if n > 0 and least < S}
 
@@ -177,6 +179,8 @@ def sparse_routes(
     choosing: set[int],
 ) -> tuple[list[int], list[int]]:
     """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    if form != "expanded" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
+        return sorted(choosing), []
     absorbed: list[int] = []
     masked: list[int] = []
     bounded, efficiencies = batch.bounded, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import memmove
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor
 from openmla.plan.types import remade
 
 Tree = TypeVar("Tree")
-ALIGN = 4  # words of 4 bytes: kernels specialise on alignment, so all tensors share one
+ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 PLAIN = frozenset((int, str, slice, type(None)))  # most of what parts hold, and no tensor
-_ZEROS = [torch.zeros(n, dtype=torch.int32, device="cpu") for n in range(ALIGN)]
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
@@ -21,56 +21,59 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     return tree if device.type == "cpu" else send(tree, device)
 
 
-@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
 def send(tree: Tree, device: torch.device) -> Tree:
+    if not torch.is_inference_mode_enabled():
+        return _send(tree, device)
+    with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
+        return _send(tree, device)
+
+
+def _send(tree: Tree, device: torch.device) -> Tree:
     found: dict[int, Tensor] = {}  # by identity: shared tensors are moved once
     _collect(tree, found)
-    pieces, places, end = [], [], 0
+    places, end = [], 0
     for key, tensor in found.items():
         tensor = tensor.contiguous()
-        wide = tensor.dtype == torch.int64
-        words = tensor.view(-1)
-        words = words.view(torch.int32) if wide else words
-        size = words.shape[0]
-        rest = -size % ALIGN
-        pieces += [words, _ZEROS[rest]] if rest else [words]
-        # offsets count elements of the view they are taken from
-        places.append((key, wide, tensor.shape, tensor.stride(), end // 2 if wide else end))
-        end += size + rest
-    packed = torch.empty(end, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    if pieces:
-        torch.cat(pieces, out=packed)
+        places.append((key, tensor, end))
+        end += -(-tensor.nbytes // ALIGN) * ALIGN
+    pinned = device.type == "cuda"
+    packed = torch.empty(end // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    first = packed.data_ptr()
+    for _, tensor, begin in places:  # bytes as they are: a torch operation costs more than they do
+        memmove(first + begin, tensor.data_ptr(), tensor.nbytes)
     sent = packed.to(device, non_blocking=True)
-    both = sent, sent.view(torch.int64)
-    moved = {
-        key: both[wide].as_strided(shape, stride, offset)
-        for key, wide, shape, stride, offset in places
-    }
+    wide, moved = sent.view(torch.int64), {}
+    for key, tensor, begin in places:
+        whole = wide if tensor.dtype == torch.int64 else sent
+        offset = begin // whole.itemsize  # in elements of the view it is taken from
+        moved[key] = whole.as_strided(tensor.shape, tensor.stride(), offset)
     made: Tree = _rebuild(tree, moved)
     return made
 
 
-def _collect(node: object, found: dict[int, Tensor]) -> None:
-    if type(node) in PLAIN:
-        return
-    if isinstance(node, Tensor):
-        if node.device.type == "cpu":
-            found[id(node)] = node
-    elif isinstance(node, tuple):
-        for part in node:
+def _collect(node: Any, found: dict[int, Tensor]) -> None:
+    for part in node if isinstance(node, tuple) else vars(node).values():
+        if type(part) in PLAIN:
+            continue
+        if not isinstance(part, Tensor):
             _collect(part, found)
-    elif hasattr(node, "__dataclass_fields__"):
-        for part in vars(node).values():
-            _collect(part, found)
+        elif part.is_cpu:
+            found[id(part)] = part
 
 
 def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
-    if type(node) in PLAIN:
+    """The node with what was moved; itself where it holds no tensor."""
+    listed = isinstance(node, tuple)
+    changes: dict[Any, Any] = {}
+    for name, part in enumerate(node) if listed else vars(node).items():
+        if type(part) in PLAIN:
+            continue
+        if isinstance(part, Tensor):
+            changes[name] = moved.get(id(part), part)
+        else:
+            changes[name] = _rebuild(part, moved)
+    if not changes:
         return node
-    if isinstance(node, Tensor):
-        return moved.get(id(node), node)
-    if isinstance(node, tuple):
-        return tuple([_rebuild(part, moved) for part in node])
-    if hasattr(node, "__dataclass_fields__"):
-        return remade(node, {name: _rebuild(part, moved) for name, part in vars(node).items()})
-    return node
+    if listed:
+        return tuple([changes.get(place, part) for place, part in enumerate(node)])
+    return remade(node, changes)

@@ -19,6 +19,7 @@ from openmla import (
     LayerCache,
     PagedCache,
     Plan,
+    ShapeError,
     allocate_cache,
     make_plan,
     plan_buffers,
@@ -245,6 +246,29 @@ def test_captured_plans_keep_their_shapes_and_pad_with_nothing(ratio: int) -> No
     assert step.query_start_loc.tolist() == [0, 2, 2, 2]
     assert second.slot_mapping[2:].tolist() == [-1] * 7
     assert step.positions.data_ptr() == addresses["positions"]
+
+
+@pytest.mark.parametrize("block", [-1, 4096])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("B", [2, 20])  # many are looked at otherwise than few
+def test_rings_are_checked_where_they_are_read(B: int, n: int, block: int) -> None:
+    assert CONFIG.compressor is not None
+    sizes = {"max_requests": B, "num_blocks": 4 * B, "max_tokens": 600 + 8 * B}
+    cache, span = make_cache(0, **sizes), CONFIG.compressor.window
+    lens = [n + 5 + 11 * b for b in range(B)]
+    given = make_batch(cache, [n] * B, lens, window_columns=6)
+    assert given.window_table is not None
+    for b, S in enumerate(lens):
+        read = {p // BS % 6 for p in range(max(S - n - span + 1, 0), S)}
+        for column in range(6):
+            table = given.window_table.clone()
+            table[b, column] = block
+            batch = replace(given, window_table=table)
+            if column in read:
+                with pytest.raises(ShapeError, match=rf"window_table\[{b}, {column}\] must be"):
+                    make_plan(batch, CONFIG, cache)
+            else:
+                make_plan(batch, CONFIG, cache)
 
 
 @pytest.mark.parametrize("tokens_each", [1, 4])

@@ -25,7 +25,7 @@ from openmla import (
     warmup,
 )
 from openmla.plan import default_workspace_tokens
-from openmla.plan.upload import upload
+from openmla.plan.upload import send, upload
 from tests.plan.dense import BS, make_batch
 
 CONFIG = PRESETS["tiny-v3"]
@@ -343,6 +343,20 @@ def test_what_stands_in_two_places_is_uploaded_once() -> None:
     twice = torch.arange(4)
     one, two, other = upload((twice, twice, torch.arange(4)), torch.device("meta"))
     assert one is two and one is not other
+
+
+def test_an_upload_holds_what_it_was_given() -> None:
+    """By send(), which copies to a CPU, too."""
+    wide, odd = torch.arange(7) - 3, torch.arange(12, dtype=torch.int32).view(3, 4).t()
+    given = (wide, odd[1:], torch.empty(0, dtype=torch.int32), (slice(1, 2), torch.arange(1)), "a")
+    wide_there, odd_there, empty, (rows, one), name = send(given, torch.device("cpu"))
+    assert wide_there.equal(wide) and wide_there.data_ptr() != wide.data_ptr()
+    assert odd_there.equal(odd[1:]) and odd_there.is_contiguous()
+    assert empty.shape == (0,) and (rows, one.tolist(), name) == (slice(1, 2), [0], "a")
+    starts = [tensor.data_ptr() for tensor in (wide_there, odd_there, one)]
+    assert all((start - starts[0]) % 16 == 0 for start in starts) and len(set(starts)) == 3
+    with torch.inference_mode():
+        assert not send((wide,), torch.device("cpu"))[0].is_inference()
 
 
 def buffers() -> dict[str, Tensor]:
