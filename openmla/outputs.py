@@ -146,12 +146,20 @@ def check_width(where: str, format: OutputFormat, columns: int) -> None:
 
 def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
     """Buffers fit their format and rows of O values; returns T. Looks at metadata only."""
+    T = check_output_shapes(where, out, columns)
+    if out.scales is not None:
+        _check_scale_strides(where, get_output_format(out.format), out.scales)
+    return T
+
+
+def check_output_shapes(where: str, out: QuantizedOutput, columns: int) -> int:
+    """The same without what a tracer would have to compare symbols for: strides of scales."""
     format = get_output_format(out.format)
     check_width(where, format, columns)
     values, scales = out.values, out.scales
     T, width = values.shape[0] if values.dim() else 0, format.width(columns)
     _check_tensor(where, "values", values, (T, width), format.dtype, values.device)
-    if width > 1 and T and values.stride(1) != 1:
+    if width > 1 and values.stride(1) != 1:
         raise ShapeError(
             f"{where}: values must be contiguous along its last dimension, "
             f"got strides {values.stride()}."
@@ -163,7 +171,6 @@ def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
         raise ShapeError(f"{where}: scales must be {wanted} for format {format.name}, got {got}.")
     if scales is not None and shape is not None:
         _check_tensor(where, "scales", scales, shape, format.scales_dtype, values.device)
-        _check_scale_strides(where, format, scales)
     _check_global_scale(where, format, out.global_scale, values.device)
     return T
 
