@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, make_output
+from tests.ops.contract import slow_interpreted
 
 E4M3 = [
     m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)
@@ -24,6 +28,25 @@ LAYOUTS = [
     for layout in (("row", "column", "tma") if known.group and not known.packed else ("row",))
 ]
 f32 = np.float32
+
+
+class Case(NamedTuple):
+    """A format, the layout of its scales, and tokens of a dtype."""
+
+    format: str
+    layout: str
+    n: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.format}-{self.layout}-{self.n}"
+
+
+def cases(tokens: Sequence[tuple[int, torch.dtype]]) -> list[Any]:
+    """Of every format and layout; many tokens in the interpreter only where scales are rows."""
+    made = [Case(*each, n, dtype) for each in LAYOUTS for n, dtype in tokens]
+    slow = {str(case) for case in made if case.n > 100 and (case.layout != "row" or case.n < 128)}
+    return slow_interpreted(made, slow)
 
 
 def buffers(
@@ -154,3 +177,20 @@ def assert_same_bytes(actual: QuantizedOutput, expected: QuantizedOutput) -> Non
         else:
             same = a.view(torch.uint8) == b.view(torch.uint8)
         assert bool(same.all()), f"scales differ at {(~same).nonzero()[:5].tolist()}"
+
+
+@lru_cache(maxsize=256)
+def defined(
+    format: str,
+    n: int,
+    columns: int,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    T: int,
+    added: bool = False,
+) -> QuantizedOutput:
+    """hard_rows() by definition; scales row-major, which compares with every layout. `added`: to
+    nothing, which makes 0 of -0."""
+    expected, x = buffers(format, T, columns), hard_rows(n, columns, dtype)
+    quantize_by_definition(expected, x + 0.0 if added else x, list(rows))
+    return expected
