@@ -17,6 +17,7 @@ from openmla.ops.mha_ragged import mha_ragged
 from openmla.ops.mqa_paged import mqa_paged
 from openmla.ops.mqa_sparse import Segment, mqa_sparse
 from openmla.ops.pack_mask import pack_mask
+from openmla.ops.project_heads import project_heads
 from openmla.ops.quantize_out import quantize_out
 from openmla.ops.rope import rope
 
@@ -39,6 +40,7 @@ __all__ = [
     "mqa_paged",
     "mqa_sparse",
     "pack_mask",
+    "project_heads",
     "quantize_out",
     "rope",
 ]

@@ -29,6 +29,7 @@ WRITTEN = {
     "merge_quantize": {"values", "scales"},
     "merge_states": {"out", "lse"},
     "quantize_out": {"values", "scales"},
+    "project_heads": {"out"},
     "rope": {"x"},
 }  # or the compiler would move reads before them, or leave them out
 

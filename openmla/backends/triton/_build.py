@@ -42,7 +42,7 @@ MULTIPLES_OF_16 = frozenset(
      "rows_stride_2", "q_token", "q_head", "k_head", "v_head", "x_token", "x_head", "out_token",
      "out_head", "other_out_token", "other_out_head", "out_stride", "kv_stride", "kv_c_stride",
      "k_pe_stride", "k_raw_stride", "score_stride", "bias_stride", "state_slot", "state_row",
-     "values_stride")
+     "values_stride", "w_head", "w_line")
 )  # fmt: skip
 TARGETS = tuple(SHARED_MEMORY)
 COMPILED = ("triton", "gluon")  # backends with ahead-of-time builds
