@@ -35,6 +35,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "pack_mask": ("triton", "reference"),
     "quantize_out": ("triton", "reference"),
     "project_heads": ("triton", "reference"),
+    "project_quantize": ("triton", "reference"),
     "rope": ("triton", "reference"),
 }
 

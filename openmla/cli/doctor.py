@@ -275,8 +275,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mqa_sparse fp8_dsv4": _V4,
     "mqa_sparse fp8_dsv4, 16 heads": {**_V4, "H": 16},
     "pack_mask": {},
+    "project_heads": {"BS": 128, "E": 128, "V": 512},
+    "project_quantize": {"format": "fp8_128", "BS": 512},
     "quantize_out": {"format": "fp8_128"},
-    "project_heads": {"format": "fp8", "BS": 128, "E": 128, "V": 512},
     "rope": {"D": 64},
 }
 

@@ -18,6 +18,7 @@ from openmla.ops.mqa_paged import mqa_paged
 from openmla.ops.mqa_sparse import Segment, mqa_sparse
 from openmla.ops.pack_mask import pack_mask
 from openmla.ops.project_heads import project_heads
+from openmla.ops.project_quantize import project_quantize
 from openmla.ops.quantize_out import quantize_out
 from openmla.ops.rope import rope
 
@@ -41,6 +42,7 @@ __all__ = [
     "mqa_sparse",
     "pack_mask",
     "project_heads",
+    "project_quantize",
     "quantize_out",
     "rope",
 ]

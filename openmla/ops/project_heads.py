@@ -69,8 +69,8 @@ def problem(
     device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int
 ) -> Problem:
     """A call, as backends are asked about it: `block` rows of w share a scale, all without."""
-    format = "fp8" if eight_bits else ""
-    return problem_on(device, "project_heads", dtype=dtype, format=format, BS=block, E=K, V=N)
+    kinds = ("fp8",) if eight_bits else ()
+    return problem_on(device, "project_heads", dtype=dtype, kinds=kinds, BS=block, E=K, V=N)
 
 
 def _decide(*tensors: Tensor | None, backend: str) -> Decided:

@@ -30,6 +30,7 @@ WRITTEN = {
     "merge_states": {"out", "lse"},
     "quantize_out": {"values", "scales"},
     "project_heads": {"out"},
+    "project_quantize": {"scales", "values"},
     "rope": {"x"},
 }  # or the compiler would move reads before them, or leave them out
 

@@ -37,25 +37,32 @@ class Config(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def config_of(
-    dtype: torch.dtype, num_tokens: int, H: int, N: int, block: int, least_n: int = 16
-) -> Config:
-    """The tile: for few tokens as narrow as it takes to have all multiprocessors read weights. Of
-    `block` rows that share a scale a tile takes all, or a part that divides them."""
-    few = num_tokens <= FEW_TOKENS
+    dtype: torch.dtype, few: bool, H: int, N: int, block: int, *, eight_bits: bool,
+    least_n: int = 16,
+) -> Config:  # fmt: skip
+    """The tile: for few tokens as narrow as it takes to have all multiprocessors read weights, but
+    no narrower than least_n. Of `block` rows that share a scale it takes all, or a part that
+    divides them: so one number of tokens has one order of sums, however wide the tile."""
     wide = dtype == torch.float32
     block_m = FEW_TOKENS if few or wide else 64
-    block_k = min(block & -block, 32 if wide else 128 if few else 64)
+    block_k = min(block & -block, 32 if wide else 128 if few and eight_bits else 64)
     block_n = min(max(next_power_of_2(N), 16), 64 if few or wide else 128)
-    tiles = 1 if few else 2
-    while block_n > max(least_n, 16 if few else 32) and tiles * H * cdiv(N, block_n) < PROGRAMS:
+    least_n, tiles = max(least_n, 16 if few else 32), 1 if few else 2
+    while block_n > least_n and tiles * H * cdiv(N, block_n) < PROGRAMS:
         block_n //= 2
-    return Config(block_m, block_n, max(block_k, 16), 2 if block_n == 16 else 4, 3)
+    block_n = max(block_n, least_n)
+    return Config(block_m, block_n, block_k, 2 if block_n == 16 else 4, 3)
+
+
+def block_of(K: int, KB: int) -> int:
+    """Rows that a tile may take at once: those of a scale, any number where all share one."""
+    return K // KB if KB > 1 else 1 << 20
 
 
 def why_not_weights(problem: Problem) -> str | None:
     if problem.dtype not in PRODUCTS:
         return f"takes 16- and 32-bit activations, these are {problem.dtype}"
-    if problem.format == "fp8" and problem.BS % LEAST_ROWS and problem.BS < problem.E:
+    if problem.BS % LEAST_ROWS and max(problem.C, problem.E) > problem.BS:
         return f"takes scales of {LEAST_ROWS} rows or multiples, these are of {problem.BS}"
     return None
 

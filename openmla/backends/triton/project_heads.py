@@ -23,6 +23,7 @@ from openmla.backends import Problem
 from openmla.backends.triton._build import TARGETS, Build, cdiv, signature_of
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
+    block_of,
     config_of,
     project_tile,
     weight_constants,
@@ -33,7 +34,7 @@ from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to
 
 LAUNCHES = 1
-FP_FUSION = True
+FP_FUSION = False  # the same sums as in project_quantize
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -100,16 +101,11 @@ def constants_of(
     eight_bits: bool, by_columns: bool,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them."""
-    config = config_of(dtype, FEW_TOKENS if few else FEW_TOKENS + 1, H, N, block_of(K, KB))
+    config = config_of(dtype, few, H, N, block_of(K, KB), eight_bits=eight_bits)
     constants = weight_constants(
         dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
     return constants, config.num_warps, config.num_stages
-
-
-def block_of(K: int, KB: int) -> int:
-    """Rows that a tile may take at once: those of a scale, any number where all share one."""
-    return K // KB if KB > 1 else 1 << 20
 
 
 def builds() -> Iterator[Build]:
