@@ -23,13 +23,17 @@ MAY_IMPORT = {
     "errors": set(),
     "config": {"errors"},
     "hardware": {"errors"},
+    "outputs": {"errors"},
     "cache": {"errors", "config"},
-    "backends": {"errors", "hardware", "cache.format"},
-    "ops": {"errors", "hardware", "cache.format", "backends"},
-    "plan": {"errors", "config", "hardware", "cache", "backends", "ops"},
-    "attention": {"errors", "config", "cache", "plan", "ops"},
-    "layers": {"errors", "config", "hardware", "cache", "backends", "ops", "plan", "attention"},
-    "testing": {"errors", "config", "cache", "backends", "ops"},
+    "backends": {"errors", "hardware", "outputs", "cache.format"},
+    "ops": {"errors", "hardware", "outputs", "cache.format", "backends"},
+    "plan": {"errors", "config", "hardware", "outputs", "cache", "backends", "ops"},
+    "attention": {"errors", "config", "outputs", "cache", "plan", "ops"},
+    "layers": {
+        *("errors", "config", "hardware", "outputs", "cache", "backends", "ops", "plan"),
+        "attention",
+    },
+    "testing": {"errors", "config", "outputs", "cache", "backends", "ops"},
 }
 ANYTHING = {"bench", "cli", "integrations", "__init__"}
 

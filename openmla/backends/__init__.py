@@ -26,12 +26,16 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "index_write": ("triton", "reference"),
     "latent_write": ("triton", "reference"),
     "map_slots": ("triton", "reference"),
+    "merge_quantize": ("triton", "reference"),
     "merge_states": ("triton", "reference"),
     "mha_masked": ("triton", "reference"),
     "mha_ragged": ("gluon", "sdpa", "triton", "reference"),
     "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
+    "quantize_out": ("triton", "reference"),
+    "project_heads": ("triton", "reference"),
+    "project_quantize": ("triton", "reference"),
     "rope": ("triton", "reference"),
 }
 

@@ -264,6 +264,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "index_write": _INDEX,
     "latent_write": {},
     "map_slots": {},
+    "merge_quantize": {"format": "fp8_128"},
     "merge_states": {},
     "mha_masked": {},
     "mha_ragged": {},
@@ -274,6 +275,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mqa_sparse fp8_dsv4": _V4,
     "mqa_sparse fp8_dsv4, 16 heads": {**_V4, "H": 16},
     "pack_mask": {},
+    "project_heads": {"BS": 128, "E": 128, "V": 512},
+    "project_quantize": {"format": "fp8_128", "BS": 512},
+    "quantize_out": {"format": "fp8_128"},
     "rope": {"D": 64},
 }
 

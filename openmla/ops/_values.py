@@ -123,3 +123,11 @@ def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:
     low, high = (int(value) for value in row_lens.aminmax())
     if low < 0 or high > most:
         raise ShapeError(f"{op}: row_lens must be within 0..num_keys={most}, got {low}..{high}.")
+
+
+def check_positive(op: str, name: str, scales: Tensor) -> None:
+    """Scales by which bytes become numbers: finite, above 0."""
+    wrong = ~(scales.isfinite() & (scales > 0))
+    if bool(wrong.any()):
+        got = scales[wrong].flatten()[0].item()
+        raise ShapeError(f"{op}: {name} must be finite and above 0, got {got}.")

@@ -12,14 +12,25 @@ import torch
 import openmla.ops  # noqa: F401 - registers them
 from openmla.backends import BACKENDS
 
-FOLLOWING = {"max_query_len", "max_key_len", "num_keys", "num_words", "spans"}  # a step's lengths
+FOLLOWING = {
+    "max_query_len",
+    "max_key_len",
+    "num_keys",
+    "num_words",
+    "spans",
+    "first_row",
+}  # a step's lengths
 WRITTEN = {
     "cache_gather": {"out"},
     "cache_write": {"cache"},
     "compress_kv": {"cache", "state"},
     "index_write": {"cache"},
     "latent_write": {"cache", "q", "kv"},
+    "merge_quantize": {"values", "scales"},
     "merge_states": {"out", "lse"},
+    "quantize_out": {"values", "scales"},
+    "project_heads": {"out"},
+    "project_quantize": {"scales", "values"},
     "rope": {"x"},
 }  # or the compiler would move reads before them, or leave them out
 

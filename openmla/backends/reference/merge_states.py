@@ -13,6 +13,14 @@ def why_not(problem: Problem) -> str | None:
 
 
 def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    merged, merged_lse = merge(out, lse, other_out, other_lse)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def merge(
+    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
+) -> tuple[Tensor, Tensor]:  # in float32 or wider
     wide = torch.promote_types(torch.promote_types(out.dtype, other_out.dtype), torch.float32)
     wide = torch.promote_types(torch.promote_types(lse.dtype, other_lse.dtype), wide)
     merged = out.new_zeros(out.shape, dtype=wide)
@@ -24,8 +32,7 @@ def run(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
         weight = (side_lse - merged_lse).exp()
         part = side_out.to(wide) * weight[:, :, None]
         merged += part.masked_fill(empty[:, :, None], 0)
-    out.copy_(merged)
-    lse.copy_(merged_lse)
+    return merged, merged_lse
 
 
 def _plain(lse: Tensor, dtype: torch.dtype) -> Tensor:

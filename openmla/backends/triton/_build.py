@@ -31,7 +31,7 @@ SHARED_MEMORY = {
 DO_NOT_SPECIALIZE_ON_ALIGNMENT = (
     "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "starts",
     "ends", "row_starts", "row_lens", "row_lens_1", "row_lens_2", "key_starts", "key_lens",
-    "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions",
+    "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions", "rows",
 )  # fmt: skip
 # Integer arguments that are multiples of 16 for every released model: strides over rows, heads and
 # pages, and the width of a row. At launch Triton finds that out from the value and vectorises;
@@ -41,7 +41,8 @@ MULTIPLES_OF_16 = frozenset(
     ("page", "page_1", "page_2", "row_stride", "row_1", "row_2", "W_1", "W_2", "rows_stride_1",
      "rows_stride_2", "q_token", "q_head", "k_head", "v_head", "x_token", "x_head", "out_token",
      "out_head", "other_out_token", "other_out_head", "out_stride", "kv_stride", "kv_c_stride",
-     "k_pe_stride", "k_raw_stride", "score_stride", "bias_stride", "state_slot", "state_row")
+     "k_pe_stride", "k_raw_stride", "score_stride", "bias_stride", "state_slot", "state_row",
+     "values_stride", "w_head", "w_line")
 )  # fmt: skip
 TARGETS = tuple(SHARED_MEMORY)
 COMPILED = ("triton", "gluon")  # backends with ahead-of-time builds

@@ -242,6 +242,23 @@ def sink_factor(sink, lse, any_valid):
 
 
 @triton.jit
+def merge_weights(own, other):
+    """Of two partial softmaxes by lse: which saw a key, their shares of the whole, its lse."""
+    # NaN fails both comparisons: a side with +inf or NaN counts as empty, as one with -inf does
+    valid = (own > float("-inf")) & (own < float("inf"))
+    other_valid = (other > float("-inf")) & (other < float("inf"))
+    own = tl.where(valid, own, float("-inf"))
+    other = tl.where(other_valid, other, float("-inf"))
+    larger = tl.maximum(own, other)
+    larger = tl.where(valid | other_valid, larger, 0.0)
+    weight = tl.exp(own - larger)
+    other_weight = tl.exp(other - larger)
+    total_weight = tl.where(valid | other_valid, weight + other_weight, 1.0)
+    merged = tl.where(valid | other_valid, larger + tl.log(total_weight), float("-inf"))
+    return valid, other_valid, weight / total_weight, other_weight / total_weight, merged
+
+
+@triton.jit
 def store_columns(at, mask, values, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr):
     """Epilogue store: columns FIRST .. FIRST + USED - 1 of the rows at `at`."""
     c = tl.arange(0, BLOCK)

@@ -30,7 +30,7 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._prepare import Launch, prepare
-from openmla.backends.triton._primitives import round_to, widen_to
+from openmla.backends.triton._primitives import merge_weights, round_to, widen_to
 
 ELEMENTS = 2048  # of a tile: 16 per thread and side
 ROWS = 128  # of a tile, at most
@@ -54,19 +54,9 @@ def _merge_states_kernel(
     other_lse_at = other_lse + t * other_lse_token + h * other_lse_head
     own = widen_to(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
     other = widen_to(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
-    # NaN fails both comparisons: a side with +inf or NaN counts as empty, as one with -inf does
-    valid = (own > float("-inf")) & (own < float("inf"))
-    other_valid = (other > float("-inf")) & (other < float("inf"))
-    own = tl.where(valid, own, float("-inf"))
-    other = tl.where(other_valid, other, float("-inf"))
-    larger = tl.maximum(own, other)
-    larger = tl.where(valid | other_valid, larger, 0.0)
-    weight = tl.exp(own - larger)
-    other_weight = tl.exp(other - larger)
-    total_weight = tl.where(valid | other_valid, weight + other_weight, 1.0)
-    merged = tl.where(valid | other_valid, larger + tl.log(total_weight), float("-inf"))
-    weight = (weight / total_weight)[:, None]
-    other_weight = (other_weight / total_weight)[:, None]
+    valid, other_valid, weight, other_weight, merged = merge_weights(own, other)
+    weight = weight[:, None]
+    other_weight = other_weight[:, None]
     # lse may alias other_lse: no warp may write it before all have read it
     tl.debug_barrier()
     tl.store(lse_at, merged.to(lse.dtype.element_ty), mask=mask)

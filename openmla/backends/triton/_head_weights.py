@@ -1,0 +1,152 @@
+"""A tile of tokens times one head's weights: device code and tiles that the projecting ops share.
+
+Weights are read as they lie, contiguous along rows or columns, and e4m3 becomes x's dtype in
+registers, exactly. Where rows of several blocks meet, each block's sum is scaled before it is
+added; where all rows share a scale, the finished sum is.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import assembly, cdiv, interpreted, next_power_of_2
+from openmla.backends.triton._prepare import Piece
+from openmla.backends.triton._primitives import decode_e4m3, dot
+
+PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+E4M3 = torch.float8_e4m3fn
+LEAST_ROWS = 16  # of a product
+FEW_TOKENS = 16  # one tile of them: what is left to do is reading weights
+PROGRAMS = 128  # of one tile of tokens, about one a multiprocessor, where heads are few
+
+
+class Config(NamedTuple):
+    block_m: int  # tokens
+    block_n: int  # columns
+    block_k: int  # rows
+    num_warps: int
+    num_stages: int
+
+
+@lru_cache(maxsize=1024)
+def config_of(
+    dtype: torch.dtype, few: bool, H: int, N: int, block: int, *, eight_bits: bool,
+    least_n: int = 16,
+) -> Config:  # fmt: skip
+    """The tile: for few tokens as narrow as it takes to have all multiprocessors read weights, but
+    no narrower than least_n. Of `block` rows that share a scale it takes all, or a part that
+    divides them: so one number of tokens has one order of sums, however wide the tile."""
+    wide = dtype == torch.float32
+    block_m = FEW_TOKENS if few or wide else 64
+    block_k = min(block & -block, 32 if wide else 128 if few and eight_bits else 64)
+    block_n = min(max(next_power_of_2(N), 16), 64 if few or wide else 128)
+    least_n, tiles = max(least_n, 16 if few else 32), 1 if few else 2
+    while block_n > least_n and tiles * H * cdiv(N, block_n) < PROGRAMS:
+        block_n //= 2
+    block_n = max(block_n, least_n)
+    return Config(block_m, block_n, block_k, 2 if block_n == 16 else 4, 3)
+
+
+def block_of(K: int, KB: int) -> int:
+    """Rows that a tile may take at once: those of a scale, any number where all share one."""
+    return K // KB if KB > 1 else 1 << 20
+
+
+def why_not_weights(problem: Problem) -> str | None:
+    if problem.dtype not in PRODUCTS:
+        return f"takes 16- and 32-bit activations, these are {problem.dtype}"
+    if problem.BS % LEAST_ROWS and max(problem.C, problem.E) > problem.BS:
+        return f"takes scales of {LEAST_ROWS} rows or multiples, these are of {problem.BS}"
+    return None
+
+
+class Weights(NamedTuple):
+    """A weight [H, K, N] as a kernel takes it."""
+
+    pointers: tuple[Any, ...]  # w, w_scale
+    strides: tuple[int, ...]  # w_head, w_line, scale_head, scale_k, scale_n
+
+
+def weights_of(w: Tensor, w_scale: Tensor | None) -> Weights:
+    line = w.stride(1) if w.stride(2) == 1 else w.stride(2)
+    if w_scale is None:
+        return Weights((w, w), (w.stride(0), line, 0, 0, 0))
+    return Weights((Piece(w, 0, torch.uint8), w_scale), (w.stride(0), line, *w_scale.stride()))
+
+
+def weight_constants(
+    dtype: torch.dtype, K: int, N: int, KB: int, NB: int, *, eight_bits: bool, by_columns: bool
+) -> dict[str, Any]:
+    """`by_columns`: contiguous along columns, as w_uk is; else along rows."""
+    return {
+        "K": K,
+        "N": N,
+        "SCALED_K": K // KB,
+        "SCALED_N": N // NB,
+        "EIGHT_BITS": eight_bits,
+        "BY_COLUMNS": by_columns,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+        "ASM": assembly(),
+        "UPCAST": interpreted(),
+    }
+
+
+@triton.jit
+def load_weights(
+    w, k, n, w_line, K: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, ASM: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows k and columns n of one head's weights in x's dtype, [BLOCK_K, BLOCK_N], unscaled."""
+    if BY_COLUMNS:
+        at = w + k.to(tl.int64)[:, None] * w_line + n[None, :]
+    else:
+        at = w + k[:, None] + n.to(tl.int64)[None, :] * w_line
+    if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+        stored = tl.load(at)
+    else:
+        stored = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0)
+    if EIGHT_BITS:
+        stored = decode_e4m3(stored, dtype, ASM)
+    return stored
+
+
+@triton.jit
+def project_tile(
+    x, w, w_scale, mask_m, n, x_token_at, w_line, scale_k, scale_n,
+    K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Tokens at x + x_token_at [BLOCK_M] times columns n of a head: float32 [BLOCK_M, BLOCK_N]. x,
+    w and w_scale are the head's own."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    scales_at = w_scale + (n // SCALED_N) * scale_n
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        weights = load_weights(
+            w, k, n, w_line, K, N, dtype, EIGHT_BITS, BY_COLUMNS, ASM, BLOCK_K, BLOCK_N
+        )
+        at = x + x_token_at[:, None] + k[None, :]
+        mask = mask_m[:, None]
+        if K % BLOCK_K != 0:
+            mask = mask & (k < K)[None, :]
+        tokens = tl.load(at, mask=mask, other=0.0)
+        if EIGHT_BITS and SCALED_K < K:
+            scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
+            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc += dot(tokens, weights, part, PRECISION, UPCAST) * scales[None, :]
+        else:
+            acc = dot(tokens, weights, acc, PRECISION, UPCAST)
+    if EIGHT_BITS and SCALED_K >= K:
+        acc *= tl.load(scales_at, mask=n < N, other=0.0)[None, :]
+    return acc

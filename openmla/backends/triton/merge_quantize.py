@@ -1,0 +1,182 @@
+"""merge_quantize, Triton: the last merge of two partial attentions, quantised in registers.
+
+Computes  x = weight * out + other weight * other_out, rounded to out's dtype; values, scales of x
+          (specification: ops/merge_quantize.py; numbers: backends/reference/_quantize.py)
+Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): a program owns BLOCK_T tokens' COLUMNS columns.
+Reads     out, other_out [n, H, V], lse, other_lse [n, H], global_scale [], rows [n]
+Writes    values [T, O], scales
+Limits    see why_not()
+
+Where V is a power of two a tile holds whole heads, whose weights are computed once; else once per
+column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    Build,
+    assembly,
+    cdiv,
+    signature_of,
+)
+from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._primitives import merge_weights, round_to, widen, widen_to
+from openmla.backends.triton._quantize import (
+    NOT_SPECIALIZED,
+    output_arguments,
+    output_constants,
+    output_types,
+    store_quantized,
+    target_rows,
+    tile_columns,
+)
+from openmla.outputs import OUTPUT_FORMATS
+
+ELEMENTS = 2048  # of a tile: 16 per thread and side
+
+LAUNCHES = 1
+FP_FUSION = True  # as in merge_states, whose sums these are; the quantiser has none
+
+
+@triton.jit(
+    do_not_specialize=NOT_SPECIALIZED,
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+)
+def _merge_quantize_kernel(
+    values, scales, global_scale, rows, out, lse, other_out, other_lse,
+    values_stride, scale_row, scale_column, first_row,
+    out_token, out_head, lse_token, lse_head,
+    other_out_token, other_out_head, other_lse_token, other_lse_head, num_rows,
+    H: tl.constexpr, V: tl.constexpr, dtype: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr,
+    POW2: tl.constexpr, LISTED: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr,
+    COLUMNS: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0).to(tl.int64)
+    first_column = (program % TILES).to(tl.int32) * COLUMNS
+    t = program // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    there = (t < num_rows)[:, None]
+    column = (first_column + tl.arange(0, COLUMNS))[None, :]
+    # EACH neighbouring columns have the same head: one weight for all of them
+    head = (first_column + tl.arange(0, COLUMNS // EACH) * EACH)[None, :] // V
+    mask = there & (head < H)
+    lse_at = lse + (t * lse_token)[:, None] + head * lse_head
+    other_lse_at = other_lse + (t * other_lse_token)[:, None] + head * other_lse_head
+    own = widen_to(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
+    other = widen_to(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
+    valid, other_valid, weight, other_weight, _ = merge_weights(own, other)
+    at = out + (t * out_token)[:, None] + (column // V * out_head + column % V)
+    tile = weighted(at, valid, weight, dtype, EACH)
+    at = other_out + (t * other_out_token)[:, None] + (column // V * other_out_head + column % V)
+    tile += weighted(at, other_valid, other_weight, dtype, EACH)
+    tile = widen(round_to(tile, out.dtype.element_ty, ASM))
+    row = target_rows(rows, first_row, t, t < num_rows, LISTED)
+    store_quantized(
+        tile, values, scales, global_scale, row, first_column, H * V, values_stride,
+        scale_row, scale_column, GROUP, FP4, POW2, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def weighted(at, valid, weight, dtype: tl.constexpr, EACH: tl.constexpr):
+    """A side's values at `at` times its weights, of EACH columns one; 0 where it saw no key."""
+    columns = tl.load(at, mask=spread(valid, EACH), other=0.0)
+    return widen_to(columns, dtype) * spread(weight, EACH)
+
+
+@triton.jit
+def spread(values, EACH: tl.constexpr):
+    """[N, M] as [N, M * EACH], each value EACH times."""
+    N: tl.constexpr = values.shape[0]
+    M: tl.constexpr = values.shape[1]
+    if EACH == 1:
+        wide = values
+    else:
+        wide = tl.reshape(tl.broadcast_to(values[:, :, None], [N, M, EACH]), [N, M * EACH])
+    return wide
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    values: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+    global_scale: Tensor | None,
+    *,
+    rows: Tensor | None,
+    first_row: int,
+    format: str,
+) -> None:
+    n, H, V = out.shape
+    if n * H * V == 0:
+        return
+    sides = (out, lse, other_out, other_lse)
+    double = any(side.dtype == torch.float64 for side in sides)
+    launch = launch_of(H, V, format, rows is not None, double)
+    tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
+    pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
+    strides = (stride for side in sides for stride in side.stride()[:2])
+    launch((tiles,), *pointers, *sides, *numbers, *strides, n)
+
+
+@lru_cache(maxsize=1024)
+def launch_of(H: int, V: int, format: str, listed: bool, double: bool) -> Launch:
+    constants = constants_of(H, V, format, listed, double)
+    return prepare(
+        _merge_quantize_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+    )
+
+
+def constants_of(H: int, V: int, format: str, listed: bool, double: bool) -> dict[str, Any]:
+    columns = tile_columns(H * V, ELEMENTS, format)
+    return {
+        "H": H,
+        "V": V,
+        "dtype": tl.float64 if double else tl.float32,
+        **output_constants(format),
+        "LISTED": listed,
+        "ASM": assembly(),
+        "BLOCK_T": max(ELEMENTS // columns, 1),
+        "COLUMNS": columns,
+        "EACH": V if columns % V == 0 else 1,
+    }
+
+
+def builds() -> Iterator[Build]:
+    """Every format's, per target; heads that are no power of two."""
+    for capability in TARGETS:
+        for format in OUTPUT_FORMATS:
+            yield merge_build(capability, format, 128, 128)
+        yield merge_build(capability, "fp8_64", 64, 192)
+
+
+def merge_build(capability: int, format: str, H: int, V: int) -> Build:
+    constants = constants_of(H, V, format, listed=False, double=False)
+    types = {
+        **dict.fromkeys(("out", "other_out"), "*bf16"),
+        **dict.fromkeys(("lse", "other_lse"), "*fp32"),
+        **output_types(format, rows=False),
+    }
+    return Build(
+        f"merge-quantize-{format}-H{H}-V{V}", _merge_quantize_kernel,
+        signature_of(_merge_quantize_kernel, constants, types), constants, 4, 1, capability,
+        FP_FUSION,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""project_heads, Triton: one small matrix per head, its weights in eight bits or as they are.
+
+Computes  out[t, h] = x[t, h] @ (w[h] * its scales), summed in float32
+          (specification: ops/project_heads.py; numbers: backends/reference/project_heads.py)
+Grid      (cdiv(T, BLOCK_M), cdiv(N, BLOCK_N), H): one program owns some tokens' columns of a head.
+Reads     x [T, H, K], w [H, K, N], w_scale [H, KB, NB]
+Writes    out [T, H, N]
+Limits    see why_not()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import TARGETS, Build, cdiv, signature_of
+from openmla.backends.triton._head_weights import (
+    FEW_TOKENS,
+    block_of,
+    config_of,
+    project_tile,
+    weight_constants,
+    weights_of,
+    why_not_weights,
+)
+from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._primitives import round_to
+
+LAUNCHES = 1
+FP_FUSION = False  # the same sums as in project_quantize
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _project_heads_kernel(
+    out, x, w, w_scale,
+    num_tokens, out_token, out_head, x_token, x_head, w_head, w_line, scale_head, scale_k, scale_n,
+    K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask_m = t < num_tokens
+    acc = project_tile(
+        x + h * x_head, w + h * w_head, w_scale + h * scale_head, mask_m, n, t * x_token, w_line,
+        scale_k, scale_n, K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST,
+        BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    at = out + h * out_head + (t * out_token)[:, None] + n[None, :]
+    mask = mask_m[:, None] & (n < N)[None, :]
+    tl.store(at, round_to(acc, out.dtype.element_ty, ASM), mask=mask)
+
+
+def why_not(problem: Problem) -> str | None:
+    return why_not_weights(problem)
+
+
+def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
+    T, H, N = out.shape
+    if T * H * N == 0:
+        return
+    KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
+    launch = launch_of(
+        x.dtype, T <= FEW_TOKENS, H, w.shape[1], N, KB, NB,
+        eight_bits=w_scale is not None, by_columns=w.stride(2) == 1,
+    )  # fmt: skip
+    block_m, block_n = launch.fixed["BLOCK_M"], launch.fixed["BLOCK_N"]
+    weights = weights_of(w, w_scale)
+    launch(
+        (cdiv(T, block_m), cdiv(N, block_n), H),
+        out, x, *weights.pointers,
+        T, *out.stride()[:2], *x.stride()[:2], *weights.strides,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def launch_of(
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    eight_bits: bool, by_columns: bool,
+) -> Launch:  # fmt: skip
+    constants, warps, stages = constants_of(
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+    )
+    return prepare(
+        _project_heads_kernel, constants, num_warps=warps, num_stages=stages,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+
+
+def constants_of(
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    eight_bits: bool, by_columns: bool,
+) -> tuple[dict[str, Any], int, int]:  # fmt: skip
+    """With the warps and stages that go with them."""
+    config = config_of(dtype, few, H, N, block_of(K, KB), eight_bits=eight_bits)
+    constants = weight_constants(
+        dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+    ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    return constants, config.num_warps, config.num_stages
+
+
+def builds() -> Iterator[Build]:
+    """Queries into latent space and outputs out of it, with a scale per head and with blocks, of
+    few tokens and of many; weights in 16 bits."""
+    for capability in TARGETS:
+        for H, few in ((128, True), (128, False), (16, True)):
+            for K, N, by_columns in ((128, 512, True), (512, 128, False)):
+                yield project_build(capability, few, H, K, N, by_columns=by_columns)
+                yield project_build(capability, few, H, K, N, 128, by_columns=by_columns)
+        yield project_build(capability, True, 128, 128, 512, eight_bits=False, by_columns=True)
+
+
+def project_build(
+    capability: int, few: bool, H: int, K: int, N: int, block: int = 0, *,
+    eight_bits: bool = True, by_columns: bool,
+) -> Build:  # fmt: skip
+    KB, NB = (K // block, N // block) if block else (1, 1)
+    constants, warps, stages = constants_of(
+        torch.bfloat16, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+    )
+    types = {
+        **dict.fromkeys(("out", "x"), "*bf16"),
+        "w": "*u8" if eight_bits else "*bf16",
+        "w_scale": "*fp32" if eight_bits else "*bf16",
+    }
+    name = f"project-H{H}-{K}x{N}-{'few' if few else 'many'}"
+    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else "-bf16"
+    return Build(
+        name, _project_heads_kernel, signature_of(_project_heads_kernel, constants, types),
+        constants, warps, stages, capability, FP_FUSION,
+    )  # fmt: skip

@@ -1,0 +1,133 @@
+"""quantize_out, Triton: attention outputs into quantised rows, one pass.
+
+Computes  values, scales of rows [n, O], O = H * V
+          (specification: ops/quantize_out.py; numbers: backends/reference/_quantize.py)
+Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): a program owns BLOCK_T tokens' COLUMNS columns.
+Reads     out [n, H, V], global_scale [], rows [n]
+Writes    values [T, O], scales
+Limits    see why_not()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from openmla.backends import Problem
+from openmla.backends.triton._build import (
+    DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    TARGETS,
+    Build,
+    assembly,
+    cdiv,
+    signature_of,
+)
+from openmla.backends.triton._prepare import Launch, prepare
+from openmla.backends.triton._primitives import widen
+from openmla.backends.triton._quantize import (
+    NOT_SPECIALIZED,
+    output_arguments,
+    output_constants,
+    output_types,
+    store_quantized,
+    target_rows,
+    tile_columns,
+)
+from openmla.outputs import OUTPUT_FORMATS
+
+ELEMENTS = 2048  # of a tile: 16 per thread
+
+LAUNCHES = 1
+FP_FUSION = False  # bytes must not depend on how the compiler contracts
+
+
+@triton.jit(
+    do_not_specialize=NOT_SPECIALIZED,
+    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+)
+def _quantize_out_kernel(
+    values, scales, global_scale, rows, out,
+    values_stride, scale_row, scale_column, first_row, out_token, out_head, num_rows,
+    H: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, POW2: tl.constexpr,
+    LISTED: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0).to(tl.int64)
+    first_column = (program % TILES).to(tl.int32) * COLUMNS
+    t = program // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = first_column + tl.arange(0, COLUMNS)
+    row = target_rows(rows, first_row, t, t < num_rows, LISTED)
+    at = out + (t * out_token)[:, None] + (column // V * out_head + column % V)[None, :]
+    mask = (t < num_rows)[:, None] & (column < H * V)[None, :]
+    tile = widen(tl.load(at, mask=mask, other=0.0))
+    store_quantized(
+        tile, values, scales, global_scale, row, first_column, H * V, values_stride, scale_row,
+        scale_column, GROUP, FP4, POW2, ASM,
+    )  # fmt: skip
+
+
+def why_not(problem: Problem) -> str | None:
+    return None
+
+
+def run(
+    values: Tensor,
+    scales: Tensor | None,
+    out: Tensor,
+    global_scale: Tensor | None,
+    *,
+    rows: Tensor | None,
+    first_row: int,
+    format: str,
+) -> None:
+    n, H, V = out.shape
+    if n * H * V == 0:
+        return
+    launch = launch_of(H, V, format, rows is not None)
+    tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
+    pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
+    launch((tiles,), *pointers, out, *numbers, out.stride(0), out.stride(1), n)
+
+
+@lru_cache(maxsize=1024)
+def launch_of(H: int, V: int, format: str, listed: bool) -> Launch:
+    constants = constants_of(H, V, format, listed)
+    return prepare(
+        _quantize_out_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
+    )
+
+
+def constants_of(H: int, V: int, format: str, listed: bool) -> dict[str, Any]:
+    columns = tile_columns(H * V, ELEMENTS, format)
+    return {
+        "H": H,
+        "V": V,
+        **output_constants(format),
+        "LISTED": listed,
+        "ASM": assembly(),
+        "BLOCK_T": max(ELEMENTS // columns, 1),
+        "COLUMNS": columns,
+    }
+
+
+def builds() -> Iterator[Build]:
+    """Every format's, per target; rows that are listed."""
+    for capability in TARGETS:
+        for format in OUTPUT_FORMATS:
+            yield quantize_build(capability, format, 128, 128, listed=False)
+        yield quantize_build(capability, "fp8_128", 128, 128, listed=True)
+
+
+def quantize_build(capability: int, format: str, H: int, V: int, *, listed: bool) -> Build:
+    constants = constants_of(H, V, format, listed)
+    types = {"out": "*bf16", **output_types(format, rows=listed)}
+    return Build(
+        f"quantize-{format}-H{H}-V{V}{'-listed' if listed else ''}", _quantize_out_kernel,
+        signature_of(_quantize_out_kernel, constants, types), constants, 4, 1, capability,
+        FP_FUSION,
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""merge_quantize: exact merges byte for byte, others within budget, empty sides, and bad input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.ops import merge_quantize, merge_states, quantize_out
+from openmla.ops.merge_quantize import cost
+from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output
+from openmla.testing import out_budget, strided
+from tests.ops.contract import backends
+from tests.ops.quantized import LAYOUTS, Case, assert_same_bytes, buffers, cases, defined, hard_rows
+
+BACKENDS = backends("merge_quantize")
+EMPTY = (-torch.inf, torch.inf, torch.nan)
+TOKENS = ((0, torch.float16), (1, torch.bfloat16), (5, torch.float32), (129, torch.bfloat16))
+Sides = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def run(out: QuantizedOutput, sides: Sides, backend: str, **scalars: Any) -> None:
+    """The op; a backend that cannot is a skip with its own sentence."""
+    try:
+        merge_quantize(
+            out.values, out.scales, *sides, out.global_scale, format=out.format, backend=backend,
+            **scalars,
+        )  # fmt: skip
+    except UnsupportedError as reason:
+        pytest.skip(str(reason).splitlines()[1].strip())
+
+
+def one_side(x: Tensor, seed: int = 0) -> Sides:
+    """Partials of which each token and head has one that saw keys, and it is x: nothing to round.
+    The other holds NaN, and one of the lse that say so."""
+    n, H, _ = x.shape
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.rand(n, H, generator=generator).to(x.device) < 0.5
+    lse = 9 * torch.randn(n, H, generator=generator).to(x.device)
+    nothing = torch.tensor(EMPTY, device=x.device)[torch.arange(n * H).view(n, H) % 3]
+    empty = torch.full_like(x, torch.nan)
+    sides = (x.where(first[..., None], empty), lse.where(first, nothing))
+    others = (empty.where(first[..., None], x), nothing.where(first, lse))
+    return strided(sides[0]), sides[1].T.contiguous().T, strided(others[0]), others[1]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", cases(TOKENS), ids=str)
+def test_contract(case: Case, backend: str, device: str) -> None:
+    """Where one side saw keys its bytes are quantize_out's, as defined one value at a time."""
+    format, layout, n, dtype = case
+    expected = defined(format, n, 256, dtype, tuple(range(1, n + 1)), n + 2, added=True)
+    actual = buffers(format, n + 2, 256, layout, device)
+    x = hard_rows(n, 256, dtype).view(n, 2, 128).to(device)
+    run(actual, one_side(x), backend, first_row=1)
+    assert_same_bytes(actual, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("format", "layout"), LAYOUTS)
+def test_contract_rows(format: str, layout: str, backend: str, device: str) -> None:
+    rows = (140, 3, -1, 0, 33, -5, 131)
+    expected = defined(format, len(rows), 256, torch.float32, rows, 141, added=True)
+    actual = buffers(format, 141, 256, layout, device)
+    x = hard_rows(len(rows), 256, torch.float32).view(-1, 2, 128).to(device)
+    run(actual, one_side(x), backend, rows=torch.tensor(rows, device=device))
+    assert_same_bytes(actual, expected)
+
+
+def random_sides(
+    n: int, H: int, V: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Sides:
+    """Both sides live, but for some heads of one, of the other, and of both."""
+    generator = torch.Generator().manual_seed(n + H + V)
+    sides = []
+    for side in range(2):
+        out = torch.randn(n, H, V, generator=generator)
+        lse = 3 * torch.randn(n, H, generator=generator)
+        for row, kind in enumerate(EMPTY[: n // 2]):
+            lse[2 * row + side, row % H] = kind
+            lse[n - 1, -1] = kind
+        out[~lse.isfinite()] = torch.nan
+        sides += [strided(out.to(device, dtype)), lse.to(device)]
+    return sides[0], sides[1], sides[2], sides[3]
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("format", "H", "V"),
+    [
+        ("fp8", 17, 20),
+        ("fp8_128", 2, 128),
+        ("fp8_128", 6, 64),
+        ("fp8_64", 3, 192),
+        ("fp8_64_pow2", 5, 256),
+        ("nvfp4", 13, 48),
+    ],
+)
+def test_contract_within_budget(
+    format: str, H: int, V: int, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Two live sides: no worse than the merge in float64, quantised, as the reference has it."""
+    sides = random_sides(7, H, V, dtype, device)
+    actual, peer = (buffers(format, 7, H * V, device=device) for _ in range(2))
+    run(actual, sides, backend)
+    run(peer, sides, "reference")
+    exact, lse, other, other_lse = (side.double() for side in sides)
+    merge_states(exact, lse, other, other_lse, backend="reference")
+    found, known = (decode_output(each, torch.float64) for each in (actual, peer))
+    assert out_budget(found, exact.flatten(1), known) <= 1
+    # a weight that is off by a ulp moves few codes, and those by one
+    differ = actual.values.view(torch.uint8) != peer.values.view(torch.uint8)
+    assert float(differ.double().mean()) < 0.02
+    assert bool((found.view(7, H, V)[6, -1] == 0).all())  # nobody saw a key
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("format", OUTPUT_FORMATS)
+def test_contract_as_two_ops(format: str, dtype: torch.dtype, backend: str, device: str) -> None:
+    """Of one backend, merge_states and quantize_out write the same bytes."""
+    sides = random_sides(9, 6, 64, dtype, device)
+    actual, expected = (buffers(format, 9, 384, device=device) for _ in range(2))
+    run(actual, sides, backend)
+    merge_states(*sides, backend=backend)
+    quantize_out(
+        expected.values, expected.scales, sides[0], expected.global_scale, format=format,
+        backend=backend,
+    )  # fmt: skip
+    assert_same_bytes(actual, expected)
+
+
+def test_opcheck_and_fullgraph(device: str) -> None:
+    op = torch.ops.openmla.merge_quantize.default
+    x, lse, other, other_lse = (
+        side.nan_to_num() for side in random_sides(5, 2, 128, device=device)
+    )
+    sides = (x, lse, other, other_lse)
+    for format in ("fp8", "fp8_128", "nvfp4"):
+        out, plain = (buffers(format, 7, 256, device=device) for _ in range(2))
+        tensors = (out.values, out.scales, *sides, out.global_scale, None)
+        scalars = {"first_row": 1, "format": format, "backend": "reference"}
+        # the other checks multiply, which fp8 tensors cannot
+        torch.library.opcheck(op, tensors, scalars, test_utils="test_faketensor")
+        compiled = torch.compile(merge_quantize, fullgraph=True, backend="aot_eager", dynamic=True)
+        for function, into in ((compiled, out), (merge_quantize, plain)):
+            function(into.values, into.scales, *sides, into.global_scale, format=format)
+        assert torch.equal(decode_output(out)[:5], decode_output(plain)[:5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"other_out": lambda t: t[:, :1]},
+            "other_out must be [n, H, V] with H=2, got (5, 1, 128)",
+        ),
+        ({"other_lse": lambda t: t.half()}, "other_lse must be float32 or float64, got"),
+        ({"lse": lambda t: t.T}, "lse must be [n, H] with n=5, H=2, got (2, 5)"),
+        ({"global_scale": None}, "global_scale must be a float32 scalar for format nvfp4"),
+        ({"global_scale": torch.tensor(-2.0)}, "global_scale must be positive and finite, got -2"),
+        ({"first_row": 4}, "rows 4 to 8 must be within the T=7 of values"),
+        ({"scales": lambda t: t[:64]}, "scales must be [128, 16], got [64, 16]"),
+        ({"values": lambda t: t.view(torch.float8_e4m3fn)}, "values must be torch.uint8, got"),
+    ],
+)
+def test_bad_input_writes_nothing(changes: dict[str, Any], message: str) -> None:
+    out = buffers("nvfp4", 7, 256)
+    names = ("out", "lse", "other_out", "other_lse")
+    given: dict[str, Any] = dict(zip(names, random_sides(5, 2, 128), strict=True))
+    given |= {"values": out.values, "scales": out.scales, "global_scale": out.global_scale}
+    for name, change in changes.items():
+        given[name] = change(given[name]) if callable(change) else change
+    with pytest.raises(ShapeError) as error:
+        merge_quantize(**given, format="nvfp4", backend="reference")
+    assert f"merge_quantize: {message}" in str(error.value)
+    assert_same_bytes(out, buffers("nvfp4", 7, 256))
+
+
+def test_grad_is_refused() -> None:
+    with torch.inference_mode(False):
+        out = buffers("fp8", 5, 256)
+        sides = random_sides(5, 2, 128)
+        sides[2].requires_grad_()
+        with pytest.raises(UnsupportedError, match=r"merge_quantize: .* torch\.inference_mode\(\)"):
+            run_raw(out, sides)
+
+
+def run_raw(out: QuantizedOutput, sides: Sides) -> None:
+    merge_quantize(
+        out.values, out.scales, *sides, out.global_scale, format=out.format, backend="reference"
+    )
+
+
+def test_cost() -> None:
+    assert cost(3, H=2, V=128, itemsize=2, format="fp8_128").bytes == 3 * (2 * 2 * 260 + 256 + 8)
