@@ -34,6 +34,7 @@ from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
 from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
 from openmla.layers.rope import rope_table
+from openmla.layers.weights import Known
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
@@ -101,6 +102,7 @@ class Attachment:
         self.workspace_bytes = 0  # the most that a pass planned for
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.known: dict[int, Known] = {}  # the others' views, by layer, for all sessions
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone

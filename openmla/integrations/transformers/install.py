@@ -61,6 +61,7 @@ def remove_attachment(attachment: Attachment) -> None:
         if attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
+    attachment.known.clear()  # views keep a weight's memory, wherever the model goes
 
 
 def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
