@@ -55,6 +55,7 @@ class Pass:
     positions: Tensor | None = None  # as the model was given them
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     session: Session | None = None  # of the pass under way
+    generating: bool = False  # generate() asked, which goes on from the last column
     own_cache: Any = None  # of a pass that was given none
     compressible: Compressible | None = None  # what a V4 layer will pool
     index_rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]

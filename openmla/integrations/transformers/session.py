@@ -184,7 +184,8 @@ class Session:
             raise ShapeError(
                 f"attach: the cache holds {len(cached)} sequences, got a batch of {B}."
             )
-        found = read_mask(B, S, mask, cached)
+        generating = attachment.current.generating
+        found = read_mask(B, S, mask, cached, generating=generating)
         # in plain steps every row is one run: this is the host's time in every token
         new = [[(True, S)]] * B if found is None else [runs_of(row) for row in found.new.tolist()]
         if packed is not None:
