@@ -34,6 +34,7 @@ from openmla.layers.weights import (
     state_of,
 )
 from openmla.plan import Batch, Plan, make_plan
+from openmla.plan.upload import upload
 
 
 class Entry(NamedTuple):
@@ -332,10 +333,13 @@ class Session:
         self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
 
     def picked_on(self, device: torch.device) -> Tensor | None:
-        """The tokens that are not padding, None: all; uploaded once for all layers of a pass."""
-        if self.picked is not None and device not in self.placed:
-            self.placed[device] = self.picked.to(device)
-        return self.placed.get(device)
+        """The tokens that are not padding, None: all; uploaded once for all layers of a pass,
+        without waiting for what the first one has launched."""
+        if self.picked is None:
+            return None
+        if device not in self.placed:
+            (self.placed[device],) = upload((self.picked,), device)
+        return self.placed[device]
 
     def plan(
         self,
