@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import AbsorbedWeights, Projected, Selection
+from openmla.attention.types import AbsorbedWeights, Projected, Selection, rows_of
 from openmla.cache import PagedCache
 from openmla.ops import Segment, mqa_paged, mqa_sparse
 from openmla.plan import DecodePlan, Plan, SparsePlan
@@ -24,7 +24,7 @@ def attend_absorbed(
     decode: DecodePlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
-    q_nope, q_pe = projected.q_nope[decode.rows], projected.q_pe[decode.rows]
+    q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
     out_latent, lse = read_all(_into_latent(q_nope, q_pe, absorbed), latent, plan, decode)
     return _out_of_latent(out_latent, absorbed), lse
 

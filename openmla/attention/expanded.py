@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import AbsorbedWeights, Projected, seen_nothing
+from openmla.attention.types import AbsorbedWeights, Projected, rows_of, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
 from openmla.ops.mha_ragged import joined
@@ -25,8 +25,8 @@ def attend_expanded(
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
     format all routes round the same values.
     """
-    q = whole_queries(projected)[prefill.rows]
-    kv_c, k_pe = projected.kv_c[prefill.rows], projected.k_pe[prefill.rows]
+    q = rows_of(whole_queries(projected), prefill.rows)
+    kv_c, k_pe = rows_of(projected.kv_c, prefill.rows), rows_of(projected.k_pe, prefill.rows)
     if prefill.one_shot is not None:
         assert prefill.new_rows is not None
         rows = gather(latent, plan, prefill.one_shot, kv_c.dtype)

@@ -193,6 +193,7 @@ def check_inputs(
         raise ConfigError("step: cache must have latent rows, got none.")
     plan.check_cache(cache)
     config, T, q = plan.config, plan.num_tokens, projected.q_nope
+    dtype, device = q.dtype, latent.data.device
     H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     C, V = config.kv_lora_rank, config.v_head_dim
     for name, tensor, letters, shape in (
@@ -209,7 +210,8 @@ def check_inputs(
                 f"step: {name} must be {letters} with {shape} as planned, "
                 f"got {tuple(tensor.shape)}."
             )
-        check_alike("step", name, tensor, q.dtype, latent.data.device)
+        if tensor.dtype != dtype or tensor.device != device:
+            check_alike("step", name, tensor, dtype, device)  # says which
     space = plan.workspace
     if space is not None and space.rows.dtype != q.dtype:
         raise ShapeError(

@@ -101,6 +101,14 @@ def check_alike(
         raise ShapeError(f"{where}: {name} must be on {device}, got {tensor.device}.")
 
 
+def rows_of(tensor: Tensor, rows: slice | Tensor) -> Tensor:
+    """Some of a step's tokens: the tensor itself where they are all, as in most steps. Where sizes
+    are symbols they are not compared, which would fix them."""
+    if torch.compiler.is_compiling() or not isinstance(rows, slice):
+        return tensor[rows]
+    return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
+
+
 def seen_nothing(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key."""
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -71,10 +71,14 @@ class CacheFormat:
 
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
         """Store rows [n, D] at slots [n] (block * BS + offset), all valid and distinct."""
-        BS = cache.shape[1]
+        N, BS, W = cache.shape
         encoded = self.encode(rows, kv_scale)
         # moved as raw bytes: torch has no index_put for fp8 on every device
-        raw_view(cache)[slots // BS, slots % BS] = raw_view(encoded)
+        raw = raw_view(cache)
+        if raw.stride() == (BS * W, W, 1):  # slots are rows
+            raw.view(N * BS, W).index_copy_(0, slots, raw_view(encoded))
+        else:
+            raw[slots // BS, slots % BS] = raw_view(encoded)
 
     def move(self, cache: Tensor, sources: Tensor, targets: Tensor, D: int) -> None:
         """Copy the bytes of rows at slots `sources` to `targets` [n], all valid and distinct."""

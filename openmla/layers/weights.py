@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,29 @@ _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_PRODUCTS = (8, 9)  # the first capability with fp8 matrix instructions
 _OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
+
+
+class Known(NamedTuple):
+    """A kv_b_proj that was looked at and found plain, and the views made of its weight."""
+
+    linear: nn.Linear
+    weight: Tensor
+    address: int
+    views: AbsorbedWeights
+
+    def still_holds(self, linear: nn.Module) -> bool:
+        """Whether everything that was looked at is as it was, but what is in the weight."""
+        parameters = linear._parameters
+        return (
+            linear is self.linear
+            and parameters["weight"] is self.weight
+            and self.weight.data_ptr() == self.address
+            and parameters.get("bias") is None
+            and not linear._forward_hooks
+            and not linear._forward_pre_hooks
+            and not linear._modules
+            and "forward" not in vars(linear)
+        )
 
 
 def absorb(
@@ -69,9 +92,15 @@ def expands_itself(linear: nn.Module, device: torch.device) -> bool:
     )
 
 
+def parts_of(linear: nn.Module) -> tuple[nn.Module, ...]:
+    """A linear and the modules in it; a plain one has none, and every layer's is asked."""
+    return tuple(linear.modules()) if linear._modules else (linear,)
+
+
 def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
     """Attention uses kv_b_proj's weight without calling it: hooks and biases would be lost."""
-    if any(module._forward_hooks or module._forward_pre_hooks for module in linear.modules()):
+    parts = parts_of(linear)
+    if any(module._forward_hooks or module._forward_pre_hooks for module in parts):
         raise UnsupportedError(
             f"{name} must have no forward hooks, which its weight cannot stand for (an adapter per "
             "row, peft's adapter_names, is one). Remove them."

@@ -17,6 +17,7 @@ max_query_len and max_key_len are the longest request's, exactly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import sub
 
 import torch
 from torch import Tensor
@@ -53,13 +54,13 @@ def _check_values(
     dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
     query_start_loc, key_start_loc = tensors
-    check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
-    check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
-    for name, start_loc, given in (
-        ("max_query_len", query_start_loc, max_query_len),
-        ("max_key_len", key_start_loc, max_key_len),
+    queries = check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
+    keys = check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
+    for name, starts, given in (
+        ("max_query_len", queries, max_query_len),
+        ("max_key_len", keys, max_key_len),
     ):
-        longest = int(start_loc.diff().max()) if dims["B+1"] > 1 else 0
+        longest = max(map(sub, starts[1:], starts), default=0)
         if longest != given:
             raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
 

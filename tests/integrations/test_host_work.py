@@ -75,6 +75,23 @@ def test_a_plain_weight_is_looked_at_once_until_it_changes() -> None:
     assert looked_at().kv_b.data_ptr() == module.kv_b_proj.weight.data_ptr()
 
 
+def test_what_was_looked_at_serves_every_cache_until_detached() -> None:
+    model = model_of("deepseek_v3")
+    attach(model)
+    ids, _ = padded_prompts(B=2)
+    attachment = attachment_of(model)
+    with torch.inference_mode():
+        one = model(ids)
+    known = dict(attachment.known)
+    assert sorted(known) == list(range(len(model.model.layers)))
+    other = model(ids)  # a cache of its own, and not in inference mode
+    assert other.past_key_values.layers[0].session is not one.past_key_values.layers[0].session
+    assert all(attachment.known[layer] is views for layer, views in known.items())
+    assert torch.equal(one.logits, other.logits)
+    detach(model)
+    assert not attachment.known  # nothing keeps weights that the model lets go of
+
+
 @pytest.mark.parametrize("kind", ["hook", "pre-hook", "bias"])
 def test_what_a_plain_weight_cannot_stand_for_later(kind: str) -> None:
     """Refused in the middle of a conversation, too."""

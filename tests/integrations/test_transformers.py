@@ -544,8 +544,11 @@ def test_refusals() -> None:
             model(ids[:, :1], attention_mask=mask.new_ones(2, 21), past_key_values=padded)
         with pytest.raises(ShapeError, match=r"attention_mask must be \[2, 21\] with 20 columns"):
             model(ids[:, :1], attention_mask=mask.new_ones(2, 19), past_key_values=past)
-    with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
-        generate(model, ids.flip(1), padded_prompts(B=2)[1].flip(1))
+    for cached in (True, False):
+        with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
+            generate(model, ids.flip(1), mask.flip(1), use_cache=cached)
+        with torch.no_grad():  # who does not generate may pad anywhere
+            assert model.model(ids.flip(1), attention_mask=mask.flip(1)).past_key_values is not None
     with pytest.raises(UnsupportedError, match="caches of Static"):
         generate(model, ids, max_new_tokens=2, cache_implementation="static")
     square = torch.zeros(1, 1, 20, 20)

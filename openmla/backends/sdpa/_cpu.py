@@ -48,6 +48,8 @@ def attend(
 def _rows(
     first: int, end: int, k: Tensor, v: Tensor, k_pe: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    if first == 0 and end == k.shape[0]:
+        return k, v, k_pe
     return k[first:end], v[first:end], None if k_pe is None else k_pe[first:end]
 
 
@@ -66,7 +68,9 @@ def _attend_request(
     q_heads, v_heads = (_heads_apart(part, None, width, dtype) for part in (q, v))
     k_heads = _heads_apart(k, k_pe, width, dtype)
     out, lse = _attend_heads(q_heads, k_heads, v_heads, scale, causal)
-    out = out[0].transpose(0, 1)[:, :, :V]
+    out = out[0].transpose(0, 1)
+    if V < width:
+        out = out[:, :, :V]
     if out.dtype != q.dtype:
         out = out.to(q.dtype, memory_format=torch.contiguous_format)
     return out.contiguous(), lse[0].T.contiguous()
@@ -99,7 +103,8 @@ def _heads_apart(
     if shared is not None:
         filled[..., E : E + shared.shape[1]] = shared
         E += shared.shape[1]
-    filled[..., E:] = 0
+    if E < width:
+        filled[..., E:] = 0
     return filled
 
 

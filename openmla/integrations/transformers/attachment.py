@@ -34,6 +34,7 @@ from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
 from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
 from openmla.layers.rope import rope_table
+from openmla.layers.weights import Known
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Pass:
     positions: Tensor | None = None  # as the model was given them
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     session: Session | None = None  # of the pass under way
+    generating: bool = False  # generate() asked, which goes on from the last column
     own_cache: Any = None  # of a pass that was given none
     compressible: Compressible | None = None  # what a V4 layer will pool
     index_rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
@@ -101,6 +103,7 @@ class Attachment:
         self.workspace_bytes = 0  # the most that a pass planned for
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.known: dict[int, Known] = {}  # the others' views, by layer, for all sessions
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone

@@ -52,8 +52,8 @@ def openmla_attention(
         if layer is not None and current.own_cache is not None and config.compressor is None:
             packed = _packed_lens(B, S, current.positions, attention_mask)
     if layer is None:
-        positions = current.positions
-        return _expanded(query, key, value, attention_mask, positions, config.scale), None
+        given = (attention_mask, current.positions, config.scale, current.generating)
+        return _expanded(query, key, value, *given), None
     session = layer.session
     if layer.steps == session.steps:
         session.begin(B, S, attention_mask, packed)
@@ -135,12 +135,13 @@ def _expanded(
     mask: Tensor | None,  # [B, T]
     positions: Tensor | None,
     scale: float,
+    generating: bool = False,
 ) -> Tensor:  # [B, S, H, V]
     """A module that expanded everything itself: without past_key_values, or with a cache that is
     not ours (the draft layers of generate(use_mtp=True))."""
     B, H, S, E = query.shape
     T = key.shape[2]
-    found = read_mask(B, T, mask, [[] for _ in range(B)])
+    found = read_mask(B, T, mask, [[] for _ in range(B)], generating=generating)
     seen = torch.ones((B, T), dtype=torch.bool) if found is None else found.new
     new = seen[:, T - S :]
     picked, rows = (columns.flatten().nonzero().flatten() for columns in (new, seen))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.paged_layer import install_layer
 
@@ -90,22 +90,28 @@ class AfterPass:
             session.finish()
 
 
-def refuse_right_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """generate() continues from the last column, so padding there would be continued."""
-    mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
-    generating = isinstance(keep, int) and keep == 1  # what generate() asks for
-    if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
-        return
-    ids = kwargs.get("input_ids")
-    if mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
-        return  # a prompt is longer
-    if mask.shape[0] == 1:
-        return  # a token that only looks like padding: transformers makes an assistant's mask so
-    if bool(((mask[:, -1] == 0) & mask.any(dim=1)).any()):
-        raise ShapeError(
-            "attach: prompts must be padded on the left to generate, got padding on the right. "
-            'Set tokenizer.padding_side = "left".'
-        )
+class WhileGenerating:
+    """Has prompts refused that are padded on the right: generate() continues from the last column,
+    so padding there would be continued. Whoever reads the mask looks, so that nobody waits for a
+    device twice; afterwards, called as a forward hook, nothing is refused any more."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self.attachment = attachment
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
+        generating = isinstance(keep, int) and keep == 1  # what generate() asks for
+        ids = kwargs.get("input_ids")
+        if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
+            generating = False
+        elif mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
+            generating = False  # a prompt is longer
+        elif mask.shape[0] == 1:
+            generating = False  # a token that only looks like padding: an assistant's mask is so
+        self.attachment.current.generating = generating
+
+    def end(self, model: nn.Module, args: Any, result: Any) -> None:
+        self.attachment.current.generating = False
 
 
 def refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

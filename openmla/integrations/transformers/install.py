@@ -20,10 +20,10 @@ from openmla.integrations.transformers.compressed import CompressorStandIn, with
 from openmla.integrations.transformers.hooks import (
     AfterPass,
     ByName,
+    WhileGenerating,
     before_forward,
     expand_uncached,
     refuse_attentions,
-    refuse_right_padding,
 )
 from openmla.integrations.transformers.indexer import IndexerWatch, keep_latents
 
@@ -61,6 +61,7 @@ def remove_attachment(attachment: Attachment) -> None:
         if attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
+    attachment.known.clear()  # views keep a weight's memory, wherever the model goes
 
 
 def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
@@ -81,7 +82,9 @@ def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
     for module in attachment.modules:
         module.openmla = attachment  # type: ignore[assignment]
         handles.append(module.register_forward_pre_hook(before_forward, with_kwargs=True))
-    handles.append(model.register_forward_pre_hook(refuse_right_padding, with_kwargs=True))
+    generating = WhileGenerating(attachment)
+    handles.append(model.register_forward_pre_hook(generating, with_kwargs=True))
+    handles.append(model.register_forward_hook(generating.end, always_call=True))
     for outer in outers:
         handles.append(outer.register_forward_pre_hook(refuse_attentions, with_kwargs=True))
     handles.append(outers[-1].register_forward_hook(AfterPass(attachment), always_call=True))

@@ -22,12 +22,15 @@ class Columns(NamedTuple):
     hidden: list[list[int]]  # per row: cached tokens, by position, that are hidden from now on
 
 
-def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Columns | None:
+def read_mask(
+    B: int, S: int, mask: Tensor | None, cached: Sequence[Runs], *, generating: bool = False
+) -> Columns | None:
     """What a mask [B, columns] says of S new columns and of the cached ones before them.
 
     None where there is nothing to say: every new column is a token, and the cached ones are what
     they were. Their number and the sum of their places tell that, so a step of one token per row
-    reads B integers back from a GPU and no more. Columns that are not tokens may be anywhere.
+    reads B integers back from a GPU and no more. Columns that are not tokens may be anywhere; while
+    `generating`, a row with tokens must end with one.
     """
     if mask is None:
         return None
@@ -47,6 +50,11 @@ def read_mask(B: int, S: int, mask: Tensor | None, cached: Sequence[Runs]) -> Co
     if _read_sums(mask) == expected:
         return None
     real = mask.to(torch.bool).cpu()
+    if generating and bool((~real[:, -1] & real.any(dim=1)).any()):
+        raise ShapeError(
+            "attach: prompts must be padded on the left to generate, got padding on the right. "
+            'Set tokenizer.padding_side = "left".'
+        )
     hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
     return Columns(real[:, -S:], hidden)
 

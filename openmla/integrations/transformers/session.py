@@ -24,14 +24,17 @@ from openmla.integrations.transformers.masks import (
 )
 from openmla.integrations.transformers.offload import brought_in
 from openmla.layers.weights import (
+    Known,
     absorb,
     decode_weight,
     expands_itself,
     is_plain,
+    parts_of,
     refuse_unabsorbable,
     state_of,
 )
 from openmla.plan import Batch, Plan, make_plan
+from openmla.plan.upload import upload
 
 
 class Entry(NamedTuple):
@@ -48,29 +51,6 @@ class Entry(NamedTuple):
         return 1 if self.looks else self.stop - self.start
 
 
-class Known(NamedTuple):
-    """A kv_b_proj that was looked at and found plain, and the views made of its weight."""
-
-    linear: nn.Linear
-    weight: Tensor
-    address: int
-    views: AbsorbedWeights
-
-    def still_holds(self, linear: nn.Module) -> bool:
-        """Whether everything that was looked at is as it was, but what is in the weight."""
-        parameters = linear._parameters
-        return (
-            linear is self.linear
-            and parameters["weight"] is self.weight
-            and self.weight.data_ptr() == self.address
-            and parameters.get("bias") is None
-            and not linear._forward_hooks
-            and not linear._forward_pre_hooks
-            and not linear._modules
-            and "forward" not in vars(linear)
-        )
-
-
 class Session:
     """The requests behind one past_key_values object: one per batch row, for all layers."""
 
@@ -81,7 +61,6 @@ class Session:
         self.late: set[int] = set()  # rows whose prompt was padding only
         # kv_b_proj that is no plain linear, by layer: what it was then, and its weight
         self.decoded: dict[int, tuple[Any, Tensor]] = {}
-        self.known: dict[int, Known] = {}  # the others, by layer
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
         self.entries: list[Entry] = []  # of the pass under way
@@ -162,11 +141,11 @@ class Session:
         """
         linear = module.kv_b_proj
         assert isinstance(linear, nn.Module)
-        known = self.known.get(layer)
+        known = self.attachment.known.get(layer)
         if known is not None and known.still_holds(linear):
             return known.views
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
-        with brought_in(*linear.modules()):
+        with brought_in(*parts_of(linear)):
             plain = is_plain(linear)
             weight = linear.weight if plain else self._decoded(linear, layer, dtype)
         assert isinstance(weight, Tensor)
@@ -175,7 +154,7 @@ class Session:
         # tracers' stand-ins and what accelerate brings in do not stay
         if plain and isinstance(weight, nn.Parameter) and not hasattr(linear, "_hf_hook"):
             assert isinstance(linear, nn.Linear)
-            self.known[layer] = Known(linear, weight, weight.data_ptr(), absorbed)
+            self.attachment.known[layer] = Known(linear, weight, weight.data_ptr(), absorbed)
         return absorbed
 
     def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
@@ -206,7 +185,8 @@ class Session:
             raise ShapeError(
                 f"attach: the cache holds {len(cached)} sequences, got a batch of {B}."
             )
-        found = read_mask(B, S, mask, cached)
+        generating = attachment.current.generating
+        found = read_mask(B, S, mask, cached, generating=generating)
         # in plain steps every row is one run: this is the host's time in every token
         new = [[(True, S)]] * B if found is None else [runs_of(row) for row in found.new.tolist()]
         if packed is not None:
@@ -353,10 +333,13 @@ class Session:
         self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
 
     def picked_on(self, device: torch.device) -> Tensor | None:
-        """The tokens that are not padding, None: all; uploaded once for all layers of a pass."""
-        if self.picked is not None and device not in self.placed:
-            self.placed[device] = self.picked.to(device)
-        return self.placed.get(device)
+        """The tokens that are not padding, None: all; uploaded once for all layers of a pass,
+        without waiting for what the first one has launched."""
+        if self.picked is None:
+            return None
+        if device not in self.placed:
+            (self.placed[device],) = upload((self.picked,), device)
+        return self.placed[device]
 
     def plan(
         self,
