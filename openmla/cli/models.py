@@ -24,6 +24,7 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
+from openmla.cache.scales import read_name
 from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
 from openmla.config.schema import require_size
@@ -182,7 +183,9 @@ def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
 
     It has already taken from these lists what it ties, and what a class says may be left over.
     """
-    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
+    # scales of a quantised cache are attach()'s
+    unused = sorted(name for name in info["unexpected_keys"] if read_name(name) is None)
     if missing:
         raise ConfigError(
             f"{folder.name}: weights must hold every tensor of the model, got none for "

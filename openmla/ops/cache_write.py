@@ -48,7 +48,7 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
 
 
 def check_scaled(
-    op: str, cache: Tensor, rope_ratio: Tensor | None, clamped: Tensor | None, format: str
+    op: str, cache: Tensor, format: str, rope_ratio: Tensor | None, clamped: Tensor | None
 ) -> None:
     """The two that only rows under one scale have a use for."""
     if rope_ratio is not None:
@@ -61,7 +61,7 @@ def check_scaled(
 
 def _decide(*tensors: Any, format: str, backend: str) -> Decided:
     cache, kv_c, *_ = tensors
-    check_scaled("cache_write", cache, *tensors[5:], format)
+    check_scaled("cache_write", cache, format, *tensors[5:])
     return decided(_check(tensors[:5], format), problem(cache.device, kv_c.dtype, format), backend)
 
 
@@ -74,7 +74,7 @@ def _run(known: Decided, *tensors: Any, format: str) -> None:
 
 
 def _fake(*tensors: Any, format: str, backend: str) -> None:
-    check_scaled("cache_write", tensors[0], *tensors[5:], format)
+    check_scaled("cache_write", tensors[0], format, *tensors[5:])
     _check(tensors[:5], format)
 
 

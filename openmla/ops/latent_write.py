@@ -77,7 +77,7 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E:
 
 def _decide(*tensors: Any, format: str, pairing: str, backend: str, **_: object) -> Decided:
     cache, kv = tensors[0], tensors[2]
-    check_scaled("latent_write", cache, *tensors[8:], format)
+    check_scaled("latent_write", cache, format, *tensors[8:])
     dims = _check(tensors[:7], tensors[7], format, pairing)
     asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
     return decided(dims, asked, backend)
@@ -100,7 +100,7 @@ def _run(known: Decided, *tensors: Any, **scalars: Any) -> None:
 
 
 def _fake(*tensors: Any, format: str, pairing: str, **_: object) -> None:
-    check_scaled("latent_write", tensors[0], *tensors[8:], format)
+    check_scaled("latent_write", tensors[0], format, *tensors[8:])
     _check(tensors[:7], tensors[7], format, pairing)
 
 
