@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers loads: nothing is ever downloaded
 
+import argparse
 import codecs
 import sys
 from collections.abc import Iterator
@@ -25,13 +26,15 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from openmla.cache.scales import read_name
-from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
+from openmla.cli.checkpoint import DEMO, Checkpoint, check_tokens, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
+from openmla.config import MLAConfig
 from openmla.config.schema import require_size
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import supported_text_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+USUAL_CONTEXT = 4096
 LONG = 2**29  # bytes of weights from which on transformers shows how far it is
 
 
@@ -238,6 +241,29 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder.name}: transformers cannot load the tokenizer: {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def cut_windows(
+    command: str,
+    tokenizer: Any,
+    text: str,
+    options: argparse.Namespace,
+    mla: MLAConfig,
+    vocab_size: int | None,
+) -> torch.Tensor:  # [windows, context]
+    """Stretches of the text, evenly spread."""
+    tokens = tokenizer.encode(text)
+    check_tokens(tokens, vocab_size)
+    ids, limit = torch.tensor(tokens), mla.max_positions
+    context = options.context or min(limit, USUAL_CONTEXT, len(ids))
+    if not 2 <= context <= len(ids):
+        raise ConfigError(
+            f"{command}: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
+        )
+    if context > limit:
+        note(f"warning: windows of {context} tokens, more than the model's context of {limit}")
+    starts = torch.linspace(0, len(ids) - context, options.windows).long()
+    return torch.stack([ids[start : start + context] for start in starts.tolist()])
 
 
 @contextmanager
