@@ -65,6 +65,12 @@ def check_scale(where: str, name: str, value: object) -> float:
     return held
 
 
+def next_power_of_two(value: float) -> float:
+    """The least that is no smaller than a positive number."""
+    fraction, exponent = math.frexp(value)
+    return 2.0 ** (exponent - 1 if fraction == 0.5 else exponent)
+
+
 @dataclass(frozen=True)
 class LayerScales:
     """Per-tensor scales of one layer: a value is stored as value / scale, in e4m3.
@@ -96,8 +102,7 @@ class LayerScales:
         by: the least that leaves k_pe no larger, in units of `row`, than its own scale would."""
         if self.k_pe is None:
             return 1.0
-        fraction, exponent = math.frexp(self.k_pe / self.row)
-        return 2.0 ** (exponent - 1 if fraction == 0.5 else exponent)
+        return next_power_of_two(self.k_pe / self.row)
 
     @classmethod
     def of(cls, found: Mapping[str, object]) -> LayerScales | None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from openmla.cache.format import FP8_MAX
 from openmla.cli.checkpoint import checked_device, open_checkpoint, read_text
 from openmla.cli.models import (
     check_attention,
@@ -73,13 +72,9 @@ def _draw(done: int, count: int, end: str) -> None:
 
 
 def print_scales(scales: Scales, headroom: float) -> None:
-    """The largest values seen, and what became of them."""
-    largest = FP8_MAX / headroom
-    print(f"largest value seen, and scales: {headroom:g} times that over {FP8_MAX:.0f}")
-    print(f"{'layer':<28}{'latent':>10}{'k_pe':>10}{'query':>10}{'scale':>12}{'k_pe over':>11}")
+    """Of every layer, apart and together."""
+    print(f"scales: powers of two that hold {headroom:g} times the largest value seen")
+    print(f"{'layer':<28}{'latent':>12}{'k_pe':>12}{'latent, k_pe':>14}{'query':>12}")
     for place, each in scales.layers.items():
-        k_pe = "-" if each.k_pe is None else f"{each.k_pe * largest:.4g}"
-        print(
-            f"{place:<28}{each.v * largest:>10.4g}{k_pe:>10}{each.q * largest:>10.4g}"
-            f"{each.row:>12.4g}{each.rope_ratio:>11g}"
-        )
+        k_pe = "-" if each.k_pe is None else f"{each.k_pe:.4g}"
+        print(f"{place:<28}{each.v:>12.4g}{k_pe:>12}{each.k:>14.4g}{each.q:>12.4g}")

@@ -44,8 +44,8 @@ def calibrate(
     Of a Hugging Face model, which must not be attached, batches are tokens [B, S] or arguments by
     name, as tokenizers make them; the Scales are what attach(cache_format="fp8", kv_scale=...)
     takes. Of an MLAAttention they are arguments of its forward(), and the LayerScales are what
-    allocate_cache(kv_scale=...) takes. A scale is the largest magnitude seen, times `headroom` for
-    what was not, over 448.
+    allocate_cache(kv_scale=...) takes. A scale is the next power of two from the largest magnitude
+    seen, times `headroom` for what was not, over 448.
     """
     room = check_headroom(headroom)
     if isinstance(model_or_layer, MLAAttention):
