@@ -147,6 +147,7 @@ def load_model(
                     dtype=wanted,
                     output_loading_info=True,
                 )
+                model.name_or_path = str(folder)  # where attach() looks for scales
             else:
                 _check_shapes(cls, config, checkpoint)
                 model, info = cls.from_pretrained(
