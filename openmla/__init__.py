@@ -24,6 +24,7 @@ from openmla.cache import (
     CacheFormat,
     CompressedPool,
     LayerCache,
+    LayerScales,
     PagedCache,
     allocate_cache,
 )
@@ -35,7 +36,7 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.integrations import attach, detach
+from openmla.integrations import Scales, attach, calibrate, detach
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
 
@@ -56,6 +57,7 @@ __all__ = [
     "IndexInputs",
     "IndexerConfig",
     "LayerCache",
+    "LayerScales",
     "MLAAttention",
     "MLAAttentionV4",
     "MLAConfig",
@@ -67,6 +69,7 @@ __all__ = [
     "RawProjections",
     "RopeConfig",
     "RopeTable",
+    "Scales",
     "Selection",
     "ShapeError",
     "UnsupportedError",
@@ -79,6 +82,7 @@ __all__ = [
     "attend_latent",
     "attend_partial",
     "attend_step",
+    "calibrate",
     "detach",
     "make_plan",
     "make_selection",

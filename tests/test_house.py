@@ -49,7 +49,7 @@ ONLY_IN = {
         "cli/eval.py",
     ),
     "vllm": ("integrations/vllm/",),
-    "safetensors": ("cli/models.py", "cli/checkpoint.py"),
+    "safetensors": ("cli/models.py", "cli/checkpoint.py", "integrations/scales.py"),
     "torch.distributed": (),
 }
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from openmla.attention.absorbed import read_all, read_chosen
 from openmla.attention.compressed import attend_segments
+from openmla.attention.ratio import scale_rope_of_latent
 from openmla.attention.step import Part, check_selection, put_both_together
 from openmla.attention.types import CompressedInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
@@ -40,6 +41,7 @@ def attend_latent(
             CompressedInputs(q_latent), cache, plan, selection=selection, write=False
         )
     latent = _check(q_latent, cache, plan)
+    q_latent = scale_rope_of_latent(q_latent, latent, plan.config.kv_lora_rank)
     parts: list[Part] = []
     if plan.decode is not None:
         rows = plan.decode.rows

@@ -10,6 +10,7 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
+from openmla.attention.ratio import scale_rope
 from openmla.attention.sink import apply_sink
 from openmla.attention.types import (
     AbsorbedWeights,
@@ -84,6 +85,7 @@ def attend_parts(
     check_write(raw, plan, write)
     if write and plan.causal:
         write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
+    projected = scale_rope(projected, latent, plan)
     parts: list[Part] = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)

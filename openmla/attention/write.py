@@ -24,6 +24,8 @@ def write_rows(
             plan.slot_mapping,
             cache.kv_scale,
             raw.table,
+            cache.rope_ratio,
+            cache.clamped,
             format=cache.format,
             pairing=raw.pairing,
             eps=raw.eps,
@@ -40,6 +42,8 @@ def write_rows(
         k_pe,
         plan.slot_mapping,
         cache.kv_scale,
+        cache.rope_ratio,
+        cache.clamped,
         format=cache.format,
         backend=plan.backends["cache_write"],
     )

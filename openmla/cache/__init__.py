@@ -12,6 +12,7 @@ from openmla.cache.paged import (
     latent_formats,
     shown_bytes,
 )
+from openmla.cache.scales import LayerScales
 
 __all__ = [
     "FORMATS",
@@ -20,6 +21,7 @@ __all__ = [
     "CompressedPool",
     "Geometry",
     "LayerCache",
+    "LayerScales",
     "PagedCache",
     "allocate_cache",
     "as_integer",

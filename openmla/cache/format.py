@@ -10,6 +10,7 @@ from torch import Tensor
 from openmla.errors import ConfigError, ShapeError
 
 FP8_MAX = 448.0  # largest finite e4m3
+FP8_ROUNDED = 464.0  # largest that rounds to it
 GROUP = 128  # values that share a scale in the packed formats, V4's excepted
 V4_GROUP = 64  # values that share a scale in fp8_dsv4
 V4_ROPE = 64  # columns it keeps in bf16
@@ -53,6 +54,15 @@ class CacheFormat:
         if not self.scaled:
             return rows.to(self.dtype)
         return to_fp8(rows.to(torch.float32) / kv_scale)
+
+    def num_clamped(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
+        """[] i64: how many values encode() cuts off: over the scale, more than rounds to 448.
+
+        Formats without kv_scale cut nothing off: their scales follow the values.
+        """
+        if not self.scaled:
+            return torch.zeros((), dtype=torch.int64, device=rows.device)
+        return ((rows.to(torch.float32) / kv_scale).abs() > FP8_ROUNDED).sum()
 
     def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
         """Stored elements [..., W] into values [..., D]: one product, rounded to dtype once."""

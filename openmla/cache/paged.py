@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +21,7 @@ from openmla.cache.format import (
     get_format,
 )
 from openmla.cache.geometry import Geometry, layer_parts
+from openmla.cache.scales import LayerScales, check_scale
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 
@@ -39,12 +39,16 @@ def shown_bytes(num_bytes: float) -> str:
 class PagedCache:
     """Blocks of rows, data [N, BS, W]. Pages may be strided: a view into a larger allocation.
 
-    `kv_scale` is a device scalar, so that kernels read it without a host round trip.
+    `kv_scale` is a device scalar, so that kernels read it without a host round trip. `rope_ratio`,
+    a power of two, is what k_pe was divided by before that; a step multiplies q_pe by it
+    (attention/ratio.py). `clamped` counts values too large for the scales, since the cache is.
     """
 
     data: Tensor  # [N, BS, W]
     format: str
     kv_scale: Tensor  # [] f32
+    rope_ratio: Tensor | None = None  # [] f32; None: 1
+    clamped: Tensor | None = None  # [] i64; None: nobody counts
 
     def __post_init__(self) -> None:
         for name in ("data", "kv_scale"):
@@ -63,6 +67,15 @@ class PagedCache:
                 "cache: kv_scale must be a float32 scalar tensor, "
                 f"got {tuple(self.kv_scale.shape)} {self.kv_scale.dtype}."
             )
+        for name, dtype in (("rope_ratio", torch.float32), ("clamped", torch.int64)):
+            given = getattr(self, name)
+            if given is not None and (given.shape != () or given.dtype != dtype):
+                raise ShapeError(
+                    f"cache: {name} must be a scalar tensor of {dtype}, "
+                    f"got {tuple(given.shape)} {given.dtype}."
+                )
+        if self.rope_ratio is not None and not self.layout.scaled:
+            raise ConfigError(f"cache: rope_ratio must be None for format {self.format}.")
         if self.kv_scale.device != self.data.device:
             raise ShapeError(
                 f"cache: kv_scale must be on {self.data.device}, got {self.kv_scale.device}."
@@ -106,7 +119,7 @@ class PagedCache:
         _, BS, W = self.data.shape
         data = _pages(num_blocks, BS, W, self.data.stride(0), self.data.dtype, self.data.device)
         data.view(torch.uint8)[: self.num_blocks] = self.data.view(torch.uint8)
-        return PagedCache(data, self.format, self.kv_scale)
+        return replace(self, data=data)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Carry out the (source, target) copies that BlockPool.take asks for."""
@@ -244,7 +257,7 @@ def allocate_cache(
     num_blocks: int,
     block_size: int,
     format: str = "bf16",
-    kv_scale: float = 1.0,
+    kv_scale: float | LayerScales = 1.0,
     index_format: str = "index_fp8",
     layer: int = 0,
     max_requests: int | None = None,
@@ -254,6 +267,9 @@ def allocate_cache(
     device: torch.device | str = "cpu",
 ) -> LayerCache:
     """The cache of one layer: num_blocks * block_size rows, zeroed.
+
+    `kv_scale` is of formats that are `scaled`, fp8: what values are divided by. LayerScales, as
+    calibrate() finds them, have k_pe scaled apart from the latent.
 
     A sparse model's layers also keep indexer keys, in `index_format`; a `layer` that shares the
     selection of an earlier one keeps none.
@@ -268,10 +284,7 @@ def allocate_cache(
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
-    if not (math.isfinite(kv_scale) and kv_scale > 0):
-        raise ConfigError(f"cache: kv_scale must be positive and finite, got {kv_scale!r}.")
-    if kv_scale != 1 and not layout.scaled:
-        raise ConfigError(f"cache: kv_scale must be 1 for format {format}, got {kv_scale!r}.")
+    scales = _checked_scales(kv_scale, layout)
     check_formats(config, format, index_format)
     if config.compressor is not None:
         geometry = Geometry.for_model(
@@ -286,35 +299,58 @@ def allocate_cache(
             index_format=index_format,
         )
         ratio = config.compressor.ratio(layer)
-        return _allocate_compressed(config, geometry, ratio, kv_scale, torch.device(device))
+        return _allocate_compressed(config, geometry, ratio, scales, torch.device(device))
 
-    def pages(name: str, D: int, scale: float) -> PagedCache:
-        return _new_cache(name, num_blocks, block_size, D, scale, torch.device(device))
+    def pages(name: str, D: int, scales: LayerScales) -> PagedCache:
+        return _new_cache(name, num_blocks, block_size, D, scales, torch.device(device))
 
     indexer = config.indexer
-    latent = pages(format, config.latent_dim, kv_scale)
+    latent = pages(format, config.latent_dim, scales)
     if indexer is None or indexer.is_shared(layer):
         return LayerCache(latent=latent)
-    return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, 1.0))
+    return LayerCache(latent=latent, index=pages(index_format, indexer.head_dim, UNSCALED))
+
+
+UNSCALED = LayerScales(1.0, 1.0)
+
+
+def _checked_scales(kv_scale: float | LayerScales, layout: CacheFormat) -> LayerScales:
+    if not isinstance(kv_scale, LayerScales):
+        scale = check_scale("cache", "kv_scale", kv_scale)
+        kv_scale = LayerScales(scale, scale)
+    if not layout.scaled and (kv_scale.k, kv_scale.v, kv_scale.rope_ratio) != (1.0, 1.0, 1.0):
+        raise ConfigError(
+            f"cache: kv_scale must be 1 for format {layout.name}, got {kv_scale.row!r}."
+        )
+    return kv_scale
 
 
 def _allocate_compressed(
-    config: MLAConfig, geometry: Geometry, ratio: int, kv_scale: float, device: torch.device
+    config: MLAConfig, geometry: Geometry, ratio: int, scales: LayerScales, device: torch.device
 ) -> LayerCache:
     made = {}
     for part in layer_parts(config, geometry, ratio):
-        scale = kv_scale if part.name in ("window", "compressed") else 1.0
-        made[part.name] = _new_cache(part.format, part.blocks, part.rows, part.width, scale, device)
+        # rows are keys and values at once: what turns is scaled like the rest
+        mine = (
+            LayerScales(scales.k, scales.k) if part.name in ("window", "compressed") else UNSCALED
+        )
+        made[part.name] = _new_cache(part.format, part.blocks, part.rows, part.width, mine, device)
     return LayerCache(**made, ratio=ratio, geometry=geometry)
 
 
 def _new_cache(
-    format: str, num_blocks: int, block_size: int, D: int, scale: float, device: torch.device
+    format: str, num_blocks: int, block_size: int, D: int, scales: LayerScales, device: torch.device
 ) -> PagedCache:
     layout = get_format(format)
     width, page = layout.width(D), layout.page_width(D, block_size)
     data = _pages(num_blocks, block_size, width, page, layout.dtype, device)
-    return PagedCache(data, format, torch.tensor(scale, dtype=torch.float32, device=device))
+    ratio, clamped = None, None
+    if layout.scaled:
+        clamped = torch.zeros((), dtype=torch.int64, device=device)
+        if scales.rope_ratio != 1:
+            ratio = torch.tensor(scales.rope_ratio, dtype=torch.float32, device=device)
+    scale = torch.tensor(scales.row, dtype=torch.float32, device=device)
+    return PagedCache(data, format, scale, ratio, clamped)
 
 
 def _pages(N: int, BS: int, W: int, page: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -12,13 +12,14 @@ from importlib.util import find_spec
 import torch
 
 from openmla import __version__
-from openmla.cli.options import Parser, eval_options, generate_options
+from openmla.cli.options import Parser, calibrate_options, eval_options, generate_options
 from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 
 COMMANDS = {
     "doctor": "what this machine can run, and why not the rest",
     "generate": "text from a Hugging Face MLA model on disk",
     "eval": "bits per byte for every cache format",
+    "calibrate": "scales of a model's fp8 cache, found on a text",
     "bench": "time the backends of an op, a step, or a whole model",
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what shells show for SIGINT and SIGPIPE
@@ -73,8 +74,12 @@ def _run(arguments: Sequence[str]) -> int:
         from openmla.cli.bench import run_bench
 
         return run_bench(chosen.arguments)
-    read = generate_options if chosen.command == "generate" else eval_options
-    options = read(chosen.arguments)
+    readers = {
+        "generate": generate_options,
+        "eval": eval_options,
+        "calibrate": calibrate_options,
+    }
+    options = readers[chosen.command](chosen.arguments)
     for package in ("transformers", "safetensors"):
         if find_spec(package) is None:
             raise UnsupportedError(f'{chosen.command}: needs {package}: pip install "openmla[hf]".')
@@ -82,6 +87,10 @@ def _run(arguments: Sequence[str]) -> int:
         from openmla.cli.generate import run_generate
 
         return run_generate(options)
+    if chosen.command == "calibrate":
+        from openmla.cli.calibrate import run_calibrate
+
+        return run_calibrate(options)
     from openmla.cli.eval import run_eval
 
     return run_eval(options)

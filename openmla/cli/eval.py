@@ -16,10 +16,12 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from openmla.cache import check_formats, latent_formats
-from openmla.cli.checkpoint import check_tokens, checked_device, open_checkpoint, read_text
+from openmla.cli.calibrate import calibrate_on
+from openmla.cli.checkpoint import checked_device, open_checkpoint, read_text
 from openmla.cli.models import (
     attentions,
     check_attention,
+    cut_windows,
     demo_text,
     load_model,
     load_tokenizer,
@@ -28,12 +30,14 @@ from openmla.cli.models import (
 )
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations import Scales
 from openmla.integrations.transformers import attach, attachment_of, detach
+from openmla.layers.measure import HEADROOM
 
-FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8_ds_mla", "fp8_dsv4")
+FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8_dsv4")
+SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale 1
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
-USUAL_CONTEXT = 4096
 
 
 class Result(NamedTuple):
@@ -59,7 +63,7 @@ def run_eval(options: argparse.Namespace) -> int:
     formats = chosen_formats(options.formats, options.index_format, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.folder)
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
-    windows = cut_windows(tokenizer, text, options, checkpoint.config, vocab_size)
+    windows = cut_windows("eval", tokenizer, text, options, checkpoint.config, vocab_size)
     num_bytes = sum(
         len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
         for row in windows
@@ -68,7 +72,15 @@ def run_eval(options: argparse.Namespace) -> int:
     for attention in [options.attention] if options.attention else attentions(config):
         model = load_model(checkpoint, device, options.dtype, dense=attention == "dense")
         for format in formats:
-            attach(model, cache_format=format, index_format=options.index_format)
+            scales: Scales | float | None = 1.0 if format == "fp8" else None
+            if format == SCALED:
+                scales = calibrate_on(model, windows[:1], HEADROOM)
+            attach(
+                model,
+                cache_format=format_of(format),
+                kv_scale=scales,
+                index_format=options.index_format,
+            )
             results.append(measure(model, windows.to(device), attention, format))
             detach(model)
     print_table(results, num_bytes)
@@ -80,29 +92,16 @@ def run_eval(options: argparse.Namespace) -> int:
 
 def chosen_formats(named: str | None, index_format: str, config: MLAConfig) -> list[str]:
     """The formats asked for, checked before anything is loaded, or all the model can use."""
-    usual = [name for name in FORMATS if name in latent_formats(config)]
+    usual = [name for name in FORMATS if format_of(name) in latent_formats(config)]
     chosen = usual if named is None else named.split(",")
     for name in chosen:
-        check_formats(config, name, index_format)
+        check_formats(config, format_of(name), index_format)
     return chosen
 
 
-def cut_windows(
-    tokenizer: Any, text: str, options: argparse.Namespace, mla: MLAConfig, vocab_size: int | None
-) -> Tensor:  # [windows, context]
-    """Stretches of the text, evenly spread."""
-    tokens = tokenizer.encode(text)
-    check_tokens(tokens, vocab_size)
-    ids, limit = torch.tensor(tokens), mla.max_positions
-    context = options.context or min(limit, USUAL_CONTEXT, len(ids))
-    if not 2 <= context <= len(ids):
-        raise ConfigError(
-            f"eval: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
-        )
-    if context > limit:
-        note(f"warning: windows of {context} tokens, more than the model's context of {limit}")
-    starts = torch.linspace(0, len(ids) - context, options.windows).long()
-    return torch.stack([ids[start : start + context] for start in starts.tolist()])
+def format_of(name: str) -> str:
+    """The cache format behind a row of the table."""
+    return "fp8" if name == SCALED else name
 
 
 @torch.no_grad()

@@ -112,6 +112,7 @@ def run_generate(options: argparse.Namespace) -> int:
     attach(
         model,
         cache_format=options.cache_format,
+        kv_scale=options.kv_scale,
         index_format=options.index_format,
         backend=options.backend,
         capture=options.capture,

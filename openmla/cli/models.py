@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers loads: nothing is ever downloaded
 
+import argparse
 import codecs
 import sys
 from collections.abc import Iterator
@@ -24,13 +25,16 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from openmla.cli.checkpoint import DEMO, Checkpoint, open_checkpoint
+from openmla.cache.scales import read_name
+from openmla.cli.checkpoint import DEMO, Checkpoint, check_tokens, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
+from openmla.config import MLAConfig
 from openmla.config.schema import require_size
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import supported_text_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+USUAL_CONTEXT = 4096
 LONG = 2**29  # bytes of weights from which on transformers shows how far it is
 
 
@@ -143,6 +147,7 @@ def load_model(
                     dtype=wanted,
                     output_loading_info=True,
                 )
+                model.name_or_path = str(folder)  # where attach() looks for scales
             else:
                 _check_shapes(cls, config, checkpoint)
                 model, info = cls.from_pretrained(
@@ -182,7 +187,9 @@ def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
 
     It has already taken from these lists what it ties, and what a class says may be left over.
     """
-    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
+    # scales of a quantised cache are attach()'s
+    unused = sorted(name for name in info["unexpected_keys"] if read_name(name) is None)
     if missing:
         raise ConfigError(
             f"{folder.name}: weights must hold every tensor of the model, got none for "
@@ -235,6 +242,29 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder.name}: transformers cannot load the tokenizer: {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def cut_windows(
+    command: str,
+    tokenizer: Any,
+    text: str,
+    options: argparse.Namespace,
+    mla: MLAConfig,
+    vocab_size: int | None,
+) -> torch.Tensor:  # [windows, context]
+    """Stretches of the text, evenly spread."""
+    tokens = tokenizer.encode(text)
+    check_tokens(tokens, vocab_size)
+    ids, limit = torch.tensor(tokens), mla.max_positions
+    context = options.context or min(limit, USUAL_CONTEXT, len(ids))
+    if not 2 <= context <= len(ids):
+        raise ConfigError(
+            f"{command}: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
+        )
+    if context > limit:
+        note(f"warning: windows of {context} tokens, more than the model's context of {limit}")
+    starts = torch.linspace(0, len(ids) - context, options.windows).long()
+    return torch.stack([ids[start : start + context] for start in starts.tolist()])
 
 
 @contextmanager

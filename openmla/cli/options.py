@@ -43,15 +43,37 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 def temperature(text: str) -> float:
     """A type of option: 0, or what logits can be divided by."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if value != 0 and not COOLEST <= value <= HOTTEST:
         raise argparse.ArgumentTypeError(
             f"must be 0 or a number from {COOLEST} to {HOTTEST:.0f}, got {text[:40]!r}"
         )
     return value
+
+
+def headroom(text: str) -> float:
+    """A type of option: a number that makes room, not less."""
+    value = _number(text)
+    if not 1 <= value <= 1024:
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 1024, got {text[:40]!r}")
+    return value
+
+
+def kv_scale(text: str) -> float | str:
+    """A type of option: a scale, or the name of a file with scales."""
+    value = _number(text)
+    if math.isnan(value) and text.strip().lower() != "nan":
+        return text
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive and finite, or a file, got {text!r}")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def output_file(text: str) -> str:
@@ -79,16 +101,17 @@ def backend(text: str) -> Asked:
 
 
 def _model_parser(command: str, description: str) -> Parser:
-    """What generate and eval have in common."""
+    """What generate, eval and calibrate have in common."""
     parser = Parser(prog=f"openmla {command}", description=description)
     parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
     parser.add_argument(
         "--attention",
         choices=("dense", "sparse"),
-        help="of a V3.2 checkpoint, with or without its indexer; default: generate takes sparse "
-        "and of the demo dense, eval both",
+        help="of a V3.2 checkpoint, with or without its indexer; default: sparse and of the demo "
+        "dense, eval both",
     )
-    parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
+    if command != "calibrate":
+        parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
     parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument(
@@ -97,6 +120,17 @@ def _model_parser(command: str, description: str) -> Parser:
         help="load pytorch_model.bin where there are no safetensors; a pickle can run any code",
     )
     return parser
+
+
+def _add_windows(parser: Parser) -> None:
+    """A text, and which parts of it are looked at."""
+    parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
+    parser.add_argument(
+        "--windows", type=whole(1, 4096), default=4, help="how many stretches of the text"
+    )
+    parser.add_argument(
+        "--context", type=whole(2, MAX_POSITIONS), help="tokens of a stretch; default: 4096 at most"
+    )
 
 
 def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -115,6 +149,11 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
     parser.add_argument(
+        "--kv-scale", type=kv_scale, metavar="S",
+        help="of an fp8 cache: a number, or a file that calibrate wrote; default: the "
+        "checkpoint's, else 1",
+    )  # fmt: skip
+    parser.add_argument(
         "--backend", type=backend, default="auto",
         help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
     )  # fmt: skip
@@ -126,17 +165,25 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def calibrate_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _model_parser("calibrate", "Scales of a model's fp8 cache, found on a text.")
+    _add_windows(parser)
+    parser.add_argument(
+        "--headroom", type=headroom, default=2.0, metavar="H",
+        help="how many times the largest value seen the scales hold; default: 2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", type=output_file, default="scales.safetensors", metavar="FILE",
+        help="default: scales.safetensors",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
 def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _model_parser(
         "eval", "Bits per byte of a text for every cache format, dense and sparse."
     )
-    parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
-    parser.add_argument(
-        "--windows", type=whole(1, 4096), default=4, help="how many stretches of the text"
-    )
-    parser.add_argument(
-        "--context", type=whole(2, MAX_POSITIONS), help="tokens of a stretch; default: 4096 at most"
-    )
+    _add_windows(parser)
     parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument(
         "--plot", type=output_file, metavar="FILE",

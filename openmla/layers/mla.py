@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,8 @@ from openmla.attention import (
     check_inputs,
     select_step,
 )
-from openmla.cache import LayerCache
+from openmla.cache import LayerCache, LayerScales
+from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
@@ -35,6 +38,17 @@ EXPAND_BY = ("auto", "linear", "copy")
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(width, out, bias=bias).requires_grad_(False)
+
+
+def _take_scales(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Scales of a cache are no parameters: out of what is loaded, before names are compared."""
+    found = {}
+    for name in [name for name in state if name.startswith(prefix)]:
+        kind = kind_in_layer(name.removeprefix(prefix))
+        if kind is not None:
+            found[kind] = state.pop(name)
+    if found:
+        layer.scales = LayerScales.of(found)
 
 
 def check_tokens(
@@ -77,7 +91,8 @@ class MLAAttention(nn.Module):
     calls the linear itself where that is cheaper, by `expand_by`: "auto", or "linear" or "copy" to
     have it so. `layer` is its number in the model, which decides whether a sparse layer
     has an indexer of its own or shares the selection of an earlier one. `rope_table` is another
-    layer's, to share it.
+    layer's, to share it. `scales` are what a checkpoint has of them, for
+    allocate_cache(format="fp8", kv_scale=layer.scales).
     """
 
     def __init__(
@@ -124,6 +139,8 @@ class MLAAttention(nn.Module):
         # dense weights of a quantised kv_b_proj; a plain one is used in place
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
+        self.scales: LayerScales | None = None
+        self.register_load_state_dict_pre_hook(_take_scales)
         self.register_load_state_dict_post_hook(lambda layer, _: layer.refresh_weights())
 
     @property

@@ -7,9 +7,13 @@ Rows kv_c [T, C] and k_pe [T, R] may be more than slots [T'] (graph padding): th
 looked at. A negative slot skips its row. Two rows never share a slot. Bytes of other slots and
 of padding between pages do not change. R may be 0.
 Encoding is cache/format.py's: bit copy or round to nearest even; fp8 saturates.
+With `rope_ratio`, a power of two, rows under one scale store k_pe / rope_ratio in k_pe's place.
+`clamped`, where it is given, grows by the number of values that did (CacheFormat.num_clamped).
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,26 +47,40 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "cache_write", dtype=dtype, format=format)
 
 
-def _decide(*tensors: Tensor, format: str, backend: str) -> Decided:
+def check_scaled(
+    op: str, cache: Tensor, format: str, rope_ratio: Tensor | None, clamped: Tensor | None
+) -> None:
+    """The two that only rows under one scale have a use for."""
+    if rope_ratio is not None:
+        bind(op, "cache:N BS W, rope_ratio: f32", (cache, rope_ratio))
+        if not get_format(format).scaled:
+            raise ShapeError(f"{op}: rope_ratio must be None for format {format}.")
+    if clamped is not None:
+        bind(op, "cache:N BS W, clamped: i64", (cache, clamped))
+
+
+def _decide(*tensors: Any, format: str, backend: str) -> Decided:
     cache, kv_c, *_ = tensors
-    return decided(_check(tensors, format), problem(cache.device, kv_c.dtype, format), backend)
+    check_scaled("cache_write", cache, format, *tensors[5:])
+    return decided(_check(tensors[:5], format), problem(cache.device, kv_c.dtype, format), backend)
 
 
-def _run(known: Decided, *tensors: Tensor, format: str) -> None:
-    cache, kv_c, k_pe, slot_mapping, _ = tensors
+def _run(known: Decided, *tensors: Any, format: str) -> None:
+    cache, kv_c, k_pe, slot_mapping, *_ = tensors
     refuse_grad("cache_write", (kv_c, k_pe))
     if cache.device.type == "cpu":
         check_slots("cache_write", slot_mapping, known.dims["N"] * known.dims["BS"])
     known.runner.run(*tensors, format=format)
 
 
-def _fake(*tensors: Tensor, format: str, backend: str) -> None:
-    _check(tensors, format)
+def _fake(*tensors: Any, format: str, backend: str) -> None:
+    check_scaled("cache_write", tensors[0], format, *tensors[5:])
+    _check(tensors[:5], format)
 
 
 _OP = register(
     "cache_write(Tensor(a!) cache, Tensor kv_c, Tensor k_pe, Tensor slot_mapping, Tensor kv_scale,"
-    " *, str format, str backend) -> ()",
+    " Tensor? rope_ratio, Tensor(b!)? clamped, *, str format, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -75,12 +93,17 @@ def cache_write(
     k_pe: Tensor,  # [T, R]
     slot_mapping: Tensor,  # [T'] i64, T' <= T; negative: do not write
     kv_scale: Tensor,  # [] f32
+    rope_ratio: Tensor | None = None,  # [] f32
+    clamped: Tensor | None = None,  # [] i64, counts
     *,
     format: str,
     backend: str = "auto",
 ) -> None:
     """Write T' rows; see the module's text for the contract."""
-    _OP(cache, kv_c, k_pe, slot_mapping, kv_scale, format=format, backend=backend)
+    _OP(
+        cache, kv_c, k_pe, slot_mapping, kv_scale, rope_ratio, clamped, format=format,
+        backend=backend,
+    )  # fmt: skip
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

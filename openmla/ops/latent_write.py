@@ -10,7 +10,8 @@ kv and q are changed in place: both forms of attention go on with them. Each ste
 is not 1, the rotation. C may be all of kv's columns (V4), then those R are normalised before they
 are turned. Without a table nothing turns: columns behind C are stored as they are (Kimi-Linear).
 Rows past the slots [T'] are not looked at; a negative slot skips only the write. Two rows never
-share a slot.
+share a slot. `rope_ratio`, of the columns behind C, and `clamped` are cache_write's: of what is
+stored, not of kv.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
+from openmla.ops.cache_write import check_scaled
 from openmla.ops.rope import PAIRINGS
 
 _SPEC = (
@@ -75,13 +77,14 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E:
 
 def _decide(*tensors: Any, format: str, pairing: str, backend: str, **_: object) -> Decided:
     cache, kv = tensors[0], tensors[2]
-    dims = _check(tensors[:-1], tensors[-1], format, pairing)
+    check_scaled("latent_write", cache, format, *tensors[8:])
+    dims = _check(tensors[:7], tensors[7], format, pairing)
     asked = problem(cache.device, kv.dtype, format, D=dims["D"], E=dims["E"])
     return decided(dims, asked, backend)
 
 
 def _run(known: Decided, *tensors: Any, **scalars: Any) -> None:
-    cache, q, kv, norm_weight, positions, slot_mapping, _, table = tensors
+    cache, q, kv, norm_weight, positions, slot_mapping, _, table, *_ = tensors
     dims = known.dims
     refuse_grad("latent_write", (q, kv, norm_weight))
     if cache.device.type == "cpu":
@@ -97,13 +100,15 @@ def _run(known: Decided, *tensors: Any, **scalars: Any) -> None:
 
 
 def _fake(*tensors: Any, format: str, pairing: str, **_: object) -> None:
-    _check(tensors[:-1], tensors[-1], format, pairing)
+    check_scaled("latent_write", tensors[0], format, *tensors[8:])
+    _check(tensors[:7], tensors[7], format, pairing)
 
 
 _OP = register(
     "latent_write(Tensor(a!) cache, Tensor(b!) q, Tensor(c!) kv, Tensor norm_weight,"
-    " Tensor positions, Tensor slot_mapping, Tensor kv_scale, Tensor? table, *, str format,"
-    " str pairing, float eps, float factor, bool norm_queries, str backend) -> ()",
+    " Tensor positions, Tensor slot_mapping, Tensor kv_scale, Tensor? table,"
+    " Tensor? rope_ratio, Tensor(d!)? clamped, *, str format, str pairing, float eps, float factor,"
+    " bool norm_queries, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -119,6 +124,8 @@ def latent_write(
     slot_mapping: Tensor,  # [T'] i64; negative: do not write
     kv_scale: Tensor,  # [] f32
     table: Tensor | None,  # [Q, R] f32: cos in the first half of a row, sin in the second
+    rope_ratio: Tensor | None = None,  # [] f32
+    clamped: Tensor | None = None,  # [] i64, counts
     *,
     format: str,
     pairing: str,
@@ -137,6 +144,8 @@ def latent_write(
         slot_mapping,
         kv_scale,
         table,
+        rope_ratio,
+        clamped,
         format=format,
         pairing=pairing,
         eps=eps,

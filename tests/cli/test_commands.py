@@ -20,9 +20,9 @@ from tests.cli.conftest import KINDS
 
 ROOT = Path(__file__).parents[2]
 FORMATS = {
-    "dense": ["fp32", "bf16", "fp16", "fp8"],
-    "sparse": ["fp32", "bf16", "fp16", "fp8"],
-    "v4": ["fp32", "bf16", "fp16", "fp8", "fp8_dsv4"],
+    "dense": ["fp32", "bf16", "fp16", "fp8", "fp8+scales"],
+    "sparse": ["fp32", "bf16", "fp16", "fp8", "fp8+scales"],
+    "v4": ["fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_dsv4"],
 }
 ATTENTIONS = {"dense": ["dense"], "sparse": ["dense", "sparse"], "v4": ["sparse"]}
 
@@ -71,7 +71,7 @@ def test_eval(
     text = tmp_path / "text.txt"
     text.write_text("".join(map(str, range(60))))
     assert main(["eval", "--model", str(tiny[kind]), "--text", str(text), "--windows", "1"]) == 0
-    rows = re.findall(r"^(dense|sparse) +(\w+) +[\d.]+ +[\d.]+  ", capsys.readouterr().out, re.M)
+    rows = re.findall(r"^(dense|sparse) +(\S+) +[\d.]+ +[\d.]+  ", capsys.readouterr().out, re.M)
     assert rows == [(form, name) for form in ATTENTIONS[kind] for name in FORMATS[kind]]
 
 
@@ -81,7 +81,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
     for arguments, parts in (
         (["--version"], [f"openmla {__version__}"]),
-        (["--help"], ["doctor", "generate", "eval", "bench"]),
+        (["--help"], ["doctor", "generate", "eval", "calibrate", "bench"]),
         (["doctor", "--help"], ["--compile"]),
         (["bench", "--help"], [*BACKENDS, "step", "generate"]),
         (["bench", "rope", "--help"], ["tiny-64x4-pairs", "--rounds"]),

@@ -87,13 +87,14 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     captured = capsys.readouterr()
     bits = {
         format: float(value)
-        for format, value in re.findall(r"dense +(\w+) +[\d.]+ +([\d.]+)  [+-]", captured.out)
+        for format, value in re.findall(r"dense +(\S+) +[\d.]+ +([\d.]+)  [+-]", captured.out)
     }
-    assert set(bits) == {"fp32", "bf16", "fp16", "fp8", "fp8_ds_mla"}
+    assert set(bits) == {"fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla"}
     assert 0.5 < bits["fp32"] < 2.0
     assert abs(bits["bf16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp8"] / bits["fp32"] - 1) < 1e-2
+    assert bits["fp8+scales"] < bits["fp8"] + 5e-4  # no worse, but for chance
     assert abs(bits["fp8_ds_mla"] / bits["fp32"] - 1) < 1e-2
     assert "▇" in captured.out or "█" in captured.out
     assert "dense fp8: 1024 of 1024 tokens" in captured.err

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla import Batch, BlockPool, LayerCache, MLAAttention, Plan, allocate_cache, make_plan
+from openmla import (
+    Batch,
+    BlockPool,
+    LayerCache,
+    LayerScales,
+    MLAAttention,
+    Plan,
+    allocate_cache,
+    make_plan,
+)
 from openmla.testing import poison
 
 
@@ -46,6 +55,7 @@ class Server:
         *,
         block_size: int = 4,
         format: str = "fp32",
+        kv_scale: float | LayerScales = 1.0,
         index_format: str = "index_fp32",
         num_blocks: int = 200,
         device: str = "cpu",
@@ -59,6 +69,7 @@ class Server:
             num_blocks=num_blocks,
             block_size=block_size,
             format=format,
+            kv_scale=kv_scale,
             index_format=index_format,
             device=device,
         )

@@ -136,6 +136,7 @@ def test_fp8_keeps_nan_and_saturates_infinity(backend: str, device: str) -> None
 
 def test_opcheck_and_fullgraph(device: str) -> None:
     inputs = make(device=device)
+    inputs.scalars.update({"rope_ratio": None, "clamped": torch.tensor(5, device=device)})
     tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
     tensors["cache"].nan_to_num_()  # opcheck compares values, and NaN differs from itself
     scalars = {**inputs.scalars, "backend": "reference"}
@@ -145,6 +146,60 @@ def test_opcheck_and_fullgraph(device: str) -> None:
     inputs.run(compiled, backend="reference")
     other.run(cache_write, backend="reference")
     assert torch.equal(inputs["cache"].view(torch.int16), other["cache"].view(torch.int16))
+    assert inputs.scalars["clamped"] == 5  # bf16 cuts nothing off
+
+
+@pytest.mark.parametrize("backend", backends("cache_write"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_that_are_cut_off_are_counted(dtype: torch.dtype, backend: str, device: str) -> None:
+    """Of rows that are written, on top of what was there; 464 rounds to 448, NaN is kept."""
+    inputs = make(format="fp8", dtype=dtype, kv_scale=0.5, device=device)
+    inputs["kv_c"][0, 4:9] = torch.tensor([232.0, -233.0, torch.nan, torch.inf, -torch.inf])
+    clamped = inputs.scalars["clamped"] = torch.tensor([7, 9], device=device)[0]
+    rows = torch.cat([inputs["kv_c"], inputs["k_pe"]], dim=1).float().tolist()
+    written = [
+        row for row, slot in zip(rows, inputs["slot_mapping"].tolist(), strict=False) if slot >= 0
+    ]
+    beyond = sum(abs(value) / 0.5 > 464 for row in written for value in row)
+    run_or_skip(cache_write, inputs, backend)
+    assert beyond >= 5
+    assert clamped.tolist() == 7 + beyond
+
+
+@pytest.mark.parametrize("backend", backends("cache_write"))
+@pytest.mark.parametrize("counted", [False, True])
+def test_counting_changes_no_byte(counted: bool, backend: str, device: str) -> None:
+    """Nor is anything counted where nothing is cut off."""
+    inputs, other = make(format="fp8", device=device), make(format="fp8", device=device)
+    for each in (inputs, other):
+        each["kv_c"].clamp_(-100, 100)
+        each["k_pe"].clamp_(-100, 100)
+    clamped = torch.tensor(0, device=device)
+    if counted:
+        inputs.scalars["clamped"] = clamped
+    run_or_skip(cache_write, inputs, backend)
+    other.run(cache_write, backend="reference")
+    assert torch.equal(page_bytes(inputs["cache"]), page_bytes(other["cache"]))
+    assert clamped == 0
+
+
+@pytest.mark.parametrize("backend", backends("cache_write"))
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("exponent", [-9, 3])
+def test_rope_ratio(exponent: int, dtype: torch.dtype, backend: str, device: str) -> None:
+    """Byte for byte what writing k_pe / ratio gives, and as many values cut off."""
+    ratio = 2.0**exponent
+    inputs, other = (make(format="fp8", dtype=dtype, device=device) for _ in range(2))
+    inputs["k_pe"].copy_(inputs["k_pe"].clamp(-100, 100))
+    other["k_pe"].copy_(inputs["k_pe"])
+    counts = [torch.tensor(0, device=device) for _ in range(2)]
+    inputs.scalars.update({"clamped": counts[0], "rope_ratio": torch.tensor(ratio, device=device)})
+    run_or_skip(cache_write, inputs, backend)
+    other["k_pe"].copy_(other["k_pe"] / ratio)
+    other.scalars["clamped"] = counts[1]
+    other.run(cache_write, backend="reference")
+    assert torch.equal(page_bytes(inputs["cache"]), page_bytes(other["cache"]))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(
@@ -163,16 +218,24 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         ("slot_mapping", lambda t: t.to("meta"), "slot_mapping must be on cpu, got meta"),
         ("kv_scale", lambda t: t[None], "kv_scale must be [], got (1,)"),
         ("kv_scale", lambda t: t.double(), "kv_scale must be float32, got torch.float64"),
+        ("rope_ratio", lambda t: t[None], "rope_ratio must be [], got (1,)"),
+        ("rope_ratio", lambda t: t.double(), "rope_ratio must be float32, got torch.float64"),
+        ("rope_ratio", lambda t: t, "rope_ratio must be None for format bf16"),
+        ("clamped", lambda t: t[None], "clamped must be [], got (1,)"),
+        ("clamped", lambda t: t.int(), "clamped must be int64, got torch.int32"),
+        ("clamped", lambda t: t.to("meta"), "clamped must be on cpu, got meta"),
     ],
 )
 def test_bad_input_changes_nothing(
     name: str, change: Callable[[Tensor], Tensor], message: str
 ) -> None:
     inputs = make()
+    given = {**inputs.tensors, "rope_ratio": torch.tensor(2.0), "clamped": torch.tensor(0)}
     before = page_bytes(inputs["cache"])
-    tensors = {**inputs.tensors, name: change(inputs[name])}
+    tensors = {**inputs.tensors, name: change(given[name])}
+    extra = {key: tensors.pop(key) for key in ("rope_ratio", "clamped") if key in tensors}
     with pytest.raises(ShapeError) as error:
-        Inputs(tensors, inputs.scalars, ()).run(cache_write, backend="reference")
+        Inputs(tensors, {**inputs.scalars, **extra}, ()).run(cache_write, backend="reference")
     assert f"cache_write: {message}" in str(error.value)
     assert torch.equal(page_bytes(inputs["cache"]), before)
 

@@ -237,8 +237,61 @@ def test_offsets_beyond_int32(backend: str, device: str) -> None:
     assert torch.equal(cache[-1], near["cache"][0])
 
 
+@pytest.mark.parametrize("backend", backends("latent_write"))
+@pytest.mark.parametrize("rotated", [True, False])
+def test_values_that_are_cut_off_are_counted(rotated: bool, backend: str, device: str) -> None:
+    """As cache_write counts them, of the finished rows."""
+    case = RowCase("", "fp8", rotated=rotated, plain=0 if rotated else 8)
+    inputs = case.make(device)
+    inputs["norm_weight"].mul_(300)
+    clamped = torch.tensor(3, device=device)
+    inputs.scalars["clamped"] = clamped
+    run_or_skip(latent_write, inputs, backend)
+    n, written = len(case.slots), torch.tensor(case.slots) >= 0
+    rows = inputs["kv"][:n].cpu()[written].float()
+    beyond = int((rows / 0.5).abs().gt(464).sum())
+    assert beyond > 5 and clamped == 3 + beyond
+    fresh = case.make(device)
+    fresh["norm_weight"].mul_(300)
+    fresh.run(latent_write, backend="reference")  # uncounted
+    if backend == "reference":
+        assert torch.equal(page_bytes(inputs["cache"]), page_bytes(fresh["cache"]))
+
+
+@pytest.mark.parametrize("backend", backends("latent_write"))
+@pytest.mark.parametrize("exponent", [-9, 3])
+@pytest.mark.parametrize("rotated", [True, False])
+def test_rope_ratio(rotated: bool, exponent: int, backend: str, device: str) -> None:
+    """Columns behind the normalised ones are stored over it; kv and q are as without."""
+    case = RowCase("", "fp8", rotated=rotated, plain=0 if rotated else 8)
+    inputs, other = case.make(device), case.make(device)
+    ratio = torch.tensor(2.0**exponent, device=device)
+    counts = [torch.tensor(0, device=device) for _ in range(2)]
+    inputs.scalars.update({"rope_ratio": ratio, "clamped": counts[0]})
+    run_or_skip(latent_write, inputs, backend)
+    run_or_skip(latent_write, other, backend)
+    n, C = len(case.slots), case.C
+    for name in ("kv", "q"):
+        assert torch.equal(inputs[name][:n], other[name][:n])
+    fresh, kv = case.make(device), inputs["kv"]
+    cache_write(
+        fresh["cache"],
+        kv[:, :C],
+        kv[:, C:],
+        inputs["slot_mapping"],
+        inputs["kv_scale"],
+        ratio,
+        counts[1],
+        format=case.format,
+        backend="reference",
+    )
+    assert torch.equal(page_bytes(inputs["cache"]), page_bytes(fresh["cache"]))
+    assert counts[0] == counts[1]
+
+
 def test_opcheck_and_fullgraph(device: str) -> None:
     inputs = RowCase("", surplus=0, slots=(3, 0, 19)).make(device)
+    inputs.scalars.update({"rope_ratio": None, "clamped": torch.tensor(5, device=device)})
     tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
     tensors["cache"].nan_to_num_()  # opcheck compares values, and NaN differs from itself
     scalars = {**inputs.scalars, "backend": "reference"}

@@ -22,6 +22,8 @@ def run(
     slot_mapping: Tensor,
     kv_scale: Tensor,
     table: Tensor | None,
+    rope_ratio: Tensor | None,
+    clamped: Tensor | None,
     *,
     format: str,
     pairing: str,
@@ -40,7 +42,8 @@ def run(
         R = table.shape[1]
         for turned in (q[:, :, q.shape[2] - R :], kv[:, None, kv.shape[1] - R :]):
             rope.run(turned, positions, table, pairing=pairing, inverse=False)
-    cache_write.run(cache, kv[:, :C], kv[:, C:], slot_mapping, kv_scale, format=format)
+    latent, k_pe = kv[:, :C], kv[:, C:]
+    cache_write.run(cache, latent, k_pe, slot_mapping, kv_scale, rope_ratio, clamped, format=format)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -48,6 +48,7 @@ INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 FLOAT32_BYTES = tl.constexpr(4)
 BFLOAT16_BYTES = tl.constexpr(2)
 E4M3_MAX = tl.constexpr(448.0)
+E4M3_ROUNDED = tl.constexpr(464.0)  # the largest that rounds to it
 # Floors of cache/format.py: of a group's largest value, or of its scale.
 SMALLEST = tl.constexpr(1e-4)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -183,11 +184,21 @@ def load_columns(
 
 
 @triton.jit
+def count_clamped(clamped, values, rope, mask, mask_r):
+    """Add the scaled values that e4m3 cuts off; rows that have none touch no memory."""
+    beyond = tl.sum(tl.sum((mask & (tl.abs(values) > E4M3_ROUNDED)).to(tl.int32), 1), 0)
+    beyond += tl.sum((mask_r & (tl.abs(rope) > E4M3_ROUNDED)).to(tl.int32), 0)
+    if beyond > 0:
+        tl.atomic_add(clamped, beyond.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
 def write_row(
-    cache, kv_c, k_pe, slot, kv_scale, page, row_stride,
+    cache, kv_c, k_pe, slot, kv_scale, rope_ratio, clamped, page, row_stride,
     BS: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Load one row from memory, encode it and store it in its slot."""
     g = tl.arange(0, BLOCK_G)
@@ -198,17 +209,18 @@ def write_row(
     values = load_columns(kv_c, k_pe, d, mask, C, 0, MAIN)
     rope = load_columns(kv_c, k_pe, MAIN + r, r < ROPE, C, MAIN, MAIN + ROPE)
     write_values(
-        cache, values, rope, slot, kv_scale, page, row_stride, BS, FORMAT, MAIN, ROPE, GROUP,
-        SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+        cache, values, rope, slot, kv_scale, rope_ratio, clamped, page, row_stride, BS, FORMAT,
+        MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
     )  # fmt: skip
 
 
 @triton.jit
 def write_values(
-    cache, values, rope, slot, kv_scale, page, row_stride,
+    cache, values, rope, slot, kv_scale, rope_ratio, clamped, page, row_stride,
     BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The same for a row in registers: values [BLOCK_G, BLOCK_C], zeros past a group's GROUP
     columns, and rope [BLOCK_R]."""
@@ -226,8 +238,14 @@ def write_values(
         rope = round_to(rope, cache.dtype.element_ty, ASM)
     elif FORMAT == FP8:
         scale = tl.load(kv_scale)
-        stored = encode_e4m3(tl.div_rn(widen(values), scale))
-        rope = encode_e4m3(tl.div_rn(widen(rope), scale))
+        values = tl.div_rn(widen(values), scale)
+        if APART:  # a power of two: the product is exact
+            scale *= tl.load(rope_ratio)
+        rope = tl.div_rn(widen(rope), scale)
+        if COUNTED:
+            count_clamped(clamped, values, rope, mask, mask_r)
+        stored = encode_e4m3(values)
+        rope = encode_e4m3(rope)
     else:
         if FORMAT == V4:
             values = round_to(values, tl.bfloat16, ASM)

@@ -4,7 +4,7 @@ Computes  cache[slot // BS, slot % BS] = encode(concat(kv_c[i], k_pe[i])) for th
           byte for byte as cache/format.py encodes them (specification: ops/cache_write.py)
 Grid      (T',): one program owns one row.
 Reads     kv_c [T, C], k_pe [T, R], slot_mapping [T'], kv_scale []
-Writes    cache [N, BS, W]
+Writes    cache [N, BS, W]; clamped [], if COUNTED and a value was cut off
 Limits    see why_not()
 """
 
@@ -44,19 +44,20 @@ FP_FUSION = False  # a row's bytes must not depend on how the compiler contracts
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _cache_write_kernel(
-    cache, kv_c, k_pe, slot_mapping, kv_scale,
+    cache, kv_c, k_pe, slot_mapping, kv_scale, rope_ratio, clamped,
     page, row_stride, kv_c_stride, k_pe_stride, slot_stride, N,
     BS: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + i * slot_stride)
     if (slot >= 0) & (slot // BS < N):
         write_row(
-            cache, kv_c + i * kv_c_stride, k_pe + i * k_pe_stride, slot, kv_scale, page, row_stride,
-            BS, C, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C,
-            BLOCK_R,
+            cache, kv_c + i * kv_c_stride, k_pe + i * k_pe_stride, slot, kv_scale, rope_ratio,
+            clamped, page, row_stride, BS, C, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED,
+            ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
         )  # fmt: skip
 
 
@@ -70,6 +71,8 @@ def run(
     k_pe: Tensor,
     slot_mapping: Tensor,
     kv_scale: Tensor,
+    rope_ratio: Tensor | None,
+    clamped: Tensor | None,
     *,
     format: str,
 ) -> None:
@@ -78,7 +81,10 @@ def run(
     if slot_mapping.shape[0] == 0 or C + R == 0:
         return
     layout = layout_of(format, C + R, cut=C)
-    launch = launch_of(layout, C, BS, aligned=is_aligned(cache, layout))
+    launch = launch_of(
+        layout, C, BS, aligned=is_aligned(cache, layout), apart=rope_ratio is not None,
+        counted=clamped is not None,
+    )  # fmt: skip
     launch(
         (slot_mapping.shape[0],),
         cache.view(torch.uint8) if format == "fp8" else cache,
@@ -86,6 +92,8 @@ def run(
         k_pe,
         slot_mapping,
         kv_scale,
+        kv_scale if rope_ratio is None else rope_ratio,
+        kv_scale if clamped is None else clamped,
         cache.stride(0),
         cache.stride(1),
         kv_c.stride(0),
@@ -96,8 +104,11 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(layout: Layout, C: int, BS: int, *, aligned: bool) -> Launch:
+def launch_of(
+    layout: Layout, C: int, BS: int, *, aligned: bool, apart: bool, counted: bool
+) -> Launch:
     constants = row_constants(layout, C, BS, aligned=aligned)
+    constants |= {"APART": apart, "COUNTED": counted}
     return prepare(
         _cache_write_kernel, constants, num_warps=row_warps(constants), num_stages=1,
         enable_fp_fusion=FP_FUSION,
@@ -121,12 +132,15 @@ def builds() -> Iterator[Build]:
 
 
 def write_build(capability: int, format: str, C: int, R: int) -> Build:
-    constants = row_constants(layout_of(format, C + R, cut=C), C, 64, aligned=True)
+    layout = layout_of(format, C + R, cut=C)
+    constants = row_constants(layout, C, 64, aligned=True)
+    constants |= dict.fromkeys(("APART", "COUNTED"), get_format(format).scaled)
     types = {
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
         **dict.fromkeys(("kv_c", "k_pe"), "*bf16"),
         "slot_mapping": "*i64",
-        "kv_scale": "*fp32",
+        **dict.fromkeys(("kv_scale", "rope_ratio"), "*fp32"),
+        "clamped": "*i64",
     }
     return Build(
         f"write-{format}-C{C}-R{R}", _cache_write_kernel,

@@ -107,8 +107,9 @@ def store_entry(
         if FORMAT != PLAIN and FORMAT != FP8:  # packed formats take bf16
             values = round_to(values, tl.bfloat16, ASM)
         write_values(
-            cache, values, rope, block * BS + entry % BS, kv_scale, page, row_stride, BS, FORMAT,
-            MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+            cache, values, rope, block * BS + entry % BS, kv_scale, kv_scale, kv_scale, page,
+            row_stride, BS, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, False, False,
+            BLOCK_G, BLOCK_C, BLOCK_R,
         )  # fmt: skip
 
 

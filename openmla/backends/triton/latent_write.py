@@ -5,7 +5,7 @@ Computes  kv[i] and q[i] in place, then encode(kv[i]) into its slot
 Grid      (T', 1 + cdiv(H, BLOCK_H)): one program owns a token's latent row, the others BLOCK_H of
           its heads each
 Reads     q [T, H, E], kv [T, D], norm_weight [C], table [Q, R], positions and slots [T']
-Writes    q and kv in place, the slots' bytes
+Writes    q and kv in place, the slots' bytes; clamped [], if COUNTED and a value was cut off
 
 A finished row is read back after a barrier and encoded as cache_write would: the cache holds what
 kv holds.
@@ -111,16 +111,16 @@ def apply_weight(values, weight, columns, mask, factor, ASM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT)
 def _latent_write_kernel(
-    cache, q, kv, norm_weight, positions, slot_mapping, kv_scale, table,
-    page, row_stride, q_token, q_head, kv_c_stride, table_stride, position_stride, slot_stride,
-    N, eps, factor,
+    cache, q, kv, norm_weight, positions, slot_mapping, kv_scale, table, rope_ratio,
+    clamped, page, row_stride, q_token, q_head, kv_c_stride, table_stride, position_stride,
+    slot_stride, N, eps, factor,
     H: tl.constexpr, E: tl.constexpr, D: tl.constexpr, NORMED: tl.constexpr,
     NORMED_Q: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PAIRS: tl.constexpr,
     BS: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter Python floats
@@ -139,8 +139,9 @@ def _latent_write_kernel(
         tl.debug_barrier()
         if (slot >= 0) & (slot // BS < N):
             write_row(
-                cache, row, row + C, slot, kv_scale, page, row_stride, BS, C, FORMAT, MAIN, ROPE,
-                GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+                cache, row, row + C, slot, kv_scale, rope_ratio, clamped, page, row_stride, BS, C,
+                FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, APART, COUNTED, BLOCK_G,
+                BLOCK_C, BLOCK_R,
             )  # fmt: skip
     else:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -165,6 +166,8 @@ def run(
     slot_mapping: Tensor,
     kv_scale: Tensor,
     table: Tensor | None,
+    rope_ratio: Tensor | None,
+    clamped: Tensor | None,
     *,
     format: str,
     pairing: str,
@@ -179,6 +182,7 @@ def run(
     launch = launch_of(
         format, H, E, D, R, norm_weight.shape[0], cache.shape[1], pairing, norm_queries,
         aligned=is_aligned(cache, layout_of(format, D, cut=D)),
+        apart=rope_ratio is not None, counted=clamped is not None,
     )  # fmt: skip
     heads = H if R or norm_queries else 0  # that need a program
     launch(
@@ -191,6 +195,8 @@ def run(
         slot_mapping,
         kv_scale,
         kv_scale if table is None else table,
+        kv_scale if rope_ratio is None else rope_ratio,
+        kv_scale if clamped is None else clamped,
         cache.stride(0),
         cache.stride(1),
         q.stride(0),
@@ -206,8 +212,8 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned)
+def launch_of(*sizes: Any, aligned: bool, apart: bool, counted: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned, apart=apart, counted=counted)
     return prepare(
         _latent_write_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
     )
@@ -215,11 +221,12 @@ def launch_of(*sizes: Any, aligned: bool) -> Launch:
 
 def constants_of(
     format: str, H: int, E: int, D: int, R: int, normed: int, BS: int, pairing: str,
-    norm_queries: bool, *, aligned: bool,
+    norm_queries: bool, *, aligned: bool, apart: bool, counted: bool,
 ) -> dict[str, Any]:  # fmt: skip
     unrotated = next_power_of_2(max(E - R, 1)) if norm_queries else 1
     pairs = next_power_of_2(max(R // 2, 1))
-    layout = layout_of(format, D, cut=D)
+    # the part under a ratio must begin where a part of the row does
+    layout = layout_of(format, D, cut=normed if apart else D)
     stored = row_constants(layout, D, BS, aligned=aligned)
     return {
         **stored,
@@ -234,6 +241,8 @@ def constants_of(
         "BLOCK_E": unrotated,
         "BLOCK_D": next_power_of_2(max(D - R, 1)),
         "BLOCK_PAIRS": pairs,
+        "APART": apart,
+        "COUNTED": counted,
         "UPCAST": interpreted(),
     }
 
@@ -250,12 +259,17 @@ def builds() -> Iterator[Build]:
 def write_build(
     capability: int, format: str, H: int, E: int, D: int, normed: int, *, norm_queries: bool
 ) -> Build:
-    constants = constants_of(format, H, E, D, 64, normed, 64, "pairs", norm_queries, aligned=True)
+    scaled = get_format(format).scaled
+    constants = constants_of(
+        format, H, E, D, 64, normed, 64, "pairs", norm_queries, aligned=True, apart=scaled,
+        counted=scaled,
+    )  # fmt: skip
     types = {
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
         **dict.fromkeys(("q", "kv", "norm_weight"), "*bf16"),
         **dict.fromkeys(("positions", "slot_mapping"), "*i64"),
-        **dict.fromkeys(("kv_scale", "table"), "*fp32"),
+        **dict.fromkeys(("kv_scale", "table", "rope_ratio"), "*fp32"),
+        "clamped": "*i64",
         **dict.fromkeys(("eps", "factor"), "fp32"),
     }
     return Build(

@@ -26,6 +26,7 @@ from openmla.integrations.transformers.check import Options, check_model, suppor
 from openmla.integrations.transformers.install import install_attachment, remove_attachment
 from openmla.integrations.transformers.memory import MemoryReport
 from openmla.integrations.transformers.paged_layer import PagedLayer
+from openmla.integrations.transformers.scales import KvScale
 
 __all__ = [
     "REFUSED",
@@ -46,6 +47,7 @@ def attach(
     model: Model,
     *,
     cache_format: str | None = None,
+    kv_scale: KvScale | None = None,
     index_format: str = "index_fp32",
     block_size: int | None = None,
     num_blocks: int | None = None,
@@ -55,7 +57,9 @@ def attach(
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
 
-    `cache_format` is a key of FORMATS, by default the model's own precision; `index_format` is that
+    `cache_format` is a key of FORMATS, by default the model's own precision. `kv_scale` is of fp8:
+    a number for all layers, what calibrate() found, or a safetensors file or folder with such
+    scales; by default those in the model's own checkpoint, else 1. `index_format` is that
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
     model share; without it the pool grows by what is asked and a bounded step. `backend` is
@@ -73,7 +77,7 @@ def attach(
     passes of a few thousand tokens.
     """
     options = Options(
-        cache_format, index_format, block_size, num_blocks, backend, workspace, capture
+        cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture
     )
     install_attachment(model, check_model(model, options), capture)
     return model

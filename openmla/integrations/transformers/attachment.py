@@ -21,11 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from openmla.backends.asked import Asked
+from openmla.backends.requirements import say_once
 from openmla.cache import (
     BlockPool,
     CompressedPool,
     Geometry,
     LayerCache,
+    LayerScales,
     allocate_cache,
 )
 from openmla.config import MLAConfig, RopeConfig
@@ -33,6 +35,7 @@ from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
 from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
+from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
 from openmla.plan import Plan
@@ -83,6 +86,7 @@ class Attachment:
     name: str = "openmla"  # of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
     captured: CapturedDecode | None = None  # what records decode steps, if anything does
+    scales: dict[int, LayerScales] = field(default_factory=dict)  # by layer; others have 1
 
     def __post_init__(self) -> None:
         self._start()
@@ -110,6 +114,8 @@ class Attachment:
         self._passes = threading.local()
         self._streams: dict[torch.device, Any] = {}  # where caches were last used
         self._tables: dict[torch.device, Tensor] = {}
+        self.warned = False  # of values that were cut off
+        self.measured: dict[int, Measured] = {}  # by layer, while calibrate() runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a model that is copied or saved: caches and their requests stay with the original."""
@@ -237,6 +243,7 @@ class Attachment:
                 num_blocks=self.pool.num_blocks,
                 block_size=self.pool.block_size,
                 format=format,
+                kv_scale=self.scales.get(layer, 1.0),
                 index_format=self.index_format,
                 layer=layer,
                 max_requests=FIRST_REQUESTS,
@@ -315,7 +322,45 @@ class Attachment:
         """What the last pass did in each layer and why, in lines for people."""
         if self.last_plan is None:
             return "no pass has run yet"
-        return self.last_plan.explain(finished=True)
+        told = self.last_plan.explain(finished=True)
+        return "\n".join([told, *self._told_of_clamped()])
+
+    def clamped(self) -> dict[int, int]:
+        """How many values of which layers fp8 has cut off so far: too large for their scales.
+        Waits for the device."""
+        with self.lock:
+            counts = {
+                layer: [part.clamped for part in cache.parts if part.clamped is not None]
+                for layer, cache in self.caches.items()
+            }
+            found = {layer: sum(int(count) for count in parts) for layer, parts in counts.items()}
+        return {layer: count for layer, count in found.items() if count}
+
+    def _told_of_clamped(self) -> list[str]:
+        """A line, of a model whose caches have scales; the first time there is something to tell,
+        a warning too."""
+        if not any(part.layout.scaled for cache in self.caches.values() for part in cache.parts):
+            return []
+        found = self.clamped()
+        if not found:
+            return ["clamped: no value was too large for its scale"]
+        worst = max(found, key=lambda layer: found[layer])
+        told = (
+            f"clamped: {sum(found.values())} values were too large for fp8 at their scales, "
+            f"{found[worst]} of them in layer {worst}"
+        )
+        if not self.warned:
+            self.warned = True
+            say_once(f"attach: {told}. openmla.calibrate() finds scales that hold them.")
+        return [told]
+
+    def warn_of_clamped(self) -> None:
+        """After a pass; only where looking waits for nothing."""
+        if self.warned or not self.caches or torch.compiler.is_compiling():
+            return
+        devices = {part.data.device.type for cache in self.caches.values() for part in cache.parts}
+        if devices == {"cpu"}:
+            self._told_of_clamped()
 
     def planned(self, plan: Plan) -> None:
         """A pass will do this."""

@@ -83,6 +83,9 @@ def _attend(
         q, kv_c, k_pe = q[picked], kv_c[picked], k_pe[picked]
     q_nope, q_pe = q.split_with_sizes((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
     absorbed = session.absorbed(module, layer.layer, query.dtype)
+    projected = Projected(q_nope, q_pe, kv_c, k_pe)
+    if attachment.measured:
+        attachment.measured[layer.layer].see_step(projected, absorbed)
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
         layer.index_keys = None
@@ -99,7 +102,7 @@ def _attend(
     if module is attachment.modules[-1]:
         session.selection = None  # a kept cache does not keep it
     return attend_step(
-        Projected(q_nope, q_pe, kv_c, k_pe),
+        projected,
         absorbed,
         cache,
         plan,

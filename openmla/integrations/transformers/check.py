@@ -18,6 +18,7 @@ from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.offload import is_away
+from openmla.integrations.transformers.scales import KvScale, chosen_scales
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     """attach()'s, as they were given."""
 
     cache_format: str | None
+    kv_scale: KvScale | None
     index_format: str
     block_size: int | None
     num_blocks: int | None
@@ -67,6 +69,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
     )
     _check_options(options, config, block_size)
     _check_capture(model, options)
+    attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
     if options.backend == "auto":
         warn_of_reference("attach", next(modules[0].parameters()).device.type)
     return attachment

@@ -124,6 +124,8 @@ def attend_v4(
     if picked is not None:
         q, raw = q[picked], raw[picked]
         inputs = inputs and inputs.picked(picked)
+    if attachment.measured:
+        attachment.measured[layer.layer].see("q", q)
     R, table, index = config.qk_rope_head_dim, None, None
     if cache.ratio:  # the module itself rotates queries and raw rows
         table = attachment.table(query.device)

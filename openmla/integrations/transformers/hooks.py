@@ -80,6 +80,7 @@ class AfterPass:
         self.attachment = attachment
 
     def __call__(self, model: nn.Module, args: Any, result: Any) -> None:
+        self.attachment.warn_of_clamped()
         current = self.attachment.current
         session, current.session, current.own_cache = current.session, None, None
         if session is None or not session.unfinished:

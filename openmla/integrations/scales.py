@@ -1,0 +1,127 @@
+"""Scales: those of a model's layers, in safetensors under the names that checkpoints use."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.cache.scales import LayerScales, check_scale, place_of, read_name
+from openmla.errors import ConfigError, UnsupportedError, check_kind
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Of every layer, by the place of its attention: "layers.3.self_attn"."""
+
+    layers: Mapping[str, LayerScales]
+
+    def __post_init__(self) -> None:
+        check_kind("scales", "layers", self.layers, Mapping)
+        if not self.layers:
+            raise ConfigError("scales: layers must be one or more, got none.")
+        for place, scales in self.layers.items():
+            if not isinstance(place, str) or place_of(place) != place:
+                raise ConfigError(
+                    f"scales: layers must be named as 'layers.0.self_attn', got {place!r}."
+                )
+            check_kind("scales", place, scales, LayerScales)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """One file of float32 scalars: `model.layers.0.self_attn.k_scale`, v_scale, q_scale and
+        k_pe_scale, which is ours, of each layer."""
+        from safetensors.torch import save_file
+
+        tensors = {
+            f"model.{place}.{kind}_scale": torch.tensor(value, dtype=torch.float32)
+            for place, scales in self.layers.items()
+            for kind, value in scales.by_kind().items()
+        }
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except Exception as error:  # of safetensors' own kinds
+            raise ConfigError(f"scales: {os.fspath(path)!r} cannot be written: {error}.") from error
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Scales:
+        """From such a file, or from a checkpoint's folder."""
+        found = read_scales(_files(Path(path)))
+        if found is None:
+            raise ConfigError(
+                f"scales: {os.fspath(path)!r} must hold k_scale or v_scale of layers, got none."
+            )
+        return found
+
+
+def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
+    """From tensors by name, whichever name a scale has; others are not looked at."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in named:
+        known = read_name(name)
+        if known is None:
+            continue
+        mine = found.setdefault(known.place, {})
+        scale = check_scale(where, name, value)
+        if mine.setdefault(known.kind, scale) != scale:
+            raise ConfigError(
+                f"{where}: {known.place} must have one {known.kind}_scale, "
+                f"got {mine[known.kind]} and {scale}."
+            )
+    layers = {place: LayerScales.of(kinds) for place, kinds in found.items()}
+    known_layers = {place: scales for place, scales in layers.items() if scales is not None}
+    return Scales(known_layers) if known_layers else None
+
+
+def read_scales(files: Iterable[Path]) -> Scales | None:
+    """From safetensors, of which only the scales are read."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UnsupportedError(
+            f'scales: safetensors must be installed, got: {error}. Run: pip install "openmla[hf]".'
+        ) from error
+    tensors: list[tuple[str, Tensor]] = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names = [name for name in opened.keys() if read_name(name)]  # noqa: SIM118
+                tensors += [(name, opened.get_tensor(name)) for name in names]
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"scales: {file.name!r} must be a safetensors file: {error}."
+            ) from error
+    return scales_of(tensors, "scales")
+
+
+def checkpoint_scales(folder: Path) -> Scales | None:
+    """Of a checkpoint's own weights, if it has any; None too where they are no safetensors."""
+    has_any = any((folder / name).is_file() for name in (SINGLE, INDEX))
+    return read_scales(_files(folder)) if has_any else None
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    if not (path / INDEX).is_file():
+        raise ConfigError(
+            f"scales: {str(path)!r} must be a safetensors file, or a folder with {SINGLE} or "
+            f"{INDEX}, got neither."
+        )
+    try:
+        weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        named = {file for name, file in weights.items() if read_name(name)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"scales: {INDEX} must hold a weight_map of tensors to files: {error!r}."
+        ) from error
+    return [path / file for file in sorted(named)]
