@@ -110,7 +110,7 @@ def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor,
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
     if absorbed.linear is None:
-        torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
+        torch.mm(kv_c, absorbed.dense(kv_c.dtype).T, out=expanded)
     else:
         with torch.no_grad():  # its scales may be parameters that want one
             expanded.copy_(absorbed.linear(kv_c.contiguous()))

@@ -22,6 +22,7 @@ from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops._register import refuse_grad
+from openmla.ops.project_heads import E4M3, check_weights
 from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.types import Rows
 
@@ -195,6 +196,7 @@ def check_inputs(
     config, T, q = plan.config, plan.num_tokens, projected.q_nope
     H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     C, V = config.kv_lora_rank, config.v_head_dim
+    scaled = absorbed.uk_scale is not None or absorbed.uv_scale is not None
     for name, tensor, letters, shape in (
         ("q_nope", q, "[T, H, P]", (T, H, P)),
         ("q_pe", projected.q_pe, "[T, H, R]", (T, H, R)),
@@ -209,7 +211,12 @@ def check_inputs(
                 f"step: {name} must be {letters} with {shape} as planned, "
                 f"got {tuple(tensor.shape)}."
             )
-        check_alike("step", name, tensor, q.dtype, latent.data.device)
+        eight_bits = scaled and tensor.dtype == E4M3 and name in ("kv_b", "w_uk", "w_uv")
+        dtype = E4M3 if eight_bits else q.dtype
+        check_alike("step", name, tensor, dtype, latent.data.device)
+    if scaled:
+        check_weights("step", "w_uk", absorbed.w_uk, absorbed.uk_scale, q)
+        check_weights("step", "w_uv", absorbed.w_uv, absorbed.uv_scale, q)
     space = plan.workspace
     if space is not None and space.rows.dtype != q.dtype:
         raise ShapeError(

@@ -65,6 +65,13 @@ def check_weight(
     return KB, NB
 
 
+def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
+    """The same with the scales' values, where looking at them is free: for who calls this op."""
+    check_weight(op, name, w, w_scale, x)
+    if w_scale is not None and w_scale.device.type == "cpu":
+        check_positive(op, f"{name}'s scale", w_scale)
+
+
 def problem(
     device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int
 ) -> Problem:
