@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openmla import PRESETS, MLAAttention
+from openmla import PRESETS, MLAAttention, make_plan
 from openmla.attention import attend_step
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, OpenMLAError, ShapeError
@@ -190,6 +190,18 @@ def test_prompts_call_a_linear_that_can_be_called(monkeypatch: pytest.MonkeyPatc
     assert fp8.absorbed.linear is None  # its own bytes, decoded for prompts: exact
     with_fp8(monkeypatch)
     assert fp8.absorbed.linear is fp8.kv_b_proj and fp8.copied_bytes == 0
+
+
+def test_decode_is_one_graph() -> None:
+    _, layer = twins()
+    server = Server(layer, {"r": sequence(14)})
+    server.step([("r", 12)])
+    batch = server.batch([("r", 1)])
+    plan = make_plan(batch, TINY, server.cache, dtype=torch.float32, compiled=True)
+    hidden, positions = sequence(14)[12:13], torch.tensor([12])
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    actual = compiled(hidden, positions, server.cache, plan)
+    assert torch.equal(actual, layer(hidden, positions, server.cache, plan))
 
 
 def test_extreme_heads() -> None:
