@@ -37,12 +37,14 @@ from openmla.errors import (
 )
 from openmla.integrations import attach, detach
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
+from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
+    "OUTPUT_FORMATS",
     "PRESETS",
     "AbsorbedWeights",
     "Batch",
@@ -64,6 +66,7 @@ __all__ = [
     "Plan",
     "PoolInputs",
     "Projected",
+    "QuantizedOutput",
     "RawProjections",
     "RopeConfig",
     "RopeTable",
@@ -79,7 +82,9 @@ __all__ = [
     "attend_latent",
     "attend_partial",
     "attend_step",
+    "decode_output",
     "detach",
+    "make_output",
     "make_plan",
     "make_selection",
     "ops",

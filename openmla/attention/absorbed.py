@@ -24,11 +24,21 @@ def attend_absorbed(
     decode: DecodePlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
+    out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
+    return _out_of_latent(out_latent, absorbed, plan.called_with("project_heads")), lse
+
+
+def absorbed_latent(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    decode: DecodePlan,
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
+    """The same without the last step."""
     q_nope, q_pe = projected.q_nope[decode.rows], projected.q_pe[decode.rows]
-    backend = plan.called_with("project_heads")
-    q_latent = _into_latent(q_nope, q_pe, absorbed, backend)
-    out_latent, lse = read_all(q_latent, latent, plan, decode)
-    return _out_of_latent(out_latent, absorbed, backend), lse
+    q_latent = _into_latent(q_nope, q_pe, absorbed, plan.called_with("project_heads"))
+    return read_all(q_latent, latent, plan, decode)
 
 
 def read_all(
@@ -70,10 +80,28 @@ def attend_chosen(
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
     for number, chunk in enumerate(sparse.query_chunks):
-        q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
-        out_latent, lse[chunk] = read_chosen(q_latent, latent, plan, sparse, selection, number)
+        out_latent, lse[chunk] = chosen_latent(
+            q_nope, q_pe, absorbed, latent, plan, sparse, selection, number
+        )
         out[chunk] = _out_of_latent(out_latent, absorbed, backend)
     return out, lse
+
+
+def chosen_latent(
+    q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
+    q_pe: Tensor,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+    number: int,  # of sparse.query_chunks
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H] of the chunk
+    """One chunk, without the last step."""
+    chunk = sparse.query_chunks[number]
+    backend = plan.called_with("project_heads")
+    q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
+    return read_chosen(q_latent, latent, plan, sparse, selection, number)
 
 
 def read_chosen(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
+from openmla.attention.quantized import (
+    attend_quantized,
+    check_quantized,
+    end_padding,
+    end_plainly,
+    target,
+)
 from openmla.attention.sink import apply_sink
 from openmla.attention.types import (
     AbsorbedWeights,
@@ -23,6 +31,7 @@ from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops._register import refuse_grad
 from openmla.ops.project_heads import E4M3, check_weights
+from openmla.outputs import QuantizedOutput
 from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.types import Rows
 
@@ -41,8 +50,8 @@ def attend_step(
     sink: Tensor | None = None,  # [H] f32
     raw: RawProjections | None = None,
     write: bool = True,
-    out: Tensor | None = None,  # [T, H, V]
-) -> Tensor:  # [T, H, V]
+    out: Tensor | QuantizedOutput | None = None,  # [T, H, V], or make_output()'s for T rows
+) -> Any:  # the same: [T, H, V] in the queries' dtype, or the buffers
     """One layer's attention over the step's T tokens, in the caller's order.
 
     All new rows are written first, so that absorbed queries find their own row in the cache. With
@@ -57,15 +66,29 @@ def attend_step(
     the one that writing here gives.
 
     `out` is filled and returned. Its tokens may be apart, as in a wider buffer; a token's heads are
-    contiguous.
+    contiguous. Where it is a QuantizedOutput, of the format that the plan was made for, outputs are
+    quantised by the ops that the plan names, and after a sink.
     """
     check_given(projected, absorbed, cache, plan)
-    check_out(out, projected.q_nope, plan)
+    if isinstance(out, QuantizedOutput):
+        check_quantized(out, projected.q_nope, plan)
+    else:
+        check_out(out, projected.q_nope, plan)
     if sink is not None:
         _check_sink(sink, projected.q_nope, plan)
+    if isinstance(out, QuantizedOutput) and sink is None:
+        latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
+        attend_quantized(out, projected, absorbed, latent, plan, selection)
+        return out
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
     if sink is not None:
         parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
+    if isinstance(out, QuantizedOutput):
+        for rows, some, _ in parts:
+            end_plainly(out, some, plan, target(rows))
+        if plan.padding:
+            end_padding(out, projected.q_nope, plan)
+        return out
     return put_together([(rows, some) for rows, some, _ in parts], plan, into=out)
 
 
@@ -79,12 +102,7 @@ def attend_parts(
     write: bool,
 ) -> list[Part]:
     """Write, then the tokens of each form."""
-    latent = check_inputs(projected, absorbed, cache, plan)
-    if plan.sparse is not None:
-        check_selection(selection, plan.sparse)
-    check_write(raw, plan, write)
-    if write and plan.causal:
-        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
+    latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
     parts: list[Part] = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
@@ -97,6 +115,25 @@ def attend_parts(
         attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
         parts.append((plan.sparse.rows, *attended))
     return parts
+
+
+def begin_step(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: Plan,
+    selection: Selection | None,
+    raw: RawProjections | None,
+    write: bool,
+) -> PagedCache:
+    """All checks, then this step's rows into the cache; returns the latent one."""
+    latent = check_inputs(projected, absorbed, cache, plan)
+    if plan.sparse is not None:
+        check_selection(selection, plan.sparse)
+    check_write(raw, plan, write)
+    if write and plan.causal:
+        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
+    return latent
 
 
 def put_together(
