@@ -38,12 +38,14 @@ from openmla.errors import (
 )
 from openmla.integrations import Scales, attach, calibrate, detach
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
+from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "FORMATS",
+    "OUTPUT_FORMATS",
     "PRESETS",
     "AbsorbedWeights",
     "Batch",
@@ -66,6 +68,7 @@ __all__ = [
     "Plan",
     "PoolInputs",
     "Projected",
+    "QuantizedOutput",
     "RawProjections",
     "RopeConfig",
     "RopeTable",
@@ -83,7 +86,9 @@ __all__ = [
     "attend_partial",
     "attend_step",
     "calibrate",
+    "decode_output",
     "detach",
+    "make_output",
     "make_plan",
     "make_selection",
     "ops",

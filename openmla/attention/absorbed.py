@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.attention.types import AbsorbedWeights, Projected, Selection, rows_of
 from openmla.cache import PagedCache
-from openmla.ops import Segment, mqa_paged, mqa_sparse
+from openmla.ops import Segment, mqa_paged, mqa_sparse, project_heads
 from openmla.plan import DecodePlan, Plan, SparsePlan
 
 # Of no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
@@ -24,9 +24,21 @@ def attend_absorbed(
     decode: DecodePlan,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
+    out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
+    return _out_of_latent(out_latent, absorbed, plan.called_with("project_heads")), lse
+
+
+def absorbed_latent(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    decode: DecodePlan,
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
+    """The same without the last step."""
     q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    out_latent, lse = read_all(_into_latent(q_nope, q_pe, absorbed), latent, plan, decode)
-    return _out_of_latent(out_latent, absorbed), lse
+    q_latent = _into_latent(q_nope, q_pe, absorbed, plan.called_with("project_heads"))
+    return read_all(q_latent, latent, plan, decode)
 
 
 def read_all(
@@ -64,13 +76,32 @@ def attend_chosen(
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
     """The same over each token's own rows, a chunk of queries at a time."""
     H, V = plan.config.num_heads, plan.config.v_head_dim
+    backend = plan.called_with("project_heads")
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
     for number, chunk in enumerate(sparse.query_chunks):
-        q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed)
-        out_latent, lse[chunk] = read_chosen(q_latent, latent, plan, sparse, selection, number)
-        out[chunk] = _out_of_latent(out_latent, absorbed)
+        out_latent, lse[chunk] = chosen_latent(
+            q_nope, q_pe, absorbed, latent, plan, sparse, selection, number
+        )
+        out[chunk] = _out_of_latent(out_latent, absorbed, backend)
     return out, lse
+
+
+def chosen_latent(
+    q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
+    q_pe: Tensor,
+    absorbed: AbsorbedWeights,
+    latent: PagedCache,
+    plan: Plan,
+    sparse: SparsePlan,
+    selection: Selection,
+    number: int,  # of sparse.query_chunks
+) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H] of the chunk
+    """One chunk, without the last step."""
+    chunk = sparse.query_chunks[number]
+    backend = plan.called_with("project_heads")
+    q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
+    return read_chosen(q_latent, latent, plan, sparse, selection, number)
 
 
 def read_chosen(
@@ -103,12 +134,23 @@ def read_chosen(
     )
 
 
-def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
+    """By torch's product, or straight into place where weights are of eight bits."""
+    if absorbed.uk_scale is not None:
+        C = absorbed.w_uk.shape[2]
+        q_latent = q_nope.new_empty((*q_nope.shape[:2], C + q_pe.shape[2]))
+        q_latent[:, :, C:] = q_pe
+        project_heads(q_latent[:, :, :C], q_nope, absorbed.w_uk, absorbed.uk_scale, backend=backend)
+        return q_latent
     into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
-def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
+    if absorbed.uv_scale is not None:
+        out = out_latent.new_empty((*out_latent.shape[:2], absorbed.w_uv.shape[2]))
+        project_heads(out, out_latent, absorbed.w_uv, absorbed.uv_scale, backend=backend)
+        return out
     bf16_on_cpu = out_latent.dtype == torch.bfloat16 and out_latent.device.type == "cpu"
     if bf16_on_cpu and out_latent.shape[0] <= FEW_TOKENS:
         columns = out_latent.permute(1, 2, 0)  # [H, C, n]

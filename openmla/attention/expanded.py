@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,9 @@ from openmla.ops import cache_gather, merge_states, mha_ragged
 from openmla.ops.mha_ragged import joined
 from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
 
+# What takes a chunk's partial: out, lse, the partial's, the chunk.
+Merge = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], ContextChunk], None]
+
 
 def attend_expanded(
     projected: Projected,
@@ -18,9 +23,10 @@ def attend_expanded(
     latent: PagedCache,
     plan: Plan,
     prefill: PrefillPlan,
+    merge: Merge | None = None,
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of prefill.rows
     """New rows causally and context beside them: in one call if it fits, else chunk by chunk. Over
-    a part of the keys, context alone.
+    a part of the keys, context alone. `merge` takes a chunk's partial in merge_states' place.
 
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
     format all routes round the same values.
@@ -35,15 +41,33 @@ def attend_expanded(
     out, lse = _attend_new(q, kv_c, k_pe, absorbed, plan, prefill)
     for chunk in prefill.chunks:
         rows = gather(latent, plan, chunk, kv_c.dtype)
-        part_out, part_lse = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
-        merge_states(
-            out[chunk.rows],
-            lse[chunk.rows],
-            part_out,
-            part_lse,
-            backend=plan.backends["merge_states"],
-        )
+        part = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
+        if merge is None:
+            merge_rows(out, lse, part, chunk.rows, chunk.rows, plan)
+        else:
+            merge(out, lse, part, chunk)
     return out, lse
+
+
+def merge_rows(
+    out: Tensor,
+    lse: Tensor,
+    part: tuple[Tensor, Tensor],  # of a chunk's rows
+    rows: slice,  # all of them, or some
+    all_rows: slice,
+    plan: Plan,
+) -> None:
+    """A chunk's partial into some of the rows."""
+    sides = out[rows], lse[rows], *part_of(part, rows, all_rows)
+    merge_states(*sides, backend=plan.backends["merge_states"])
+
+
+def part_of(part: tuple[Tensor, Tensor], rows: slice, all_rows: slice) -> tuple[Tensor, Tensor]:
+    """Of a partial of all_rows, that of some of them."""
+    if rows is all_rows:
+        return part
+    mine = slice(rows.start - all_rows.start, rows.stop - all_rows.start)
+    return part[0][mine], part[1][mine]
 
 
 def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
@@ -110,7 +134,7 @@ def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor,
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
     if absorbed.linear is None:
-        torch.mm(kv_c, absorbed.kv_b.T, out=expanded)
+        torch.mm(kv_c, absorbed.dense(kv_c.dtype).T, out=expanded)
     else:
         with torch.no_grad():  # its scales may be parameters that want one
             expanded.copy_(absorbed.linear(kv_c.contiguous()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from torch import Tensor
 from openmla.attention.absorbed import attend_absorbed, attend_chosen
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
+from openmla.attention.quantized import (
+    attend_quantized,
+    check_quantized,
+    end_padding,
+    end_plainly,
+    target,
+)
 from openmla.attention.ratio import scale_rope
 from openmla.attention.sink import apply_sink
 from openmla.attention.types import (
@@ -23,6 +31,8 @@ from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops._register import refuse_grad
+from openmla.ops.project_heads import E4M3, check_weights
+from openmla.outputs import QuantizedOutput
 from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.types import Rows
 
@@ -41,8 +51,8 @@ def attend_step(
     sink: Tensor | None = None,  # [H] f32
     raw: RawProjections | None = None,
     write: bool = True,
-    out: Tensor | None = None,  # [T, H, V]
-) -> Tensor:  # [T, H, V]
+    out: Tensor | QuantizedOutput | None = None,  # [T, H, V], or make_output()'s for T rows
+) -> Any:  # the same: [T, H, V] in the queries' dtype, or the buffers
     """One layer's attention over the step's T tokens, in the caller's order.
 
     All new rows are written first, so that absorbed queries find their own row in the cache. With
@@ -57,15 +67,29 @@ def attend_step(
     the one that writing here gives.
 
     `out` is filled and returned. Its tokens may be apart, as in a wider buffer; a token's heads are
-    contiguous.
+    contiguous. Where it is a QuantizedOutput, of the format that the plan was made for, outputs are
+    quantised by the ops that the plan names, and after a sink.
     """
     check_given(projected, absorbed, cache, plan)
-    check_out(out, projected.q_nope, plan)
+    if isinstance(out, QuantizedOutput):
+        check_quantized(out, projected.q_nope, plan)
+    else:
+        check_out(out, projected.q_nope, plan)
     if sink is not None:
         _check_sink(sink, projected.q_nope, plan)
+    if isinstance(out, QuantizedOutput) and sink is None:
+        projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
+        attend_quantized(out, projected, absorbed, latent, plan, selection)
+        return out
     parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
     if sink is not None:
         parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
+    if isinstance(out, QuantizedOutput):
+        for rows, some, _ in parts:
+            end_plainly(out, some, plan, target(rows))
+        if plan.padding:
+            end_padding(out, projected.q_nope, plan)
+        return out
     return put_together([(rows, some) for rows, some, _ in parts], plan, into=out)
 
 
@@ -79,13 +103,7 @@ def attend_parts(
     write: bool,
 ) -> list[Part]:
     """Write, then the tokens of each form."""
-    latent = check_inputs(projected, absorbed, cache, plan)
-    if plan.sparse is not None:
-        check_selection(selection, plan.sparse)
-    check_write(raw, plan, write)
-    if write and plan.causal:
-        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
-    projected = scale_rope(projected, latent, plan)
+    projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
     parts: list[Part] = []
     if plan.decode is not None:
         attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
@@ -98,6 +116,26 @@ def attend_parts(
         attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
         parts.append((plan.sparse.rows, *attended))
     return parts
+
+
+def begin_step(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: Plan,
+    selection: Selection | None,
+    raw: RawProjections | None,
+    write: bool,
+) -> tuple[Projected, PagedCache]:
+    """All checks, then this step's rows into the cache. Returns the latent one, and queries and new
+    rows as they meet its rows."""
+    latent = check_inputs(projected, absorbed, cache, plan)
+    if plan.sparse is not None:
+        check_selection(selection, plan.sparse)
+    check_write(raw, plan, write)
+    if write and plan.causal:
+        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
+    return scale_rope(projected, latent, plan), latent
 
 
 def put_together(
@@ -198,6 +236,7 @@ def check_inputs(
     dtype, device = q.dtype, latent.data.device
     H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
     C, V = config.kv_lora_rank, config.v_head_dim
+    scaled = absorbed.uk_scale is not None or absorbed.uv_scale is not None
     for name, tensor, letters, shape in (
         ("q_nope", q, "[T, H, P]", (T, H, P)),
         ("q_pe", projected.q_pe, "[T, H, R]", (T, H, R)),
@@ -213,7 +252,11 @@ def check_inputs(
                 f"got {tuple(tensor.shape)}."
             )
         if tensor.dtype != dtype or tensor.device != device:
-            check_alike("step", name, tensor, dtype, device)  # says which
+            eight_bits = scaled and tensor.dtype == E4M3 and name in ("kv_b", "w_uk", "w_uv")
+            check_alike("step", name, tensor, E4M3 if eight_bits else dtype, device)  # says which
+    if scaled:
+        check_weights("step", "w_uk", absorbed.w_uk, absorbed.uk_scale, q)
+        check_weights("step", "w_uv", absorbed.w_uv, absorbed.uv_scale, q)
     space = plan.workspace
     if space is not None and space.rows.dtype != q.dtype:
         raise ShapeError(

@@ -40,12 +40,35 @@ class RawProjections(NamedTuple):
 
 
 class AbsorbedWeights(NamedTuple):
-    """kv_b_proj in the three shapes attention uses; the last two are views of the first."""
+    """kv_b_proj in the three shapes attention uses; the last two are views of the first, or of a
+    copy in eight bits.
+
+    With scales, w_uk and w_uv are e4m3 as ops/project_heads.py has it, and kv_b is, or is not.
+    """
 
     kv_b: Tensor  # [H * (P + V), C]
     w_uk: Tensor  # [H, P, C]
     w_uv: Tensor  # [H, C, V]
     linear: Callable[[Tensor], Tensor] | None = None  # expands in kv_b's place, being cheaper
+    uk_scale: Tensor | None = None  # [H, KB, NB] f32
+    uv_scale: Tensor | None = None  # [H, KB, NB] f32
+
+    def dense(self, dtype: torch.dtype) -> Tensor:  # [H * (P + V), C]
+        """kv_b itself; decoded into a new tensor where it is e4m3."""
+        if self.kv_b.dtype == dtype:
+            return self.kv_b
+        assert self.uk_scale is not None and self.uv_scale is not None
+        H, P, C = self.w_uk.shape
+        dense = self.kv_b.to(dtype)  # 16 bits hold every e4m3
+        parts = dense.view(H, -1, C)
+        for part, scale in (
+            (parts[:, :P], self.uk_scale),
+            (parts[:, P:], self.uv_scale.transpose(1, 2)),
+        ):
+            KB, NB = scale.shape[1:]
+            blocks = part.unflatten(2, (NB, -1)).unflatten(1, (KB, -1))
+            blocks.mul_(scale[:, :, None, :, None])
+        return dense
 
 
 class IndexInputs(NamedTuple):

@@ -21,6 +21,13 @@ from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.layers.eight_bits import (
+    absorb_eight_bits,
+    check_absorbed_format,
+    expands_better,
+    keep_eight_bits,
+    largest_error,
+)
 from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
@@ -34,6 +41,13 @@ from openmla.layers.weights import (
 from openmla.plan import Plan
 
 EXPAND_BY = ("auto", "linear", "copy")
+
+
+def _into_place(kept: Tensor | None, fresh: Tensor) -> Tensor:
+    """Fresh values where the old ones are, for graphs that read there; if they fit."""
+    if kept is None or kept.shape != fresh.shape or kept.dtype != fresh.dtype:
+        return fresh
+    return kept.copy_(fresh)
 
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
@@ -89,9 +103,11 @@ class MLAAttention(nn.Module):
     quantised linear; call refresh_weights() after that, and after changing its weight in any way
     but load_state_dict(). Attention multiplies by a decoded copy of it, of `copied_bytes`; prefill
     calls the linear itself where that is cheaper, by `expand_by`: "auto", or "linear" or "copy" to
-    have it so. `layer` is its number in the model, which decides whether a sparse layer
-    has an indexer of its own or shares the selection of an earlier one. `rope_table` is another
-    layer's, to share it. `scales` are what a checkpoint has of them, for
+    have it so. With absorbed_format="fp8" absorbed rows multiply by w_uk and w_uv in e4m3: an fp8
+    kv_b_proj's own, or a copy with one scale per head, also of `copied_bytes`, whose weights are
+    off by `absorbed_error`. `layer` is its number in the model, which decides whether a sparse
+    layer has an indexer of its own or shares the selection of an earlier one. `rope_table` is
+    another layer's, to share it. `scales` are what a checkpoint has of them, for
     allocate_cache(format="fp8", kv_scale=layer.scales).
     """
 
@@ -102,8 +118,10 @@ class MLAAttention(nn.Module):
         layer: int = 0,
         hadamard: bool = False,
         rope_table: RopeTable | None = None,
+        absorbed_format: str | None = None,
     ) -> None:
         super().__init__()
+        check_absorbed_format("MLAAttention", absorbed_format)
         config.check_layer("MLAAttention")
         if config.compressor is not None:
             raise UnsupportedError(
@@ -141,6 +159,10 @@ class MLAAttention(nn.Module):
         self.kv_b_dense: Tensor | None
         self.scales: LayerScales | None = None
         self.register_load_state_dict_pre_hook(_take_scales)
+        # what absorbed_format="fp8" keeps beside kv_b_proj, as bytes: casts leave it alone
+        self.absorbed_format = absorbed_format
+        self.register_buffer("kv_b_eight", None, persistent=False)
+        self.kv_b_eight: Tensor | None
         self.register_load_state_dict_post_hook(lambda layer, _: layer.refresh_weights())
 
     @property
@@ -149,21 +171,26 @@ class MLAAttention(nn.Module):
         return self.kv_a_layernorm.weight.dtype
 
     def refresh_weights(self) -> None:
-        """Decode a quantised kv_b_proj again; the decoded tensor keeps its address."""
+        """Decode a quantised kv_b_proj again, or put any into eight bits; a copy stays in place."""
+        check_absorbed_format("MLAAttention", self.absorbed_format)
+        if self.absorbed_format is not None:
+            eight = keep_eight_bits(self.kv_b_proj, self.config, self.dtype)
+            self.kv_b_dense, self.kv_b_eight = None, _into_place(self.kv_b_eight, eight)
+            return
+        self.kv_b_eight = None
         if is_plain(self.kv_b_proj):
             self.kv_b_dense = None
             return
         dense = decode_weight(self.kv_b_proj, self.config.kv_lora_rank, self.dtype)
-        kept = self.kv_b_dense
-        if kept is None or kept.shape != dense.shape or kept.dtype != dense.dtype:
-            self.kv_b_dense = dense
-        else:
-            kept.copy_(dense)
+        self.kv_b_dense = _into_place(self.kv_b_dense, dense)
 
     @property
     def absorbed(self) -> AbsorbedWeights:
-        """kv_b_proj as attention uses it: views of its weight, or of the decoded one."""
+        """kv_b_proj as attention uses it: views of its weight, or of the decoded one, or of eight
+        bits."""
         refuse_unabsorbable(self.kv_b_proj, "MLAAttention: kv_b_proj")
+        if self.absorbed_format is not None:
+            return self._eight_bits()
         if self.kv_b_dense is None and not is_plain(self.kv_b_proj):
             self.refresh_weights()
         dense = self.kv_b_dense
@@ -173,6 +200,16 @@ class MLAAttention(nn.Module):
         weight = getattr(self.kv_b_proj, "weight", None)
         assert isinstance(weight, Tensor)
         return absorb(weight, self.config)
+
+    def _eight_bits(self) -> AbsorbedWeights:
+        if self.kv_b_eight is None:
+            self.refresh_weights()
+        kept = self.kv_b_eight
+        assert kept is not None
+        by_itself = self._expands_itself(kept.device)
+        if self.expand_by == "auto":
+            by_itself = expands_better(self.kv_b_proj, kept, self.config)
+        return absorb_eight_bits(self.kv_b_proj, kept, self.config, by_itself=by_itself)
 
     def _expands_itself(self, device: torch.device) -> bool:
         """Whether prefill calls a kv_b_proj that is not plain, or multiplies by its copy."""
@@ -187,10 +224,16 @@ class MLAAttention(nn.Module):
 
     @property
     def copied_bytes(self) -> int:
-        """What the decoded copy of a quantised kv_b_proj takes; 0 for a plain one. Absorbed rows
-        need it, so it is made with the first step at the latest."""
-        copy = self.kv_b_dense
-        return 0 if copy is None else copy.numel() * copy.element_size()
+        """What is kept beside kv_b_proj: the decoded copy of a quantised one, or the one in eight
+        bits; 0 where its own weight is read. Absorbed rows need it, so it is made with the first
+        step at the latest."""
+        return sum(copy.nbytes for copy in (self.kv_b_dense, self.kv_b_eight) if copy is not None)
+
+    @property
+    def absorbed_error(self) -> float:
+        """How far a copy in eight bits is off: the relative error (Frobenius) of the head that is
+        furthest off. 0 where there is none. Waits for the device."""
+        return 0.0 if self.kv_b_eight is None else largest_error(self.kv_b_eight, self.config)
 
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan

@@ -15,9 +15,9 @@ from openmla.errors import ShapeError, UnsupportedError, check_kind
 from openmla.hardware import capability
 
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_PRODUCTS = (8, 9)  # the first capability with fp8 matrix instructions
-_OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
+OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
 
 
 class Known(NamedTuple):
@@ -69,7 +69,7 @@ def is_plain(linear: nn.Module) -> bool:
     if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's moves tensors
         return False
     # a fake one stands for a plain one while a model is traced
-    return type(linear.weight) in (*_OWN, FakeTensor) and linear.weight.dtype in _PLAIN
+    return type(linear.weight) in (*OWN, FakeTensor) and linear.weight.dtype in _PLAIN
 
 
 def expands_itself(linear: nn.Module, device: torch.device) -> bool:
@@ -81,9 +81,9 @@ def expands_itself(linear: nn.Module, device: torch.device) -> bool:
     """
     weight, can = linear._parameters.get("weight"), capability(device)
     return (
-        type(weight) in _OWN
+        type(weight) in OWN
         and isinstance(weight, Tensor)
-        and weight.dtype in _FP8
+        and weight.dtype in FP8
         and type(linear).forward is not nn.Linear.forward
         and getattr(linear, "activation_scheme", None) is not None
         and not hasattr(linear, "_hf_hook")  # offloaded: it would be brought in for every chunk
@@ -127,7 +127,7 @@ def _identity(tensor: Tensor) -> tuple[int, ...]:
     """Another one where a tensor was replaced, moved or written to."""
     with torch._C.DisableTorchFunctionSubclass():  # asked of the tensor, not of its class
         version = 0 if tensor.is_inference() else tensor._version
-    return id(tensor), version, tensor.data_ptr() if type(tensor) in _OWN else 0
+    return id(tensor), version, tensor.data_ptr() if type(tensor) in OWN else 0
 
 
 def _frozen(value: Any) -> Any:
@@ -150,11 +150,11 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
     is exact unless it quantises its activations with a fixed scale.
     """
     weight = getattr(linear, "weight", None)
-    if isinstance(weight, Tensor) and type(weight) in _OWN and weight.dtype in _FP8:
+    if isinstance(weight, Tensor) and type(weight) in OWN and weight.dtype in FP8:
         for name in ("weight_scale_inv", "weight_scale"):
             scale = getattr(linear, name, None)
             if isinstance(scale, Tensor):
-                return (weight.float() * _spread(scale.float(), weight, name)).to(dtype)
+                return (weight.float() * spread_scale(scale.float(), weight, name)).to(dtype)
         raise ShapeError(
             "weights: an fp8 kv_b_proj must have weight_scale_inv or weight_scale, got neither."
         )
@@ -168,7 +168,7 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
     return pushed[:C].T.to(dtype).contiguous()
 
 
-def _spread(scale: Tensor, weight: Tensor, name: str) -> Tensor:
+def spread_scale(scale: Tensor, weight: Tensor, name: str) -> Tensor:
     """A scale tensor repeated to the weight's shape."""
     rows, columns = weight.shape
     if scale.numel() == 1:

@@ -58,6 +58,8 @@ def _check_rows(op: str, target: Target, n: int) -> None:
         return
     if rows.shape != (n,) or rows.dtype != torch.int64:
         raise ShapeError(f"{op}: rows must be [{n}] int64, got {list(rows.shape)} {rows.dtype}.")
+    if rows.numel() > 1 and rows.stride(0) != 1:
+        raise ShapeError(f"{op}: rows must be contiguous, got strides {rows.stride()}.")
     if rows.device != device:
         raise ShapeError(f"{op}: rows must be on {device}, got {rows.device}.")
 

@@ -65,6 +65,16 @@ def check_weight(
     return KB, NB
 
 
+def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
+    """The same with the scales' values, where looking at them is free: for who writes before this
+    op is called. While a graph is traced the op's own check comes before any of it runs."""
+    if torch.compiler.is_compiling():
+        return
+    check_weight(op, name, w, w_scale, x)
+    if type(w_scale) is Tensor and w_scale.device.type == "cpu":
+        check_positive(op, f"{name}'s scale", w_scale)
+
+
 def problem(
     device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int
 ) -> Problem:

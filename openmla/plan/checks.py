@@ -13,6 +13,7 @@ from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops._values import check_block_table, check_slots
+from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
 from openmla.plan.places import last_blocks, last_slots
 from openmla.plan.workspace import Workspace
@@ -45,6 +46,16 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
             f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
             f"the latent ones, got {index.num_blocks} of {index.block_size}."
         )
+
+
+def check_planned_output(config: MLAConfig, output: str) -> None:
+    """A format that this model's outputs can be quantised to."""
+    if config.compressor is not None:
+        raise ConfigError(
+            f"plan: output must not be given for {config.model_type}, whose outputs are rotated "
+            "and projected before o_proj."
+        )
+    check_width("plan", get_output_format(output), config.num_heads * config.v_head_dim)
 
 
 def check_workspace(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 
 from openmla.plan.batch import Batch
 from openmla.plan.chunks import cut_contexts
 from openmla.plan.rows import cumulative, integers, pick, pick_rows, repeated, some
-from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan
+from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan, remade
 from openmla.plan.upload import upload
 
 
@@ -69,6 +69,30 @@ def plan_prefill(
         new_rows = repeated(before, query_lens, torch.int64) + torch.arange(bounds[-1])
         return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
     spans = cut_contexts(contexts, rows_at_once, BS)
-    chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
+    chunks = _ended([chunk(span.first, span.starts, span.lens) for span in spans])
     route = "chunked" if batch.causal else "context"
-    return PrefillPlan(rows, route, query_start_loc, longest, chunks=chunks)
+    alone = _between([(each.rows.start, each.rows.stop) for each in chunks], bounds[-1])
+    return PrefillPlan(rows, route, query_start_loc, longest, chunks=chunks, alone=alone)
+
+
+def _ended(chunks: Sequence[ContextChunk]) -> tuple[ContextChunk, ...]:
+    """Chunks that know which of their rows they end. Rows go on in the next chunk only, whose
+    first request may be this one's last."""
+    known = []
+    for chunk, after in zip_longest(chunks, chunks[1:]):
+        first, stop = chunk.rows.start, chunk.rows.stop
+        end = stop if after is None else min(max(after.rows.start, first), stop)
+        ended = slice(first, end) if end > first else None
+        continued = slice(end, stop) if end < stop else None
+        known.append(remade(chunk, {"ended": ended, "continued": continued}))
+    return tuple(known)
+
+
+def _between(spans: Sequence[tuple[int, int]], total: int) -> tuple[slice, ...]:
+    """What spans that begin in order leave of 0 .. total."""
+    found, end = [], 0
+    for start, stop in (*spans, (total, total)):
+        if start > end:
+            found.append(slice(end, start))
+        end = max(end, stop)
+    return tuple(found)

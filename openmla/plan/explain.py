@@ -31,9 +31,18 @@ def explain(plan: Plan, finished: bool) -> str:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
+    if plan.output is not None:
+        lines.append(_output(plan, plan.output))
     if plan.padding:
         lines.append(f"padding   {plan.padding} tokens of no request: nothing read, outputs 0")
     return "\n".join([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
+
+
+def _output(plan: Plan, output: str) -> str:
+    """Which op ends the tokens of each form."""
+    parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
+    gated = ", after the gate" if plan.config.head_gate else ""
+    return f"output    {output}: {', '.join(parts)}{gated}"
 
 
 def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
@@ -283,6 +292,11 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         turned += step is not None or plan.config.indexer is not None
     if step is not None:
         turned += bool(step.chunks)  # index queries
+    contexts_of = plan.prefill.chunks if plan.prefill is not None else ()
+    ended = sum(chunk.ended is not None for chunk in contexts_of)
+    merges = chunks
+    if plan.ends.get("expanded") == "merge_quantize":
+        merges = sum(chunk.continued is not None for chunk in contexts_of)
     one_launch = not finished and _in_one_launch(plan)
     new_keys = plan.prefill is not None and plan.prefill.route != "context"
     return {
@@ -292,13 +306,25 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
         "cache_gather": chunks + one_shot + contexts,
         "mha_ragged": new_keys + chunks,
-        "merge_states": chunks + groups,
+        "merge_states": merges + groups,
+        "merge_quantize": ended,
+        "project_quantize": (plan.decode is not None) + (plan.sparse is not None) * query_chunks,
+        "quantize_out": _quantized_apart(plan),
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),
         "mqa_sparse": query_chunks,
         "pack_mask": groups,
         "mha_masked": groups,
     }.get(op, 1)
+
+
+def _quantized_apart(plan: Plan) -> int:
+    """Calls of quantize_out: what no other op ends, and padding."""
+    forms = {form for form, op in plan.ends.items() if op == "quantize_out"}
+    calls = sum(bool(plan.routes.get(form)) for form in forms) + bool(plan.padding)
+    if plan.prefill is not None and "expanded" not in forms:
+        calls += len(plan.prefill.alone)
+    return calls
 
 
 def _mib(num_bytes: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,6 +18,7 @@ from openmla.plan.captured import captured_parts, check_buffers, fill
 from openmla.plan.checks import (
     check_batch,
     check_cache,
+    check_planned_output,
     check_room_for_keys,
     check_workspace,
 )
@@ -49,6 +51,7 @@ def make_plan(
     into: dict[str, Tensor] | None = None,
     beside: Plan | None = None,
     compiled: bool = False,
+    output: str | None = None,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -76,6 +79,9 @@ def make_plan(
     `compiled` is for a step inside torch.compile. Sizes are symbols there, so that one graph serves
     all lengths, and decoding calls the same ops for all: in a sparse model every absorbed token
     chooses its keys, also where it sees no more than K and takes all of them.
+
+    `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
+    that ends each form in it, explain() says which. V4 has none.
     """
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
@@ -88,7 +94,10 @@ def make_plan(
         check_buffers("plan", "into", into)
     if compiled and into is not None:
         raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
-    make = _plan_latent if config.compressor is None else plan_compressed
+    if output is not None:
+        check_planned_output(config, output)
+    latent = partial(_plan_latent, output=output)
+    make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
         config,
@@ -120,6 +129,7 @@ def _plan_latent(
     into: dict[str, Tensor] | None,
     beside: Plan | None,
     uniform: bool,
+    output: str | None,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
@@ -148,7 +158,7 @@ def _plan_latent(
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
     fixed = FIXED_RUN if batch_invariant else 0
-    calls = calls_of(parts.decode, parts.prefill, parts.sparse)
+    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output)
     kind = cache_kind([latent], cache.index)
     choice = choose(config, kind, dtype, calls, fixed, frozen(backend))
     if parts.prefill is not None:
@@ -172,6 +182,8 @@ def _plan_latent(
         block_size=latent.block_size,
         padding=batch.padding if into is None else 0,
         run_length=fixed,
+        output=output,
+        ends=dict(choice.ends),
         causal=batch.causal,
         workspace=workspace,
         rope_offsets=parts.rope_offsets,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -36,12 +36,15 @@ from openmla.ops.index_topk import problem as index_topk_problem
 from openmla.ops.index_write import problem as index_write_problem
 from openmla.ops.latent_write import problem as latent_write_problem
 from openmla.ops.map_slots import problem as map_slots_problem
+from openmla.ops.merge_quantize import problem as merge_quantize_problem
 from openmla.ops.merge_states import problem as merge_states_problem
 from openmla.ops.mha_masked import problem as mha_masked_problem
 from openmla.ops.mha_ragged import problem as mha_ragged_problem
 from openmla.ops.mqa_paged import problem as mqa_paged_problem
 from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.pack_mask import problem as pack_mask_problem
+from openmla.ops.project_quantize import problem as project_quantize_problem
+from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.rope import problem as rope_problem
 from openmla.plan.rows import num_rows
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
@@ -63,6 +66,7 @@ class Choice(NamedTuple):
     backends: dict[str, str]
     requested: dict[str, str]
     keys_apart: bool = False  # of mha_ragged
+    ends: Mapping[str, str] = {}  # of quantised outputs
 
 
 class CacheKind(NamedTuple):
@@ -83,6 +87,7 @@ class Calls(NamedTuple):
     decode: tuple[int, int] | None  # tokens, and the most of one request
     route: str  # of prefill, "" if there is none
     sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
+    output: str = ""  # the format that outputs are quantised to
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
@@ -161,16 +166,23 @@ def choose(
 ) -> Choice:
     """The ops of a plan and who runs them: most steps ask what an earlier one did."""
     problems = find_problems(config, kind, dtype, calls, run_length)
+    ends: Mapping[str, str] = {}
+    if calls.output:
+        ends, ending = find_ends(config, kind.device, dtype, calls, thawed(backend))
+        problems = (*problems, *ending)
     problems, backends = choose_backends(problems, thawed(backend))
     apart = any(
         problem.op == "mha_ragged" and reads_apart(problem, backends[problem.op])
         for problem in problems
     )
-    return Choice(problems, backends, requested(thawed(backend)), apart)
+    return Choice(problems, backends, requested(thawed(backend)), apart, ends)
 
 
 def calls_of(
-    decode: DecodePlan | None, prefill: PrefillPlan | None, sparse: SparsePlan | None
+    decode: DecodePlan | None,
+    prefill: PrefillPlan | None,
+    sparse: SparsePlan | None,
+    output: str | None = None,
 ) -> Calls:
     return Calls(
         None
@@ -178,6 +190,7 @@ def calls_of(
         else (bucketed(num_rows(decode.rows)), bucketed(decode.max_query_len)),
         "" if prefill is None else prefill.route,
         None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
+        output or "",
     )
 
 
@@ -251,6 +264,35 @@ def find_problems(
             problems.append(cache_gather_problem(device, dtype, format))
             problems.append(merge_states_problem(device, dtype))
     return tuple({problem.op: problem for problem in problems}.values())
+
+
+def find_ends(
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls, backend: Asked
+) -> tuple[dict[str, str], list[Problem]]:
+    """The op that quantises each form's outputs, by form, and these ops as backends are asked.
+
+    Absorbed tokens end in one op with the product by w_uv, unless only the reference has it for
+    these shapes on a GPU; a prefill that merges ends in the last merge. What comes out otherwise,
+    or is gated before o_proj, is quantised by itself.
+    """
+    output, C, V = calls.output, config.kv_lora_rank, config.v_head_dim
+    ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
+    problems = [quantize_out_problem(device, dtype, output)]
+    if config.head_gate:
+        return ends, problems
+    if calls.decode is not None or (calls.sparse is not None and calls.sparse[0]):
+        projecting = project_quantize_problem(
+            device, dtype, output, eight_bits=False, block=C, C=C, V=V
+        )
+        asked = named(projecting.op, backend)
+        fused = choose_backend(projecting, asked) != "reference" or device.type != "cuda"
+        if fused or asked != "auto":
+            ends |= dict.fromkeys(("absorbed", "chosen"), projecting.op)
+            problems.append(projecting)
+    if calls.route in ("chunked", "context"):
+        ends["expanded"] = "merge_quantize"
+        problems.append(merge_quantize_problem(device, dtype, output))
+    return ends, problems
 
 
 def scoring_problems(

@@ -30,8 +30,8 @@ FOLLOWING: dict[type, tuple[str, ...]] = {
     Plan: ("num_tokens", "padding"),
     DecodePlan: ("rows", "max_query_len"),
     KeyChunk: _KEYS,
-    ContextChunk: (*_KEYS, "rows"),
-    PrefillPlan: ("rows", "max_query_len"),
+    ContextChunk: (*_KEYS, "rows", "ended", "continued"),
+    PrefillPlan: ("rows", "max_query_len", "alone"),
     ScoreChunk: ("rows", "num_keys"),
     MaskGroup: ("rows",),
     MaskedChunk: _KEYS,
@@ -73,6 +73,8 @@ def _symbolic(node: Any, device: torch.device) -> Any:
 
 
 def _carried(value: Any, device: torch.device) -> Any:
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(_carried(each, device) for each in value)
     if isinstance(value, Tensor):  # rows, one by one
@@ -100,6 +102,8 @@ def _marked(tensor: Tensor) -> Tensor:
 
 def _read(carried: Any) -> Any:
     """What was carried; inside a graph, in symbols."""
+    if carried is None:
+        return None
     if isinstance(carried, tuple):
         return tuple([_read(each) for each in carried])
     if carried.dtype != _CARRIES:

@@ -78,6 +78,8 @@ class ContextChunk(KeyChunk):
 
     rows: slice  # of the packed prefill rows
     query_start_loc: Tensor  # [B+1] i32
+    ended: slice | None = None  # of those, the rows that no later chunk adds to
+    continued: slice | None = None  # and the others; of either there may be none
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,6 +98,7 @@ class PrefillPlan(_Part):
     one_shot: ContextChunk | None = None
     new_rows: Tensor | None = None  # [T] i64
     chunks: tuple[ContextChunk, ...] = ()
+    alone: tuple[slice, ...] = ()  # rows of requests without context, where others have chunks
 
 
 @dataclass(frozen=True)
@@ -243,6 +246,9 @@ class Plan:
     block_size: int = 0
     padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
     run_length: int = 0  # rows per run of latent attention; 0: the backend decides
+    output: str | None = None  # the format that outputs are quantised to
+    # how each form's tokens get there: the op that ends them
+    ends: Mapping[str, str] = field(default_factory=dict)
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
     # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
     query_lens: Sequence[int] = ()

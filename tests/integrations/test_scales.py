@@ -20,7 +20,7 @@ from openmla.backends import requirements
 from openmla.integrations.transformers import attachment_of
 from tests.integrations.models import IDS, MAKERS, MODELS, SPARSE, make_model, make_v4, model_of
 
-MAKE = {
+MAKE: dict[str, Any] = {
     **{family: lambda family=family: model_of(family) for family in (*MODELS, *SPARSE)},
     "deepseek_v4": make_v4,
 }

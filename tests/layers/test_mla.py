@@ -305,8 +305,8 @@ def test_plain_weights_are_views() -> None:
         layer = MLAAttention(PRESETS["tiny-v3"]).to(dtype)
         base = layer.kv_b_proj.weight
         assert isinstance(base, Tensor)
-        kv_b, w_uk, w_uv, linear = layer.absorbed
-        assert linear is None
+        kv_b, w_uk, w_uv, *others = layer.absorbed
+        assert others == [None, None, None]
         storage = base.untyped_storage().data_ptr()
         assert all(t.untyped_storage().data_ptr() == storage for t in (kv_b, w_uk, w_uv))
         assert w_uk.data_ptr() == base.data_ptr() and layer.kv_b_dense is None

@@ -123,10 +123,9 @@ def test_compiled() -> None:
     layer = make_peer("deepseek_v3").ours
     scales = LayerScales(ROPE, LATENT, k_pe=ROPE)
     servers = [Server(layer, {"a": sequence(60)}, format="fp8", kv_scale=scales) for _ in range(2)]
+    runs: tuple[Any, ...] = (layer, torch.compile(layer, backend="aot_eager"))
     outs = []
-    for server, run in zip(
-        servers, (layer, torch.compile(layer, backend="aot_eager")), strict=True
-    ):
+    for server, run in zip(servers, runs, strict=True):
         for start, stop in ((0, 20), (20, 21)):
             plan = make_plan(
                 server.batch([("a", stop - start)]), layer.config, server.cache, dtype=torch.float32
@@ -190,7 +189,7 @@ def test_bad_scales(value: Any) -> None:
 
 def test_scales_of_another_shape() -> None:
     layer = make_peer("deepseek_v3").ours
-    before = layer.kv_b_proj.weight.clone()  # type: ignore[union-attr, operator]
+    before = layer.kv_b_proj.weight.clone()  # type: ignore[operator]
     state = {name: value + 1 for name, value in layer.state_dict().items()}
     with pytest.raises(ConfigError, match=r"k_scale must be one number for the whole tensor, got"):
         layer.load_state_dict({**state, "k_scale": torch.ones(4)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -233,7 +234,9 @@ def test_bad_input_changes_nothing(
     given = {**inputs.tensors, "rope_ratio": torch.tensor(2.0), "clamped": torch.tensor(0)}
     before = page_bytes(inputs["cache"])
     tensors = {**inputs.tensors, name: change(given[name])}
-    extra = {key: tensors.pop(key) for key in ("rope_ratio", "clamped") if key in tensors}
+    extra: dict[str, Any] = {
+        key: tensors.pop(key) for key in ("rope_ratio", "clamped") if key in tensors
+    }
     with pytest.raises(ShapeError) as error:
         Inputs(tensors, {**inputs.scalars, **extra}, ()).run(cache_write, backend="reference")
     assert f"cache_write: {message}" in str(error.value)

@@ -176,6 +176,11 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         ("fp8", {"first_row": 3}, "rows 3 to 7 must be within the T=7 of values"),
         ("fp8", {"first_row": -1}, "rows -1 to 3 must be within the T=7 of values"),
         ("fp8", {"rows": [0, 1]}, "rows must be [5] int64, got [2] torch.int64"),
+        (
+            "fp8",
+            {"rows": lambda _: torch.arange(10)[::2]},
+            "rows must be contiguous, got strides (2,)",
+        ),
         ("fp8", {"rows": [0, 1, 2, 3, 7]}, "rows must be below 7, got 7"),
         ("fp8", {"rows": [0, 1, 2, 3, 1]}, "rows must name each slot once, got 1 twice"),
         ("fp8_128", {"scales": None}, "scales must be a tensor [7, 2] for format fp8_128"),

@@ -253,7 +253,7 @@ def test_captured_plans_keep_their_shapes_and_pad_with_nothing(ratio: int) -> No
 @pytest.mark.parametrize("B", [2, 20])  # many are looked at otherwise than few
 def test_rings_are_checked_where_they_are_read(B: int, n: int, block: int) -> None:
     assert CONFIG.compressor is not None
-    sizes = {"max_requests": B, "num_blocks": 4 * B, "max_tokens": 600 + 8 * B}
+    sizes: dict[str, Any] = {"max_requests": B, "num_blocks": 4 * B, "max_tokens": 600 + 8 * B}
     cache, span = make_cache(0, **sizes), CONFIG.compressor.window
     lens = [n + 5 + 11 * b for b in range(B)]
     given = make_batch(cache, [n] * B, lens, window_columns=6)

@@ -69,7 +69,7 @@ def _attend_request(
     k_heads = _heads_apart(k, k_pe, width, dtype)
     out, lse = _attend_heads(q_heads, k_heads, v_heads, scale, causal)
     out = out[0].transpose(0, 1)
-    if V < width:
+    if width > V:
         out = out[:, :, :V]
     if out.dtype != q.dtype:
         out = out.to(q.dtype, memory_format=torch.contiguous_format)
@@ -103,7 +103,7 @@ def _heads_apart(
     if shared is not None:
         filled[..., E : E + shared.shape[1]] = shared
         E += shared.shape[1]
-    if E < width:
+    if width > E:
         filled[..., E:] = 0
     return filled
 
