@@ -116,6 +116,7 @@ def run_generate(options: argparse.Namespace) -> int:
         index_format=options.index_format,
         backend=options.backend,
         capture=options.capture,
+        absorbed_format=options.absorbed_format,
     )
     first_ones = {**choice, "arguments": {**choice["arguments"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and device.startswith("cuda")

@@ -154,6 +154,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         "checkpoint's, else 1",
     )  # fmt: skip
     parser.add_argument(
+        "--absorbed-format", choices=("fp8",),
+        help="of what decode multiplies by, kv_b_proj; default: as the model",
+    )  # fmt: skip
+    parser.add_argument(
         "--backend", type=backend, default="auto",
         help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
     )  # fmt: skip

@@ -54,6 +54,7 @@ def attach(
     backend: Asked = "auto",
     workspace: int | None = None,
     capture: bool | None = None,
+    absorbed_format: str | None = None,
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
 
@@ -63,8 +64,10 @@ def attach(
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
     model share; without it the pool grows by what is asked and a bounded step. `backend` is
-    make_plan()'s. `workspace` is the context rows that prefill expands at once. Then generate(),
-    pipeline() and bare forward passes work as before.
+    make_plan()'s. `workspace` is the context rows that prefill expands at once. With
+    absorbed_format="fp8" decode multiplies by kv_b_proj in eight bits: an fp8 model's own, or a
+    copy with one scale per head beside the model's weights, as memory() says with its error. Then
+    generate(), pipeline() and bare forward passes work as before.
 
     With `capture` a decode step (one new token per row) is recorded as a CUDA graph when it first
     comes and replayed from then on. The last four numbers of rows have a graph each, which share
@@ -77,8 +80,9 @@ def attach(
     passes of a few thousand tokens.
     """
     options = Options(
-        cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture
-    )
+        cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture,
+        absorbed_format,
+    )  # fmt: skip
     install_attachment(model, check_model(model, options), capture)
     return model
 

@@ -34,7 +34,8 @@ from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
-from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
+from openmla.integrations.transformers.memory import ABSORBED, MemoryReport, workspace_bytes
+from openmla.layers.eight_bits import largest_error
 from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
@@ -79,6 +80,7 @@ class Attachment:
     backend: Asked
     workspace_tokens: int | None
     may_grow: bool
+    absorbed_format: str | None = None  # "fp8": kv_b_proj in eight bits
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
     previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
@@ -108,6 +110,8 @@ class Attachment:
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.known: dict[int, Known] = {}  # the others' views, by layer, for all sessions
+        self._eight_bits: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.expands_bytes = 0  # of a kv_b_proj that is decoded whenever a prompt is expanded
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone
@@ -322,8 +326,10 @@ class Attachment:
         """What the last pass did in each layer and why, in lines for people."""
         if self.last_plan is None:
             return "no pass has run yet"
-        told = self.last_plan.explain(finished=True)
-        return "\n".join([told, *self._told_of_clamped()])
+        told = [self.last_plan.explain(finished=True)]
+        if self.absorbed_format is not None:
+            told += [line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED)]
+        return "\n".join([*told, *self._told_of_clamped()])
 
     def clamped(self) -> dict[int, int]:
         """How many values of which layers fp8 has cut off so far: too large for their scales.
@@ -371,6 +377,16 @@ class Attachment:
         """A cache holds a copy of a kv_b_proj, counted as long as it is there."""
         self._decoded[id(weight)] = weight
 
+    def share_eight_bits(self, layer: int, kept: Tensor) -> Tensor:
+        """What is kept of a kv_b_proj in eight bits, counted as long as it is there: an equal one
+        that another cache holds, or this one."""
+        with self.lock:
+            found = self._eight_bits.get(layer)
+            if found is not None and found.device == kept.device and torch.equal(found, kept):
+                return found
+            self._eight_bits[layer] = kept
+            return kept
+
     def memory(self) -> MemoryReport:
         """What all this takes beside the model's weights."""
         with self.lock:
@@ -385,8 +401,16 @@ class Attachment:
                 decoded_bytes=sum(weight.nbytes for weight in weights.values()),
                 graph_bytes=0 if graphs is None else graphs.num_bytes,
                 num_graphs=len(captured.recorded) if captured and graphs is not None else 0,
-                workspace_bytes=self.workspace_bytes,
+                workspace_bytes=self.workspace_bytes and self.workspace_bytes + self.expands_bytes,
+                **self._eight_bits_told(),
             )
+
+    def _eight_bits_told(self) -> dict[str, Any]:
+        kept = list(self._eight_bits.values())
+        if not kept:
+            return {}
+        error = max(largest_error(each, self.config) for each in kept)
+        return {"absorbed_bytes": sum(each.nbytes for each in kept), "absorbed_error": error}
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""

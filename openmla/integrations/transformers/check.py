@@ -19,6 +19,7 @@ from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
+from openmla.layers.eight_bits import check_absorbed_format
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     backend: Asked
     workspace: int | None
     capture: bool | None
+    absorbed_format: str | None = None
 
 
 def check_model(model: nn.Module, options: Options) -> Attachment:
@@ -66,6 +68,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         backend=options.backend if isinstance(options.backend, str) else dict(options.backend),
         workspace_tokens=options.workspace,
         may_grow=num_blocks is None,
+        absorbed_format=options.absorbed_format,
     )
     _check_options(options, config, block_size)
     _check_capture(model, options)
@@ -93,6 +96,11 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     index_layout = get_format(options.index_format, "index")
     if config.indexer is not None:
         index_layout.width(config.indexer.head_dim)
+    check_absorbed_format("attach", options.absorbed_format)
+    if options.absorbed_format is not None and config.compressor is not None:
+        raise ConfigError(
+            f"attach: absorbed_format must not be given for {config.model_type}: none there."
+        )
     workspace = options.workspace
     if workspace is not None and config.compressor is not None:
         raise ConfigError(

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from openmla.cache import shown_bytes
 from openmla.plan import Plan
 
+ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
+
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes, over all layers and devices; str() is for people.
 
-    Blocks, decoded weights and graphs are held; a workspace is taken while a layer attends to a
+    Blocks, copied weights and graphs are held; a workspace is taken while a layer attends to a
     prompt, and then torch's allocator has it again.
     """
 
@@ -24,11 +26,14 @@ class MemoryReport:
     graph_bytes: int | None  # the pool of recorded steps; None where the allocator does not say
     num_graphs: int
     workspace_bytes: int  # the most that a pass planned for, since attach()
+    absorbed_bytes: int = 0  # kv_b_proj in eight bits, beside the model's own
+    absorbed_error: float | None = None  # of it, relative, of the head that is furthest off
 
     @property
     def held_bytes(self) -> int:
         """All but the workspace, as far as it is known."""
-        return self.block_bytes + self.decoded_bytes + (self.graph_bytes or 0)
+        weights = self.decoded_bytes + self.absorbed_bytes
+        return self.block_bytes + weights + (self.graph_bytes or 0)
 
     def __str__(self) -> str:
         used = self.num_blocks - self.free_blocks
@@ -38,6 +43,12 @@ class MemoryReport:
         ]
         if self.decoded_bytes:
             lines.append(f"decoded   {shown_bytes(self.decoded_bytes)}: copies of kv_b_proj")
+        if self.absorbed_error is not None:
+            what = "kv_b_proj in eight bits, beside the model's own; heads are off by "
+            what += f"{self.absorbed_error:.4f} at most"
+            if self.absorbed_error == 0:
+                what = "kv_b_proj's own fp8, read as it is"
+            lines.append(f"{ABSORBED}{shown_bytes(self.absorbed_bytes)}: {what}")
         if self.num_graphs:
             size = "unknown" if self.graph_bytes is None else shown_bytes(self.graph_bytes)
             lines.append(f"graphs    {size}, shared by {self.num_graphs} recorded decode steps")

@@ -23,6 +23,7 @@ from openmla.integrations.transformers.masks import (
     runs_of,
 )
 from openmla.integrations.transformers.offload import brought_in
+from openmla.layers.eight_bits import absorb_eight_bits, expands_better, keep_eight_bits
 from openmla.layers.weights import (
     Known,
     absorb,
@@ -61,6 +62,7 @@ class Session:
         self.late: set[int] = set()  # rows whose prompt was padding only
         # kv_b_proj that is no plain linear, by layer: what it was then, and its weight
         self.decoded: dict[int, tuple[Any, Tensor]] = {}
+        self.views: dict[int, AbsorbedWeights] = {}  # of those in eight bits
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
         self.entries: list[Entry] = []  # of the pass under way
@@ -141,6 +143,8 @@ class Session:
         """
         linear = module.kv_b_proj
         assert isinstance(linear, nn.Module)
+        if self.attachment.absorbed_format is not None:
+            return self._eight_bits(linear, layer, dtype)
         known = self.attachment.known.get(layer)
         if known is not None and known.still_holds(linear):
             return known.views
@@ -155,6 +159,25 @@ class Session:
         if plain and isinstance(weight, nn.Parameter) and not hasattr(linear, "_hf_hook"):
             assert isinstance(linear, nn.Linear)
             self.attachment.known[layer] = Known(linear, weight, weight.data_ptr(), absorbed)
+        return absorbed
+
+    def _eight_bits(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> AbsorbedWeights:
+        """The same in eight bits. What is kept for it is shared by caches and looked at by value,
+        as decoded weights are."""
+        refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
+        attachment = self.attachment
+        with brought_in(*linear.modules()):
+            state, before = state_of(linear), self.decoded.get(layer)
+            if before is not None and before[0] == state and layer in self.views:
+                return self.views[layer]
+            kept = keep_eight_bits(linear, attachment.config, dtype)
+            kept = attachment.share_eight_bits(layer, kept)
+            by_itself = expands_better(linear, kept, attachment.config)
+            absorbed = absorb_eight_bits(linear, kept, attachment.config, by_itself=by_itself)
+        self.decoded[layer], self.views[layer] = (state, kept), absorbed
+        if absorbed.linear is None and absorbed.kv_b.dtype != dtype:
+            decoded = absorbed.kv_b.numel() * dtype.itemsize
+            attachment.expands_bytes = max(attachment.expands_bytes, decoded)
         return absorbed
 
     def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
