@@ -132,6 +132,7 @@ def test_compiled() -> None:
             )
             positions = torch.arange(start, stop)
             outs.append(run(sequence(60)[start:stop], positions, server.cache, plan))
+    torch._dynamo.reset()  # it would take this layer's sizes for those of others
     torch.testing.assert_close(outs[2:], outs[:2])
 
 
