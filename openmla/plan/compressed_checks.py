@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
+from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
@@ -156,7 +159,7 @@ def check_batch(
         finished = [S // cache.ratio for S in batch.read_lens]
         N, BS = cache.compressed.num_blocks, cache.compressed.block_size
         check_block_table("batch", batch.block_table, None, finished, N, BS)
-        _check_entries(batch, cache.ratio, N, BS)
+        _check_entries(batch, finished, cache.ratio, N, BS)
     if batch.state_slots.device.type == "cpu":
         used = batch.state_slots.tolist()
         if 0 in batch.query_lens:
@@ -169,9 +172,9 @@ def check_batch(
         check_slots("batch", used, cache.state.num_blocks, "state_slots")
 
 
-def _check_entries(batch: Batch, ratio: int, N: int, BS: int) -> None:
-    """No two requests finish the same entry in this step."""
-    finished = [S // ratio for S in batch.seq_lens]
+def _check_entries(batch: Batch, finished: list[int], ratio: int, N: int, BS: int) -> None:
+    """No two requests finish the same entry in this step; `finished`: what those with tokens have
+    then."""
     if max(batch.query_lens, default=0) <= 1:  # decode, at every step
         counts = [n if S % ratio == 0 else 0 for n, S in _lens(batch)]
     else:
@@ -231,9 +234,16 @@ def _is_plain_ring(batch: Batch, span: int, BS: int, N: int) -> bool:
     needed = batch.query_lens[0] + span - 1
     if batch.query_lens[0] == 0 or needed > table.shape[1] * BS:
         return False
-    steps = integers([*range(-needed, -1, BS), -1], torch.int64)
-    positions = (integers(lens, torch.int64)[:, None] + steps).clamp_(min=0)
+    positions = integers(lens, torch.int64)[:, None] + _back(needed, BS)
+    if min(lens) < needed:
+        positions.clamp_(min=0)
     return within(table.gather(1, positions // BS % table.shape[1]), N)
+
+
+@lru_cache(maxsize=64)
+def _back(needed: int, BS: int) -> Tensor:
+    """[n] i64, counted from a request's end: a position in each block of its last `needed`."""
+    return integers([*range(-needed, -1, BS), -1], torch.int64)
 
 
 def _lens(batch: Batch) -> list[tuple[int, int]]:
