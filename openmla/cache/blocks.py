@@ -148,11 +148,12 @@ class BlockPool:
             for block in self._blocks[request][:passed]:
                 left[block] = left.get(block, 0) + 1
                 free += left[block] == self._users[block]
-        for request, num_tokens in wanted.items():
-            held = self._blocks.get(request, [])
-            had = self._first.get(request, 0) + len(held)
-            needed = max(-(-(self.seq_len(request) + num_tokens) // self.block_size) - had, 0)
-            if self._writes_last_block(request, num_tokens):
+        BS, lens, first = self.block_size, self._lens, self._first
+        for request, num_tokens in wanted.items():  # of every step: few calls
+            length, held = lens.get(request, 0), self._blocks.get(request, [])
+            needed = -(-(length + num_tokens) // BS) - first.get(request, 0) - len(held)
+            needed = needed if needed > 0 else 0
+            if num_tokens and length % BS and self._users[held[-1]] > 1:  # writes where others read
                 last = held[-1]
                 if self._users[last] - left.get(last, 0) > 1:
                     left[last] = left.get(last, 0) + 1
@@ -175,20 +176,17 @@ class BlockPool:
                 passed[request] = min(blocks, len(self._blocks[request]))
         return passed
 
-    def _writes_last_block(self, request: Hashable, num_tokens: int) -> bool:
-        return num_tokens > 0 and self.seq_len(request) % self.block_size != 0
-
     def _append(self, request: Hashable, num_tokens: int) -> list[tuple[int, int]]:
         blocks = self._blocks.setdefault(request, [])
         first = self._first.setdefault(request, 0)
-        copies = []
-        if self._writes_last_block(request, num_tokens) and self._users[blocks[-1]] > 1:
+        copies, BS, had = [], self.block_size, self._lens.get(request, 0)
+        if num_tokens and had % BS and self._users[blocks[-1]] > 1:
             source, target = blocks[-1], self._pop()
             self._users[source] -= 1
             blocks[-1] = target
             copies.append((source, target))
-        length = self.seq_len(request) + num_tokens
-        needed = -(-length // self.block_size) - first - len(blocks)
+        length = had + num_tokens
+        needed = -(-length // BS) - first - len(blocks)
         if needed > 0:
             blocks += reversed(self._free[-needed:])
             del self._free[-needed:]
@@ -300,13 +298,14 @@ class BlockPool:
         T is the number of positions or num_rows; rows past the positions are -1, not written.
         """
         slots = array("q")  # a tensor is made of it without looking at each
+        lens, firsts = self._lens, self._first
         parts: list[Tensor] = []
         through: list[int] = []  # blocks of long spans, one behind another
         long: list[tuple[int, int]] = []
         BS, given = self.block_size, 0
         for request, start, stop in spans:
-            first = self._first.get(request, 0)
-            if not first * BS <= start <= stop <= self.seq_len(request):
+            first = firsts.get(request, 0)
+            if not first * BS <= start <= stop <= lens.get(request, 0):
                 raise ShapeError(
                     f"cache: positions of request {request!r} must lie in "
                     f"{first * BS}..{self.seq_len(request)}, got {start}..{stop}."
@@ -323,6 +322,9 @@ class BlockPool:
             if long:
                 parts.append(slots_of_blocks(through, long, BS))
                 through, long = [], []
+            if stop - start == 1:  # decode
+                slots.append(blocks[start // BS - first] * BS + start % BS)
+                continue
             while start < stop:  # a block at a time
                 block, offset = divmod(start, BS)
                 end = min(stop, start - offset + BS)
