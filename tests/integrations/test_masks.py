@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError
 from openmla.integrations.transformers import attach, attachment_of
-from openmla.integrations.transformers.masks import Runs, add_runs, hide_tokens, read_mask, runs_of
+from openmla.integrations.transformers.masks import (
+    Begun,
+    Runs,
+    _sums,
+    add_runs,
+    hide_tokens,
+    read_mask,
+    runs_of,
+)
 from tests.integrations.models import (
     VOCAB,
     make_model,
@@ -42,6 +52,28 @@ def test_what_a_mask_says() -> None:
         assert found.hidden == [
             [p for p in range(2) if not mask[0, p]], [] if mask[1, 1] else [0]
         ]  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
+    """As begin_reading() has a GPU do it: once, after its event."""
+    cached: list[Runs] = [[(False, 1)], [(True, 1)]]
+    for bits in range(64):
+        mask = torch.tensor([[bits >> (3 * b + j) & 1 for j in range(3)] for b in range(2)])
+        mask[0, 0] = 0
+        waited: list[bool] = []
+        event = SimpleNamespace(synchronize=lambda: waited.append(True))  # noqa: B023
+        mask.openmla_begun = Begun(mask.bool() if whole else _sums(mask), event, whole)  # type: ignore[attr-defined]
+        expected, found = read_mask(2, 2, mask.clone(), cached), read_mask(2, 2, mask, cached)
+        assert waited == [True] and not hasattr(mask, "openmla_begun")
+        if expected is None:
+            assert found is None
+            continue
+        assert found is not None and torch.equal(found.new, expected.new)
+        assert found.hidden == expected.hidden
+    full = torch.ones(2, 5)
+    full.openmla_begun = Begun(full.bool() if whole else _sums(full), event, whole)  # type: ignore[attr-defined]
+    assert read_mask(2, 5, full, [[], []]) is None
 
 
 def test_runs() -> None:

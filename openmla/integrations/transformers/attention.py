@@ -186,7 +186,7 @@ def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """The padding mask as it is, [B, columns]; a square mask is never made."""
-    begin_reading(attention_mask)
+    begin_reading(attention_mask, kwargs.get("q_length"))
     return attention_mask
 
 
@@ -194,7 +194,7 @@ def openmla_sparse_mask(
     *args: Any, attention_mask: Tensor | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
     """A mask of one bit, which is what an indexer may look at; the padding mask rides on it."""
-    begin_reading(attention_mask)
+    begin_reading(attention_mask, kwargs.get("q_length"))
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     mask.openmla_padding = attention_mask  # type: ignore[attr-defined]
     return mask

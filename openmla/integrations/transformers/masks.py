@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +47,11 @@ def read_mask(
         )
     whole = mask.shape[1] > S  # or of the new columns only
     expected = [_count_and_sum([*(runs if whole else ()), (True, S)]) for runs in cached]
-    if _read_sums(mask) == expected:
+    sums, real = _read(mask)
+    if sums == expected:
         return None
-    real = mask.to(torch.bool).cpu()
+    if real is None:
+        real = mask.to(torch.bool).cpu()
     if generating and bool((~real[:, -1] & real.any(dim=1)).any()):
         raise ShapeError(
             "attach: prompts must be padded on the left to generate, got padding on the right. "
@@ -65,32 +67,43 @@ def _sums(mask: Tensor) -> Tensor:
     return (mask.to(torch.bool) * weights).sum(dim=1)
 
 
-def begin_reading(mask: Tensor | None) -> None:
+class Begun(NamedTuple):
+    """A copy on its way to the host: all of a mask, or _sums() of it."""
+
+    host: Tensor
+    copied: Any  # the event behind it
+    whole: bool
+
+
+def begin_reading(mask: Tensor | None, num_queries: object) -> None:
     """Start to copy what read_mask() will ask for, before layers are launched: waiting for it then
-    does not wait for them."""
+    does not wait for them. Of a prompt that is the mask itself, which may well have padding."""
     if mask is None or not mask.is_cuda or mask.dim() != 2 or torch.compiler.is_compiling():
         return
     if torch.cuda.is_current_stream_capturing():
         return
+    whole = isinstance(num_queries, int) and num_queries > 1
     with torch.cuda.device(mask.device):
-        host = torch.empty(mask.shape[0], dtype=torch.int64, pin_memory=True)
-        host.copy_(_sums(mask), non_blocking=True)
+        source = mask.to(torch.bool) if whole else _sums(mask)
+        host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        host.copy_(source, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-    mask.openmla_sums = (host, copied)  # type: ignore[attr-defined]
+    mask.openmla_begun = Begun(host, copied, whole)  # type: ignore[attr-defined]
 
 
-def _read_sums(mask: Tensor) -> list[int]:
-    """As begin_reading() copied them, once: a mask may be changed and come again."""
-    found: list[int]
-    if not hasattr(mask, "openmla_sums"):
-        found = _sums(mask).tolist()
-        return found
-    host, copied = mask.openmla_sums
-    del mask.openmla_sums
-    copied.synchronize()
-    found = host.tolist()
-    return found
+def _read(mask: Tensor) -> tuple[list[int], Tensor | None]:  # _sums(), and [B, columns] on the CPU
+    """As begin_reading() copied it, once: a mask may be changed and come again."""
+    begun: Begun | None = getattr(mask, "openmla_begun", None)
+    if begun is None:
+        return _sums(mask).tolist(), None
+    del mask.openmla_begun  # type: ignore[attr-defined]
+    begun.copied.synchronize()
+    if not begun.whole:
+        return begun.host.tolist(), None
+    if bool(begun.host.all()):  # as most are
+        return [_count_and_sum([(True, mask.shape[1])])] * mask.shape[0], begun.host
+    return _sums(begun.host).tolist(), begun.host
 
 
 def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
