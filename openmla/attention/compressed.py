@@ -297,6 +297,7 @@ def _compress(
         step.query_start_loc,
         step.block_table,
         step.state_slots,
+        entries.clamped,
         format=entries.format,
         ratio=step.ratio,
         overlap=pool_inputs.kv.shape[1] == 2 * pool_inputs.norm_weight.shape[0],

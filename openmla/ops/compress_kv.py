@@ -21,6 +21,7 @@ Rows of this step's last V tokens are written after all reads. So a step may sta
 earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
 written with overlap, V - 1 without; entries the lost tokens finished are written again by the true
 ones. A request whose state_slots is negative is skipped. No two requests write the same entry.
+`clamped` is cache_write's: it counts values of entries that fp8 cuts off.
 Everything up to that is float32 (float64 for float64 inputs); kv and score are of one
 floating dtype.
 """
@@ -38,6 +39,7 @@ from openmla.cache.format import check_pages, get_format, state_rows, state_widt
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_slots, check_start_loc
+from openmla.ops.cache_write import check_scaled
 
 _SPEC = (
     "cache:N BS W row, kv_scale: f32, state:NS V SW f row, kv:T CD f row, score:T CD f row,"
@@ -127,7 +129,7 @@ def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int) ->
 
 
 def _decide(
-    *tensors: Tensor,
+    *tensors: Any,
     format: str,
     ratio: int,
     overlap: bool,
@@ -136,28 +138,30 @@ def _decide(
     backend: str,
 ) -> Decided:
     cache, kv = tensors[0], tensors[3]
-    dims = _check(tensors, format, ratio, overlap, hadamard)
+    check_scaled("compress_kv", cache, format, None, tensors[12])
+    dims = _check(tensors[:12], format, ratio, overlap, hadamard)
     return decided(dims, problem(cache.device, kv.dtype, format, D=dims["D"]), backend)
 
 
-def _run(known: Decided, *tensors: Tensor, ratio: int, **scalars: Any) -> None:
+def _run(known: Decided, *tensors: Any, ratio: int, **scalars: Any) -> None:
     refuse_grad("compress_kv", tensors[3:7])
     if tensors[0].device.type == "cpu":
-        _check_values(tensors, known.dims, ratio)
+        _check_values(tensors[:12], known.dims, ratio)
     known.runner.run(*tensors, ratio=ratio, **scalars)
 
 
 def _fake(
-    *tensors: Tensor, format: str, ratio: int, overlap: bool, hadamard: bool, **_: object
+    *tensors: Any, format: str, ratio: int, overlap: bool, hadamard: bool, **_: object
 ) -> None:
-    _check(tensors, format, ratio, overlap, hadamard)
+    check_scaled("compress_kv", tensors[0], format, None, tensors[12])
+    _check(tensors[:12], format, ratio, overlap, hadamard)
 
 
 _OP = register(
     "compress_kv(Tensor(a!) cache, Tensor kv_scale, Tensor(b!) state, Tensor kv, Tensor score,"
     " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
-    " Tensor block_table, Tensor state_slots, *, str format, int ratio, bool overlap, float eps,"
-    " bool hadamard, str backend) -> ()",
+    " Tensor block_table, Tensor state_slots, Tensor(c!)? clamped, *, str format, int ratio,"
+    " bool overlap, float eps, bool hadamard, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -177,6 +181,7 @@ def compress_kv(
     query_start_loc: Tensor,  # [B+1] i32
     block_table: Tensor,  # [B, M] i32, of entries
     state_slots: Tensor,  # [B] i32; negative: skip the request
+    clamped: Tensor | None = None,  # [] i64, counts
     *,
     format: str,
     ratio: int,
@@ -199,6 +204,7 @@ def compress_kv(
         query_start_loc,
         block_table,
         state_slots,
+        clamped,
         format=format,
         ratio=ratio,
         overlap=overlap,

@@ -26,7 +26,7 @@ from tests.ops.compress_kv_cases import (
 )
 from tests.ops.compress_kv_exact import assert_exact, exact_results
 from tests.ops.compress_kv_story import Feed, PoolCase, Story
-from tests.ops.contract import backends, slow_interpreted
+from tests.ops.contract import backends, run_or_skip, slow_interpreted
 
 NARROW_128 = {**V4_128, "D": 6}
 SLOW = pytest.mark.slow_interpreted
@@ -131,6 +131,28 @@ def test_one_score_far_above_the_rest_takes_all(
         torch.testing.assert_close(story.entries()[1], wanted, rtol=4 * eps, atol=0)
 
 
+@pytest.mark.parametrize("backend", backends("compress_kv"))
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
+def test_values_that_are_cut_off_are_counted(overlap: bool, backend: str, device: str) -> None:
+    """As many as the reference counts, of the entries that were written; bytes are the same."""
+    counts, stories = [], []
+    for name, counted in ((backend, True), ("reference", True), (backend, False)):
+        case = replace(BASE, overlap=overlap, format="fp8", kv_scale=1 / 512, dtype=torch.float32)
+        story = Story(case, device)
+        clamped = torch.tensor(3, device=device)
+        for feeds in MIXED:
+            inputs = story.step(feeds)
+            if counted:
+                inputs.scalars["clamped"] = clamped
+            run_or_skip(compress_kv, inputs, name)
+        counts.append(int(clamped) - 3)
+        stories.append(story)
+    assert counts[0] == counts[1] > 10 and counts[2] == 0
+    assert torch.equal(stories[0].cache.view(torch.uint8), stories[2].cache.view(torch.uint8))
+    largest = stories[0].entries().abs() == 448 / 512
+    assert int(largest.sum()) >= counts[0] // len(MIXED)
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
 def test_opcheck_and_fullgraph(overlap: bool, device: str) -> None:
     story = Story(replace(BASE, overlap=overlap), device).play("reference", MIXED[:2])
@@ -138,7 +160,7 @@ def test_opcheck_and_fullgraph(overlap: bool, device: str) -> None:
     tensors = {name: tensor.clone() for name, tensor in inputs.tensors.items()}
     for name in ("cache", "state", "kv", "score", "table"):
         tensors[name].nan_to_num_()  # opcheck compares values, and NaN differs from itself
-    scalars = {**inputs.scalars, "backend": "reference"}
+    scalars = {**inputs.scalars, "backend": "reference", "clamped": torch.tensor(5, device=device)}
     torch.library.opcheck(torch.ops.openmla.compress_kv.default, tuple(tensors.values()), scalars)
     compiled = torch.compile(compress_kv, fullgraph=True, backend="aot_eager")
     other = inputs.clone()

@@ -39,6 +39,7 @@ def run(
     query_start_loc: Tensor,
     block_table: Tensor,
     state_slots: Tensor,
+    clamped: Tensor | None,
     *,
     format: str,
     ratio: int,
@@ -69,6 +70,8 @@ def run(
         layout = get_format(format)
         if layout.packed:
             v = v.to(torch.bfloat16)
+        if clamped is not None:
+            clamped += layout.num_clamped(v[where >= 0], kv_scale)
         layout.write(cache, where[where >= 0], v[where >= 0], kv_scale)
 
 

@@ -70,12 +70,13 @@ TOKENS = 8  # of a tile, at most
 
 @triton.jit
 def store_entry(
-    cache, kv_scale, norm_weight, table, blocks, v, entry, eps, page, row_stride, table_stride,
-    N, M, D: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, HADAMARD: tl.constexpr,
-    LOG2: tl.constexpr, BLOCK_D: tl.constexpr,
+    cache, kv_scale, clamped, norm_weight, table, blocks, v, entry, eps, page, row_stride,
+    table_stride, N, M, D: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr,
+    HADAMARD: tl.constexpr, LOG2: tl.constexpr, BLOCK_D: tl.constexpr,
     BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Normalise, rotate and encode v [BLOCK_D], store it as the request's entry."""
     d = tl.arange(0, BLOCK_D)
@@ -107,8 +108,8 @@ def store_entry(
         if FORMAT != PLAIN and FORMAT != FP8:  # packed formats take bf16
             values = round_to(values, tl.bfloat16, ASM)
         write_values(
-            cache, values, rope, block * BS + entry % BS, kv_scale, kv_scale, kv_scale, page,
-            row_stride, BS, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, False, False,
+            cache, values, rope, block * BS + entry % BS, kv_scale, kv_scale, clamped, page,
+            row_stride, BS, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, False, COUNTED,
             BLOCK_G, BLOCK_C, BLOCK_R,
         )  # fmt: skip
 
@@ -119,14 +120,14 @@ def store_entry(
 )
 def _compress_kv_kernel(
     cache, kv_scale, state, kv, score, bias, norm_weight, table, positions, query_start_loc,
-    block_table, state_slots, eps, page, row_stride, state_slot, state_row, kv_stride,
+    block_table, state_slots, clamped, eps, page, row_stride, state_slot, state_row, kv_stride,
     score_stride, bias_stride, table_stride, position_stride, block_stride, B, N, NS, M,
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
     HADAMARD: tl.constexpr, LOG2: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
     BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    ASM: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter a Python float
@@ -179,9 +180,9 @@ def _compress_kv_kernel(
                 )  # fmt: skip
                 v = tl.div_rn(acc + acc_error, running_sum + sum_error)
             store_entry(
-                cache, kv_scale, norm_weight, table, blocks, v, entry, eps, page, row_stride,
-                table_stride, N, M, D, R, RATIO, HADAMARD, LOG2, BLOCK_D, BS, FORMAT, MAIN, ROPE,
-                GROUP, SCALES, EXACT, ALIGNED, ASM, BLOCK_G, BLOCK_C, BLOCK_R,
+                cache, kv_scale, clamped, norm_weight, table, blocks, v, entry, eps, page,
+                row_stride, table_stride, N, M, D, R, RATIO, HADAMARD, LOG2, BLOCK_D, BS, FORMAT,
+                MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
             )  # fmt: skip
         if program < B:
             first = tl.maximum(end - V, start)
@@ -218,6 +219,7 @@ def run(
     query_start_loc: Tensor,
     block_table: Tensor,
     state_slots: Tensor,
+    clamped: Tensor | None,
     *,
     format: str,
     ratio: int,
@@ -231,7 +233,7 @@ def run(
     aligned = is_aligned(cache, layout_of(format, D, cut=D))
     launch = launch_of(
         format, D, table.shape[1], cache.shape[1], state.shape[1], ratio, overlap, hadamard,
-        aligned=aligned,
+        aligned=aligned, counted=clamped is not None,
     )  # fmt: skip
     block_table = inner_contiguous(block_table)
     launch(
@@ -248,6 +250,7 @@ def run(
         query_start_loc.contiguous(),
         block_table,
         state_slots.contiguous(),
+        kv_scale if clamped is None else clamped,
         eps,
         cache.stride(0),
         cache.stride(1),
@@ -267,8 +270,8 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned)
+def launch_of(*sizes: Any, aligned: bool, counted: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned, counted=counted)
     return prepare(
         _compress_kv_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
         enable_fp_fusion=FP_FUSION,
@@ -277,7 +280,7 @@ def launch_of(*sizes: Any, aligned: bool) -> Launch:
 
 def constants_of(
     format: str, D: int, R: int, BS: int, V: int, ratio: int, overlap: bool, hadamard: bool, *,
-    aligned: bool,
+    aligned: bool, counted: bool,
 ) -> dict[str, Any]:  # fmt: skip
     stored = row_constants(layout_of(format, D, cut=D), D, BS, aligned=aligned)
     del stored["C"]
@@ -293,6 +296,7 @@ def constants_of(
         "OVERLAP": overlap,
         "HADAMARD": hadamard,
         "LOG2": D.bit_length() - 1,
+        "COUNTED": counted,
         "UPCAST": interpreted(),
         "BLOCK_J": max(min(window, TOKENS, ELEMENTS // block_d), 1),
         "BLOCK_D": block_d,
@@ -320,13 +324,17 @@ def compress_build(
 ) -> Build:
     V = state_rows(ratio, overlap=overlap)
     BS = 64 if overlap else 2
-    constants = constants_of(format, D, 64, BS, V, ratio, overlap, hadamard, aligned=True)
+    constants = constants_of(
+        format, D, 64, BS, V, ratio, overlap, hadamard, aligned=True,
+        counted=get_format(format).scaled,
+    )  # fmt: skip
     types = {
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
         **dict.fromkeys(("kv", "score", "kv_scale", "state", "bias", "norm_weight"), "*fp32"),
         "table": "*fp32",
         "positions": "*i64",
         **dict.fromkeys(("query_start_loc", "block_table", "state_slots"), "*i32"),
+        "clamped": "*i64",
         "eps": "fp32",
     }
     name = f"compress-{format}-D{D}-ratio{ratio}{'-hadamard' * hadamard}"
