@@ -32,6 +32,7 @@ DO_NOT_SPECIALIZE_ON_ALIGNMENT = (
     "query_start_loc", "key_start_loc", "row_start_loc", "seq_lens", "starts",
     "ends", "row_starts", "row_lens", "row_lens_1", "row_lens_2", "key_starts", "key_lens",
     "block_table", "table_1", "table_2", "slot_mapping", "state_slots", "positions", "rows",
+    "clamped",
 )  # fmt: skip
 # Integer arguments that are multiples of 16 for every released model: strides over rows, heads and
 # pages, and the width of a row. At launch Triton finds that out from the value and vectorises;

@@ -28,6 +28,7 @@ from openmla.cache import (
     Geometry,
     LayerCache,
     LayerScales,
+    PagedCache,
     allocate_cache,
 )
 from openmla.config import MLAConfig, RopeConfig
@@ -345,7 +346,7 @@ class Attachment:
     def _told_of_clamped(self) -> list[str]:
         """A line, of a model whose caches have scales; the first time there is something to tell,
         a warning too."""
-        if not any(part.layout.scaled for cache in self.caches.values() for part in cache.parts):
+        if not any(part.layout.scaled for part in self._parts()):
             return []
         found = self.clamped()
         if not found:
@@ -362,11 +363,14 @@ class Attachment:
 
     def warn_of_clamped(self) -> None:
         """After a pass; only where looking waits for nothing."""
-        if self.warned or not self.caches or torch.compiler.is_compiling():
+        if self.warned or torch.compiler.is_compiling():
             return
-        devices = {part.data.device.type for cache in self.caches.values() for part in cache.parts}
-        if devices == {"cpu"}:
+        if {part.data.device.type for part in self._parts()} == {"cpu"}:
             self._told_of_clamped()
+
+    def _parts(self) -> list[PagedCache]:
+        with self.lock:
+            return [part for cache in self.caches.values() for part in cache.parts]
 
     def planned(self, plan: Plan) -> None:
         """A pass will do this."""
