@@ -19,7 +19,13 @@ from openmla.attention.types import AbsorbedWeights, Projected, Selection
 from openmla.cache import PagedCache
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import merge_quantize, project_quantize, quantize_out
-from openmla.outputs import QuantizedOutput, check_alignment, check_output, check_scale_value
+from openmla.outputs import (
+    QuantizedOutput,
+    check_alignment,
+    check_output,
+    check_output_shapes,
+    check_scale_value,
+)
 from openmla.plan import ContextChunk, DecodePlan, Plan, PrefillPlan, SparsePlan
 from openmla.plan.types import Rows
 
@@ -31,12 +37,14 @@ def check_quantized(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
             f"step: out must be in the format that the plan was made for, output={plan.output!r}, "
             f"got {out.format!r}."
         )
-    T = check_output("step", out, plan.config.num_heads * plan.config.v_head_dim)
+    columns = plan.config.num_heads * plan.config.v_head_dim
+    traced = type(out.values) is not Tensor or torch.compiler.is_compiling()
+    T = (check_output_shapes if traced else check_output)("step", out, columns)
     if plan.num_tokens != T:
         raise ShapeError(f"step: out must have T={plan.num_tokens} rows, got {T}.")
     if out.values.device != q.device:
         raise ShapeError(f"step: out must be on {q.device}, got {out.values.device}.")
-    if type(out.values) is Tensor:  # a tracer's have no addresses
+    if not traced:  # or they have no addresses
         check_alignment("step", out.values, out.scales)
         check_scale_value("step", out.global_scale)
 

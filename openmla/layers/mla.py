@@ -16,6 +16,7 @@ from openmla.attention import (
     check_inputs,
     select_step,
 )
+from openmla.attention.quantized import end_plainly
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig
@@ -30,6 +31,7 @@ from openmla.layers.eight_bits import (
 )
 from openmla.layers.indexer import Indexer
 from openmla.layers.norm import RMSNorm
+from openmla.layers.output_proj import check_taken, output_buffers, output_format, project_output
 from openmla.layers.rope import RopeTable
 from openmla.layers.weights import (
     absorb,
@@ -148,7 +150,7 @@ class MLAAttention(nn.Module):
         self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
         self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
-        self.o_proj = _linear(H * config.v_head_dim, hidden, bias)
+        self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
         self.g_proj = _linear(hidden, H) if config.head_gate else None
         self.rope_table: RopeTable | None = None
         if config.rope.kind != "none":
@@ -169,6 +171,12 @@ class MLAAttention(nn.Module):
     def dtype(self) -> torch.dtype:
         """What the layer computes in: its norms', for any of its linears may be quantised."""
         return self.kv_a_layernorm.weight.dtype
+
+    @property
+    def output_format(self) -> str | None:
+        """What o_proj quantises its input to, for make_plan(output=): attention then hands it over
+        quantised. None where it takes 16 bits, as a plain one does."""
+        return output_format(self.o_proj)
 
     def refresh_weights(self) -> None:
         """Decode a quantised kv_b_proj again, or put any into eight bits; a copy stays in place."""
@@ -294,6 +302,8 @@ class MLAAttention(nn.Module):
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
+        if plan.output is not None:
+            check_taken(self.o_proj, plan.output)
         absorbed = self.absorbed
         projected, raw, q_resid = self.project(hidden, positions, plan)
         if self.indexer is not None:
@@ -301,8 +311,18 @@ class MLAAttention(nn.Module):
             check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
             index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
             selection = select_step(index, cache, plan)
-        out = attend_step(projected, absorbed, cache, plan, selection=selection, raw=raw)
+        buffers = None
+        if plan.output is not None:
+            buffers = output_buffers(self.o_proj, plan.output, plan.num_tokens)
+        direct = None if self.g_proj is not None else buffers
+        out = attend_step(
+            projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+        )
         if self.g_proj is not None:
             gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
             out = out * gate[:, :, None]
+            if buffers is not None:
+                end_plainly(buffers, out, plan, {})
+        if buffers is not None:
+            return project_output(self.o_proj, buffers, self.dtype), selection
         return self.o_proj(out.flatten(1)), selection

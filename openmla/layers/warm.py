@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from openmla.attention import (
+    AbsorbedWeights,
     IndexInputs,
     Projected,
     RawProjections,
+    Selection,
     attend_step,
     make_selection,
     select_step,
@@ -22,8 +24,11 @@ from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
 from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
-from openmla.plan import Batch, Workspace, make_plan, reserve
+from openmla.outputs import get_output_format, make_output
+from openmla.plan import Batch, Plan, Workspace, make_plan, reserve
+from openmla.plan.checks import check_planned_output
 from openmla.plan.problems import reads_keys_apart
+from openmla.plan.types import remade
 
 
 def warmup(
@@ -35,18 +40,22 @@ def warmup(
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     backend: Asked = "auto",
+    output: str | None = None,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
 
-    Pass the result to make_plan, and `backend` and `dtype` alike. Steps then compile nothing and
-    allocate no expanded keys or values of their own. Nothing is written: the steps have no slots.
+    Pass the result to make_plan, and `backend`, `dtype` and `output` alike. Steps then compile
+    nothing and allocate no expanded keys or values of their own. Nothing is written: the steps have
+    no slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
     temporary layer of zeros in `dtype` runs the steps.
     """
     check_asked("warmup", backend)
+    if output is not None:
+        check_planned_output(config, output)
     if config.compressor is not None:
         config.check_layer("warmup")
     workspace = reserve(
@@ -66,7 +75,7 @@ def warmup(
             run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
             return workspace
         for shape in step_shapes(config, cache, workspace, max_requests, max_tokens):
-            run_step(shape, config, cache, workspace, dtype, backend)
+            run_step(shape, config, cache, workspace, dtype, backend, output)
     return workspace
 
 
@@ -125,6 +134,7 @@ def run_step(
     workspace: Workspace | None,
     dtype: torch.dtype,
     backend: Asked,
+    output: str | None = None,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
@@ -148,6 +158,7 @@ def run_step(
         backend=backend,
         form="chosen" if engine_chooses else shape.form,
         workspace=workspace,
+        output=output,
     )
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -177,3 +188,27 @@ def run_step(
         selection = select_step(index, cache, plan)
     for unfinished in (None,) if config.is_external else (None, raw):
         attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
+    if output is not None:
+        quantize_steps(projected, absorbed, cache, plan, output, selection)
+
+
+def quantize_steps(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: Plan,
+    output: str,
+    selection: Selection | None,
+) -> None:
+    """The same step into quantised buffers: its tokens side by side, and one by one as those of
+    requests that are not neighbours, which are kernels of their own."""
+    T, device = plan.num_tokens, projected.q_nope.device
+    columns = plan.config.num_heads * plan.config.v_head_dim
+    scale = 1.0 if get_output_format(output).global_scale else None
+    buffers = make_output(output, T, columns, global_scale=scale, device=device)
+    rows = torch.arange(T, device=device)
+    names = ("decode", "prefill", "sparse")
+    parts = {name: part for name in names if (part := getattr(plan, name)) is not None}
+    listed = {name: remade(part, {"rows": rows[part.rows]}) for name, part in parts.items()}
+    for each in (plan, remade(plan, listed)):
+        attend_step(projected, absorbed, cache, each, selection=selection, out=buffers)

@@ -88,7 +88,8 @@ def test_steps_of_every_kind_write_nothing(
     cache = cache_of(config, device)
     kept = marked(cache)
     sizes: dict[str, Any] = {"max_requests": 3, "max_tokens": 20}
-    space = warmup(config, cache, workspace_tokens=28, dtype=torch.float32, **sizes)
+    output: str | None = "fp8" if config.indexer is None else "nvfp4"
+    space = warmup(config, cache, workspace_tokens=28, dtype=torch.float32, output=output, **sizes)
     plans: list[Plan] = []
 
     def remember(*args: Any, **kwargs: Any) -> Plan:
@@ -97,7 +98,7 @@ def test_steps_of_every_kind_write_nothing(
 
     monkeypatch.setattr("openmla.layers.warm.make_plan", remember)
     for shape in step_shapes(config, cache, space, *sizes.values()):
-        run_step(shape, config, cache, space, torch.float32, "auto")
+        run_step(shape, config, cache, space, torch.float32, "auto", output)
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
     routes = {plan.prefill.route for plan in plans if plan.prefill is not None}
