@@ -1,0 +1,167 @@
+"""The quantised end of a step on a GPU: one op beside the ops it stands for.
+
+    python3 -m bench.outputs --json outputs.json
+
+Decode: out of latent space and quantised. project_quantize, against torch.bmm and quantize_out, and
+against torch.bmm and the quantiser in torch's own ops, as an engine without either has it. w_uv is
+another layer's at each call, more of them than a cache holds. Prefill: the last merge.
+merge_quantize, against merge_states and quantize_out, and merge_states and torch's ops. Checked
+against one another, captured in CUDA graphs, replayed in rotation; medians. Ratios are to the two
+ops, and to torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+from bench.latent import timed
+from openmla.bench.harness import describe_machine
+from openmla.errors import UnsupportedError
+from openmla.ops import merge_quantize, merge_states, project_quantize, quantize_out
+from openmla.outputs import QuantizedOutput, decode_output, get_output_format, make_output
+
+C, V = 512, 128
+HEADS, BATCHES, CHUNKS = (16, 128), (1, 16, 128), (512, 8192)
+FORMATS = ("fp8", "fp8_128", "fp8_128_pow2", "nvfp4")
+COLD_BYTES = 1 << 28  # of weights in turn
+FUSED, TWO_OPS, TORCH = "one op", "two ops", "torch's quantiser"
+Contenders = dict[str, Callable[[], None]]
+Make = Callable[[int, int, QuantizedOutput], tuple[Contenders, int]]
+
+
+def quantize_by_torch(out: QuantizedOutput, x: Tensor) -> None:
+    """fp8 formats in torch's own ops; x is [n, H, V]."""
+    format = get_output_format(out.format)
+    wide = x.flatten(1).float()
+    if not format.group:
+        assert out.global_scale is not None
+        out.values.copy_((wide / out.global_scale).clamp(-448, 448).to(out.values.dtype))
+        return
+    groups = wide.unflatten(1, (-1, format.group))
+    scales = groups.abs().amax(-1).clamp_min(1e-10) / 448
+    if format.power_of_two:
+        scales = torch.exp2(scales.log2().ceil())
+    assert out.scales is not None
+    out.scales.copy_(scales)
+    values = (groups / scales[..., None]).clamp(-448, 448).to(out.values.dtype)
+    out.values.copy_(values.flatten(1))
+
+
+def buffers(n: int, H: int, format: str) -> QuantizedOutput:
+    scale = {"fp8": 0.01, "nvfp4": 400.0}.get(format)
+    layout = "tma" if format.startswith("fp8_") else "row"
+    return make_output(format, n, H * V, global_scale=scale, layout=layout, device="cuda")
+
+
+def plainly(out: QuantizedOutput, x: Tensor) -> None:
+    quantize_out(out.values, out.scales, x, out.global_scale, format=out.format)
+
+
+def projecting(n: int, H: int, out: QuantizedOutput) -> tuple[Contenders, int]:
+    """Contenders by name, and how many calls see other weights."""
+    calls = max(COLD_BYTES // (2 * H * C * V), 1)
+    latent = (torch.randn(n, H, C, device="cuda") / 3).bfloat16()
+    kv_b = (torch.randn(calls, H, V, C, device="cuda") / C**0.5).bfloat16()
+    weights = list(kv_b.transpose(2, 3))  # views of kv_b_proj, as layers have them
+    turns = {name: cycle(weights) for name in (FUSED, TWO_OPS, TORCH)}
+
+    def product(name: str) -> Tensor:
+        return torch.bmm(latent.transpose(0, 1), next(turns[name])).transpose(0, 1)
+
+    def fused() -> None:
+        w_uv, scale = next(turns[FUSED]), out.global_scale
+        project_quantize(out.values, out.scales, latent, w_uv, None, scale, format=out.format)
+
+    made: Contenders = {FUSED: fused, TWO_OPS: lambda: plainly(out, product(TWO_OPS))}
+    if out.format != "nvfp4":
+        made[TORCH] = lambda: quantize_by_torch(out, product(TORCH))
+    return made, calls
+
+
+def merging(n: int, H: int, out: QuantizedOutput) -> tuple[Contenders, int]:
+    sides = []
+    for _ in range(2):
+        sides += [torch.randn(n, H, V, device="cuda").bfloat16(), torch.randn(n, H, device="cuda")]
+    first, lse, other, other_lse = sides
+
+    def fused() -> None:
+        merge_quantize(
+            out.values, out.scales, first, lse, other, other_lse, out.global_scale,
+            format=out.format,
+        )  # fmt: skip
+
+    def merged() -> Tensor:  # in place: each call moves the mean a little, no time depends on it
+        merge_states(first, lse, other, other_lse)
+        return first
+
+    made: Contenders = {FUSED: fused, TWO_OPS: lambda: plainly(out, merged())}
+    if out.format != "nvfp4":
+        made[TORCH] = lambda: quantize_by_torch(out, merged())
+    return made, 5
+
+
+def shapes() -> Iterator[tuple[str, Make, int, int, str]]:
+    for format in FORMATS:
+        for H in HEADS:
+            for n in BATCHES:
+                yield f"decode-b{n}-h{H}-{format}", projecting, n, H, format
+            for n in CHUNKS:
+                yield f"merge-{n}-h{H}-{format}", merging, n, H, format
+
+
+def differences(make: Make, n: int, H: int, out: QuantizedOutput) -> dict[str, float]:
+    """How far each is from the one op, of the values that the buffers stand for; inputs are made
+    anew for each, as merge_states changes them."""
+    found: dict[str, Tensor] = {}
+    torch.manual_seed(0)
+    for name in make(n, H, out)[0]:
+        torch.manual_seed(0)
+        make(n, H, out)[0][name]()
+        found[name] = decode_output(out).double()
+    first = found[FUSED]
+    return {name: float((each - first).norm() / first.norm()) for name, each in found.items()}
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.outputs")
+    parser.add_argument("--json", help="write the rows here too")
+    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench: outputs needs a GPU.")
+    machine = describe_machine("cuda")
+    print(machine)
+    print(f"{'shape':<30} {'contender':<18} {'us':>9} {'two ops':>8} {'torch':>6}  difference")
+    rows = []
+    with torch.inference_mode():
+        for shape, make, n, H, format in shapes():
+            if options.only not in shape:
+                continue
+            out = buffers(n, H, format)
+            apart = differences(make, n, H, out)
+            wrong = {name: each for name, each in apart.items() if not each < 0.02}
+            if wrong:
+                print(f"{shape:<30} WRONG: {wrong}")
+                continue
+            times = timed(*make(n, H, out))
+            for name, us in times.items():
+                ratios = {other: times[other] / us for other in (TWO_OPS, TORCH) if other in times}
+                print(
+                    f"{shape:<30} {name:<18} {us:>9.2f} {ratios[TWO_OPS]:>8.2f} "
+                    f"{ratios.get(TORCH, float('nan')):>6.2f}  {apart[name]:.5f}",
+                    flush=True,
+                )
+                rows.append({"shape": shape, "contender": name, "us": us, "ratios": ratios})
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    run()
