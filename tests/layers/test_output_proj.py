@@ -191,6 +191,29 @@ def test_compiled() -> None:
     assert isinstance(run, Compiled) and run.graphs <= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+@pytest.mark.parametrize("options", [{}, {"form": "expanded", "workspace_tokens": 16}], ids=str)
+def test_prompts_compiled(config: Any, options: dict[str, Any]) -> None:
+    """Chunks that end some rows and go on with others, chosen keys, listed rows, no context."""
+    layer = layer_of(config)
+    sequences = {name: sequence(120, seed) for seed, name in enumerate("abc")}
+    outs = []
+    for run in (layer, Compiled(layer)):
+        server = Server(layer, sequences, output="fp8_128", **options)
+        server.layer = run  # type: ignore[assignment]
+        compiled = {"compiled": run is not layer}
+        for wanted in (
+            [("a", 40), ("b", 7)],
+            [("b", 5), ("c", 33), ("a", 6)],
+            [("a", 1), ("b", 50), ("c", 1)],
+            [("c", 3), ("a", 2), ("b", 1)],
+        ):
+            server.step(wanted, **compiled)
+        outs.append(torch.cat([server.output(name) for name in "abc"]))
+    assert relative_error(*outs) < 1e-3
+
+
 def test_a_captured_step(device: str) -> None:
     """Replayed with other requests in the same buffers."""
     layer = layer_of(DENSE).to(device)
