@@ -45,6 +45,7 @@ WITHOUT_A_GPU = {
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
     "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
+    "tests/plan/test_output.py": "what is decided and refused; tests/attention runs it there",
     "tests/plan/test_compressed.py": "host integers",
     "tests/plan/test_exact.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
