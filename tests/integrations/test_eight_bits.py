@@ -63,7 +63,15 @@ def test_copies_are_shared_and_told() -> None:
     assert attachment.explain().splitlines()[-1] == line
     second = model(ids, use_cache=True)
     assert attachment.memory().absorbed_bytes == report.absorbed_bytes  # both caches read one copy
+    for linear in linears_of(model):
+        linear.weight.data.mul_(-1)
+    third = model(ids, use_cache=True)
+    assert attachment.memory().absorbed_bytes == 2 * report.absorbed_bytes  # the old are in use
     del first, second
+    assert attachment.memory().absorbed_bytes == report.absorbed_bytes
+    del third
+    assert attachment.memory().absorbed_bytes == report.absorbed_bytes  # kept for the next
+    detach(model)
     assert attachment.memory().absorbed_bytes == 0
 
 

@@ -111,7 +111,11 @@ class Attachment:
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         self.known: dict[int, Known] = {}  # the others' views, by layer, for all sessions
-        self._eight_bits: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        self.eight_bits: dict[int, Tensor] = {}  # what is kept of them in that form, by layer
+        # with what caches hold of weights that have changed since
+        self._in_eight_bits: weakref.WeakValueDictionary[int, Tensor] = (
+            weakref.WeakValueDictionary()
+        )
         self.expands_bytes = 0  # of a kv_b_proj that is decoded whenever a prompt is expanded
         self.lock = threading.RLock()  # of caches: held while a layer attends
         self._pool_lock = threading.Lock()
@@ -382,13 +386,13 @@ class Attachment:
         self._decoded[id(weight)] = weight
 
     def share_eight_bits(self, layer: int, kept: Tensor) -> Tensor:
-        """What is kept of a kv_b_proj in eight bits, counted as long as it is there: an equal one
-        that another cache holds, or this one."""
+        """What is kept of a kv_b_proj in eight bits, for all caches: what there is if it is equal,
+        else this one from now on."""
         with self.lock:
-            found = self._eight_bits.get(layer)
+            found = self.eight_bits.get(layer)
             if found is not None and found.device == kept.device and torch.equal(found, kept):
                 return found
-            self._eight_bits[layer] = kept
+            self.eight_bits[layer] = self._in_eight_bits[id(kept)] = kept
             return kept
 
     def memory(self) -> MemoryReport:
@@ -410,7 +414,7 @@ class Attachment:
             )
 
     def _eight_bits_told(self) -> dict[str, Any]:
-        kept = list(self._eight_bits.values())
+        kept = list(self._in_eight_bits.values())
         if not kept:
             return {}
         error = max(largest_error(each, self.config) for each in kept)

@@ -62,6 +62,7 @@ def remove_attachment(attachment: Attachment) -> None:
             del module.expand_kv
     attachment.detached = True
     attachment.known.clear()  # views keep a weight's memory, wherever the model goes
+    attachment.eight_bits.clear()
 
 
 def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
