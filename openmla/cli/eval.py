@@ -38,6 +38,7 @@ FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8_dsv4"
 SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale 1
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
+EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
 
 
 class Result(NamedTuple):
@@ -83,6 +84,8 @@ def run_eval(options: argparse.Namespace) -> int:
             )
             results.append(measure(model, windows.to(device), attention, format))
             detach(model)
+        if options.formats is None and checkpoint.config.compressor is None:
+            results.append(measure_eight_bits(model, windows.to(device), attention, options))
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
@@ -126,6 +129,16 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
     used = attachment_of(model).used_bytes() / windows.numel()
     return Result(attention, format, torch.cat(parts, 1), used)
+
+
+def measure_eight_bits(
+    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
+) -> Result:
+    """The model's own cache format, and kv_b_proj in eight bits wherever it is absorbed."""
+    attach(model, index_format=options.index_format, absorbed_format="fp8")
+    result = measure(model, windows, attention, EIGHT_BITS)
+    detach(model)
+    return result
 
 
 def print_table(results: list[Result], num_bytes: int) -> None:

@@ -75,6 +75,24 @@ def test_eval(
     assert rows == [(form, name) for form in ATTENTIONS[kind] for name in FORMATS[kind]]
 
 
+def test_eval_has_a_row_for_weights_in_eight_bits(
+    tiny: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One per form of attention, near the model's own; none of V4, which absorbs nothing."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(map(str, range(60))))
+    for kind in KINDS:
+        main(["eval", "--model", str(tiny[kind]), "--text", str(text), "--windows", "1"])
+        out = capsys.readouterr().out
+        found = re.findall(r"^(dense|sparse) +fp8-weights +[\d.]+ +[\d.]+  (\S+) %", out, re.M)
+        assert [form for form, _ in found] == ([] if kind == "v4" else list(ATTENTIONS[kind]))
+        assert all(abs(float(percent)) < 1 for form, percent in found if form == "dense")
+        if kind != "v4":
+            asked = ["--prompt", "hello", "--max-new-tokens", "4", "--absorbed-format", "fp8"]
+            main(["generate", "--model", str(tiny[kind]), *asked])
+            assert "kv_b_proj in eight bits, beside" in capsys.readouterr().out
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     from openmla import __version__
     from openmla.backends import BACKENDS
