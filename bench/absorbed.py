@@ -1,0 +1,170 @@
+"""Absorbed products on a GPU: w_uk and w_uv in eight bits beside torch.bmm with them in bf16.
+
+    python3 -m bench.absorbed --json absorbed.json
+    python3 -m bench.absorbed --sweep --only w_uv-h16
+
+Weights of as many layers as outgrow the L2 cache are read in turn, as a model's are. Contenders are
+checked against float64, captured in CUDA graphs of one call a layer, and replayed in rotation;
+medians. Ratios are to torch.bmm; for queries, whose product goes into the first columns of
+q_latent, also with what puts the others beside it. --sweep runs other tiles of ours in the same
+rotation: what wins is written into backends/triton/_head_weights.py by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from bench.latent import timed
+from openmla.bench.harness import describe_machine
+from openmla.ops import project_heads
+from openmla.ops.project_heads import cost
+
+P, C, R = 128, 512, 64
+OUTGROWN = 128 << 20  # bytes: twice an H200's L2 cache, and more
+BASE = "bf16, torch.bmm"
+E4M3 = torch.float8_e4m3fn
+WRONG = 6e-3  # of a product of bf16, relative
+SWEPT = [
+    (16, 16, 128, 2, 3), (16, 16, 128, 1, 3), (16, 16, 128, 4, 4), (16, 32, 128, 4, 3),
+    (16, 32, 128, 2, 4), (16, 64, 128, 4, 3), (16, 64, 64, 4, 4), (16, 128, 128, 4, 2),
+    (16, 128, 64, 8, 3), (32, 64, 128, 4, 3), (64, 32, 64, 4, 3), (64, 64, 64, 4, 3),
+    (64, 64, 128, 4, 2), (64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 4, 3),
+    (128, 128, 64, 8, 3),
+]  # fmt: skip
+
+
+class Shape(NamedTuple):
+    contenders: dict[str, Callable[[], Tensor]]  # each gives out [T, H, N] of the next layer
+    exact: Tensor  # of the first layer, float64
+    layers: int
+    bytes: dict[bool, int]  # moved by a call, with weights in eight bits or not
+
+
+def make(into: bool, T: int, H: int) -> Shape:
+    """Queries into latent space, or outputs out of it."""
+    torch.manual_seed(0)
+    layers = max(64, OUTGROWN // (H * P * C))
+    K, N = (P, C) if into else (C, P)
+    x = torch.randn(T, H, K, device="cuda").bfloat16()
+    q_pe = torch.randn(T, H, R, device="cuda").bfloat16()
+    q_latent = torch.empty(T, H, C + R, device="cuda", dtype=torch.bfloat16)
+    out = q_latent[:, :, :C] if into else q_latent.new_empty(T, H, N)
+    stored = [(torch.randn(H, P, C, device="cuda") * 60).to(E4M3) for _ in range(layers)]
+    heads = torch.rand(H, 1, 1, device="cuda") / 1000 + 1e-3
+    blocks = heads.expand(H, *(n // 128 for n in (K, N))).contiguous()
+
+    def laid(w: Tensor) -> Tensor:
+        return w if into else w.transpose(1, 2)
+
+    eight = [laid(w) for w in stored]
+    sixteen = [laid((w.float() * heads).bfloat16()) for w in stored]
+    exact = torch.einsum("thk,hkn->thn", x.double(), eight[0].double() * heads.double())
+
+    def bmm(weights: Iterator[Tensor]) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), next(weights)).transpose(0, 1)
+
+    def beside(weights: Iterator[Tensor]) -> Tensor:
+        return torch.cat([bmm(weights), q_pe], dim=-1)[:, :, :C]
+
+    def ours(weights: Iterator[Tensor], scale: Tensor | None, whole: bool = False) -> Tensor:
+        project_heads(out, x, next(weights), scale, backend="triton")
+        if whole:
+            q_latent[:, :, C:] = q_pe
+        return out
+
+    contenders: dict[str, Callable[[], Tensor]] = {
+        BASE: partial(bmm, itertools.cycle(sixteen)),
+        "fp8, a scale per head": partial(ours, itertools.cycle(eight), heads),
+        "fp8, blocks of 128": partial(ours, itertools.cycle(eight), blocks),
+        "bf16, project_heads": partial(ours, itertools.cycle(sixteen), None),
+    }
+    if into:
+        contenders |= {
+            "bf16, torch.bmm and cat": partial(beside, itertools.cycle(sixteen)),
+            "fp8, in place": partial(ours, itertools.cycle(eight), heads, True),
+        }
+    sizes = {
+        small: cost(T, H=H, K=K, N=N, itemsize=2, w_itemsize=1 if small else 2).bytes
+        for small in (True, False)
+    }
+    return Shape(contenders, exact, layers, sizes)
+
+
+def tiles(ours: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
+    """The same call with other tiles."""
+    module = import_module("openmla.backends.triton.project_heads")
+    config = import_module("openmla.backends.triton._head_weights").Config
+
+    def tried(tile: Any) -> Tensor:
+        fresh = patch.object(module, "launch_of", module.launch_of.__wrapped__)
+        with patch.object(module, "config_of", lambda *_, **__: tile), fresh:
+            return ours()
+
+    return {"x".join(map(str, row)): partial(tried, config(*row)) for row in SWEPT}
+
+
+def checked(title: str, shape: Shape) -> dict[str, float]:
+    """Relative errors of all that the machine has room for. Each begins with the first layer."""
+    too_large = import_module("triton.runtime.errors").OutOfResources
+    found = {}
+    for name, contender in shape.contenders.items():
+        try:
+            out = contender().double()
+        except too_large as reason:
+            print(f"{title:<22} {name:<26} does not fit: {reason}")
+            continue
+        found[name] = float((out - shape.exact).norm() / shape.exact.norm())
+        for _ in range(shape.layers - 1):  # back to the first
+            contender()
+    return found
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.absorbed")
+    parser.add_argument("--json", help="write the rows here too")
+    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--sweep", action="store_true", help="other tiles as well")
+    options = parser.parse_args(arguments)
+    machine, rows = describe_machine("cuda"), []
+    print(machine)
+    print(f"{'shape':<22} {'contender':<26} {'us':>8} {'ratio':>6} {'MiB':>7} {'TB/s':>6}   error")
+    for into, H, T in itertools.product((True, False), (16, 128), (1, 16, 128)):
+        title = f"{'w_uk' if into else 'w_uv'}-h{H}-b{T}"
+        if options.only not in title:
+            continue
+        shape = make(into, T, H)
+        if options.sweep:
+            shape.contenders.update(tiles(shape.contenders["fp8, a scale per head"]))
+        errors = checked(title, shape)
+        right = {name: shape.contenders[name] for name in errors if errors[name] < WRONG}
+        times = timed(right, shape.layers)
+        for name, error in errors.items():
+            if name not in times:
+                print(f"{title:<22} {name:<26} WRONG, error {error:.4f}")
+                continue
+            size, us = shape.bytes["bf16" not in name], times[name]
+            row = {"shape": title, "contender": name, "us": us, "ratio": times[BASE] / us,
+                   "bytes": size, "error": error}  # fmt: skip
+            rows.append(row)
+            print(
+                f"{title:<22} {name:<26} {us:>8.2f} {row['ratio']:>6.2f} {size / 2**20:>7.2f} "
+                f"{size / us / 1e6:>6.2f} {error:>8.5f}",
+                flush=True,
+            )
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"machine": machine, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    run()
