@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     backend: Asked = "auto",
     output: str | None = None,
+    absorbed: AbsorbedWeights | None = None,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
@@ -51,7 +53,8 @@ def warmup(
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
-    temporary layer of zeros in `dtype` runs the steps.
+    temporary layer of zeros in `dtype` runs the steps, or `absorbed`: a layer's weights, where they
+    are in eight bits.
     """
     check_asked("warmup", backend)
     if output is not None:
@@ -74,11 +77,16 @@ def warmup(
         if config.compressor is not None:
             run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
             return workspace
-        for shape in step_shapes(config, cache, workspace, max_requests, max_tokens):
-            run_step(shape, config, cache, workspace, dtype, backend, output)
+        shapes = step_shapes(config, cache, workspace, max_requests, max_tokens)
+        if absorbed is not None:  # their products have a kernel for few tokens, and one for many
+            many = min(max_tokens, MANY_TOKENS)
+            shapes = chain(shapes, [StepShape(1, many, many, "absorbed")])
+        for shape in shapes:
+            run_step(shape, config, cache, workspace, dtype, backend, output, absorbed)
     return workspace
 
 
+MANY_TOKENS = 64
 FOLDED_ROWS = 128  # most query rows, tokens times heads, that read keys together
 
 
@@ -135,6 +143,7 @@ def run_step(
     dtype: torch.dtype,
     backend: Asked,
     output: str | None = None,
+    absorbed: AbsorbedWeights | None = None,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
@@ -165,7 +174,8 @@ def run_step(
         return torch.zeros(shape, dtype=dtype, device=device)
 
     P, R, C = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
-    absorbed = absorb(zeros(H * (P + config.v_head_dim), C), config)
+    if absorbed is None:
+        absorbed = absorb(zeros(H * (P + config.v_head_dim), C), config)
     q, kv = zeros(T, H, P + R), zeros(T, C + R)
     projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
     table_of_angles = None

@@ -14,6 +14,7 @@ from openmla import (
     PRESETS,
     IndexerConfig,
     LayerCache,
+    MLAAttention,
     MLAConfig,
     allocate_cache,
     make_plan,
@@ -99,6 +100,9 @@ def test_steps_of_every_kind_write_nothing(
     monkeypatch.setattr("openmla.layers.warm.make_plan", remember)
     for shape in step_shapes(config, cache, space, *sizes.values()):
         run_step(shape, config, cache, space, torch.float32, "auto", output)
+    weights = MLAAttention(config, absorbed_format="fp8").to(device).absorbed
+    shape = StepShape(2, 1, 9, "absorbed")
+    run_step(shape, config, cache, space, torch.float32, "auto", output, weights)
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
     routes = {plan.prefill.route for plan in plans if plan.prefill is not None}
@@ -178,6 +182,22 @@ def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
                 run_step(shape, config, cache, space, torch.float32, "auto")
     assert not compiled
     assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
+def test_nothing_is_compiled_for_eight_bits_after_it_on_cuda() -> None:
+    config = CONFIGS[0]
+    weights = MLAAttention(config, absorbed_format="fp8").to("cuda").absorbed
+    cache = cache_of(config, "cuda", num_blocks=200)
+    sizes: dict[str, Any] = {"max_requests": 9, "max_tokens": 40, "workspace_tokens": 64}
+    space = warmup(config, cache, **sizes, dtype=torch.float32, absorbed=weights)
+    with compilations() as compiled:
+        for B, new, length in ((1, 1, 7), (3, 1, 100), (9, 1, 333), (7, 2, 90), (1, 33, 61)):
+            for form in ("absorbed", "expanded"):
+                shape = StepShape(B, new, length, form)
+                run_step(shape, config, cache, space, torch.float32, "auto", None, weights)
+    assert not compiled
 
 
 # requests: how many tokens each brings; three at different lengths, then a fourth and fifth
