@@ -43,7 +43,8 @@ def attend_expanded(
         rows = gather(latent, plan, chunk, kv_c.dtype)
         part = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
         if merge is None:
-            merge_rows(out, lse, part, chunk.rows, chunk.rows, plan)
+            sides = out[chunk.rows], lse[chunk.rows], *part
+            merge_states(*sides, backend=plan.backends["merge_states"])
         else:
             merge(out, lse, part, chunk)
     return out, lse
@@ -53,19 +54,17 @@ def merge_rows(
     out: Tensor,
     lse: Tensor,
     part: tuple[Tensor, Tensor],  # of a chunk's rows
-    rows: slice,  # all of them, or some
+    rows: slice,  # some of them
     all_rows: slice,
     plan: Plan,
 ) -> None:
-    """A chunk's partial into some of the rows."""
+    """A chunk's partial into some of its rows."""
     sides = out[rows], lse[rows], *part_of(part, rows, all_rows)
     merge_states(*sides, backend=plan.backends["merge_states"])
 
 
 def part_of(part: tuple[Tensor, Tensor], rows: slice, all_rows: slice) -> tuple[Tensor, Tensor]:
     """Of a partial of all_rows, that of some of them."""
-    if rows is all_rows:
-        return part
     mine = slice(rows.start - all_rows.start, rows.stop - all_rows.start)
     return part[0][mine], part[1][mine]
 

@@ -34,9 +34,17 @@ def plan_decode(batch: Batch, requests: Sequence[int], starts: Sequence[int]) ->
 
 
 def plan_prefill(
-    batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: int, rows_at_once: int
+    batch: Batch,
+    requests: Sequence[int],
+    starts: Sequence[int],
+    BS: int,
+    rows_at_once: int,
+    *,
+    quantized: bool = False,
 ) -> PrefillPlan:
-    """Some of the requests with all their keys at once, or with their contexts in chunks."""
+    """Some of the requests with all their keys at once, or with their contexts in chunks. Where
+    outputs are `quantized`, chunks know which rows they end; elsewhere that would only be more for
+    a compiled step to be guarded by."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     table = pick(batch.block_table, requests)
@@ -69,8 +77,11 @@ def plan_prefill(
         new_rows = repeated(before, query_lens, torch.int64) + torch.arange(bounds[-1])
         return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
     spans = cut_contexts(contexts, rows_at_once, BS)
-    chunks = _ended([chunk(span.first, span.starts, span.lens) for span in spans])
+    chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
     route = "chunked" if batch.causal else "context"
+    if not quantized:
+        return PrefillPlan(rows, route, query_start_loc, longest, chunks=chunks)
+    chunks = _ended(chunks)
     alone = _between([(each.rows.start, each.rows.stop) for each in chunks], bounds[-1])
     return PrefillPlan(rows, route, query_start_loc, longest, chunks=chunks, alone=alone)
 

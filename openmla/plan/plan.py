@@ -149,7 +149,9 @@ def _plan_latent(
             check_workspace(workspace, config, dtype, latent.data.device)
         routes = _routes(batch, config, latent, dtype, form, uniform)
         rows_at_once = _rows_at_once(batch, config, latent, workspace, workspace_tokens, routes)
-        parts = _parts(batch, config, cache, dtype, routes, rows_at_once, uniform)
+        parts = _parts(
+            batch, config, cache, dtype, routes, rows_at_once, uniform, quantized=output is not None
+        )
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
@@ -264,6 +266,8 @@ def _parts(
     routes: Mapping[str, Sequence[int]],
     rows_at_once: int,
     uniform: bool,
+    *,
+    quantized: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -273,7 +277,9 @@ def _parts(
     if decoding or not (prefilling or choosing):
         decode = plan_decode(batch, decoding, starts)
     if prefilling:
-        prefill = plan_prefill(batch, prefilling, starts, latent.block_size, rows_at_once)
+        prefill = plan_prefill(
+            batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized
+        )
     if choosing:
         chosen = (routes["chosen"], routes["masked"])
         sparse = plan_sparse(

@@ -87,7 +87,7 @@ def test_every_row_ends_once(rows_at_once: int) -> None:
         seq_lens = [n + S for n, S in zip(query_lens, contexts, strict=True)]
         table = torch.zeros(3, 16, dtype=torch.int32)
         batch = Batch(query_lens, seq_lens, table)
-        made = plan_prefill(batch, range(3), [0, 2, 3, 6], 4, rows_at_once)
+        made = plan_prefill(batch, range(3), [0, 2, 3, 6], 4, rows_at_once, quantized=True)
         if made.route != "chunked":
             continue
         ended = [0] * 6
