@@ -68,11 +68,15 @@ class PagedCache:
                 f"got {tuple(self.kv_scale.shape)} {self.kv_scale.dtype}."
             )
         for name, dtype in (("rope_ratio", torch.float32), ("clamped", torch.int64)):
-            given = getattr(self, name)
-            if given is not None and (given.shape != () or given.dtype != dtype):
+            given, device = getattr(self, name), self.data.device
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise ShapeError(f"cache: {name} must be a tensor, got {type(given).__name__}.")
+            if given.shape != () or given.dtype != dtype or given.device != device:
                 raise ShapeError(
-                    f"cache: {name} must be a scalar tensor of {dtype}, "
-                    f"got {tuple(given.shape)} {given.dtype}."
+                    f"cache: {name} must be a scalar tensor of {dtype} on {device}, "
+                    f"got {tuple(given.shape)} {given.dtype} on {given.device}."
                 )
         if self.rope_ratio is not None and not self.layout.scaled:
             raise ConfigError(f"cache: rope_ratio must be None for format {self.format}.")

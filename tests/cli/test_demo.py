@@ -94,7 +94,7 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert abs(bits["bf16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp8"] / bits["fp32"] - 1) < 1e-2
-    assert bits["fp8+scales"] < bits["fp8"] + 5e-4  # no worse, but for chance
+    assert bits["fp8+scales"] < bits["fp8"] + 2e-3  # no worse, but for chance
     assert abs(bits["fp8_ds_mla"] / bits["fp32"] - 1) < 1e-2
     assert "▇" in captured.out or "█" in captured.out
     assert "dense fp8: 1024 of 1024 tokens" in captured.err

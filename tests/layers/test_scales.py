@@ -218,6 +218,12 @@ def test_formats_with_scales_of_their_own() -> None:
         replace(cache, rope_ratio=torch.ones(2))
     with pytest.raises(ShapeError, match=r"clamped must be a scalar tensor of torch\.int64"):
         replace(cache, clamped=torch.tensor(0.0))
+    with pytest.raises(
+        ShapeError, match=r"rope_ratio must be a scalar tensor .* on cpu, got .* meta"
+    ):
+        replace(cache, rope_ratio=torch.ones((), device="meta"))
+    with pytest.raises(ShapeError, match="rope_ratio must be a tensor, got float"):
+        replace(cache, rope_ratio=2.0)  # type: ignore[arg-type]
 
 
 def calibration(layer: MLAAttention, hidden: Tensor, padding: int = 0) -> tuple[Any, ...]:
