@@ -30,6 +30,7 @@ FORMATS = (None, "fp8")
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 LEAST_BLOCK = 16  # rows that kernels multiply at once
 ALIGNMENT = 16
+TINIEST = torch.finfo(torch.float32).tiny
 
 
 def check_absorbed_format(where: str, format: object) -> None:
@@ -154,11 +155,12 @@ def quantize_heads(weight: Tensor, config: MLAConfig) -> Tensor:  # u8
         largest = values.abs().amax((1, 2))
         if not bool(largest.isfinite().all()):
             raise ShapeError("weights: kv_b_proj's weight must be finite.")
-        scale = (largest / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+        # a true quotient: by a number, torch on a GPU multiplies by its reciprocal
+        scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(TINIEST)
         scales[number] = scale
         codes.copy_((values / scale[:, None, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3))
         wrong = codes.float().mul_(scale[:, None, None]).sub_(values)
-        norm = values.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        norm = values.flatten(1).norm(dim=1).clamp_min(TINIEST)
         errors[number] = wrong.flatten(1).norm(dim=1) / norm
     return kept
 
