@@ -126,10 +126,48 @@ def test_changed_weights_are_followed(change: str, device: str) -> None:
     assert not torch.equal(ours.logits[1], first.logits[1])
 
 
+class Factor(torch.nn.Module):
+    """A linear that an adapter changes, by a number."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.factor = base, 1.0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(hidden) * self.factor
+        return out
+
+
+def test_adapters_are_followed_over_one_cache(device: str) -> None:
+    model = make_model("deepseek_v3").to(device)
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj = Factor(module.kv_b_proj)
+    ids = prompts((40,))[0].to(device)
+    attach(model, block_size=4, absorbed_format="fp8")
+    attachment = attachment_of(model)
+
+    def turns() -> list[torch.Tensor]:
+        past, logits = model(ids, use_cache=True).past_key_values, []
+        for factor in (1.0, 0.5, 1.0):
+            for linear in linears_of(model):
+                linear.factor = factor
+            logits.append(model(ids[:, :1], past_key_values=past).logits)
+        return logits
+
+    eight = turns()
+    assert attachment.memory().absorbed_bytes > 0
+    detach(model)
+    attach(model, block_size=4)
+    for one, other in zip(eight, turns(), strict=True):
+        assert float((one - other).norm() / other.norm()) < 0.05
+    assert float((eight[1] - eight[0]).norm() / eight[0].norm()) > 0.1
+
+
 def test_other_formats_are_refused_before_anything_is_changed() -> None:
     model = make_model("deepseek_v3")
     with pytest.raises(ConfigError, match="attach: absorbed_format must be None or 'fp8', got 'i"):
         attach(model, absorbed_format="int8")
     assert not any(hasattr(module, "openmla") for module in model.modules())
-    with pytest.raises(ConfigError, match="absorbed_format must not be given for deepseek_v4"):
+    with pytest.raises(ConfigError, match="must be None for deepseek_v4, which has no kv_b"):
         attach(make_v4(), absorbed_format="fp8")

@@ -99,7 +99,8 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     check_absorbed_format("attach", options.absorbed_format)
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
-            f"attach: absorbed_format must not be given for {config.model_type}: none there."
+            f"attach: absorbed_format must be None for {config.model_type}, which has no "
+            f"kv_b_proj, got {options.absorbed_format!r}."
         )
     workspace = options.workspace
     if workspace is not None and config.compressor is not None:
