@@ -115,6 +115,11 @@ def make_output(
         raise ConfigError(f"output: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
     if layout != "row" and (wanted.packed or not wanted.group):
         raise ConfigError(f"output: layout must be row for format {format}, got {layout!r}.")
+    if T < 0:
+        raise ConfigError(f"output: T must not be negative, got {T}.")
+    scalar = isinstance(global_scale, (int, float)) and not isinstance(global_scale, bool)
+    if global_scale is not None and not scalar and not isinstance(global_scale, Tensor):
+        raise ConfigError(f"output: global_scale must be a number, got {global_scale!r}.")
     check_width("output", wanted, columns)
     values = torch.empty(T, wanted.width(columns), dtype=wanted.dtype, device=device)
     scales = None
@@ -147,6 +152,12 @@ def check_width(where: str, format: OutputFormat, columns: int) -> None:
 def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
     """Buffers fit their format and rows of O values; returns T. Looks at metadata only."""
     T = check_output_shapes(where, out, columns)
+    values = out.values
+    if T > 1 and values.stride(0) < values.shape[1]:
+        raise ShapeError(
+            f"{where}: rows of values must be apart, got strides {values.stride()} for "
+            f"{values.shape[1]} columns."
+        )
     if out.scales is not None:
         _check_scale_strides(where, get_output_format(out.format), out.scales)
     return T

@@ -100,6 +100,7 @@ def value_of(out: QuantizedOutput, t: int, c: int) -> float:
         ("fp8", "values", lambda t: t.view(torch.uint8), "values must be torch.float8_e4m3fn, got"),
         ("fp8", "values", lambda t: t[:, :-1], "values must be [5, 256], got [5, 255]"),
         ("fp8", "values", lambda t: t.new_empty(256, 5).t(), "contiguous along its last dimension"),
+        ("fp8", "values", lambda t: t.as_strided((5, 256), (128, 1)), "must be apart, got strides"),
         ("fp8", "scales", lambda t: torch.ones(5, 2), "scales must be None for format fp8, got a"),
         ("fp8", "global_scale", lambda t: None, "global_scale must be a float32 scalar"),
         ("fp8", "global_scale", lambda t: t.double(), "global_scale must be torch.float32"),
@@ -155,5 +156,10 @@ def test_names() -> None:
         get_output_format("fp7")
     with pytest.raises(ConfigError, match="layout must be one of row, column, tma, got 'x'"):
         make_output("fp8_128", 1, 128, layout="x")
+    for scale in ("1", True, [1.0]):
+        with pytest.raises(ConfigError, match="global_scale must be a number, got"):
+            make_output("fp8", 1, 128, global_scale=scale)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="T must not be negative, got -1"):
+        make_output("fp8", -1, 128, global_scale=1.0)
     with pytest.raises(ConfigError, match="layout must be row for format fp8, got 'tma'"):
         make_output("fp8", 1, 128, global_scale=1.0, layout="tma")

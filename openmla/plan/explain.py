@@ -42,7 +42,7 @@ def _output(plan: Plan, output: str) -> str:
     """Which op ends the tokens of each form."""
     parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
     gated = ", after the gate" if plan.config.head_gate else ""
-    return f"output    {output}: {', '.join(parts)}{gated}"
+    return f"output    {output}: {', '.join(parts) or 'no tokens'}{gated}"
 
 
 def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
