@@ -59,9 +59,11 @@ class FP8Linear(nn.Linear):
         raise AssertionError("quantised outputs were to be handed over")
 
 
-def layer_of(config: Any, scheme: str = "dynamic", **options: Any) -> MLAAttention:
+def layer_of(
+    config: Any, scheme: str = "dynamic", absorbed_format: str | None = None, **options: Any
+) -> MLAAttention:
     torch.manual_seed(0)
-    layer = MLAAttention(config)
+    layer = MLAAttention(config, absorbed_format=absorbed_format)
     weight = torch.randn(64, config.num_heads * config.v_head_dim) / 6
     layer.o_proj = FP8Linear(weight, scheme, **options)
     return layer
@@ -92,6 +94,20 @@ def test_outputs_are_handed_over(config: Any, scheme: str, format: str, device: 
             server.step(wanted)
         outs.append(torch.cat([server.output("a"), server.output("b")]))
     assert 0 < relative_error(*outs) < 0.05
+
+
+def test_beside_absorbed_weights_of_eight_bits(device: str) -> None:
+    """w_uv is read in e4m3 and the output written so, by one op; a cache in fp8 with it."""
+    layer = layer_of(DENSE, absorbed_format="fp8")
+    outs = []
+    for each, output in ((layer, "fp8_128"), (plain_relative(layer), None)):
+        server = Server(each, {"a": sequence(30)}, device=device, format="fp8", output=output)
+        plan = server.step([("a", 25)], form="absorbed")
+        server.step([("a", 5)])
+        outs.append(server.output("a"))
+        if output is not None and device == "cpu":
+            assert plan.ends["absorbed"] == "project_quantize"
+    assert 0 < relative_error(*outs) < 0.08
 
 
 @pytest.mark.parametrize("scheme", ["dynamic", "static"])
