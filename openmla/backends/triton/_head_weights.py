@@ -37,26 +37,25 @@ class Config(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def config_of(
-    dtype: torch.dtype, few: bool, H: int, N: int, block: int, *, eight_bits: bool,
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool,
     least_n: int = 16,
 ) -> Config:  # fmt: skip
     """The tile: for few tokens as narrow as it takes to have all multiprocessors read weights, but
-    no narrower than least_n. Of `block` rows that share a scale it takes all, or a part that
-    divides them: so one number of tokens has one order of sums, however wide the tile."""
+    no narrower than least_n. Of the rows that share a scale it takes a part that divides them,
+    where there is one: one number of tokens has one order of sums, however wide the tile."""
     wide = dtype == torch.float32
     block_m = FEW_TOKENS if few or wide else 64
-    block_k = min(block & -block, 32 if wide else 128 if few and eight_bits else 64)
+    block = K // KB
+    part = block & -block
+    if part < LEAST_ROWS:  # of all rows: the last tile is not full
+        part = next_power_of_2(block)
+    block_k = max(min(part, 32 if wide else 128 if few and eight_bits else 64), LEAST_ROWS)
     block_n = min(max(next_power_of_2(N), 16), 64 if few or wide else 128)
     least_n, tiles = max(least_n, 16 if few else 32), 1 if few else 2
     while block_n > least_n and tiles * H * cdiv(N, block_n) < PROGRAMS:
         block_n //= 2
     block_n = max(block_n, least_n)
     return Config(block_m, block_n, block_k, 2 if block_n == 16 else 4, 3)
-
-
-def block_of(K: int, KB: int) -> int:
-    """Rows that a tile may take at once: those of a scale, any number where all share one."""
-    return K // KB if KB > 1 else 1 << 20
 
 
 def why_not_weights(problem: Problem) -> str | None:

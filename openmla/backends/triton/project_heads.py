@@ -23,7 +23,6 @@ from openmla.backends import Problem
 from openmla.backends.triton._build import TARGETS, Build, cdiv, signature_of
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
-    block_of,
     config_of,
     project_tile,
     weight_constants,
@@ -101,7 +100,7 @@ def constants_of(
     eight_bits: bool, by_columns: bool,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them."""
-    config = config_of(dtype, few, H, N, block_of(K, KB), eight_bits=eight_bits)
+    config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
     constants = weight_constants(
         dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}

@@ -31,7 +31,6 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
-    block_of,
     config_of,
     project_tile,
     weight_constants,
@@ -144,8 +143,7 @@ def constants_of(
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them; rows are cut as project_heads cuts them."""
     group = get_output_format(format).group
-    block = block_of(C, KB)
-    config = config_of(dtype, few, H, V, block, eight_bits=eight_bits, least_n=group)
+    config = config_of(dtype, few, H, C, V, KB, eight_bits=eight_bits, least_n=group)
     weights = weight_constants(dtype, C, V, KB, NB, eight_bits=eight_bits, by_columns=by_columns)
     constants = {
         **weights,
