@@ -28,6 +28,7 @@ from openmla.backends.triton._build import (
     TARGETS,
     Build,
     assembly,
+    capability_of,
     cdiv,
     signature_of,
 )
@@ -60,8 +61,8 @@ def _merge_quantize_kernel(
     out_token, out_head, lse_token, lse_head,
     other_out_token, other_out_head, other_lse_token, other_lse_head, num_rows,
     H: tl.constexpr, V: tl.constexpr, dtype: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr,
-    POW2: tl.constexpr, LISTED: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr,
-    COLUMNS: tl.constexpr, EACH: tl.constexpr,
+    POW2: tl.constexpr, CVT: tl.constexpr, LISTED: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
@@ -85,7 +86,7 @@ def _merge_quantize_kernel(
     row = target_rows(rows, first_row, t, t < num_rows, LISTED)
     store_quantized(
         tile, values, scales, global_scale, row, first_column, H * V, values_stride,
-        scale_row, scale_column, GROUP, FP4, POW2, ASM,
+        scale_row, scale_column, GROUP, FP4, POW2, CVT, ASM,
     )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ def run(
         return
     sides = (out, lse, other_out, other_lse)
     double = any(side.dtype == torch.float64 for side in sides)
-    launch = launch_of(H, V, format, rows is not None, double)
+    launch = launch_of(H, V, format, rows is not None, double, capability_of(values.device))
     tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
     pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
     strides = (stride for side in sides for stride in side.stride()[:2])
@@ -138,20 +139,22 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(H: int, V: int, format: str, listed: bool, double: bool) -> Launch:
-    constants = constants_of(H, V, format, listed, double)
+def launch_of(H: int, V: int, format: str, listed: bool, double: bool, capability: int) -> Launch:
+    constants = constants_of(H, V, format, listed, double, capability)
     return prepare(
         _merge_quantize_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
     )
 
 
-def constants_of(H: int, V: int, format: str, listed: bool, double: bool) -> dict[str, Any]:
+def constants_of(
+    H: int, V: int, format: str, listed: bool, double: bool, capability: int
+) -> dict[str, Any]:
     columns = tile_columns(H * V, ELEMENTS, format)
     return {
         "H": H,
         "V": V,
         "dtype": tl.float64 if double else tl.float32,
-        **output_constants(format),
+        **output_constants(format, capability),
         "LISTED": listed,
         "ASM": assembly(),
         "BLOCK_T": max(ELEMENTS // columns, 1),
@@ -169,7 +172,7 @@ def builds() -> Iterator[Build]:
 
 
 def merge_build(capability: int, format: str, H: int, V: int) -> Build:
-    constants = constants_of(H, V, format, listed=False, double=False)
+    constants = constants_of(H, V, format, False, False, capability)
     types = {
         **dict.fromkeys(("out", "other_out"), "*bf16"),
         **dict.fromkeys(("lse", "other_lse"), "*fp32"),

@@ -26,6 +26,7 @@ from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
     Build,
+    capability_of,
     cdiv,
     signature_of,
 )
@@ -65,7 +66,8 @@ def _project_quantize_kernel(
     EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, FP4: tl.constexpr, POW2: tl.constexpr, LISTED: tl.constexpr,
+    GROUP: tl.constexpr, FP4: tl.constexpr, POW2: tl.constexpr, CVT: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -81,7 +83,7 @@ def _project_quantize_kernel(
     column = tl.program_id(2) * N + first
     store_quantized(
         tile, values, scales, global_scale, row, column, tl.program_id(2) * N + N, values_stride,
-        scale_row, scale_column, GROUP, FP4, POW2, ASM,
+        scale_row, scale_column, GROUP, FP4, POW2, CVT, ASM,
     )  # fmt: skip
 
 
@@ -112,6 +114,7 @@ def run(
     launch = launch_of(
         out_latent.dtype, n <= FEW_TOKENS, H, C, V, KB, NB, format,
         eight_bits=w_scale is not None, by_columns=w_uv.stride(2) == 1, listed=rows is not None,
+        capability=capability_of(values.device),
     )  # fmt: skip
     weights = weights_of(w_uv, w_scale)
     pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
@@ -125,11 +128,11 @@ def run(
 @lru_cache(maxsize=1024)
 def launch_of(
     dtype: torch.dtype, few: bool, H: int, C: int, V: int, KB: int, NB: int, format: str, *,
-    eight_bits: bool, by_columns: bool, listed: bool,
+    eight_bits: bool, by_columns: bool, listed: bool, capability: int,
 ) -> Launch:  # fmt: skip
     constants, warps, stages = constants_of(
         dtype, few, H, C, V, KB, NB, format,
-        eight_bits=eight_bits, by_columns=by_columns, listed=listed,
+        eight_bits=eight_bits, by_columns=by_columns, listed=listed, capability=capability,
     )  # fmt: skip
     return prepare(
         _project_quantize_kernel, constants, num_warps=warps, num_stages=stages,
@@ -139,7 +142,7 @@ def launch_of(
 
 def constants_of(
     dtype: torch.dtype, few: bool, H: int, C: int, V: int, KB: int, NB: int, format: str, *,
-    eight_bits: bool, by_columns: bool, listed: bool,
+    eight_bits: bool, by_columns: bool, listed: bool, capability: int,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them; rows are cut as project_heads cuts them."""
     group = get_output_format(format).group
@@ -150,7 +153,7 @@ def constants_of(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
-        **output_constants(format),
+        **output_constants(format, capability),
         "LISTED": listed,
     }
     return constants, config.num_warps, config.num_stages
@@ -176,7 +179,7 @@ def project_build(
     KB, NB = (C // block, V // block) if block else (1, 1)
     constants, warps, stages = constants_of(
         torch.bfloat16, few, H, C, V, KB, NB, format,
-        eight_bits=eight_bits, by_columns=False, listed=listed,
+        eight_bits=eight_bits, by_columns=False, listed=listed, capability=capability,
     )  # fmt: skip
     types = {
         "x": "*bf16",

@@ -24,6 +24,7 @@ from openmla.backends.triton._build import (
     TARGETS,
     Build,
     assembly,
+    capability_of,
     cdiv,
     signature_of,
 )
@@ -54,7 +55,8 @@ def _quantize_out_kernel(
     values, scales, global_scale, rows, out,
     values_stride, scale_row, scale_column, first_row, out_token, out_head, num_rows,
     H: tl.constexpr, V: tl.constexpr, GROUP: tl.constexpr, FP4: tl.constexpr, POW2: tl.constexpr,
-    LISTED: tl.constexpr, ASM: tl.constexpr, BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
+    CVT: tl.constexpr, LISTED: tl.constexpr, ASM: tl.constexpr,
+    BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0).to(tl.int64)
@@ -67,7 +69,7 @@ def _quantize_out_kernel(
     tile = widen(tl.load(at, mask=mask, other=0.0))
     store_quantized(
         tile, values, scales, global_scale, row, first_column, H * V, values_stride, scale_row,
-        scale_column, GROUP, FP4, POW2, ASM,
+        scale_column, GROUP, FP4, POW2, CVT, ASM,
     )  # fmt: skip
 
 
@@ -88,26 +90,26 @@ def run(
     n, H, V = out.shape
     if n * H * V == 0:
         return
-    launch = launch_of(H, V, format, rows is not None)
+    launch = launch_of(H, V, format, rows is not None, capability_of(values.device))
     tiles = cdiv(n, launch.fixed["BLOCK_T"]) * cdiv(H * V, launch.fixed["COLUMNS"])
     pointers, numbers = output_arguments(values, scales, global_scale, rows, first_row)
     launch((tiles,), *pointers, out, *numbers, out.stride(0), out.stride(1), n)
 
 
 @lru_cache(maxsize=1024)
-def launch_of(H: int, V: int, format: str, listed: bool) -> Launch:
-    constants = constants_of(H, V, format, listed)
+def launch_of(H: int, V: int, format: str, listed: bool, capability: int) -> Launch:
+    constants = constants_of(H, V, format, listed, capability)
     return prepare(
         _quantize_out_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
     )
 
 
-def constants_of(H: int, V: int, format: str, listed: bool) -> dict[str, Any]:
+def constants_of(H: int, V: int, format: str, listed: bool, capability: int) -> dict[str, Any]:
     columns = tile_columns(H * V, ELEMENTS, format)
     return {
         "H": H,
         "V": V,
-        **output_constants(format),
+        **output_constants(format, capability),
         "LISTED": listed,
         "ASM": assembly(),
         "BLOCK_T": max(ELEMENTS // columns, 1),
@@ -124,7 +126,7 @@ def builds() -> Iterator[Build]:
 
 
 def quantize_build(capability: int, format: str, H: int, V: int, *, listed: bool) -> Build:
-    constants = constants_of(H, V, format, listed)
+    constants = constants_of(H, V, format, listed, capability)
     types = {"out": "*bf16", **output_types(format, rows=listed)}
     return Build(
         f"quantize-{format}-H{H}-V{V}{'-listed' if listed else ''}", _quantize_out_kernel,
