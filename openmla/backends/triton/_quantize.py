@@ -168,7 +168,7 @@ def store_quantized(
             even, odd = tl.split(tl.reshape(codes, [ROWS, COLUMNS // 2, 2]))
             column = first_column // 2 + tl.arange(0, COLUMNS // 2)[None, :]
             at = values + row[:, None] * values_stride + column
-            tl.store(at, even | (odd << 4), mask=valid & (column * 2 < width))
+            tl.store(at, even | (odd << 4), mask=valid & (column < width // 2))
             swizzled = (row // 128 * scale_row + row % 32 * 16 + row // 32 % 4 * 4)[:, None]
             swizzled += group // 4 * scale_column + group % 4
             tl.store(scales + swizzled, stored, mask=mask)

@@ -7,8 +7,8 @@ Reads     out, other_out [n, H, V], lse, other_lse [n, H], global_scale [], rows
 Writes    values [T, O], scales
 Limits    see why_not()
 
-Where V is a power of two a tile holds whole heads, whose weights are computed once; else once per
-column.
+A tile is cut into pieces of one head each, as long as a power of two can be: one weight serves all
+of a piece.
 """
 
 from __future__ import annotations
@@ -68,20 +68,20 @@ def _merge_quantize_kernel(
     program = tl.program_id(0).to(tl.int64)
     first_column = (program % TILES).to(tl.int32) * COLUMNS
     t = program // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
-    there = (t < num_rows)[:, None]
-    column = (first_column + tl.arange(0, COLUMNS))[None, :]
-    # EACH neighbouring columns have the same head: one weight for all of them
-    head = (first_column + tl.arange(0, COLUMNS // EACH) * EACH)[None, :] // V
-    mask = there & (head < H)
-    lse_at = lse + (t * lse_token)[:, None] + head * lse_head
-    other_lse_at = other_lse + (t * other_lse_token)[:, None] + head * other_lse_head
-    own = widen_to(tl.load(lse_at, mask=mask, other=float("-inf")), dtype)
-    other = widen_to(tl.load(other_lse_at, mask=mask, other=float("-inf")), dtype)
+    # EACH neighbouring columns are of one head: a weight for all of them
+    first = first_column + tl.arange(0, COLUMNS // EACH) * EACH
+    head = first // V
+    at = (t * lse_token)[:, None] + (head * lse_head)[None, :]
+    other_at = (t * other_lse_token)[:, None] + (head * other_lse_head)[None, :]
+    mask = (t < num_rows)[:, None] & (head < H)[None, :]
+    own = widen_to(tl.load(lse + at, mask=mask, other=float("-inf")), dtype)
+    other = widen_to(tl.load(other_lse + other_at, mask=mask, other=float("-inf")), dtype)
     valid, other_valid, weight, other_weight, _ = merge_weights(own, other)
-    at = out + (t * out_token)[:, None] + (column // V * out_head + column % V)
-    tile = weighted(at, valid, weight, dtype, EACH)
-    at = other_out + (t * other_out_token)[:, None] + (column // V * other_out_head + column % V)
-    tile += weighted(at, other_valid, other_weight, dtype, EACH)
+    at = (t * out_token)[:, None] + (head * out_head + first % V)[None, :]
+    tile = weighted(out + at, valid, weight, dtype, EACH)
+    at = (t * other_out_token)[:, None] + (head * other_out_head + first % V)[None, :]
+    tile += weighted(other_out + at, other_valid, other_weight, dtype, EACH)
+    tile = tl.reshape(tile, [BLOCK_T, COLUMNS])
     tile = widen(round_to(tile, out.dtype.element_ty, ASM))
     row = target_rows(rows, first_row, t, t < num_rows, LISTED)
     store_quantized(
@@ -92,21 +92,12 @@ def _merge_quantize_kernel(
 
 @triton.jit
 def weighted(at, valid, weight, dtype: tl.constexpr, EACH: tl.constexpr):
-    """A side's values at `at` times its weights, of EACH columns one; 0 where it saw no key."""
-    columns = tl.load(at, mask=spread(valid, EACH), other=0.0)
-    return widen_to(columns, dtype) * spread(weight, EACH)
-
-
-@triton.jit
-def spread(values, EACH: tl.constexpr):
-    """[N, M] as [N, M * EACH], each value EACH times."""
-    N: tl.constexpr = values.shape[0]
-    M: tl.constexpr = values.shape[1]
-    if EACH == 1:
-        wide = values
-    else:
-        wide = tl.reshape(tl.broadcast_to(values[:, :, None], [N, M, EACH]), [N, M * EACH])
-    return wide
+    """EACH values of a side from each of `at` on, [N, M, EACH], times their weight; 0 where the
+    side saw no key. In three dimensions, as loads through reshaped masks take one value at a time
+    in Triton 3.6."""
+    at = at[:, :, None] + tl.arange(0, EACH)[None, None, :]
+    columns = tl.load(at, mask=valid[:, :, None], other=0.0)
+    return widen_to(columns, dtype) * weight[:, :, None]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -159,7 +150,7 @@ def constants_of(
         "ASM": assembly(),
         "BLOCK_T": max(ELEMENTS // columns, 1),
         "COLUMNS": columns,
-        "EACH": V if columns % V == 0 else 1,
+        "EACH": min(V & -V, columns),
     }
 
 
