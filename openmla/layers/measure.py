@@ -16,6 +16,7 @@ from openmla.cache.format import FP8_MAX
 from openmla.cache.scales import next_power_of_two
 from openmla.errors import ConfigError, check_kind
 from openmla.layers.mla import MLAAttention, check_tokens
+from openmla.ops import project_heads
 from openmla.plan import Plan
 
 # Scales are powers of two: dividing by one rounds nothing, so that every value is rounded as at
@@ -45,7 +46,12 @@ class Measured:
         self.see("k_pe", projected.k_pe)
         self.see("q", projected.q_pe)
         for q_nope in projected.q_nope.split(TOKENS):
-            self.see("q", torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk))
+            if absorbed.uk_scale is None:
+                self.see("q", torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk))
+            else:
+                in_latent = q_nope.new_empty((*q_nope.shape[:2], absorbed.w_uk.shape[2]))
+                project_heads(in_latent, q_nope, absorbed.w_uk, absorbed.uk_scale)
+                self.see("q", in_latent)
 
     def scales(self, where: str, headroom: float) -> LayerScales:
         """The next power of two from what was seen, with headroom, over the largest e4m3; 1 of what

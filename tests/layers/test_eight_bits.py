@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from openmla import PRESETS, MLAAttention, make_plan
+from openmla import PRESETS, MLAAttention, calibrate, make_plan
 from openmla.attention import attend_step
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, OpenMLAError, ShapeError
@@ -190,6 +190,20 @@ def test_prompts_call_a_linear_that_can_be_called(monkeypatch: pytest.MonkeyPatc
     assert fp8.absorbed.linear is None  # its own bytes, decoded for prompts: exact
     with_fp8(monkeypatch)
     assert fp8.absorbed.linear is fp8.kv_b_proj and fp8.copied_bytes == 0
+
+
+def test_scales_are_found_by_them_too() -> None:
+    """calibrate() of a layer in eight bits, and an fp8 cache beside them."""
+    found, outputs = [], []
+    for layer in twins():
+        server = Server(layer, {"r": sequence(20)})
+        batch = server.batch([("r", 20)])
+        plan = make_plan(batch, TINY, server.cache, dtype=torch.float32)
+        given = sequence(20), torch.arange(20), server.cache, plan
+        found.append(calibrate(layer, [given], headroom=2.0))
+        outputs.append(served(layer, format="fp8"))
+    assert found[0] == found[1]  # powers of two: weights are not so far off
+    assert relative_error(outputs[1], outputs[0]) < 0.05
 
 
 def test_decode_is_one_graph() -> None:
