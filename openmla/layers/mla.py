@@ -49,7 +49,8 @@ def _into_place(kept: Tensor | None, fresh: Tensor) -> Tensor:
     """Fresh values where the old ones are, for graphs that read there; if they fit."""
     if kept is None or kept.shape != fresh.shape or kept.dtype != fresh.dtype:
         return fresh
-    return kept.copy_(fresh)
+    with torch.inference_mode():  # where the old ones may have been made
+        return kept.copy_(fresh)
 
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:

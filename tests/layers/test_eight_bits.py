@@ -105,6 +105,17 @@ def test_fresh_weights_go_where_the_old_were() -> None:
     assert layer.copied_bytes == 0 and layer.absorbed.uk_scale is None
 
 
+@pytest.mark.parametrize("kind", ["eight bits", "decoded"])
+def test_weights_are_refreshed_in_any_mode(kind: str) -> None:
+    """Made by a first step in inference mode, refreshed by what loads weights outside of it."""
+    with torch.inference_mode(False):
+        layer = twins(linear=Decoding(torch.randn(160, 32)))[kind == "eight bits"]
+        with torch.inference_mode():
+            first = layer.absorbed.w_uk.data_ptr()
+        layer.refresh_weights()
+        assert layer.absorbed.w_uk.data_ptr() == first
+
+
 def test_casts_leave_the_bytes_alone() -> None:
     _, layer = twins()
     before = layer.absorbed
