@@ -155,6 +155,9 @@ def project_tile(
             scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             acc += dot(tokens, weights, part, PRECISION, UPCAST) * scales[None, :]
+        elif PRECISION == "ieee":  # rows in one chain would lose more bits than torch's sums do
+            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            acc += dot(tokens, weights, part, PRECISION, UPCAST)
         else:
             acc = dot(tokens, weights, acc, PRECISION, UPCAST)
     if EIGHT_BITS and SCALED_K >= K:
