@@ -347,7 +347,7 @@ def slots_of_blocks(blocks: Sequence[int], spans: Sequence[tuple[int, int]], BS:
     """[T] i64: slots one after another through blocks. A span is an offset into its first block,
     and how many slots; the blocks of the next one follow its own."""
     starts = _tensor_of(array("q", blocks)) * BS
-    slots = (starts[:, None] + torch.arange(BS)).view(-1)
+    slots = (starts[:, None] + torch.arange(BS, device="cpu")).view(-1)
     if slots.shape[0] == sum(num for _, num in spans):  # whole blocks
         return slots
     parts, first = [], 0

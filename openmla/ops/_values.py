@@ -89,7 +89,7 @@ def check_block_table(
     table = block_table if most == M else block_table[:, :most]
     if within(table, N):
         return
-    columns = torch.arange(most, dtype=torch.int32)
+    columns = torch.arange(most, dtype=torch.int32, device="cpu")
     # an array takes a list at once, where torch.tensor() looks at each of its values by itself
     counts = torch.frombuffer(array("i", [-(-S // BS) for S in lengths]), dtype=torch.int32)
     used = columns < counts[:, None]
