@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "text from a Hugging Face MLA model on disk",
     "eval": "bits per byte for every cache format",
     "calibrate": "scales of a model's fp8 cache, found on a text",
+    "size": "context that fits on some GPUs, and the least time of a decode step",
     "bench": "time the backends of an op, a step, or a whole model",
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what shells show for SIGINT and SIGPIPE
@@ -74,6 +75,10 @@ def _run(arguments: Sequence[str]) -> int:
         from openmla.cli.bench import run_bench
 
         return run_bench(chosen.arguments)
+    if chosen.command == "size":
+        from openmla.cli.size import run_size
+
+        return run_size(chosen.arguments)
     readers = {
         "generate": generate_options,
         "eval": eval_options,

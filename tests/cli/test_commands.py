@@ -99,7 +99,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
     for arguments, parts in (
         (["--version"], [f"openmla {__version__}"]),
-        (["--help"], ["doctor", "generate", "eval", "calibrate", "bench"]),
+        (["--help"], ["doctor", "generate", "eval", "calibrate", "size", "bench"]),
+        (["size", "--help"], ["--link-gbps", "--weights-gib", "one way"]),
         (["doctor", "--help"], ["--compile"]),
         (["bench", "--help"], [*BACKENDS, "step", "generate"]),
         (["bench", "rope", "--help"], ["tiny-64x4-pairs", "--rounds"]),

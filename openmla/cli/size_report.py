@@ -1,0 +1,290 @@
+"""What `openmla size` found, as a table, as JSON, as a picture; numbers say what they count."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from openmla.cache import shown_bytes
+from openmla.plan.roofline import Machine, Predicted
+from openmla.plan.sizes import Step, TokenBytes
+
+
+class Row(NamedTuple):
+    """So many ranks: what fits on all of them, and a step of one of them."""
+
+    ranks: int
+    fits: int  # tokens of context, of all requests together
+    step: Predicted | None  # None where heads do not divide among so many
+
+
+class Report(NamedTuple):
+    """Everything that is shown, however it is shown."""
+
+    model: str
+    step: Step
+    machine: Machine
+    token: TokenBytes
+    weights: float  # bytes of the whole model
+    read_weights: float  # of them, a step's
+    memory_share: float
+    block_size: int
+    rows: list[Row]
+    asked: Row
+
+    @property
+    def gpu_weights(self) -> float:
+        """Bytes of weights on each GPU."""
+        own = self.step.ranks.heads == "own"
+        return self.weights / self.step.ranks.size if own else self.weights
+
+    @property
+    def wanted(self) -> int:
+        """Tokens of context that the step's requests have."""
+        return self.step.batch * self.step.context
+
+
+def render(report: Report) -> str:
+    """For people."""
+    step, asked = report.step, report.asked
+    assert asked.step is not None  # what was asked for and cannot be is refused before
+    config, W, share = step.config, step.ranks.size, report.memory_share
+    gpus = f"{W} GPUs, each" if W > 1 else "one GPU"
+    lines = [
+        f"{report.model} ({config.num_layers} layers, {config.num_heads} heads) on {gpus} "
+        f"{_machine(report.machine)}",
+        "",
+        _line("a token of context", _bytes(report.token.total), _token_text(report)),
+        _line("weights", _bytes(report.gpu_weights), _weights_text(report)),
+        _line(
+            "room for a cache",
+            _bytes(max(share * report.machine.memory - report.gpu_weights, 0)),
+            f"{share:.0%} of a GPU's memory less its weights",
+        ),
+        _line(
+            "tokens that fit",
+            f"{asked.fits:,}",
+            f"of all requests together, in blocks of {report.block_size} on each GPU",
+        ),
+        "",
+        f"A decode step of {_requests(step)} takes, at least:",
+        _line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
+        _line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
+        _line("time", f"{1e6 * asked.step.time:,.1f} us", _time_text(report, asked.step)),
+        "",
+        *_table(report),
+        "",
+        *_notes(report),
+    ]
+    return "\n".join(lines)
+
+
+def _line(name: str, value: str, text: str) -> str:
+    return f"{name:<20}{value:>14}  {text}"
+
+
+def _requests(step: Step) -> str:
+    return f"{step.batch} request{'s' * (step.batch > 1)} with {step.context:,} keys each"
+
+
+def _bytes(num_bytes: float) -> str:
+    return shown_bytes(num_bytes) if num_bytes < 1024 * 2**30 else f"{num_bytes / 2**40:.2f} TiB"
+
+
+def _machine(machine: Machine) -> str:
+    parts = [
+        f"of {machine.memory / 1e9:g} GB",
+        f"{machine.bandwidth / 1e9:,.0f} GB/s",
+        f"{machine.flops / 1e12:,.0f} TFLOP/s in bf16",
+    ]
+    if machine.link is not None:
+        parts.append(f"a link of {machine.link / 1e9:g} GB/s one way")
+    return ", ".join(parts)
+
+
+def _token_text(report: Report) -> str:
+    step = report.step
+    what = "entries" if step.config.compressor is not None else "rows"
+    text = f"{what} in {step.format}, all layers"
+    if report.token.keys:
+        keys = f"indexer keys in {step.index_format}"
+        text += f": {_bytes(report.token.latent)}, and {_bytes(report.token.keys)} of {keys}"
+    return text + ("; held by one of the GPUs" if step.ranks.size > 1 else "")
+
+
+def _weights_text(report: Report) -> str:
+    if not report.weights:
+        return "none counted: give --weights-gib"
+    whole = f"of {_bytes(report.weights)}"
+    return f"on each GPU, {whole}" if report.step.ranks.heads == "own" else "whole, on each GPU"
+
+
+def _moved_text(step: Predicted) -> str:
+    parts = {"weights": step.weights} if step.weights else {}
+    parts |= {op: cost.bytes for op, cost in step.costs.items()}
+    shown = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+    return f"read or written by a GPU: {shown}"
+
+
+def _sent_text(step: Predicted, W: int) -> str:
+    if not step.sent:
+        return "one GPU has all keys"
+    shown = ", ".join(f"{name} {_bytes(size)}" for name, size in step.sent.items())
+    return f"by a GPU to the {W - 1} others: {shown}; {step.collectives} collectives"
+
+
+def _time_text(report: Report, step: Predicted) -> str:
+    parts = [f"weights {1e6 * step.weights_time:,.1f}"] if step.weights else []
+    parts.append(f"attention {1e6 * step.attention_time:,.1f}")
+    parts += [f"link {1e6 * step.link_time:,.1f}"] if step.sent else []
+    rate = report.step.batch / step.time
+    return f"{', '.join(parts)}; {rate:,.0f} tokens a second of all requests"
+
+
+HEADER = ("ranks", "tokens fit", "memory", "sent", "weights us", "attention", "link", "step us")
+
+
+def _table(report: Report) -> list[str]:
+    widths = (6, 17, 12, 12, 12, 12, 12, 12)
+    lines = ["".join(f"{name:>{width}}" for name, width in zip(HEADER, widths, strict=True))]
+    for row in report.rows:
+        if row.step is None:
+            continue  # a note says why
+        times = (row.step.weights_time, row.step.attention_time, row.step.link_time, row.step.time)
+        cells = [
+            f"{row.ranks}",
+            f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
+            _bytes(row.step.moved),
+            _bytes(sum(row.step.sent.values())),
+            *(f"{1e6 * time:,.1f}" for time in times),
+        ]
+        lines.append("".join(f"{c:>{width}}" for c, width in zip(cells, widths, strict=True)))
+    return lines
+
+
+def _refused(report: Report) -> str:
+    return f"{report.step.config.num_heads} heads do not divide among so many; give --heads all."
+
+
+def _notes(report: Report) -> list[str]:
+    """What the table leaves out."""
+    notes = [
+        "Memory and sent: bytes of one GPU in a step. Step: weights and each op's bytes at the "
+        "memory's speed, or",
+        "its flops at that of matrix products if that is longer, then what is sent; nothing "
+        "overlaps, nothing waits.",
+        "On an H200 attention took 1.1 to 3.1 times that where it is 50 us or more a layer, and "
+        "more below (docs/size.md).",
+    ]
+    if any(row.fits < report.wanted for row in report.rows if row.step is not None):
+        notes.append(f"* less than the {report.wanted:,} tokens of this step.")
+    refused = [str(row.ranks) for row in report.rows if row.step is None]
+    if refused:
+        notes.append(f"Not for {', '.join(refused)} ranks: {_refused(report)}")
+    if report.machine.link is None and len(report.rows) > 1:
+        notes.append("Sending takes no time here: give --link-gbps.")
+    if report.step.config.compressor is not None:
+        notes.append(
+            "One rank: context parallelism of V4 is a design (docs/context-parallel-v4.md)."
+        )
+    if report.step.context > report.step.config.max_positions:
+        notes.append(f"The model has {report.step.config.max_positions:,} positions, fewer keys.")
+    return notes
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """For programs: bytes, seconds, counts; "counts" says of what."""
+    step = report.step
+    return {
+        "model": report.model,
+        "layers": step.config.num_layers,
+        "heads": step.config.num_heads,
+        "format": step.format,
+        "index_format": step.index_format if step.config.indexer is not None else None,
+        "batch": step.batch,
+        "context": step.context,
+        "block_size": report.block_size,
+        "gpu": report.machine._asdict(),
+        "memory_share": report.memory_share,
+        "weights_bytes": report.weights,
+        "read_weights_bytes": report.read_weights,
+        "heads_of_a_rank": step.ranks.heads,
+        "schedule": step.ranks.schedule,
+        "token_bytes": {**report.token._asdict(), "total": report.token.total},
+        "asked": _row_json(report, report.asked),
+        "rows": [_row_json(report, row) for row in report.rows],
+        "counts": COUNTS,
+    }
+
+
+COUNTS = {
+    "token_bytes": "cache of one token of context in all layers, on the one rank that has it",
+    "gpu": "one GPU: bytes, bytes a second, bf16 flops a second, bytes a second out, seconds",
+    "weights_bytes": "the whole model's; of read_weights_bytes, those a step reads",
+    "tokens_that_fit": "context of all requests together on all ranks",
+    "memory_bytes": "read or written by one rank in a step, by op, all layers",
+    "flops": "of one rank in a step, by op, all layers",
+    "sent_bytes": "that leave one rank in a step, all layers and tokens, by what they are",
+    "seconds": "the least time of a step by the roofline; nothing overlaps, nothing waits",
+}
+
+
+def _row_json(report: Report, row: Row) -> dict[str, Any]:
+    if row.step is None:
+        return {"ranks": row.ranks, "refused": _refused(report)}
+    step = row.step
+    return {
+        "ranks": row.ranks,
+        "tokens_that_fit": row.fits,
+        "fits": row.fits >= report.wanted,
+        "memory_bytes": {
+            "weights": step.weights,
+            **{op: cost.bytes for op, cost in step.costs.items()},
+            "total": step.moved,
+        },
+        "flops": {op: cost.flops for op, cost in step.costs.items()},
+        "sent_bytes": {**step.sent, "total": sum(step.sent.values())},
+        "collectives": step.collectives,
+        "seconds": {
+            "weights": step.weights_time,
+            "attention": step.attention_time,
+            "link": step.link_time,
+            "total": step.time,
+        },
+    }
+
+
+def draw(report: Report, path: str) -> None:
+    """Context and time over ranks, both on logarithmic axes."""
+    from matplotlib import pyplot
+
+    rows = [(row.ranks, row.fits, row.step) for row in report.rows if row.step is not None]
+    ranks = [size for size, _, _ in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    left.plot(ranks, [max(fits, 1) for _, fits, _ in rows], "o-", markersize=3)
+    left.axhline(report.wanted, color="grey", linestyle=":", label="tokens of this step")
+    left.set(title="tokens of context that fit", xlabel="ranks")
+    for name, times in (
+        ("step", [step.time for _, _, step in rows]),
+        ("weights", [step.weights_time for _, _, step in rows]),
+        ("attention", [step.attention_time for _, _, step in rows]),
+        ("link", [step.link_time for _, _, step in rows]),
+    ):
+        if any(times):
+            style = "ko-" if name == "step" else "o--"
+            us = [1e6 * time or math.nan for time in times]  # nothing to draw on such an axis
+            right.plot(ranks, us, style, markersize=3, label=name)
+    right.set(title="least time of a decode step, us", xlabel="ranks")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ranks, [str(size) for size in ranks], fontsize=7)
+        axes.legend(fontsize=8)
+    step = report.step
+    figure.suptitle(
+        f"{report.model}, {step.format}, {step.batch} requests of {step.context:,} keys",
+        fontsize=10,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,210 @@
+"""The least time of a decode step: what it reads, computes and sends, over what a machine can.
+
+Bytes and flops are those of the ops' own cost(), for one rank, over all layers; the rest of a layer
+counts by its weights, each read once. Nothing overlaps and nothing waits: a measured step takes
+longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from openmla.ops._register import Cost
+from openmla.ops.compress_kv import cost as compress_cost
+from openmla.ops.index_logits import cost as logits_cost
+from openmla.ops.index_topk import cost as topk_cost
+from openmla.ops.index_write import cost as index_write_cost
+from openmla.ops.latent_write import cost as latent_write_cost
+from openmla.ops.mqa_paged import cost as paged_cost
+from openmla.ops.mqa_sparse import cost as sparse_cost
+from openmla.ops.rope import cost as rope_cost
+from openmla.plan.sizes import Kind, Step, kinds
+
+ITEMSIZE = 2  # of queries and outputs: bf16
+LSE, SUM, CANDIDATE = 4, 4, 8  # bytes: two float32; a float32 score and an int32 position
+SMALL = 256 * 1024  # bytes of a message below which collectives are counted instead
+
+
+class Machine(NamedTuple):
+    """One GPU: bytes, bytes a second, bf16 products (dense) a second; and one way of its link."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float | None = None  # bytes a second that leave a GPU; None: sending takes no time
+    latency: float = 0.0  # seconds, of each collective
+
+
+def layer_costs(step: Step, kind: Kind) -> dict[str, Cost]:
+    """One layer's ops between its projections, on the rank with most keys."""
+    if step.config.compressor is not None:
+        return _compressed_costs(step, kind)
+    config, B, S = step.config, step.batch, step.local_context
+    H, D, C, R = config.num_heads, config.latent_dim, config.kv_lora_rank, config.qk_rope_head_dim
+    rows: dict[str, Any] = {"D": D, "format": step.format, "itemsize": ITEMSIZE}
+    costs = {
+        "latent_write": latent_write_cost(
+            B, H=step.ranks.own_heads(config), E=config.qk_head_dim, R=R, norm_queries=False,
+            **rows,
+        )
+    }  # fmt: skip
+    if kind.indexed:
+        costs |= _index_costs(step)
+    if step.chooses:
+        assert config.indexer is not None
+        # the chosen keys are spread over ranks like all others
+        chosen = min(-(-config.indexer.topk // step.ranks.size), S)
+        costs["mqa_sparse"] = sparse_cost(B * chosen, B, H=H, C=C, **rows)
+    else:
+        costs["mqa_paged"] = paged_cost([1] * B, [S] * B, H=H, C=C, causal=True, **rows)
+    if step.ranks.size > 1:
+        costs["merge"] = _merge_cost(step)
+    return costs
+
+
+def _index_costs(step: Step) -> dict[str, Cost]:
+    """Keys written, all of a rank's scored, the best chosen; then the best of every rank's."""
+    config, B, S, W = step.config, step.batch, step.local_context, step.ranks.size
+    indexer = config.indexer
+    assert indexer is not None
+    DI, K, format = indexer.head_dim, indexer.topk, step.index_format
+    R = config.qk_rope_head_dim
+    costs = {"index_write": index_write_cost(B, DI=DI, R=R, format=format, itemsize=ITEMSIZE)}
+    if not step.chooses:
+        return costs
+    HI = indexer.num_heads
+    costs["index_logits"] = logits_cost([1] * B, [S] * B, HI=HI, DI=DI, format=format)
+    chosen = topk_cost(B, B * S, K=K)
+    if W > 1:
+        again = topk_cost(B, B * W * min(K, S), K=K, itemsize=CANDIDATE)
+        chosen = Cost(chosen.bytes + again.bytes, chosen.flops + again.flops)
+    costs["index_topk"] = chosen
+    return costs
+
+
+def _merge_cost(step: Step) -> Cost:
+    """Exchanged: every rank's part of a head read once, the merged one written once. Gathered: all
+    ranks' lse read, this rank's part scaled into float32, the sums read and rounded."""
+    W, B, C, H = step.ranks.size, step.batch, step.config.kv_lora_rank, step.config.num_heads
+    own = step.ranks.own_heads(step.config)
+    if _schedule(step) == "exchange":
+        return Cost(B * own * (W + 1) * (C * ITEMSIZE + LSE), 2 * B * own * W * C)
+    rounded = C * (ITEMSIZE + SUM)
+    return Cost(B * (H * (rounded + W * LSE) + own * rounded), B * (H + own) * C)
+
+
+def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
+    """V4: a row into the window, tokens into entries, attention over both, its rope undone."""
+    config, B, S = step.config, step.batch, step.context
+    H, D, R, indexer = config.num_heads, config.latent_dim, config.qk_rope_head_dim, config.indexer
+    assert config.compressor is not None
+    rows: dict[str, Any] = {"D": D, "format": step.format, "itemsize": ITEMSIZE}
+    costs = {"latent_write": latent_write_cost(B, H=H, E=D, R=R, norm_queries=True, **rows)}
+    seen, entries = min(S, config.compressor.window), 0
+    if kind.ratio:
+        entries = S // kind.ratio
+        pooled = [compress_cost(B, B, ratio=kind.ratio, overlap=kind.indexed, **rows)]
+        if kind.indexed:
+            assert indexer is not None
+            DI, K, format = indexer.head_dim, indexer.topk, step.index_format
+            keys: dict[str, Any] = {"D": DI, "format": format, "itemsize": ITEMSIZE}
+            pooled.append(compress_cost(B, B, ratio=kind.ratio, overlap=True, **keys))
+            if entries > K:
+                HI = indexer.num_heads
+                lens = [entries] * B
+                costs["index_logits"] = logits_cost([1] * B, lens, HI=HI, DI=DI, format=format)
+                costs["index_topk"] = topk_cost(B, B * entries, K=K)
+            entries = min(entries, K)
+        costs["compress_kv"] = Cost(*map(sum, zip(*pooled, strict=True)))
+    costs["mqa_sparse"] = sparse_cost(B * (seen + entries), B, H=H, C=D, **rows)
+    costs["rope"] = rope_cost(B, H=H, R=R, itemsize=ITEMSIZE)
+    return costs
+
+
+def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
+    """Bytes that leave one rank per token and layer, by what they are; docs/size.md derives them.
+
+    `chooses`: of a layer with an indexer of its own whose requests have more than K keys.
+    """
+    W, H, config = step.ranks.size, step.config.num_heads, step.config
+    if W == 1:
+        return {}
+    sent: dict[str, float] = {}
+    if step.ranks.heads == "own":
+        sent["queries"] = (W - 1) * H // W * config.latent_dim * ITEMSIZE
+    sent |= _merge_bytes(step, _schedule(step))
+    if chooses:
+        assert config.indexer is not None
+        sent["candidates"] = (W - 1) * min(config.indexer.topk, step.local_context) * CANDIDATE
+    return sent
+
+
+def _merge_bytes(step: Step, schedule: str) -> dict[str, float]:
+    """Everyone's lse gathered and outputs added up in float32, or both exchanged as they are."""
+    W, H, C = step.ranks.size, step.config.num_heads, step.config.kv_lora_rank
+    own = step.ranks.heads == "own"
+    if schedule == "exchange":
+        return {"outputs": (W - 1) * (H // W if own else H) * (C * ITEMSIZE + LSE)}
+    # added up and scattered, or to everyone: twice that
+    return {"lse": (W - 1) * H * LSE, "outputs": (1 if own else 2) * (W - 1) * H * C * SUM / W}
+
+
+def _schedule(step: Step) -> str:
+    """As merge_over_ranks: whichever sends fewer bytes; of little, that of fewer collectives."""
+    if step.ranks.schedule != "auto":
+        return step.ranks.schedule
+    gather, exchange = (
+        step.batch * sum(_merge_bytes(step, schedule).values())
+        for schedule in ("gather", "exchange")
+    )
+    return "exchange" if exchange <= max(gather, SMALL) else "gather"
+
+
+class Predicted(NamedTuple):
+    """One rank's step: bytes and flops over all layers, seconds at the machine's limits."""
+
+    costs: dict[str, Cost]  # by op
+    weights: float  # bytes
+    sent: dict[str, float]  # bytes, by what they are
+    collectives: int
+    attention_time: float
+    weights_time: float
+    link_time: float
+
+    @property
+    def moved(self) -> float:
+        """Bytes that the rank's memory reads or writes, weights included."""
+        return sum(cost.bytes for cost in self.costs.values()) + self.weights
+
+    @property
+    def time(self) -> float:
+        return self.attention_time + self.weights_time + self.link_time
+
+
+def predict(step: Step, machine: Machine, weights: float = 0.0) -> Predicted:
+    """A step on a machine; `weights` are the bytes of them that the whole model reads in it."""
+    costs: dict[str, Cost] = {}
+    sent: dict[str, float] = {}
+    collectives, attention_time = 0, 0.0
+    for kind in kinds(step.config):
+        n = kind.num_layers
+        for op, cost in layer_costs(step, kind).items():
+            attention_time += n * roof(cost, machine)
+            so_far = costs.get(op, Cost(0, 0))
+            costs[op] = Cost(so_far.bytes + n * cost.bytes, so_far.flops + n * cost.flops)
+        parts = sent_bytes(step, chooses=kind.indexed and step.chooses)
+        collectives += n * len(parts)
+        for what, num_bytes in parts.items():
+            sent[what] = sent.get(what, 0) + n * step.batch * num_bytes
+    if step.ranks.heads == "own":
+        weights = weights / step.ranks.size
+    link_time = collectives * machine.latency
+    if machine.link is not None:
+        link_time += sum(sent.values()) / machine.link
+    weights_time = weights / machine.bandwidth
+    return Predicted(costs, weights, sent, collectives, attention_time, weights_time, link_time)
+
+
+def roof(cost: Cost, machine: Machine) -> float:
+    """Seconds: bytes at the memory's speed or flops at that of matrix products, the longer."""
+    return max(cost.bytes / machine.bandwidth, cost.flops / machine.flops)

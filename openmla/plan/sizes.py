@@ -1,0 +1,183 @@
+"""What is asked of a machine, and how much context fits: a decode step, its ranks, its caches.
+
+A step is one new token for each of `batch` requests that have `context` keys; roofline.py has what
+it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from openmla.cache import Geometry, cache_bytes, check_formats
+from openmla.cache.format import get_format
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError, UnsupportedError
+
+WINDOW_BLOCK, ROLLBACK = 64, 8  # of V4's caches: allocate_cache's defaults
+HEADS, SCHEDULES = ("own", "all"), ("auto", "gather", "exchange")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """`size` ranks that share every request's keys by position, round robin.
+
+    With `heads` "own" each has its part of the heads and of the weights (tensor parallelism):
+    queries are gathered, outputs merged and scattered back. With "all" each runs the whole model on
+    the same tokens. `schedule` is how partial outputs are merged.
+    """
+
+    size: int = 1
+    heads: str = "own"
+    schedule: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("heads", self.heads, HEADS),
+            ("schedule", self.schedule, SCHEDULES),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"ranks: {name} must be one of {', '.join(known)}, got {value!r}."
+                )
+        if not isinstance(self.size, int) or self.size < 1:
+            raise ConfigError(f"ranks: size must be a positive integer, got {self.size!r}.")
+
+    def own_heads(self, config: MLAConfig) -> int:
+        """Heads that a rank projects for; it attends for all of them."""
+        return config.num_heads // self.size if self.heads == "own" else config.num_heads
+
+
+@dataclass(frozen=True)
+class Step:
+    """A decode step of a model's attention, on one of several ranks."""
+
+    config: MLAConfig
+    format: str = "bf16"
+    index_format: str = "index_fp8"
+    batch: int = 1
+    context: int = 1  # keys of each request, its new token's included
+    ranks: Ranks = Ranks()
+
+    def __post_init__(self) -> None:
+        check_formats(self.config, self.format, self.index_format)
+        for name, value in (("batch", self.batch), ("context", self.context)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"step: {name} must be a positive integer, got {value!r}.")
+        W, H = self.ranks.size, self.config.num_heads
+        if W > 1 and self.config.compressor is not None:
+            raise UnsupportedError(
+                f"ranks: context parallelism of {self.config.model_type} is designed, not built "
+                "(docs/context-parallel-v4.md). Ask for one rank."
+            )
+        if self.ranks.heads == "own" and H % W:
+            raise ConfigError(
+                f"ranks: size must divide the model's {H} heads where each has its own, got {W}."
+            )
+
+    @property
+    def local_context(self) -> int:
+        """Keys of a request on the rank that has most of them."""
+        return -(-self.context // self.ranks.size)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether an indexer chooses among keys: a request of no more than K attends to all."""
+        indexer = self.config.indexer
+        return (
+            self.config.compressor is None and indexer is not None and self.context > indexer.topk
+        )
+
+
+class Kind(NamedTuple):
+    """Layers that do the same."""
+
+    num_layers: int
+    indexed: bool  # has an indexer of its own
+    ratio: int = 0  # tokens per entry, V4
+
+
+def kinds(config: MLAConfig) -> tuple[Kind, ...]:
+    """A model's layers by what they do."""
+    if config.compressor is not None:
+        ratios = config.compressor.ratios
+        return tuple(Kind(ratios.count(r), r == INDEXED_RATIO, r) for r in sorted(set(ratios)))
+    indexer, layers = config.indexer, config.num_layers
+    if indexer is None:
+        return (Kind(layers, False),)
+    shared = sum(map(indexer.is_shared, range(layers)))
+    both = (Kind(layers - shared, True), Kind(shared, False))
+    return tuple(kind for kind in both if kind.num_layers)
+
+
+class TokenBytes(NamedTuple):
+    """Bytes of cache that one token of context takes in all layers, without padding."""
+
+    latent: float  # rows, or V4's entries
+    keys: float  # of indexers
+
+    @property
+    def total(self) -> float:
+        return self.latent + self.keys
+
+
+def token_bytes(step: Step) -> TokenBytes:
+    """V4's windows and compressor states are not in it: they do not grow with the context."""
+    config = step.config
+    row = get_format(step.format).row_bytes(config.latent_dim)
+    DI = config.indexer.head_dim if config.indexer is not None else 0
+    key = get_format(step.index_format).row_bytes(DI) if DI else 0
+    latent = keys = 0.0
+    for kind in kinds(config):
+        per = max(kind.ratio, 1)
+        kept = config.compressor is None or kind.ratio > 0
+        latent += kind.num_layers * row / per if kept else 0
+        keys += kind.num_layers * key / per if kind.indexed else 0
+    return TokenBytes(latent, keys)
+
+
+class Room(NamedTuple):
+    """What a cache of some requests takes on one rank, as allocate_cache makes it."""
+
+    block: int  # bytes of one block of tokens in all layers, padding included
+    fixed: int  # bytes whatever the context: V4's windows and compressor states
+
+
+def room(step: Step, block_size: int) -> Room:
+    """For `batch` requests and steps of one token each."""
+    config = step.config
+    if config.compressor is None:
+        D, block = config.latent_dim, 0
+        for kind in kinds(config):
+            block += kind.num_layers * _page_bytes(step.format, D, block_size)
+            if kind.indexed and config.indexer is not None:
+                DI = config.indexer.head_dim
+                block += kind.num_layers * _page_bytes(step.index_format, DI, block_size)
+        return Room(block, 0)
+    geometry = Geometry.for_model(
+        config,
+        num_blocks=1,
+        block_size=block_size,
+        max_requests=step.batch,
+        max_tokens=step.batch,
+        window_block_size=WINDOW_BLOCK,
+        rollback=ROLLBACK,
+        format=step.format,
+        index_format=step.index_format,
+    )
+    parts = cache_bytes(config, geometry)
+    growing = sum(part.entries + part.padding for part in parts)
+    return Room(growing, sum(part.total for part in parts) - growing)
+
+
+def _page_bytes(format: str, D: int, block_size: int) -> int:
+    layout = get_format(format)
+    return layout.page_width(D, block_size) * layout.dtype.itemsize
+
+
+def tokens_that_fit(step: Step, free_bytes: float, block_size: int) -> int:
+    """Tokens of context, of all requests together, that `free_bytes` on each rank hold: whole
+    blocks, one of which is block_size positions of every rank."""
+    needed = room(step, block_size)
+    blocks = max(int((free_bytes - needed.fixed) // needed.block), 0)
+    return blocks * block_size * step.ranks.size

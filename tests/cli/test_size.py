@@ -1,0 +1,184 @@
+"""`openmla size`: its table, JSON and picture say the same; bad input gets one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from openmla import PRESETS
+from openmla.cli.__main__ import main
+from openmla.cli.gpus import GPUS, gpu
+from openmla.plan.roofline import predict
+from openmla.plan.sizes import Ranks, Step
+
+ROOT = Path(__file__).parents[2]
+V32 = ["--model", "deepseek-v3.2", "--gpu", "h200", "--format", "fp8_ds_mla"]
+
+
+def found(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["size", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence on the error stream; nothing else is printed."""
+    assert main(["size", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith("openmla: ") and shown.err.count("\n") == 1
+    return shown.err
+
+
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "size.md").read_text()
+    command, shown = re.findall(r"```\n(.*?)```", page, re.DOTALL)[:2]
+    arguments = command.replace("\\\n", " ").split()
+    assert arguments[0] == "openmla" and main(arguments[1:]) == 0
+    printed = capsys.readouterr().out
+    assert len(shown.splitlines()) > 15 and shown.rstrip("\n") in printed
+
+
+def test_json_has_the_numbers_of_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "8", "--link-gbps", "3600", "--link-us", "10", "--batch", "4"]
+    report = found(capsys, *V32, *options, "--context", "100000", "--weights-gib", "16")
+    assert report["token_bytes"] == {"latent": 61 * 656, "keys": 61 * 132, "total": 61 * 788}
+    ranks = [row["ranks"] for row in report["rows"]]
+    assert ranks == [2**n for n in range(11)]
+    config, machine = PRESETS["deepseek-v3.2"], GPUS["h200"]._replace(link=450e9, latency=1e-5)
+    for row in [report["asked"], *report["rows"]]:
+        if row["ranks"] > 128:
+            assert row["refused"].startswith("128 heads do not divide")
+            continue
+        step = Step(config, "fp8_ds_mla", "index_fp8", 4, 100000, Ranks(row["ranks"]))
+        step_found = predict(step, machine, 16 * 2**30)
+        assert row["seconds"]["total"] == pytest.approx(step_found.time)
+        assert row["memory_bytes"]["total"] == step_found.moved
+        assert row["sent_bytes"]["total"] == sum(step_found.sent.values())
+        room = 0.9 * 141e9 - 16 * 2**30 / row["ranks"]
+        assert 0 <= room / (61 * 788) - row["tokens_that_fit"] / row["ranks"] < 64
+    assert report["asked"]["ranks"] == 8
+    assert set(report["counts"]) <= {*report, *report["asked"]}
+
+
+def test_every_preset_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the format made for it, by name and by hand."""
+    for name, config in PRESETS.items():
+        layers = ["--layers", "7"] if config.model_type == "kimi_linear" else []
+        report = found(capsys, "--model", name, "--gpu", "141,4800,989", "--heads", "all", *layers)
+        sizes = [row["ranks"] for row in report["rows"]]
+        assert sizes == ([1] if config.compressor is not None else [2**n for n in range(11)])
+        assert all(row["seconds"]["total"] > 0 for row in report["rows"])
+        assert main(["size", "--model", name, "--gpu", "H200", *layers]) == 0
+        assert "tokens that fit" in capsys.readouterr().out
+    for name, machine in GPUS.items():
+        assert gpu(name) == machine and 20 < machine.flops / machine.bandwidth < 500
+
+
+def test_what_a_table_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["size", *V32, "--context", "200000", "--batch", "64", "--gpu", "l4"]) == 0
+    text = capsys.readouterr().out
+    for part in ("give --weights-gib", "give --link-gbps", "* less than the 12,800,000 tokens"):
+        assert part in text
+    assert "The model has 163,840 positions" in text
+    assert "Not for 256, 512, 1024 ranks: 128 heads" in text
+    assert main(["size", "--model", "deepseek-v4-pro", "--gpu", "h200"]) == 0
+    assert "docs/context-parallel-v4.md" in capsys.readouterr().out
+
+
+def test_whole_models_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*V32, "--ranks", "3", "--weights-gib", "100", "--read-gib", "10", "--heads", "all"]
+    report = found(capsys, *options)
+    assert report["asked"]["memory_bytes"]["weights"] == 10 * 2**30
+    assert [row["ranks"] for row in report["rows"]][:4] == [1, 2, 3, 4]
+    fits = [row["tokens_that_fit"] for row in report["rows"]]
+    assert fits[2] == 3 * fits[0] > 0
+
+
+def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("safetensors")
+    demo = found(capsys, "--model", "demo", "--gpu", "l4")
+    file = ROOT / "openmla" / "demo" / "model.safetensors"
+    assert demo["weights_bytes"] == file.stat().st_size
+    shutil.copy(file.parent / "config.json", tmp_path)
+    here = ["--model", str(tmp_path), "--gpu", "l4"]
+    assert found(capsys, *here)["weights_bytes"] == 0
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # counted, not opened
+    assert found(capsys, *here)["weights_bytes"] == 1000
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
+    assert "must be a whole safetensors file" in refused(capsys, *here)
+    assert found(capsys, *here, "--weights-gib", "2")["weights_bytes"] == 2 * 2**30
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "model_type 'llama' is not supported" in refused(capsys, *here)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h200"], "arguments are required: --model"),
+        (["--model", "deepseek-v3"], "arguments are required: --gpu"),
+        (["--model", "deepseek-v33", "--gpu", "h200"], "--model must be demo, a folder"),
+        (["--model", "a" * 5000, "--gpu", "h200"], "--model must be demo, a folder"),
+        ([*V32, "--gpu", "abacus"], "--gpu must be one of a100"),
+        ([*V32, "--gpu", "141,4800"], "or GB,GB/s,TFLOP/s by hand, got '141,4800'"),
+        ([*V32, "--gpu", "141,0,989"], "got '141,0,989'"),
+        ([*V32, "--gpu", "nan,4800,989"], "got 'nan,4800,989'"),
+        ([*V32, "--ranks", "0"], "--ranks must be a whole number from 1 to 1024, got '0'"),
+        ([*V32, "--ranks", "2048"], "from 1 to 1024, got '2048'"),
+        ([*V32, "--ranks", "3"], "size must divide the model's 128 heads"),
+        ([*V32, "--format", "fp7"], "format 'fp7' is not known"),
+        ([*V32, "--format", "fp8_dsv4", "--model", "tiny-v3"], "fp8_dsv4 needs rows"),
+        ([*V32, "--index-format", "bf16"], "'bf16' is not known for index rows"),
+        ([*V32, "--link-gbps", "0"], "--link-gbps must be a number from 0.001"),
+        ([*V32, "--link-gbps", "fast"], "got 'fast'"),
+        ([*V32, "--link-us", "-1"], "--link-us must be a number from 0"),
+        ([*V32, "--batch", "0"], "--batch must be a whole number from 1"),
+        ([*V32, "--context", "1" + "0" * 30], "--context must be a whole number from 1"),
+        ([*V32, "--heads", "few"], "argument --heads: invalid choice: 'few'"),
+        ([*V32, "--read-gib", "1"], "--read-gib must be no more than the weights' 0 GiB, got 1."),
+        ([*V32, "--weights-gib", "nan"], "--weights-gib must be a number from 0"),
+        ([*V32, "--memory-share", "2"], "--memory-share must be a number from 0.01 to 1"),
+        ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in a folder"),
+        (["--model", "kimi-linear", "--gpu", "h200"], "--layers must be given for kimi_linear"),
+        (["--model", "glm-5.2", "--gpu", "h200", "--layers", "3"], "one per layer (3)"),
+        (["--model", "deepseek-v4-pro", "--gpu", "h200", "--ranks", "2"], "designed, not built"),
+        (
+            ["--model", "deepseek-v4-pro", "--gpu", "h200", "--block-size", "64"],
+            "block_size must be a multiple of 128",
+        ),
+        (["--model", "deepseek-v4-pro", "--gpu", "h200", "--format", "fp8_ds_mla"], "fp8_dsv4"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_refusals(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(capsys, *arguments)
+
+
+def test_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing = [*V32, "--plot", str(tmp_path / "size.png")]
+    monkeypatch.setattr("openmla.cli.size.find_spec", lambda name: None)
+    assert "--plot needs matplotlib" in refused(capsys, *drawing)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib").use("Agg")
+    assert main(["size", *drawing]) == 0
+    assert (tmp_path / "size.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_preset_needs_no_package_but_torch() -> None:
+    """matplotlib, transformers and safetensors are not even looked for."""
+    code = (
+        "import sys; from openmla.cli.__main__ import main; "
+        f"assert main(['size', *{V32!r}]) == 0; "
+        "loaded = {'matplotlib', 'transformers', 'safetensors'} & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
