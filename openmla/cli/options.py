@@ -14,6 +14,7 @@ from openmla.config.schema import MAX_POSITIONS
 from openmla.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
+PICTURES = (".png", ".svg", ".pdf")
 COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
 
 
@@ -83,6 +84,15 @@ def output_file(text: str) -> str:
             f"must be a file in a folder that is there, got {text[:200]!r}"
         )
     return text
+
+
+def picture_file(text: str) -> str:
+    """A type of option: such a file, of a kind that can be drawn."""
+    if not text.lower().endswith(PICTURES):
+        raise argparse.ArgumentTypeError(
+            f"must be a file that ends in {', '.join(PICTURES)}, got {text[:200]!r}"
+        )
+    return output_file(text)
 
 
 def backend(text: str) -> Asked:
@@ -190,7 +200,7 @@ def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     _add_windows(parser)
     parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument(
-        "--plot", type=output_file, metavar="FILE",
+        "--plot", type=picture_file, metavar="FILE",
         help="a picture of bits per byte along the context, as .png",
     )  # fmt: skip
     return parser.parse_args(arguments)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from openmla.cli.gpus import gpu
-from openmla.cli.options import Parser, output_file, whole
+from openmla.cli.gpus import GPUS, gpu
+from openmla.cli.options import Parser, picture_file, whole
 from openmla.cli.size_report import Report, Row, as_json, draw, render
 from openmla.config import PRESETS, MLAConfig
 from openmla.config.schema import MAX_POSITIONS
@@ -23,6 +23,7 @@ from openmla.plan.sizes import (
     SCHEDULES,
     Ranks,
     Step,
+    room,
     token_bytes,
     tokens_that_fit,
 )
@@ -69,7 +70,7 @@ def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--model", required=True, help="a preset, as deepseek-v3, or a folder with config.json")
-    option("--gpu", type=gpu, required=True, help="h200 and others, or GB,GB/s,TFLOP/s by hand")
+    option("--gpu", type=gpu, required=True, help=f"{', '.join(GPUS)}; or GB,GB/s,TFLOP/s")
     option("--ranks", type=whole(1, MOST_RANKS), default=1, help="GPUs that share the context")
     option("--format", help="of cached rows; default: bf16")
     option("--index-format", default="index_fp8", help="of a sparse model's keys")
@@ -109,7 +110,7 @@ def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     option("--layers", type=whole(1, 10000), help="those with MLA; default: the model's")
     option("--json", action="store_true", help="print one JSON object")
-    option("--plot", type=output_file, metavar="FILE", help="a picture of the table, as .png")
+    option("--plot", type=picture_file, metavar="FILE", help="a picture of the table, as .png")
     return parser.parse_args(arguments)
 
 
@@ -147,7 +148,8 @@ def make_report(options: argparse.Namespace) -> Report:
     sizes = [1] if v4 else sorted(powers | {options.ranks})
     return Report(
         options.model, step, machine, token_bytes(step), weights, read_weights,
-        options.memory_share, block_size, [row(size) for size in sizes], row(options.ranks),
+        options.memory_share, block_size, room(step, block_size).fixed,
+        [row(size) for size in sizes], row(options.ranks),
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ class Report(NamedTuple):
     read_weights: float  # of them, a step's
     memory_share: float
     block_size: int
+    fixed: int  # bytes of V4's windows and compressor states
     rows: list[Row]
     asked: Row
 
@@ -50,27 +51,25 @@ def render(report: Report) -> str:
     assert asked.step is not None  # what was asked for and cannot be is refused before
     config, W, share = step.config, step.ranks.size, report.memory_share
     gpus = f"{W} GPUs, each" if W > 1 else "one GPU"
+    room = max(share * report.machine.memory - report.gpu_weights, 0)
+    blocks = f"of all requests together, in blocks of {report.block_size} on each GPU"
     lines = [
         f"{report.model} ({config.num_layers} layers, {config.num_heads} heads) on {gpus} "
         f"{_machine(report.machine)}",
         "",
         _line("a token of context", _bytes(report.token.total), _token_text(report)),
         _line("weights", _bytes(report.gpu_weights), _weights_text(report)),
-        _line(
-            "room for a cache",
-            _bytes(max(share * report.machine.memory - report.gpu_weights, 0)),
-            f"{share:.0%} of a GPU's memory less its weights",
-        ),
-        _line(
-            "tokens that fit",
-            f"{asked.fits:,}",
-            f"of all requests together, in blocks of {report.block_size} on each GPU",
-        ),
+        _line("room for a cache", _bytes(room), f"{share:.0%} of a GPU's memory less its weights"),
+    ]
+    if report.fixed:
+        lines.append(_line("windows and states", _bytes(report.fixed), "of this step's requests"))
+    lines += [
+        _line("tokens that fit", f"{asked.fits:,}", blocks),
         "",
-        f"A decode step of {_requests(step)} takes, at least:",
+        f"A decode step of {_requests(step)} takes at least:",
         _line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
         _line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
-        _line("time", f"{1e6 * asked.step.time:,.1f} us", _time_text(report, asked.step)),
+        _line("time", f"{_us(asked.step.time)} us", _time_text(report, asked.step)),
         "",
         *_table(report),
         "",
@@ -84,11 +83,16 @@ def _line(name: str, value: str, text: str) -> str:
 
 
 def _requests(step: Step) -> str:
-    return f"{step.batch} request{'s' * (step.batch > 1)} with {step.context:,} keys each"
+    batch, keys = step.batch, step.context
+    return f"{batch:,} request{'s' * (batch > 1)}, {keys:,} key{'s' * (keys > 1)} each,"
 
 
 def _bytes(num_bytes: float) -> str:
     return shown_bytes(num_bytes) if num_bytes < 1024 * 2**30 else f"{num_bytes / 2**40:.2f} TiB"
+
+
+def _us(seconds: float) -> str:
+    return f"{1e6 * seconds:,.1f}" if seconds == 0 or seconds >= 1e-6 else f"{1e6 * seconds:.3f}"
 
 
 def _machine(machine: Machine) -> str:
@@ -134,32 +138,42 @@ def _sent_text(step: Predicted, W: int) -> str:
 
 
 def _time_text(report: Report, step: Predicted) -> str:
-    parts = [f"weights {1e6 * step.weights_time:,.1f}"] if step.weights else []
-    parts.append(f"attention {1e6 * step.attention_time:,.1f}")
-    parts += [f"link {1e6 * step.link_time:,.1f}"] if step.sent else []
+    parts = [f"weights {_us(step.weights_time)}"] if step.weights else []
+    parts.append(f"attention {_us(step.attention_time)}")
+    parts += [f"link {_us(step.link_time)}"] if step.sent else []
     rate = report.step.batch / step.time
     return f"{', '.join(parts)}; {rate:,.0f} tokens a second of all requests"
 
 
-HEADER = ("ranks", "tokens fit", "memory", "sent", "weights us", "attention", "link", "step us")
+HEADER: tuple[str, ...] = (
+    "ranks",
+    "tokens fit",
+    "memory",
+    "sent",
+    "weights us",
+    "attention",
+    "link",
+    "step us",
+)
 
 
 def _table(report: Report) -> list[str]:
-    widths = (6, 17, 12, 12, 12, 12, 12, 12)
-    lines = ["".join(f"{name:>{width}}" for name, width in zip(HEADER, widths, strict=True))]
+    table = [HEADER]
     for row in report.rows:
         if row.step is None:
             continue  # a note says why
         times = (row.step.weights_time, row.step.attention_time, row.step.link_time, row.step.time)
-        cells = [
-            f"{row.ranks}",
-            f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
-            _bytes(row.step.moved),
-            _bytes(sum(row.step.sent.values())),
-            *(f"{1e6 * time:,.1f}" for time in times),
-        ]
-        lines.append("".join(f"{c:>{width}}" for c, width in zip(cells, widths, strict=True)))
-    return lines
+        table.append(
+            (
+                f"{row.ranks}",
+                f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
+                _bytes(row.step.moved),
+                _bytes(sum(row.step.sent.values())),
+                *map(_us, times),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["   ".join(map(str.rjust, cells, widths)) for cells in table]
 
 
 def _refused(report: Report) -> str:
@@ -188,7 +202,9 @@ def _notes(report: Report) -> list[str]:
             "One rank: context parallelism of V4 is a design (docs/context-parallel-v4.md)."
         )
     if report.step.context > report.step.config.max_positions:
-        notes.append(f"The model has {report.step.config.max_positions:,} positions, fewer keys.")
+        notes.append(
+            f"The model has {report.step.config.max_positions:,} positions, fewer than these keys."
+        )
     return notes
 
 
@@ -210,6 +226,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "read_weights_bytes": report.read_weights,
         "heads_of_a_rank": step.ranks.heads,
         "schedule": step.ranks.schedule,
+        "fixed_bytes": report.fixed,
         "token_bytes": {**report.token._asdict(), "total": report.token.total},
         "asked": _row_json(report, report.asked),
         "rows": [_row_json(report, row) for row in report.rows],
@@ -220,6 +237,7 @@ def as_json(report: Report) -> dict[str, Any]:
 COUNTS = {
     "token_bytes": "cache of one token of context in all layers, on the one rank that has it",
     "gpu": "one GPU: bytes, bytes a second, bf16 flops a second, bytes a second out, seconds",
+    "fixed_bytes": "V4's windows and compressor states, of the step's requests, on each rank",
     "weights_bytes": "the whole model's; of read_weights_bytes, those a step reads",
     "tokens_that_fit": "context of all requests together on all ranks",
     "memory_bytes": "read or written by one rank in a step, by op, all layers",

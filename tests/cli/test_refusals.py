@@ -125,6 +125,10 @@ EVAL: dict[str, tuple[list[str], str]] = {
     "context": (["--text", "{here}/letters", "--context", "99"], "to the text's 6 tokens, got 99"),
     "formats": (["--text", "{here}/letters", "--formats", "fp32,"], "format '' is not known"),
     "plot": (["--text", "{here}/letters", "--plot", "{here}/none/a.png"], "in a folder that is"),
+    "plot kind": (
+        ["--text", "{here}/letters", "--plot", "a.foo"],
+        "--plot must be a file that ends",
+    ),
 }
 CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "weights truncated": (cut, "must be a whole safetensors file"),

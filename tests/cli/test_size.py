@@ -88,7 +88,19 @@ def test_what_a_table_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert "The model has 163,840 positions" in text
     assert "Not for 256, 512, 1024 ranks: 128 heads" in text
     assert main(["size", "--model", "deepseek-v4-pro", "--gpu", "h200"]) == 0
-    assert "docs/context-parallel-v4.md" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "docs/context-parallel-v4.md" in text
+    # as allocated: docs/context-parallel-v4.md counts those of one request
+    assert re.search(r"^windows and states +\d+\.\d MiB", text, re.MULTILINE)
+
+
+def test_columns_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    large = ["--batch", "65536", "--context", "16777216", "--ranks", "1000", "--heads", "all"]
+    for options in (large, ["--batch", "1", "--context", "1"]):
+        assert main(["size", *V32, *options]) == 0
+        rows = re.findall(r"^ *\d+   .*$", capsys.readouterr().out, re.MULTILINE)
+        assert len(rows) in (8, 12)
+        assert all(len(re.split(r" {2,}", row.strip().replace("* ", "  "))) == 8 for row in rows)
 
 
 def test_whole_models_on_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +156,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([*V32, "--weights-gib", "nan"], "--weights-gib must be a number from 0"),
         ([*V32, "--memory-share", "2"], "--memory-share must be a number from 0.01 to 1"),
         ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in a folder"),
+        ([*V32, "--plot", "size.foo"], "--plot must be a file that ends in .png, .svg, .pdf"),
         (["--model", "kimi-linear", "--gpu", "h200"], "--layers must be given for kimi_linear"),
         (["--model", "glm-5.2", "--gpu", "h200", "--layers", "3"], "one per layer (3)"),
         (["--model", "deepseek-v4-pro", "--gpu", "h200", "--ranks", "2"], "designed, not built"),
