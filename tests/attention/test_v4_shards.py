@@ -45,7 +45,7 @@ def f64(*shape: int) -> Tensor:
 class Tokens(NamedTuple):
     """All requests' tokens as projected, for the layer's own entries and the indexer's keys."""
 
-    pools: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]  # by width: kv, score, bias, norm_weight
+    pools: dict[int, tuple[Tensor, Tensor, Tensor, Tensor]]  # kv, score, bias, norm
     positions: Tensor
     start_loc: Tensor
     rope: Tensor
