@@ -21,7 +21,7 @@ from openmla.plan.roofline import predict
 from openmla.plan.sizes import (
     HEADS,
     SCHEDULES,
-    Ranks,
+    Split,
     Step,
     room,
     token_bytes,
@@ -125,7 +125,7 @@ def make_report(options: argparse.Namespace) -> Report:
             f"got {options.read_gib:g}."
         )
     context = options.context or min(config.max_positions, 32768)
-    ranks = Ranks(options.ranks, options.heads, options.schedule)
+    ranks = Split(options.ranks, options.heads, options.schedule)
     formats = options.format or "bf16", options.index_format
     step = Step(config, *formats, options.batch, context, ranks)
     machine = options.gpu._replace(latency=options.link_us * 1e-6)

@@ -85,12 +85,12 @@ def _index_costs(step: Step) -> dict[str, Cost]:
 def _merge_cost(step: Step) -> Cost:
     """Exchanged: every rank's part of a head read once, the merged one written once. Gathered: all
     ranks' lse read, this rank's part scaled into float32, the sums read and rounded."""
-    W, B, C, H = step.ranks.size, step.batch, step.config.kv_lora_rank, step.config.num_heads
-    own = step.ranks.own_heads(step.config)
+    W, B, H = step.ranks.size, step.batch, step.config.num_heads
+    own, V = step.ranks.own_heads(step.config), step.ranks.out_width(step.config)
     if _schedule(step) == "exchange":
-        return Cost(B * own * (W + 1) * (C * ITEMSIZE + LSE), 2 * B * own * W * C)
-    rounded = C * (ITEMSIZE + SUM)
-    return Cost(B * (H * (rounded + W * LSE) + own * rounded), B * (H + own) * C)
+        return Cost(B * own * (W + 1) * (V * ITEMSIZE + LSE), 2 * B * own * W * V)
+    rounded = V * (ITEMSIZE + SUM)
+    return Cost(B * (H * (rounded + W * LSE) + own * rounded), B * (H + own) * V)
 
 
 def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
@@ -141,12 +141,12 @@ def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
 
 def _merge_bytes(step: Step, schedule: str) -> dict[str, float]:
     """Everyone's lse gathered and outputs added up in float32, or both exchanged as they are."""
-    W, H, C = step.ranks.size, step.config.num_heads, step.config.kv_lora_rank
+    W, H, V = step.ranks.size, step.config.num_heads, step.ranks.out_width(step.config)
     own = step.ranks.heads == "own"
     if schedule == "exchange":
-        return {"outputs": (W - 1) * (H // W if own else H) * (C * ITEMSIZE + LSE)}
+        return {"outputs": (W - 1) * (H // W if own else H) * (V * ITEMSIZE + LSE)}
     # added up and scattered, or to everyone: twice that
-    return {"lse": (W - 1) * H * LSE, "outputs": (1 if own else 2) * (W - 1) * H * C * SUM / W}
+    return {"lse": (W - 1) * H * LSE, "outputs": (1 if own else 2) * (W - 1) * H * V * SUM / W}
 
 
 def _schedule(step: Step) -> str:

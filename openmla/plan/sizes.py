@@ -19,7 +19,7 @@ HEADS, SCHEDULES = ("own", "all"), ("auto", "gather", "exchange")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Split:
     """`size` ranks that share every request's keys by position, round robin.
 
     With `heads` "own" each has its part of the heads and of the weights (tensor parallelism):
@@ -43,6 +43,10 @@ class Ranks:
         if not isinstance(self.size, int) or self.size < 1:
             raise ConfigError(f"ranks: size must be a positive integer, got {self.size!r}.")
 
+    def out_width(self, config: MLAConfig) -> int:
+        """Values of a head's output as ranks merge it: latent, or past w_uv where all have that."""
+        return config.kv_lora_rank if self.heads == "own" else config.v_head_dim
+
     def own_heads(self, config: MLAConfig) -> int:
         """Heads that a rank projects for; it attends for all of them."""
         return config.num_heads // self.size if self.heads == "own" else config.num_heads
@@ -57,7 +61,7 @@ class Step:
     index_format: str = "index_fp8"
     batch: int = 1
     context: int = 1  # keys of each request, its new token's included
-    ranks: Ranks = Ranks()
+    ranks: Split = Split()
 
     def __post_init__(self) -> None:
         check_formats(self.config, self.format, self.index_format)

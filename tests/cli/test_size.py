@@ -16,7 +16,7 @@ from openmla import PRESETS
 from openmla.cli.__main__ import main
 from openmla.cli.gpus import GPUS, gpu
 from openmla.plan.roofline import predict
-from openmla.plan.sizes import Ranks, Step
+from openmla.plan.sizes import Split, Step
 
 ROOT = Path(__file__).parents[2]
 V32 = ["--model", "deepseek-v3.2", "--gpu", "h200", "--format", "fp8_ds_mla"]
@@ -55,7 +55,7 @@ def test_json_has_the_numbers_of_the_formulas(capsys: pytest.CaptureFixture[str]
         if row["ranks"] > 128:
             assert row["refused"].startswith("128 heads do not divide")
             continue
-        step = Step(config, "fp8_ds_mla", "index_fp8", 4, 100000, Ranks(row["ranks"]))
+        step = Step(config, "fp8_ds_mla", "index_fp8", 4, 100000, Split(row["ranks"]))
         step_found = predict(step, machine, 16 * 2**30)
         assert row["seconds"]["total"] == pytest.approx(step_found.time)
         assert row["memory_bytes"]["total"] == step_found.moved

@@ -19,7 +19,7 @@ from openmla.plan.roofline import Machine, layer_costs, predict, roof, sent_byte
 from openmla.plan.sizes import (
     HEADS,
     Kind,
-    Ranks,
+    Split,
     Step,
     kinds,
     room,
@@ -107,8 +107,8 @@ def test_v4_reads_its_window_and_what_it_chose() -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("schedule", ["gather", "exchange"])
 def test_sent_bytes_by_hand(heads: str, schedule: str) -> None:
-    """8 ranks, 128 heads of 576 and 512 values in bf16: what goes to the 7 others."""
-    step = Step(V32, "bf16", context=10**6, ranks=Ranks(8, heads, schedule))
+    """8 ranks, 128 heads: queries of 576 values, outputs of 512, or 128 past w_uv, to 7 others."""
+    step = Step(V32, "bf16", context=10**6, ranks=Split(8, heads, schedule))
     by_hand = {
         ("own", "gather"): {
             "queries": 7 * 16 * 1152,
@@ -116,14 +116,14 @@ def test_sent_bytes_by_hand(heads: str, schedule: str) -> None:
             "outputs": 7 * 16 * 2048,
         },
         ("own", "exchange"): {"queries": 7 * 16 * 1152, "outputs": 7 * 16 * 1028},
-        ("all", "gather"): {"lse": 7 * 128 * 4, "outputs": 2 * 7 * 16 * 2048},
-        ("all", "exchange"): {"outputs": 7 * 128 * 1028},
+        ("all", "gather"): {"lse": 7 * 128 * 4, "outputs": 2 * 7 * 16 * 512},
+        ("all", "exchange"): {"outputs": 7 * 128 * 260},
     }
     assert sent_bytes(step) == by_hand[heads, schedule]
     assert sent_bytes(step, chooses=True)["candidates"] == 7 * 2048 * 8
     short = replace(step, context=4096)  # 512 keys a rank: no more candidates than that
     assert sent_bytes(short, chooses=True)["candidates"] == 7 * 512 * 8
-    assert sent_bytes(replace(step, ranks=Ranks(1, heads, schedule)), chooses=True) == {}
+    assert sent_bytes(replace(step, ranks=Split(1, heads, schedule)), chooses=True) == {}
 
 
 def test_the_schedule_that_is_taken_sends_less() -> None:
@@ -134,13 +134,13 @@ def test_the_schedule_that_is_taken_sends_less() -> None:
         (64, 512, "own", "exchange"),
         (4, 512, "all", "exchange"),
         (5, 512, "all", "gather"),
-        (5, 1, "all", "gather"),
+        (5, 1, "all", "exchange"),
         (2, 1, "all", "exchange"),
     ):
-        steps = [Step(V3, batch=batch, ranks=Ranks(W, heads, name)) for name in ("auto", taken)]
+        steps = [Step(V3, batch=batch, ranks=Split(W, heads, name)) for name in ("auto", taken)]
         assert sent_bytes(steps[0]) == sent_bytes(steps[1]), (W, batch, heads)
     tiny = PRESETS["tiny-v3"]
-    auto, exchange = (Step(tiny, ranks=Ranks(64, "all", name)) for name in ("auto", "exchange"))
+    auto, exchange = (Step(tiny, ranks=Split(64, "all", name)) for name in ("auto", "exchange"))
     assert sent_bytes(auto) == sent_bytes(exchange)
 
 
@@ -148,21 +148,21 @@ def test_the_schedule_that_is_taken_sends_less() -> None:
 @pytest.mark.parametrize("batch", [1, 300])
 def test_the_formula_is_that_of_the_code_that_sends(heads: str, batch: int) -> None:
     merge = pytest.importorskip("openmla.parallel.merge")
-    shape = (batch, 128, 512)
+    shape = (batch, 128, 512 if heads == "own" else 128)
     for W in (2, 4, 8, 16, 128):
         for schedule in ("gather", "exchange"):
-            step = Step(V3, batch=batch, ranks=Ranks(W, heads, schedule))
+            step = Step(V3, batch=batch, ranks=Split(W, heads, schedule))
             sent = sent_bytes(step)
             counted = batch * (sum(sent.values()) - sent.get("queries", 0))
             assert counted == merge.sent_bytes(schedule, heads, shape, torch.bfloat16, W)
         taken = merge.choose_schedule(shape, torch.bfloat16, W, heads)
-        auto, named = (Step(V3, batch=batch, ranks=Ranks(W, heads, s)) for s in ("auto", taken))
+        auto, named = (Step(V3, batch=batch, ranks=Split(W, heads, s)) for s in ("auto", taken))
         assert sent_bytes(auto) == sent_bytes(named)
 
 
 def test_a_step_adds_up() -> None:
     link = H200._replace(link=50e9, latency=1e-5)
-    step = Step(V32, "fp8_ds_mla", batch=4, context=10**5, ranks=Ranks(8))
+    step = Step(V32, "fp8_ds_mla", batch=4, context=10**5, ranks=Split(8))
     found = predict(step, link, weights=8e9)
     assert found.weights == 1e9 and found.weights_time == 1e9 / 4.8e12
     one = layer_costs(step, Kind(1, True))
@@ -173,7 +173,7 @@ def test_a_step_adds_up() -> None:
     assert sum(found.sent.values()) == sent
     assert found.link_time == pytest.approx(sent / 50e9 + 183e-5)
     assert found.time == found.attention_time + found.weights_time + found.link_time
-    whole = predict(replace(step, ranks=Ranks(8, "all")), link, weights=8e9)
+    whole = predict(replace(step, ranks=Split(8, "all")), link, weights=8e9)
     assert whole.weights == 8e9
 
 
@@ -181,7 +181,7 @@ def test_a_step_adds_up() -> None:
 def test_more_ranks_hold_more_and_attend_in_less_time(config: object) -> None:
     """Until what is chosen among, and merged, grows with the ranks."""
     steps = [
-        Step(V3 if config is V3 else V32, "bf16", batch=8, context=10**6, ranks=Ranks(2**n))
+        Step(V3 if config is V3 else V32, "bf16", batch=8, context=10**6, ranks=Split(2**n))
         for n in range(5)
     ]
     times = [predict(step, H200).attention_time for step in steps]
@@ -192,10 +192,10 @@ def test_more_ranks_hold_more_and_attend_in_less_time(config: object) -> None:
 
 def test_refusals() -> None:
     with pytest.raises(UnsupportedError, match="deepseek_v4 is designed, not built"):
-        Step(PRESETS["deepseek-v4-pro"], ranks=Ranks(2))
+        Step(PRESETS["deepseek-v4-pro"], ranks=Split(2))
     with pytest.raises(ConfigError, match=r"size must divide the model's 128 heads .* got 3"):
-        Step(V3, ranks=Ranks(3))
-    assert Step(V3, ranks=Ranks(3, "all")).local_context == 1
+        Step(V3, ranks=Split(3))
+    assert Step(V3, ranks=Split(3, "all")).local_context == 1
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"format": "fp7"}, "'fp7' is not known"),
         ({"format": "fp8_dsv4", "config": PRESETS["tiny-glm"]}, "fp8_dsv4 needs rows"),
@@ -207,7 +207,7 @@ def test_refusals() -> None:
             Step(**{"config": V3, **changes})
     for ranks, said in (((0,), "size"), ((2, "some"), "heads"), ((2, "all", "fast"), "schedule")):
         with pytest.raises(ConfigError, match=f"ranks: {said} must be"):
-            Ranks(*ranks)
+            Split(*ranks)
 
 
 def measured() -> Iterator[tuple[str, float, float]]:
