@@ -22,10 +22,10 @@ FOLLOWING = {
 }  # a step's lengths
 WRITTEN = {
     "cache_gather": {"out"},
-    "cache_write": {"cache"},
-    "compress_kv": {"cache", "state"},
+    "cache_write": {"cache", "clamped"},
+    "compress_kv": {"cache", "state", "clamped"},
     "index_write": {"cache"},
-    "latent_write": {"cache", "q", "kv"},
+    "latent_write": {"cache", "q", "kv", "clamped"},
     "merge_quantize": {"values", "scales"},
     "merge_states": {"out", "lse"},
     "quantize_out": {"values", "scales"},
