@@ -14,6 +14,8 @@ from openmla.backends.replay import Replay, record
 from openmla.ops import _register as register
 
 Inputs = Sequence[Tensor | None]
+# what a call allocates or how often it does something, which here it does twice over
+COUNTING = ("test_memory_on_cuda", "test_triton_decodes_rows_of_many_tokens_once")
 LARGE = 1 << 28  # bytes that are not worth moving
 IN_NO_ORDER = ("index_topk", "index_select")  # of what they choose
 
@@ -42,8 +44,12 @@ def tensors_of(result: Any) -> list[Tensor]:
 def same_bits(one: Sequence[Tensor | None], other: Sequence[Tensor | None]) -> None:
     for left, right in zip(one, other, strict=True):
         if left is not None and right is not None:
-            left, right = (each.reshape(-1).view(torch.uint8) for each in (left, right))
+            left, right = (as_bytes(each) for each in (left, right))
             assert torch.equal(left, right), "replayed, a call gives other bits"
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def in_order(chosen: Sequence[Tensor]) -> list[Tensor]:
@@ -70,8 +76,11 @@ def checked(call: Callable[..., Any], inputs: Inputs) -> tuple[Any, Replay | Non
 
 
 @pytest.fixture(autouse=torch.cuda.is_available())
-def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def replayed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget_choices()
+    if request.node.originalname in COUNTING:
+        yield
+        return
     monkeypatch.setattr(register, "record", checked)
     monkeypatch.setattr(register.Decided, "is_watched", lambda found: found.replayed)
     yield

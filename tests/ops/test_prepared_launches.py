@@ -124,7 +124,7 @@ def test_alignment_changes_between_calls(monkeypatch: pytest.MonkeyPatch) -> Non
             return (own,)
 
         same_bits(turned, monkeypatch)
-    assert replays("rope") == 4
+    assert replays("rope") == 3  # 8 values of 2 bytes are as good as none
 
 
 @pytest.mark.gpu
@@ -196,10 +196,11 @@ def test_a_hook_on_launches_sees_every_one() -> None:
 @pytest.mark.gpu
 def test_inputs_that_want_a_gradient_are_refused_also_then() -> None:
     needs("rope", "triton")
-    x = torch.randn(4, 4, 64, device="cuda")
-    table, positions = torch.randn(32, 64, device="cuda"), torch.arange(4, device="cuda")
-    for _ in range(3):
-        rope(x, positions, table, pairing="pairs", backend="triton")
-    assert replays("rope")
-    with pytest.raises(UnsupportedError, match="grad"):
-        rope(x.clone().requires_grad_(), positions, table, pairing="pairs", backend="triton")
+    with torch.inference_mode(False):
+        x = torch.randn(4, 4, 64, device="cuda")
+        table, positions = torch.randn(32, 64, device="cuda"), torch.arange(4, device="cuda")
+        for _ in range(3):
+            rope(x, positions, table, pairing="pairs", backend="triton")
+        assert replays("rope")
+        with pytest.raises(UnsupportedError, match="grad"):
+            rope(x.clone().requires_grad_(), positions, table, pairing="pairs", backend="triton")

@@ -49,7 +49,7 @@ def config_of(
     part = block & -block
     if part < LEAST_ROWS:  # of all rows: the last tile is not full
         part = next_power_of_2(block)
-    block_k = max(min(part, 32 if wide else 128 if few and eight_bits else 64), LEAST_ROWS)
+    block_k = max(min(part, 16 if wide else 128 if few and eight_bits else 64), LEAST_ROWS)
     block_n = min(max(next_power_of_2(N), 16), 64 if few or wide else 128)
     least_n, tiles = max(least_n, 16 if few else 32), 1 if few else 2
     while block_n > least_n and tiles * H * cdiv(N, block_n) < PROGRAMS:
