@@ -99,7 +99,7 @@ def test_a_prefix_of_positions_is_a_prefix_of_local_keys() -> None:
         ((2, True, 1), "rank must be an integer of at least 0, got True"),
     ],
 )
-def test_bad_shards_are_refused(arguments: tuple, sentence: str) -> None:
+def test_bad_shards_are_refused(arguments: tuple[int, int, int], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence.replace(".", r"\.")):
         Shard(*arguments)
 
