@@ -25,8 +25,8 @@ def attend_absorbed(
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
     q_nope, q_pe = projected.q_nope[decode.rows], projected.q_pe[decode.rows]
-    out_latent, lse = read_all(_into_latent(q_nope, q_pe, absorbed), latent, plan, decode)
-    return _out_of_latent(out_latent, absorbed), lse
+    out_latent, lse = read_all(into_latent(q_nope, q_pe, absorbed), latent, plan, decode)
+    return out_of_latent(out_latent, absorbed), lse
 
 
 def read_all(
@@ -67,9 +67,9 @@ def attend_chosen(
     out = q_nope.new_empty((sparse.num_absorbed, H, V))
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
     for number, chunk in enumerate(sparse.query_chunks):
-        q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed)
+        q_latent = into_latent(q_nope[chunk], q_pe[chunk], absorbed)
         out_latent, lse[chunk] = read_chosen(q_latent, latent, plan, sparse, selection, number)
-        out[chunk] = _out_of_latent(out_latent, absorbed)
+        out[chunk] = out_of_latent(out_latent, absorbed)
     return out, lse
 
 
@@ -103,12 +103,14 @@ def read_chosen(
     )
 
 
-def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+def into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+    """[n, H, D]: queries as mqa_paged and mqa_sparse take them."""
     into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
-def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+def out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights) -> Tensor:
+    """[n, H, V] of outputs in latent space."""
     bf16_on_cpu = out_latent.dtype == torch.bfloat16 and out_latent.device.type == "cpu"
     if bf16_on_cpu and out_latent.shape[0] <= FEW_TOKENS:
         columns = out_latent.permute(1, 2, 0)  # [H, C, n]

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.parallel.ranks import Ranks
+from tests.parallel.processes import Processes
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+def two_ranks() -> Iterator[Processes]:
+    ranks = Processes(2)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="module", params=[3, 4, 8])
-def many_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def many_ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
     """For tests marked slow: `make test-parallel` runs them."""
-    ranks = Ranks(request.param)
+    ranks = Processes(request.param)
     yield ranks
     ranks.close()

@@ -15,7 +15,7 @@ from openmla.errors import ConfigError, ShapeError
 from openmla.parallel import merge_over_ranks
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from tests.parallel.counted import counted_bytes
-from tests.parallel.ranks import Ranks
+from tests.parallel.processes import Processes
 
 H, V = 8, 5
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -70,12 +70,12 @@ def merge_every_way(rank: int, size: int) -> None:
                 assert torch.equal(a, b), "the schedules must agree to the bit on two ranks"
 
 
-def test_schedules_agree_with_one_softmax(two_ranks: Ranks) -> None:
+def test_schedules_agree_with_one_softmax(two_ranks: Processes) -> None:
     two_ranks.run(merge_every_way, 2)
 
 
 @pytest.mark.slow
-def test_schedules_agree_on_more_ranks(many_ranks: Ranks) -> None:
+def test_schedules_agree_on_more_ranks(many_ranks: Processes) -> None:
     if H % many_ranks.size == 0:
         many_ranks.run(merge_every_way, many_ranks.size)
 
@@ -93,7 +93,7 @@ def strided_inputs(rank: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True))
 
 
-def test_strides_do_not_matter(two_ranks: Ranks) -> None:
+def test_strides_do_not_matter(two_ranks: Processes) -> None:
     two_ranks.run(strided_inputs)
 
 
@@ -107,7 +107,7 @@ def over_a_mesh(rank: int) -> None:
         merge_over_ranks(outs[rank], lses[rank], mesh)
 
 
-def test_device_meshes_are_groups(two_ranks: Ranks) -> None:
+def test_device_meshes_are_groups(two_ranks: Processes) -> None:
     two_ranks.run(over_a_mesh)
 
 
@@ -129,7 +129,7 @@ def refused(rank: int) -> None:
         merge_over_ranks(out, lse, dist.group.WORLD, schedule="ring")
 
 
-def test_bad_input_is_refused(two_ranks: Ranks) -> None:
+def test_bad_input_is_refused(two_ranks: Processes) -> None:
     two_ranks.run(refused)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 WAIT = 60  # seconds until a rank that does not come is given up
 
 
-class Ranks:
+class Processes:
     """`size` processes of one group. run() calls a module's function on all of them, with the rank
     first; what a test asserts, the ranks assert."""
 

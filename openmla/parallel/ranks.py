@@ -1,0 +1,45 @@
+"""Ranks: a group of processes and how a cache and heads are spread over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from openmla.errors import ConfigError
+from openmla.parallel.collectives import group_of, size_and_rank
+from openmla.parallel.layout import Shard
+from openmla.parallel.merge import HEADS, SCHEDULES
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Made once, with the same values on every rank of `group`: a process group of
+    torch.distributed, or a device mesh of one dimension.
+
+    `interleave` positions in a row are on one rank; it divides the block size. `heads`: "all" where
+    every rank projects all heads, and gets them all back; "own" where ranks are a tensor-parallel
+    group as well: a config then has this rank's heads, queries are gathered and each rank gets its
+    own back. `schedule` is merge_over_ranks'.
+
+    `check` has ranks compare what they plan for each step, in one small all-gather that is read on
+    the host; an error on any of them is one on all. Without it, ranks that differ wait for the
+    group's timeout, or compute nonsense.
+    """
+
+    group: Any
+    interleave: int = 1
+    heads: str = "all"
+    schedule: str = "auto"
+    check: bool = True
+    shard: Shard = field(init=False, repr=False)  # this rank's share
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "group", group_of(self.group))
+        for name, known in (("heads", HEADS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"ranks: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}."
+                )
+        if not isinstance(self.check, bool):
+            raise ConfigError(f"ranks: check must be True or False, got {self.check!r}.")
+        object.__setattr__(self, "shard", Shard(*size_and_rank(self.group), self.interleave))
