@@ -4,6 +4,15 @@ from openmla.parallel.layout import Shard
 from openmla.parallel.merge import merge_over_ranks
 from openmla.parallel.plan import RankPlan, plan_over_ranks
 from openmla.parallel.ranks import Ranks
+from openmla.parallel.select import select_over_ranks
 from openmla.parallel.step import attend_over_ranks
 
-__all__ = ["RankPlan", "Ranks", "Shard", "attend_over_ranks", "merge_over_ranks", "plan_over_ranks"]
+__all__ = [
+    "RankPlan",
+    "Ranks",
+    "Shard",
+    "attend_over_ranks",
+    "merge_over_ranks",
+    "plan_over_ranks",
+    "select_over_ranks",
+]

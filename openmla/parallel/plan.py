@@ -56,6 +56,7 @@ class RankPlan:
     chosen: RankPart | None = None  # a request per token, over the keys chosen for it
     new: RankPart | None = None  # expanded: this step's rows among themselves
     context: RankPart | None = None  # the same tokens, those with keys from earlier steps
+    candidates: int = 0  # keys that each rank offers for a token of `chosen`
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{num_rows(part.rows)} tokens {name}" for name, part in self._parts())
@@ -94,6 +95,13 @@ class RankPlan:
                 total += (size - 1) * shape[0] * width * dtype.itemsize
         return total
 
+    def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
+        """What this rank sends where a layer chooses keys: candidates, with their scores."""
+        if self.chosen is None:
+            return 0
+        each = self.candidates * (scores.itemsize + 4)
+        return (self.ranks.shard.size - 1) * num_rows(self.chosen.rows) * each
+
     def explain(self, *, finished: bool = False) -> str:
         """What runs on this rank and what is exchanged, part by part."""
         shard, dtype = self.ranks.shard, self.step.problem("cache_write").dtype
@@ -111,6 +119,11 @@ class RankPlan:
             if name != "new":
                 merged = f"merged over ranks by {self.schedule_of(part, dtype)}"
             lines.append(f"{name} of {num_rows(part.rows)} tokens, {merged}")
+            if name == "chosen":
+                lines.append(
+                    f"  of {self.candidates} candidates a rank and token, "
+                    f"{shown_bytes(self.selection_bytes())} sent where a layer chooses"
+                )
             if name == "context":
                 lines.append("  why     context stays where it is: its keys here are attended to")
             lines += [f"  {line}" for line in part.plan.explain(finished=finished).splitlines()]
@@ -274,7 +287,12 @@ def _plan(
         rope_offsets=rope_offsets(batch, config),
         causal=True,
     )
-    return RankPlan(config, ranks, batch.num_tokens, step, **parts)
+    offered = 0
+    if routes["chosen"]:
+        assert config.indexer is not None
+        longest = max(some(batch.seq_lens, routes["chosen"]))
+        offered = min(config.indexer.topk, shard.most_local(longest))
+    return RankPlan(config, ranks, batch.num_tokens, step, **parts, candidates=offered)
 
 
 def _starts(lens: Sequence[int]) -> list[int]:

@@ -52,7 +52,9 @@ class Story:
         padding: int = 0,
         shared: int = 0,  # first tokens that all requests share
         config: MLAConfig | None = None,
+        index_format: str = "index_fp32",
     ) -> None:
+        self.index_format = index_format
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.config = config or (WIDE if format == "fp8_ds_mla" else TINY)
         self.query_lens, self.seq_lens, self.padding = list(query_lens), list(seq_lens), padding
@@ -94,7 +96,7 @@ class Story:
                 block_size=size,
                 format=self.format,
                 kv_scale=0.05 if self.format == "fp8" else 1.0,
-                index_format="index_fp32",
+                index_format=self.index_format,
             )
             for size in (wide, self.BS)
         )
@@ -146,9 +148,10 @@ class Story:
         given = (self.projected(dtype), self.absorbed(dtype), self.one, plan)
         return attend_step(*given, write=dtype == self.dtype)
 
-    def over_ranks(
-        self, *, heads: str = "all", schedule: str = "auto", check: bool = True, **options: Any
-    ) -> tuple[Tensor, RankPlan]:
+    def planned(
+        self, heads: str = "all", schedule: str = "auto", check: bool = True, **options: Any
+    ) -> tuple[RankPlan, slice]:
+        """This rank's plan, and which of the heads are its own."""
         config, own = self.config, slice(None)
         if heads == "own":
             H = config.num_heads // self.size
@@ -156,14 +159,12 @@ class Story:
                 replace(config, num_heads=H),
                 slice(self.rank * H, (self.rank + 1) * H),
             )
-        plan = plan_over_ranks(
-            self.batch,
-            config,
-            self.mine,
-            Ranks(dist.group.WORLD, self.shard.interleave, heads, schedule, check),
-            dtype=self.dtype,
-            **options,
-        )
+        ranks = Ranks(dist.group.WORLD, self.shard.interleave, heads, schedule, check)
+        plan = plan_over_ranks(self.batch, config, self.mine, ranks, dtype=self.dtype, **options)
+        return plan, own
+
+    def over_ranks(self, **options: Any) -> tuple[Tensor, RankPlan]:
+        plan, own = self.planned(**options)
         out = attend_over_ranks(
             self.projected(self.dtype, own), self.absorbed(self.dtype, own), self.mine, plan
         )
