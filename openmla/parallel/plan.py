@@ -59,13 +59,17 @@ class RankPlan:
     candidates: int = 0  # keys that each rank offers for a token of `chosen`
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{num_rows(part.rows)} tokens {name}" for name, part in self._parts())
+        parts = ", ".join(
+            f"{num_rows(part.rows)} tokens {name}" for name, part in self.parts.items()
+        )
         shard = self.ranks.shard
         return f"RankPlan(rank {shard.rank} of {shard.size}: {parts or 'no tokens'})"
 
-    def _parts(self) -> list[tuple[str, RankPart]]:
+    @property
+    def parts(self) -> dict[str, RankPart]:
+        """Those that have tokens, by name."""
         named = ("absorbed", "chosen", "new", "context")
-        return [(name, getattr(self, name)) for name in named if getattr(self, name) is not None]
+        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
 
     def merged_shape(self, part: RankPart) -> tuple[int, int, int]:
         """Of the partial outputs of a part: all heads, in latent space where they are gathered."""
@@ -85,7 +89,7 @@ class RankPlan:
     def sent_bytes(self, dtype: torch.dtype) -> int:
         """What this rank sends in one layer's attention, of outputs and queries in `dtype`."""
         size, total = self.ranks.shard.size, 0
-        for name, part in self._parts():
+        for name, part in self.parts.items():
             if name == "new":
                 continue
             shape = self.merged_shape(part)
@@ -114,7 +118,7 @@ class RankPlan:
             f"rank      {shard.rank} of {shard.size}, positions in runs of {shard.interleave}, "
             f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
         ]
-        for name, part in self._parts():
+        for name, part in self.parts.items():
             merged = "nothing is merged over ranks"
             if name != "new":
                 merged = f"merged over ranks by {self.schedule_of(part, dtype)}"

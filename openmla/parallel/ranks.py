@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from openmla.errors import ConfigError
 from openmla.parallel.collectives import group_of, size_and_rank
@@ -43,3 +43,13 @@ class Ranks:
         if not isinstance(self.check, bool):
             raise ConfigError(f"ranks: check must be True or False, got {self.check!r}.")
         object.__setattr__(self, "shard", Shard(*size_and_rank(self.group), self.interleave))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """A copied model's ranks are the same processes."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            "ranks: a group must stay in its process, got an attempt to pickle it. Call "
+            "detach(model) before the model is saved."
+        )

@@ -14,7 +14,7 @@ DeepSeek V4's compressors are shadowed: see compressed.py.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -52,6 +52,7 @@ def attach(
     backend: Asked = "auto",
     workspace: int | None = None,
     capture: bool | None = None,
+    group: Any = None,
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
 
@@ -69,13 +70,19 @@ def attach(
     replayed step would not run. On a CPU, where it must be asked for, the step runs over the same
     fixed tensors instead.
 
+    `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
+    over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
+    Every rank runs the whole model on the same tokens, from one thread at a time, and gets the same
+    outputs; where tokens are sampled, give all ranks one seed. Steps are not captured then.
+
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
     """
     options = Options(
-        cache_format, index_format, block_size, num_blocks, backend, workspace, capture
+        cache_format, index_format, block_size, num_blocks, backend, workspace, capture, group
     )
-    install_attachment(model, check_model(model, options), capture)
+    attachment = check_model(model, options)
+    install_attachment(model, attachment, capture if group is None else False)
     return model
 
 

@@ -34,6 +34,7 @@ from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
 from openmla.integrations.transformers.memory import MemoryReport, workspace_bytes
 from openmla.layers.rope import rope_table
+from openmla.parallel import RankPlan, Ranks
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Attachment:
     backend: Asked
     workspace_tokens: int | None
     may_grow: bool
+    ranks: Ranks | None = None  # over which the cache is sharded; None: it is all here
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
     previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
@@ -97,7 +99,7 @@ class Attachment:
         for pool in self.pools:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
-        self.last_plan: Plan | None = None
+        self.last_plan: Plan | RankPlan | None = None
         self.workspace_bytes = 0  # the most that a pass planned for
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -125,7 +127,7 @@ class Attachment:
 
     def _new_pool(self) -> BlockPool | CompressedPool:
         if self.config.compressor is None:
-            return BlockPool(self.num_blocks, self.block_size)
+            return BlockPool(self.num_blocks, self.block_size * self.num_ranks)
         return CompressedPool(
             Geometry.for_model(
                 self.config,
@@ -139,6 +141,11 @@ class Attachment:
                 index_format="",
             )
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """A block of the pool is one on each of them."""
+        return 1 if self.ranks is None else self.ranks.shard.size
 
     @property
     def current(self) -> Pass:
@@ -232,7 +239,7 @@ class Attachment:
             return allocate_cache(
                 self.config,
                 num_blocks=self.pool.num_blocks,
-                block_size=self.pool.block_size,
+                block_size=self.pool.block_size // self.num_ranks,
                 format=format,
                 index_format=self.index_format,
                 layer=layer,
@@ -314,7 +321,7 @@ class Attachment:
             return "no pass has run yet"
         return self.last_plan.explain(finished=True)
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan | RankPlan) -> None:
         """A pass will do this."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
