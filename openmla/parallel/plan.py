@@ -12,126 +12,30 @@ What decides which collectives run, and how often, is computed from what all ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from openmla.backends.asked import Asked
-from openmla.cache import LayerCache, PagedCache, shown_bytes
+from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError, check_kind
 from openmla.parallel.agree import check_agreement
+from openmla.parallel.batches import context_batch, new_batch, token_batch
+from openmla.parallel.captured import plan_captured
 from openmla.parallel.layout import Shard
-from openmla.parallel.merge import choose_schedule, sent_bytes
-from openmla.parallel.ranks import Ranks
+from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
+from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.rows import num_rows, pick, pick_rows, repeated, rope_offsets, some
-from openmla.plan.types import Rows
+from openmla.plan.rows import pick_rows, rope_offsets, some
 from openmla.plan.upload import upload
 
 FORMS = ("auto", "absorbed", "expanded")
-
-
-class RankPart(NamedTuple):
-    """Some of the step's tokens, and the plan of them alone."""
-
-    rows: Rows
-    plan: Plan
-    inside: Rows = slice(0, 0)  # of context: where its rows are among the new ones
-
-
-@dataclass(frozen=True, repr=False)
-class RankPlan:
-    """One step on one rank; parts that are None have no token on any rank."""
-
-    config: MLAConfig  # with the heads that this rank projects
-    ranks: Ranks
-    num_tokens: int
-    step: Plan  # all tokens and this rank's slots: what is checked and written
-    absorbed: RankPart | None = None  # a request per token, over all its keys here
-    chosen: RankPart | None = None  # a request per token, over the keys chosen for it
-    new: RankPart | None = None  # expanded: this step's rows among themselves
-    context: RankPart | None = None  # the same tokens, those with keys from earlier steps
-    candidates: int = 0  # keys that each rank offers for a token of `chosen`
-
-    def __repr__(self) -> str:
-        parts = ", ".join(
-            f"{num_rows(part.rows)} tokens {name}" for name, part in self.parts.items()
-        )
-        shard = self.ranks.shard
-        return f"RankPlan(rank {shard.rank} of {shard.size}: {parts or 'no tokens'})"
-
-    @property
-    def parts(self) -> dict[str, RankPart]:
-        """Those that have tokens, by name."""
-        named = ("absorbed", "chosen", "new", "context")
-        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
-
-    def merged_shape(self, part: RankPart) -> tuple[int, int, int]:
-        """Of the partial outputs of a part: all heads, in latent space where they are gathered."""
-        config, n = self.config, num_rows(part.rows)
-        if self.ranks.heads == "own":
-            return n, config.num_heads * self.ranks.shard.size, config.kv_lora_rank
-        return n, config.num_heads, config.v_head_dim
-
-    def schedule_of(self, part: RankPart, dtype: torch.dtype) -> str:
-        """By which schedule a part is merged."""
-        if self.ranks.schedule != "auto":
-            return self.ranks.schedule
-        return choose_schedule(
-            self.merged_shape(part), dtype, self.ranks.shard.size, self.ranks.heads
-        )
-
-    def sent_bytes(self, dtype: torch.dtype) -> int:
-        """What this rank sends in one layer's attention, of outputs and queries in `dtype`."""
-        size, total = self.ranks.shard.size, 0
-        for name, part in self.parts.items():
-            if name == "new":
-                continue
-            shape = self.merged_shape(part)
-            total += sent_bytes(self.schedule_of(part, dtype), self.ranks.heads, shape, dtype, size)
-            if self.ranks.heads == "own":  # this rank's queries to the others
-                width = self.config.num_heads * self.config.latent_dim
-                total += (size - 1) * shape[0] * width * dtype.itemsize
-        return total
-
-    def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
-        """What this rank sends where a layer chooses keys: candidates, with their scores."""
-        if self.chosen is None:
-            return 0
-        each = self.candidates * (scores.itemsize + 4)
-        return (self.ranks.shard.size - 1) * num_rows(self.chosen.rows) * each
-
-    def explain(self, *, finished: bool = False) -> str:
-        """What runs on this rank and what is exchanged, part by part."""
-        shard, dtype = self.ranks.shard, self.step.problem("cache_write").dtype
-        owned = (
-            "all heads on every rank"
-            if self.ranks.heads == "all"
-            else "heads gathered, own returned"
-        )
-        lines = [
-            f"rank      {shard.rank} of {shard.size}, positions in runs of {shard.interleave}, "
-            f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
-        ]
-        for name, part in self.parts.items():
-            merged = "nothing is merged over ranks"
-            if name != "new":
-                merged = f"merged over ranks by {self.schedule_of(part, dtype)}"
-            lines.append(f"{name} of {num_rows(part.rows)} tokens, {merged}")
-            if name == "chosen":
-                lines.append(
-                    f"  of {self.candidates} candidates a rank and token, "
-                    f"{shown_bytes(self.selection_bytes())} sent where a layer chooses"
-                )
-            if name == "context":
-                lines.append("  why     context stays where it is: its keys here are attended to")
-            lines += [f"  {line}" for line in part.plan.explain(finished=finished).splitlines()]
-        return "\n".join(lines)
 
 
 def plan_over_ranks(
@@ -146,12 +50,15 @@ def plan_over_ranks(
     workspace: Workspace | None = None,
     workspace_tokens: int | None = None,
     batch_invariant: bool = False,
+    into: dict[str, Tensor] | None = None,
 ) -> RankPlan:
     """Plan one step, on every rank, for every layer that shares this cache geometry.
 
     `batch` is the same on every rank: global lengths, and tables and slots of blocks that hold
     block_size * W tokens, of which `cache`, this rank's, holds block_size each. The others are
-    make_plan()'s; the form of each request is chosen by its global length.
+    make_plan()'s; the form of each request is chosen by its global length. `into` takes buffers of
+    rank_buffers() and fills them: the step stays in latent space then, its addresses and sizes
+    stay, and a CUDA graph of it may be replayed, collectives included.
     """
     check_kind("parallel", "ranks", ranks, Ranks)
     asked = {
@@ -164,9 +71,12 @@ def plan_over_ranks(
     try:
         latent = _check_kinds(batch, config, cache)
         fields |= _fields(batch, config, cache, ranks)
-        fields["options"] = {"form": form} | asked
+        fields["options"] = {"form": form, "captured": into is not None} | asked
         _check_step(batch, latent, ranks.shard, form)
-        plan = _plan(batch, config, cache, ranks, form, workspace, asked)
+        if into is None:
+            plan = _plan(batch, config, cache, ranks, form, workspace, asked)
+        else:
+            plan = plan_captured(batch, config, cache, ranks, form, into, asked)
         fields["refused"] = False
     finally:
         if ranks.check:
@@ -188,11 +98,7 @@ def _check_kinds(batch: Batch, config: MLAConfig, cache: LayerCache) -> PagedCac
     check_kind("parallel", "batch", batch, Batch)
     check_kind("parallel", "config", config, MLAConfig)
     check_kind("parallel", "cache", cache, LayerCache)
-    if config.compressor is not None:
-        raise UnsupportedError(
-            f"parallel: {config.model_type} is not sharded over ranks yet, its windows, entries "
-            "and compressor states are not. Dense models and those of V3.2's kind are."
-        )
+    refuse_v4(config)
     if cache.latent is None:
         raise ConfigError("parallel: cache must have latent rows, got none.")
     return cache.latent
@@ -240,29 +146,29 @@ def _plan(
     shard, heads, latent, slots = ranks.shard, ranks.heads, cache.latent, batch.slot_mapping
     assert latent is not None and slots is not None
     dense = replace(config, indexer=None)
-    wide = dense if heads == "all" else replace(dense, num_heads=config.num_heads * shard.size)
+    wide = with_all_heads(dense, ranks)
     starts = _starts(batch.query_lens)
     routes = _routes(batch, config, latent, asked["dtype"], form)
     kept = LayerCache(latent=latent)
     reserved = asked | {"workspace": workspace}
     parts: dict[str, RankPart] = {}
     if routes["absorbed"] or not any(routes.values()):
-        own = _tokens(batch, routes["absorbed"], shard)
+        own = token_batch(batch, routes["absorbed"], shard)
         plan = make_plan(own, wide, kept, form="absorbed", **asked)
         parts["absorbed"] = _part(routes["absorbed"], starts, plan)
     if routes["chosen"]:
-        own = _tokens(batch, routes["chosen"], shard)
+        own = token_batch(batch, routes["chosen"], shard)
         chooses = replace(wide, indexer=config.indexer)
         parts["chosen"] = _part(
             routes["chosen"], starts, make_plan(own, chooses, cache, form="chosen", **asked)
         )
     if routes["expanded"]:
-        new = _new(batch, routes["expanded"], latent.block_size)
+        new = new_batch(batch, routes["expanded"], latent.block_size)
         plan = make_plan(new, dense, kept, form="expanded", **reserved)
         parts["new"] = _part(routes["expanded"], starts, plan)
     later = [b for b in routes["expanded"] if batch.seq_lens[b] > batch.query_lens[b]]
     if later:
-        context = _context(batch, later, shard)
+        context = context_batch(batch, later, shard)
         if heads == "all":
             plan = make_plan(context, dense, kept, **reserved)
         else:
@@ -332,33 +238,3 @@ def _routes(
         elif n:
             routes["absorbed" if cheaper[b] else "expanded"].append(b)
     return routes
-
-
-def _tokens(batch: Batch, requests: list[int], shard: Shard) -> Batch:
-    """Each token of some requests as a request of its own, over the keys it sees on this rank."""
-    query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
-    seen = [
-        length
-        for n, S in zip(query_lens, seq_lens, strict=True)
-        for length in range(S - n + 1, S + 1)
-    ]
-    table = pick(batch.block_table, requests)
-    if len(seen) > len(requests):
-        (mine,) = upload((repeated(range(len(requests)), query_lens, torch.int64),), table.device)
-        table = table[mine]
-    return Batch([1] * len(seen), shard.local_lens(seen), table, causal=False)
-
-
-def _new(batch: Batch, requests: list[int], BS: int) -> Batch:
-    """New rows among themselves: no key is read from the cache, and the table names none."""
-    query_lens = some(batch.query_lens, requests)
-    table = torch.zeros((len(requests), -(-max(query_lens) // BS)), dtype=torch.int32)
-    slots = torch.full((sum(query_lens),), -1, dtype=torch.int64)
-    return Batch(query_lens, query_lens, table, slots)
-
-
-def _context(batch: Batch, requests: list[int], shard: Shard) -> Batch:
-    """What requests had before this step, as far as it is here; every new token sees all of it."""
-    query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
-    lens = [shard.local_len(S - n) for n, S in zip(query_lens, seq_lens, strict=True)]
-    return Batch(query_lens, lens, pick(batch.block_table, requests), causal=False)

@@ -21,7 +21,7 @@ from openmla.ops import index_topk, map_slots
 from openmla.ops.index_logits import scores_dtype
 from openmla.parallel.collectives import all_gather
 from openmla.parallel.layout import Shard
-from openmla.parallel.plan import RankPart, RankPlan
+from openmla.parallel.types import RankPart, RankPlan
 
 OFFERS_BYTES = 64 * 2**20  # of all ranks at once; more tokens are exchanged in several messages
 NOBODY = 2**31 - 1  # position of an offer that is none: behind all others

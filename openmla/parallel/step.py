@@ -30,7 +30,7 @@ from openmla.errors import check_kind
 from openmla.ops import merge_states
 from openmla.parallel.collectives import all_gather
 from openmla.parallel.merge import merge_over_ranks
-from openmla.parallel.plan import RankPart, RankPlan
+from openmla.parallel.types import RankPart, RankPlan
 
 
 def attend_over_ranks(

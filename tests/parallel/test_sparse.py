@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from openmla import IndexerConfig, IndexInputs, attend_step, make_plan, ops, select_step
-from openmla.parallel import attend_over_ranks, select_over_ranks
+from openmla.parallel import attend_over_ranks, rank_buffers, select_over_ranks
 from openmla.parallel.select import choose_over_ranks
 from openmla.testing.budgets import out_budget
 from tests.parallel.counted import counted_bytes
@@ -123,6 +123,29 @@ def lengths(rank: int, run: int) -> None:
 @pytest.mark.parametrize("run", [1, 2, 4])
 def test_every_length(many_ranks: Processes, run: int) -> None:
     many_ranks.run(lengths, run)
+
+
+def over_buffers(rank: int) -> None:
+    """A captured step: every token chooses, also those that see no more than K."""
+    for heads in ("all", "own"):
+        buffers = None
+        for query_lens, seq_lens in (([1, 1, 2], [37, 5, 20]), ([1], [9])):
+            story = Sparse(query_lens, seq_lens, padding=4 - sum(query_lens))
+            peer = story.chosen_alone(story.dtype)[0]
+            plan = story.planned(heads)[0]
+            if buffers is None:
+                sizes = {"max_tokens": 4, "max_blocks": 6}
+                buffers = rank_buffers(plan.config, story.mine, plan.ranks, **sizes)
+            plan, own = story.planned(heads, into=buffers)
+            assert plan.absorbed is None and plan.chosen is not None and plan.num_tokens == 4
+            selection = select_over_ranks(story.index(story.dtype), story.mine, plan)
+            given = (story.projected(story.dtype, own), story.absorbed(story.dtype, own))
+            out = attend_over_ranks(*given, story.mine, plan, selection=selection)
+            torch.testing.assert_close(out, peer[:, own], rtol=1e-5, atol=1e-5)
+
+
+def test_fixed_buffers(two_ranks: Processes) -> None:
+    two_ranks.run(over_buffers)
 
 
 def in_messages(rank: int) -> None:
