@@ -26,14 +26,21 @@ from openmla.errors import ConfigError, UnsupportedError, check_kind
 from openmla.parallel.agree import check_agreement
 from openmla.parallel.batches import context_batch, new_batch, token_batch
 from openmla.parallel.captured import plan_captured
+from openmla.parallel.gathered import (
+    CONTEXTS,
+    GatheredContext,
+    gathering_is_cheaper,
+    plan_gathered,
+)
 from openmla.parallel.layout import Shard
 from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
 from openmla.plan.forms import choose_absorbed
-from openmla.plan.rows import pick_rows, rope_offsets, some
+from openmla.plan.rows import pick, pick_rows, rope_offsets, some
 from openmla.plan.upload import upload
+from openmla.plan.workspace import default_workspace_tokens
 
 FORMS = ("auto", "absorbed", "expanded")
 
@@ -51,6 +58,7 @@ def plan_over_ranks(
     workspace_tokens: int | None = None,
     batch_invariant: bool = False,
     into: dict[str, Tensor] | None = None,
+    context: str = "auto",
 ) -> RankPlan:
     """Plan one step, on every rank, for every layer that shares this cache geometry.
 
@@ -59,6 +67,9 @@ def plan_over_ranks(
     make_plan()'s; the form of each request is chosen by its global length. `into` takes buffers of
     rank_buffers() and fills them: the step stays in latent space then, its addresses and sizes
     stay, and a CUDA graph of it may be replayed, collectives included.
+
+    `context` says what becomes of expanded tokens' earlier keys: attended to in "place", "gather"ed
+    from all ranks, or by "auto" whichever is cheaper.
     """
     check_kind("parallel", "ranks", ranks, Ranks)
     asked = {
@@ -71,10 +82,10 @@ def plan_over_ranks(
     try:
         latent = _check_kinds(batch, config, cache)
         fields |= _fields(batch, config, cache, ranks)
-        fields["options"] = {"form": form, "captured": into is not None} | asked
-        _check_step(batch, latent, ranks.shard, form)
+        fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
+        _check_step(batch, latent, ranks.shard, form, context)
         if into is None:
-            plan = _plan(batch, config, cache, ranks, form, workspace, asked)
+            plan = _plan(batch, config, cache, ranks, form, context, workspace, asked)
         else:
             plan = plan_captured(batch, config, cache, ranks, form, into, asked)
         fields["refused"] = False
@@ -118,10 +129,11 @@ def _fields(batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks) ->
     }
 
 
-def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str) -> None:
+def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str, context: str) -> None:
     shard.check_block_size(latent.block_size)
-    if form not in FORMS:
-        raise ConfigError(f"parallel: form must be one of {', '.join(FORMS)}, got {form!r}.")
+    for name, given, known in (("form", form, FORMS), ("context", context, CONTEXTS)):
+        if given not in known:
+            raise ConfigError(f"parallel: {name} must be one of {', '.join(known)}, got {given!r}.")
     if batch.device_seq_lens is not None:
         raise UnsupportedError(
             "parallel: lengths must be known on the host, got device_seq_lens. Which rank holds a "
@@ -140,10 +152,11 @@ def _plan(
     cache: LayerCache,
     ranks: Ranks,
     form: str,
+    context: str,
     workspace: Workspace | None,
     asked: dict[str, Any],
 ) -> RankPlan:
-    shard, heads, latent, slots = ranks.shard, ranks.heads, cache.latent, batch.slot_mapping
+    shard, latent, slots = ranks.shard, cache.latent, batch.slot_mapping
     assert latent is not None and slots is not None
     dense = replace(config, indexer=None)
     wide = with_all_heads(dense, ranks)
@@ -167,19 +180,23 @@ def _plan(
         plan = make_plan(new, dense, kept, form="expanded", **reserved)
         parts["new"] = _part(routes["expanded"], starts, plan)
     later = [b for b in routes["expanded"] if batch.seq_lens[b] > batch.query_lens[b]]
-    if later:
-        context = context_batch(batch, later, shard)
-        if heads == "all":
-            plan = make_plan(context, dense, kept, **reserved)
+    gathered = None
+    if later and _gathers(batch, later, dense, latent, ranks, context, parts["new"].plan):
+        gathered = _gathered(batch, routes["expanded"], latent, shard, parts["new"].plan, reserved)
+    elif later:
+        keys = context_batch(batch, later, shard)
+        if ranks.heads == "all":
+            plan = make_plan(keys, dense, kept, **reserved)
         else:
-            plan = make_plan(context, wide, kept, form="absorbed", **asked)
+            plan = make_plan(keys, wide, kept, form="absorbed", **asked)
         own_starts = _starts(some(batch.query_lens, routes["expanded"]))
         places = [routes["expanded"].index(b) for b in later]
         parts["context"] = RankPart(pick_rows(later, starts), plan, pick_rows(places, own_starts))
     first = next(iter(parts.values())).plan
-    local, rows = upload(
+    local, offsets, rows = upload(
         (
             shard.local_slots(slots, latent.block_size),
+            rope_offsets(batch, config),
             tuple((part.rows, part.inside) for part in parts.values()),
         ),
         latent.data.device,
@@ -194,15 +211,57 @@ def _plan(
         num_tokens=batch.num_tokens,
         padding=batch.padding,
         slot_mapping=local,
-        rope_offsets=rope_offsets(batch, config),
+        rope_offsets=offsets,
         causal=True,
     )
-    offered = 0
-    if routes["chosen"]:
-        assert config.indexer is not None
-        longest = max(some(batch.seq_lens, routes["chosen"]))
-        offered = min(config.indexer.topk, shard.most_local(longest))
-    return RankPlan(config, ranks, batch.num_tokens, step, **parts, candidates=offered)
+    offered = _candidates(batch, routes["chosen"], config, shard)
+    return RankPlan(
+        config, ranks, batch.num_tokens, step, **parts, gathered=gathered, candidates=offered
+    )
+
+
+def _candidates(batch: Batch, choosing: list[int], config: MLAConfig, shard: Shard) -> int:
+    """As many as a token chooses, or as any rank has keys of the longest request."""
+    if not choosing or config.indexer is None:
+        return 0
+    return min(config.indexer.topk, shard.most_local(max(some(batch.seq_lens, choosing))))
+
+
+def _gathers(
+    batch: Batch,
+    requests: list[int],
+    config: MLAConfig,
+    latent: PagedCache,
+    ranks: Ranks,
+    context: str,
+    new: Plan,
+) -> bool:
+    if context != "auto":
+        return context == "gather"
+    query_lens, contexts = some(batch.query_lens, requests), _contexts(batch, requests)
+    dtype = new.problem("cache_write").dtype
+    return gathering_is_cheaper(query_lens, contexts, config, latent, ranks, dtype)
+
+
+def _gathered(
+    batch: Batch,
+    requests: list[int],
+    latent: PagedCache,
+    shard: Shard,
+    new: Plan,
+    reserved: dict[str, Any],
+) -> GatheredContext:
+    workspace: Workspace | None = reserved["workspace"]
+    most = reserved["workspace_tokens"] if workspace is None else workspace.num_rows
+    if most is None:
+        size = {"max_requests": len(requests), "block_size": latent.block_size}
+        most = default_workspace_tokens(new.config, **size)
+    own = replace(new_batch(batch, requests, 1), block_table=pick(batch.block_table, requests))
+    return plan_gathered(own, _contexts(batch, requests), latent, shard, most)
+
+
+def _contexts(batch: Batch, requests: list[int]) -> list[int]:
+    return [batch.seq_lens[b] - batch.query_lens[b] for b in requests]
 
 
 def _starts(lens: Sequence[int]) -> list[int]:

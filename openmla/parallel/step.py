@@ -2,10 +2,11 @@
 
     absorbed, chosen   local keys of this rank, then one merge over ranks
     new                expanded: this step's rows among themselves, the same on every rank
-    context            earlier keys of this rank in place, merged over ranks, then with `new`
+    context            earlier keys of this rank in place, merged over ranks, then with `new`; or
+                       gathered from all ranks, where that is cheaper (gathered.py)
 
 With heads="own" queries are gathered in latent space, each rank attends with everyone's heads, and
-gets its own back, in latent space too. Nothing of the cache ever leaves its rank.
+gets its own back, in latent space too.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from openmla.attention import (
     check_inputs,
 )
 from openmla.attention.absorbed import into_latent, out_of_latent
+from openmla.attention.expanded import whole_queries
 from openmla.attention.step import Part, check_selection, check_write, put_both_together
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache
 from openmla.errors import check_kind
 from openmla.ops import merge_states
 from openmla.parallel.collectives import all_gather
+from openmla.parallel.gathered import attend_gathered
 from openmla.parallel.merge import merge_over_ranks
 from openmla.parallel.types import RankPart, RankPlan
 
@@ -103,6 +106,10 @@ def _attend_expanded(
     assert new is not None
     mine = Projected(*(tensor[new.rows] for tensor in projected))
     out, lse = attend_partial(mine, absorbed, cache, new.plan, write=False)
+    if plan.gathered is not None:
+        assert cache.latent is not None
+        q = whole_queries(mine)
+        attend_gathered(q, out, lse, absorbed, cache.latent, new.plan, plan.gathered, plan.ranks)
     if context is None:
         return out, lse
     earlier = _attend_here(projected, absorbed, cache, plan, context)

@@ -9,6 +9,7 @@ import torch
 
 from openmla.cache import shown_bytes
 from openmla.config import MLAConfig
+from openmla.parallel.gathered import GatheredContext
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from openmla.parallel.ranks import Ranks
 from openmla.plan import Plan
@@ -35,7 +36,8 @@ class RankPlan:
     absorbed: RankPart | None = None  # a request per token, over all its keys here
     chosen: RankPart | None = None  # a request per token, over the keys chosen for it
     new: RankPart | None = None  # expanded: this step's rows among themselves
-    context: RankPart | None = None  # the same tokens, those with keys from earlier steps
+    context: RankPart | None = None  # the same tokens, those with earlier keys, in place
+    gathered: GatheredContext | None = None  # in its place: the same, from all ranks
     candidates: int = 0  # keys that each rank offers for a token of `chosen`
 
     def __repr__(self) -> str:
@@ -77,6 +79,8 @@ class RankPlan:
             if self.ranks.heads == "own":  # this rank's queries to the others
                 width = self.config.num_heads * self.config.latent_dim
                 total += (size - 1) * shape[0] * width * dtype.itemsize
+        if self.gathered is not None:
+            total += self.gathered.sent_bytes(self.config, self.ranks, dtype)
         return total
 
     def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
@@ -109,6 +113,12 @@ class RankPlan:
                     f"{shown_bytes(self.selection_bytes())} sent where a layer chooses"
                 )
             if name == "context":
-                lines.append("  why     context stays where it is: its keys here are attended to")
+                lines.append("  why     attended to in place, which is cheaper than gathering it")
             lines += [f"  {line}" for line in part.plan.explain(finished=finished).splitlines()]
+        if self.gathered is not None:
+            chunks, rows = len(self.gathered.chunks), self.gathered.sent_rows
+            lines += [
+                f"context   gathered from all ranks in {chunks} chunks, {rows} rows from each",
+                "  why     cheaper than attending to it in place and merging",
+            ]
         return "\n".join(lines)

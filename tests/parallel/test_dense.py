@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,43 @@ STEPS = {
 FORMATS = ("fp32", "bf16", "fp8", "fp8_ds_mla")
 
 
+def contexts(rank: int, format: str) -> None:
+    """In place and gathered, in whole and in chunks of a few rounds."""
+    for heads, run, tokens in product(("all", "own"), (1, 2, 4), (8, 24, None)):
+        story = Story(*STEPS["mixed"], format=format, run=run, padding=1)
+        options: dict[str, Any] = {"heads": heads, "form": "expanded", "workspace_tokens": tokens}
+        plan = story.check(**options, context="gather")
+        assert plan.context is None and plan.gathered is not None
+        assert (len(plan.gathered.chunks) > 1) == (tokens is not None)
+        assert "gathered from all ranks" in plan.explain()
+        with counted_bytes() as counted:
+            Story(*STEPS["mixed"], format=format, run=run, padding=1).over_ranks(
+                **options, context="gather", check=False
+            )
+        assert counted.num_bytes == plan.sent_bytes(story.dtype)
+        assert counted.calls == len(plan.gathered.chunks)
+        plan = story.check(**options, context="place")
+        assert plan.context is not None and "attended to in place" in plan.explain()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_contexts(two_ranks: Processes, format: str) -> None:
+    two_ranks.run(contexts, format)
+
+
+def cheaper(rank: int) -> None:
+    """Few keys from elsewhere are gathered, many attended to where they are."""
+    for heads in ("all", "own"):
+        plan = Story([60], [64]).planned(heads, form="expanded")[0]
+        assert plan.gathered is not None and plan.context is None
+        plan = Story([2], [900], BS=64).planned(heads, form="expanded")[0]
+        assert plan.gathered is None and plan.context is not None
+
+
+def test_contexts_by_cost(two_ranks: Processes) -> None:
+    two_ranks.run(cheaper)
+
+
 def every_step(rank: int, format: str) -> None:
     for name, heads in product(STEPS, ("all", "own")):
         Story(*STEPS[name], format=format).check(heads=heads, form="auto")
@@ -37,7 +75,9 @@ def test_steps(two_ranks: Processes, format: str) -> None:
 def schedules(rank: int) -> None:
     for heads, name in product(("all", "own"), ("several", "chunked")):
         outs = [
-            Story(*STEPS[name], format="bf16").over_ranks(heads=heads, schedule=schedule)[0]
+            Story(*STEPS[name], format="bf16").over_ranks(
+                heads=heads, schedule=schedule, context="place"
+            )[0]
             for schedule in ("gather", "exchange")
         ]
         assert torch.equal(*outs), "the schedules must agree to the bit on two ranks"
@@ -55,7 +95,8 @@ def counted_steps(rank: int) -> None:
         with counted_bytes() as counted:
             story.over_ranks(heads=heads, schedule=schedule, check=False)
         assert counted.num_bytes == plan.sent_bytes(torch.bfloat16), (heads, schedule, name)
-        assert (counted.calls == 0) == (plan.absorbed is None and plan.context is None)
+        silent = plan.absorbed is None and plan.context is None and plan.gathered is None
+        assert (counted.calls == 0) == silent
         H, V, C, D = 4, 24, 32, 40
         if name == "decode" and schedule == "exchange":  # the formula of the docs, in numbers
             row = 2 * V + 4 if heads == "all" else (2 * C + 4) / 2 + 2 * D / 2
@@ -114,4 +155,5 @@ def test_steps_on_more_ranks(many_ranks: Processes) -> None:
 
 def all_heads(rank: int, format: str) -> None:
     for name, run in product(STEPS, (1, 4)):
-        Story(*STEPS[name], format=format, run=run).check(form="auto")
+        for context in ("place", "gather"):
+            Story(*STEPS[name], format=format, run=run).check(form="auto", context=context)
