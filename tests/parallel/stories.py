@@ -183,3 +183,15 @@ class Story:
         assert not out[T - self.padding :].any()
         assert plan.explain()
         return plan
+
+    def check_close(self, **options: Any) -> None:
+        """As near as float32 is, output by output: the budget is for many outputs at once."""
+        alone = self.alone(self.dtype, form=options["form"])
+        out, plan = self.over_ranks(**options)
+        own = slice(None)
+        if options["heads"] == "own":
+            H = self.config.num_heads // self.size
+            own = slice(self.rank * H, (self.rank + 1) * H)
+        torch.testing.assert_close(
+            out, alone[:, own], rtol=1e-4, atol=1e-5, msg=lambda m: f"{m} {plan}"
+        )

@@ -120,7 +120,7 @@ def test_a_graph_with_collectives(one_rank: Ranks, heads: str, schedule: str) ->
                 attend_over_ranks(projected, absorbed, caches[0], plan)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads
                 out = attend_over_ranks(projected, absorbed, caches[0], plan)
         out.fill_(torch.nan)
         graph.replay()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
@@ -157,3 +159,28 @@ def all_heads(rank: int, format: str) -> None:
     for name, run in product(STEPS, (1, 4)):
         for context in ("place", "gather"):
             Story(*STEPS[name], format=format, run=run).check(form="auto", context=context)
+
+
+def any_story(rank: int, lens: list[tuple[int, int]], story: dict[str, Any], options: Any) -> None:
+    query_lens = [n for n, _ in lens]
+    seq_lens = [n + context for n, context in lens]
+    Story(query_lens, seq_lens, **story).check_close(**options)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), min_size=1, max_size=5),
+    story=st.fixed_dictionaries({"run": st.sampled_from([1, 2, 4]), "padding": st.integers(0, 2)}),
+    options=st.fixed_dictionaries(
+        {
+            "heads": st.sampled_from(["all", "own"]),
+            "schedule": st.sampled_from(["auto", "gather", "exchange"]),
+            "form": st.sampled_from(["auto", "absorbed", "expanded"]),
+            "context": st.sampled_from(["auto", "place", "gather"]),
+            "workspace_tokens": st.sampled_from([4, 8, 20, None]),
+        }
+    ),
+)
+def test_any_step(two_ranks: Processes, lens: Any, story: Any, options: Any) -> None:
+    two_ranks.run(any_story, lens, story, options)
