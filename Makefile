@@ -25,7 +25,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test_house.py \
 	tests/test_readme.py tests/integrations/test_masks.py
 
-.PHONY: demo test test-fast test-all lint mutants table setup clean test-gpu bench-gpu \
+.PHONY: demo test test-fast test-all test-parallel lint mutants table setup clean test-gpu bench-gpu \
 	demo-vllm test-vllm test-vllm-all setup-vllm
 
 demo: setup
@@ -45,6 +45,10 @@ test-fast: setup
 
 test-all: lint
 	$(PYTEST)
+
+# Over ranks, of gloo groups: also 3, 4 and 8 of them, all lengths and interleaves.
+test-parallel: setup
+	$(PYTEST) tests/parallel
 
 lint: setup
 	$(BIN)/ruff check .

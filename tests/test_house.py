@@ -29,9 +29,10 @@ MAY_IMPORT = {
     "ops": {"errors", "hardware", "outputs", "cache.format", "backends"},
     "plan": {"errors", "config", "hardware", "outputs", "cache", "backends", "ops"},
     "attention": {"errors", "config", "outputs", "cache", "plan", "ops"},
+    "parallel": {"errors", "config", "cache", "backends", "ops", "plan", "attention"},
     "layers": {
         *("errors", "config", "hardware", "outputs", "cache", "backends", "ops", "plan"),
-        "attention",
+        *("attention", "parallel"),
     },
     "testing": {"errors", "config", "outputs", "cache", "backends", "ops"},
 }
@@ -50,11 +51,11 @@ ONLY_IN = {
     ),
     "vllm": ("integrations/vllm/",),
     "safetensors": ("cli/models.py", "cli/checkpoint.py", "integrations/scales.py"),
-    "torch.distributed": (),
+    "torch.distributed": ("parallel/",),
 }
 
 # Where functions stay short enough to be held in mind; kernels and ops' schemas are long by nature.
-SHORT = ("config", "plan", "attention", "layers", "integrations", "cli")
+SHORT = ("config", "plan", "attention", "parallel", "layers", "integrations", "cli")
 MOST_LINES, MOST_PARAMETERS = 80, 13
 
 # Device data is never read back. The reference defines meaning and may; the CPU branches of

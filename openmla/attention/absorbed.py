@@ -25,7 +25,7 @@ def attend_absorbed(
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
     out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
-    return _out_of_latent(out_latent, absorbed, plan.called_with("project_heads")), lse
+    return out_of_latent(out_latent, absorbed, plan.called_with("project_heads")), lse
 
 
 def absorbed_latent(
@@ -37,7 +37,7 @@ def absorbed_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """The same without the last step."""
     q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    q_latent = _into_latent(q_nope, q_pe, absorbed, plan.called_with("project_heads"))
+    q_latent = into_latent(q_nope, q_pe, absorbed, plan.called_with("project_heads"))
     return read_all(q_latent, latent, plan, decode)
 
 
@@ -83,7 +83,7 @@ def attend_chosen(
         out_latent, lse[chunk] = chosen_latent(
             q_nope, q_pe, absorbed, latent, plan, sparse, selection, number
         )
-        out[chunk] = _out_of_latent(out_latent, absorbed, backend)
+        out[chunk] = out_of_latent(out_latent, absorbed, backend)
     return out, lse
 
 
@@ -100,7 +100,7 @@ def chosen_latent(
     """One chunk, without the last step."""
     chunk = sparse.query_chunks[number]
     backend = plan.called_with("project_heads")
-    q_latent = _into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
+    q_latent = into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
     return read_chosen(q_latent, latent, plan, sparse, selection, number)
 
 
@@ -134,7 +134,9 @@ def read_chosen(
     )
 
 
-def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
+def into_latent(
+    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str
+) -> Tensor:  # [n, H, D], as mqa_paged and mqa_sparse take them
     """By torch's product, or straight into place where weights are of eight bits."""
     if absorbed.uk_scale is not None:
         C = absorbed.w_uk.shape[2]
@@ -146,7 +148,7 @@ def _into_latent(q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backen
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
-def _out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
+def out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
     if absorbed.uv_scale is not None:
         out = out_latent.new_empty((*out_latent.shape[:2], absorbed.w_uv.shape[2]))
         project_heads(out, out_latent, absorbed.w_uv, absorbed.uv_scale, backend=backend)

@@ -37,11 +37,11 @@ def attend_expanded(
         assert prefill.new_rows is not None
         rows = gather(latent, plan, prefill.one_shot, kv_c.dtype)
         rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
-        return _attend(q, rows, absorbed, plan, prefill.one_shot, causal=True)
+        return attend_rows(q, rows, absorbed, plan, prefill.one_shot, causal=True)
     out, lse = _attend_new(q, kv_c, k_pe, absorbed, plan, prefill)
     for chunk in prefill.chunks:
         rows = gather(latent, plan, chunk, kv_c.dtype)
-        part = _attend(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
+        part = attend_rows(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
         if merge is None:
             sides = out[chunk.rows], lse[chunk.rows], *part
             merge_states(*sides, backend=plan.backends["merge_states"])
@@ -147,7 +147,7 @@ def whole_keys(k: Tensor, k_pe: Tensor, plan: Plan) -> Tensor:  # [S, H, P + R]
     return joined(k, k_pe, None if plan.workspace is None else plan.workspace.keys[: len(k)])
 
 
-def _attend(
+def attend_rows(
     q: Tensor,
     rows: Tensor,
     absorbed: AbsorbedWeights,
@@ -156,6 +156,7 @@ def _attend(
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
+    """Queries over gathered rows, expanded for the plan's heads."""
     C = plan.config.kv_lora_rank
     k, v = expand(rows[:, :C], absorbed, plan)
     return _mha(

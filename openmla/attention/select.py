@@ -19,6 +19,15 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
 
     Keys are written whatever the plan: later steps will need them.
     """
+    keys = check_index(index, cache, plan)
+    write_keys(index, keys, plan)
+    if plan.sparse is None:
+        return None
+    return _choose(index, keys, cache, plan, plan.sparse)
+
+
+def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache:
+    """What an op would refuse only after keys are written; returns the cache of indexer keys."""
     config, keys = plan.config, cache.index
     if config.indexer is None or keys is None:
         what = "config must have an indexer" if keys else "cache must have index rows"
@@ -43,19 +52,22 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
     check_alike("select", "q_idx", index.q_idx, index.q_idx.dtype, device)
     check_alike("select", "w_idx", index.w_idx, scores_dtype(index.q_idx.dtype), device)
     refuse_grad("select", tuple(tensor for tensor in index if tensor is not None))
-    if index.k_idx is not None:
-        cache_write(
-            keys.data,
-            index.k_idx,
-            index.k_idx[:, :0],
-            plan.slot_mapping,
-            keys.kv_scale,
-            format=keys.format,
-            backend=plan.backends["cache_write"],
-        )
-    if plan.sparse is None:
-        return None
-    return _choose(index, keys, cache, plan, plan.sparse)
+    return keys
+
+
+def write_keys(index: IndexInputs, keys: PagedCache, plan: Plan) -> None:
+    """This step's indexer keys to the plan's slots, unless they are there already."""
+    if index.k_idx is None:
+        return
+    cache_write(
+        keys.data,
+        index.k_idx,
+        index.k_idx[:, :0],
+        plan.slot_mapping,
+        keys.kv_scale,
+        format=keys.format,
+        backend=plan.backends["cache_write"],
+    )
 
 
 def _choose(
@@ -127,26 +139,38 @@ def _score_and_choose(
     start_loc: Tensor,  # [B+1] i32
 ) -> Tensor:  # [rows, K] i32
     assert plan.config.indexer is not None
-    rows = chunk.rows
-    seen = scored.row_lens[rows]
-    q, scales = keys.layout.encode_query(q_idx[rows])
-    w = w_idx[rows] if scales is None else w_idx[rows] * scales
-    logits = index_logits(
-        q,
-        w,
-        keys.data,
-        scored.block_table,
-        start_loc,
-        seen,
-        format=keys.format,
-        num_keys=chunk.num_keys,
-        backend=plan.backends["index_logits"],
-    )
+    seen = scored.row_lens[chunk.rows]
     positions, _ = index_topk(
-        logits,
+        score_chunk(q_idx, w_idx, keys, plan, scored, chunk, start_loc),
         scored.row_starts[: len(seen)],
         seen,
         K=plan.config.indexer.topk,
         backend=plan.backends["index_topk"],
     )
     return positions
+
+
+def score_chunk(
+    q_idx: Tensor,  # [n, HI, DI]
+    w_idx: Tensor,  # [n, HI]
+    keys: PagedCache,
+    plan: Plan,
+    scored: SparsePlan | CompressedPlan,
+    chunk: ScoreChunk,
+    start_loc: Tensor,  # [B+1] i32
+) -> Tensor:  # [rows, num_keys] f32
+    """Scores of the keys that a chunk's rows may see."""
+    rows = chunk.rows
+    q, scales = keys.layout.encode_query(q_idx[rows])
+    w = w_idx[rows] if scales is None else w_idx[rows] * scales
+    return index_logits(
+        q,
+        w,
+        keys.data,
+        scored.block_table,
+        start_loc,
+        scored.row_lens[rows],
+        format=keys.format,
+        num_keys=chunk.num_keys,
+        backend=plan.backends["index_logits"],
+    )

@@ -140,7 +140,7 @@ def run_generate(options: argparse.Namespace) -> int:
     print_table(runs, ids.shape[1])
     print(f"\nmemory beside weights, with openmla\n{memory}")
     print(f"\nlast step ({dtype})\n{explanation}")
-    if plan is not None and plan.sparse is not None:
+    if isinstance(plan, Plan) and plan.sparse is not None:
         print(f"\n{keys_attended(plan)}")
     if options.compare:
         print(f"\n{verdict(runs['openmla'], runs['transformers'])}")

@@ -20,7 +20,8 @@ def attach(model: Model, **options: Any) -> Model:
     """Run a Hugging Face model's MLA layers here from now on; returns the model.
 
     Options: cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace,
-    capture. What they mean is told by help(openmla.integrations.transformers.attach).
+    capture, absorbed_format, group. What they mean is told by
+    help(openmla.integrations.transformers.attach).
     """
     _need_transformers("attach")
     from openmla.integrations import transformers

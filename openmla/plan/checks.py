@@ -94,13 +94,14 @@ def check_room_for_keys(workspace: Workspace | None, apart: bool, backend: str) 
     )
 
 
-def check_batch(batch: Batch, latent: PagedCache) -> None:
-    """Values are checked on the host; tensors that are on the device already are trusted."""
+def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
+    """Values are checked on the host; tensors that are on the device already are trusted. Of a
+    cache over `ranks`, a block holds so many times its tokens."""
     table, slots = batch.block_table, batch.slot_mapping
     if slots is None:
         raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
     check_devices(batch, ("block_table", "slot_mapping", "device_seq_lens"), latent.data.device)
-    N, BS = latent.num_blocks, latent.block_size
+    N, BS = latent.num_blocks, latent.block_size * ranks
     if table.is_cpu:
         check_block_table("batch", table, None, batch.read_lens, N, BS)
     check_device_lens(batch)

@@ -18,7 +18,7 @@ def test_few_and_many_tokens(n: int, dtype: torch.dtype, device: str) -> None:
     per_head = kv_b.view(H, P + V, C)
     weights = AbsorbedWeights(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
     latent = torch.randn(n, H, C, generator=generator).to(device, dtype)
-    out = module._out_of_latent(latent, weights, "auto")
+    out = module.out_of_latent(latent, weights, "auto")
     assert out.shape == (n, H, V) and out.dtype == dtype and out.stride(-1) == 1
     exact = torch.einsum("nhc,hvc->nhv", latent.double(), per_head[:, P:].double())
     eps = torch.finfo(dtype).eps

@@ -191,6 +191,7 @@ def test_models_as_programs(kind: str, tiny: dict[str, Path], tmp_path: Path) ->
         (["-m", "bench.latent", "--help"], "--sweep"),
         (["examples/cached_attention.py"], "fp8_ds_mla"),
         (["examples/huggingface.py"], "tokens the same"),
+        (["examples/two_ranks.py"], "rank 1 of 2: 20 tokens after 300, tokens the same as alone"),
         (["examples/engine.py", "--device", "cpu"], "64 of 64 free at the end"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from openmla import PRESETS, allocate_cache
 from openmla.errors import ConfigError, UnsupportedError
@@ -141,6 +143,22 @@ def test_the_schedule_that_is_taken_sends_less() -> None:
     tiny = PRESETS["tiny-v3"]
     auto, exchange = (Step(tiny, ranks=Split(64, "all", name)) for name in ("auto", "exchange"))
     assert sent_bytes(auto) == sent_bytes(exchange)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("batch", [1, 300])
+def test_the_formula_is_that_of_the_code_that_sends(heads: str, batch: int) -> None:
+    merge = import_module("openmla.parallel.merge")
+    shape = (batch, 128, 512 if heads == "own" else 128)
+    for W in (2, 4, 8, 16, 128):
+        for schedule in ("gather", "exchange"):
+            step = Step(V3, batch=batch, ranks=Split(W, heads, schedule))
+            sent = sent_bytes(step)
+            counted = batch * (sum(sent.values()) - sent.get("queries", 0))
+            assert counted == merge.sent_bytes(schedule, heads, shape, torch.bfloat16, W)
+        taken = merge.choose_schedule(shape, torch.bfloat16, W, heads)
+        auto, named = (Step(V3, batch=batch, ranks=Split(W, heads, s)) for s in ("auto", taken))
+        assert sent_bytes(auto) == sent_bytes(named)
 
 
 def test_a_step_adds_up() -> None:

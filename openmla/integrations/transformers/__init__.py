@@ -14,7 +14,7 @@ DeepSeek V4's compressors are shadowed: see compressed.py.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -55,6 +55,7 @@ def attach(
     workspace: int | None = None,
     capture: bool | None = None,
     absorbed_format: str | None = None,
+    group: Any = None,
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
 
@@ -76,14 +77,20 @@ def attach(
     replayed step would not run. On a CPU, where it must be asked for, the step runs over the same
     fixed tensors instead.
 
+    `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
+    over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
+    Every rank runs the whole model on the same tokens, from one thread at a time, and gets the same
+    outputs; where tokens are sampled, give all ranks one seed. Steps are not captured then.
+
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
     """
     options = Options(
         cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture,
-        absorbed_format,
+        absorbed_format, group,
     )  # fmt: skip
-    install_attachment(model, check_model(model, options), capture)
+    attachment = check_model(model, options)
+    install_attachment(model, attachment, capture if group is None else False)
     return model
 
 

@@ -40,6 +40,7 @@ from openmla.layers.eight_bits import largest_error
 from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
+from openmla.parallel import RankPlan, Ranks
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Attachment:
     workspace_tokens: int | None
     may_grow: bool
     absorbed_format: str | None = None  # "fp8": kv_b_proj in eight bits
+    ranks: Ranks | None = None  # over which the cache is sharded; None: it is all here
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
     previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
@@ -106,7 +108,7 @@ class Attachment:
         for pool in self.pools:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
-        self.last_plan: Plan | None = None
+        self.last_plan: Any = None
         self.workspace_bytes = 0  # the most that a pass planned for
         # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -143,7 +145,7 @@ class Attachment:
 
     def _new_pool(self) -> BlockPool | CompressedPool:
         if self.config.compressor is None:
-            return BlockPool(self.num_blocks, self.block_size)
+            return BlockPool(self.num_blocks, self.block_size * self.num_ranks)
         return CompressedPool(
             Geometry.for_model(
                 self.config,
@@ -157,6 +159,11 @@ class Attachment:
                 index_format="",
             )
         )
+
+    @property
+    def num_ranks(self) -> int:
+        """A block of the pool is one on each of them."""
+        return 1 if self.ranks is None else self.ranks.shard.size
 
     @property
     def current(self) -> Pass:
@@ -250,7 +257,7 @@ class Attachment:
             return allocate_cache(
                 self.config,
                 num_blocks=self.pool.num_blocks,
-                block_size=self.pool.block_size,
+                block_size=self.pool.block_size // self.num_ranks,
                 format=format,
                 kv_scale=self.scales.get(layer, 1.0),
                 index_format=self.index_format,
@@ -376,7 +383,7 @@ class Attachment:
         with self.lock:
             return [part for cache in self.caches.values() for part in cache.parts]
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: Plan | RankPlan) -> None:
         """A pass will do this."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))

@@ -14,6 +14,7 @@ from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.masks import begin_reading, read_mask
 from openmla.ops import mha_ragged
+from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
@@ -89,8 +90,15 @@ def _attend(
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
         layer.index_keys = None
-        session.selection = select_step(index, cache, plan)
+        choose = select_over_ranks if isinstance(plan, RankPlan) else select_step
+        session.selection = choose(index, cache, plan)  # type: ignore[arg-type]
     selection = session.selection
+    if module is attachment.modules[-1]:
+        session.selection = None  # a kept cache does not keep it
+    if sink is not None:
+        sink = sink.float()
+    if isinstance(plan, RankPlan):
+        return attend_over_ranks(projected, absorbed, cache, plan, selection=selection, sink=sink)
     if selection is not None and selection.positions.device != query.device:
         assert plan.sparse is not None  # the same step, planned for another device
         selection = Selection(
@@ -99,15 +107,13 @@ def _attend(
             selection.rows.to(query.device),
             plan.sparse.row_lens,
         )
-    if module is attachment.modules[-1]:
-        session.selection = None  # a kept cache does not keep it
     return attend_step(
         projected,
         absorbed,
         cache,
         plan,
         selection=selection,
-        sink=None if sink is None else sink.float(),
+        sink=sink,
     )
 
 

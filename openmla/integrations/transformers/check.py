@@ -20,6 +20,7 @@ from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
+from openmla.parallel import Ranks
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -36,6 +37,7 @@ class Options(NamedTuple):
     workspace: int | None
     capture: bool | None
     absorbed_format: str | None = None
+    group: Any = None
 
 
 def check_model(model: nn.Module, options: Options) -> Attachment:
@@ -69,6 +71,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         workspace_tokens=options.workspace,
         may_grow=num_blocks is None,
         absorbed_format=options.absorbed_format,
+        ranks=_ranks_of(options, config, block_size),
     )
     _check_options(options, config, block_size)
     _check_capture(model, options)
@@ -111,6 +114,28 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
         raise ConfigError(
             f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
         )
+
+
+def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | None:
+    """How the cache is spread over a group that was given, as it is or as Ranks."""
+    group = options.group
+    if group is None:
+        return None
+    if config.compressor is not None:
+        raise UnsupportedError(
+            f"attach: group must not be given for {config.model_type}: its windows, entries and "
+            "compressor states are not sharded over ranks yet."
+        )
+    ranks = group if isinstance(group, Ranks) else Ranks(group)
+    if ranks.heads != "all":
+        raise ConfigError(
+            f"attach: ranks must have all heads, as every rank runs the whole model, "
+            f"got heads={ranks.heads!r}."
+        )
+    ranks.shard.check_block_size(block_size)
+    if options.capture:
+        raise UnsupportedError("attach: capture must not be asked for with a group.")
+    return ranks
 
 
 def _check_capture(model: nn.Module, options: Options) -> None:

@@ -20,6 +20,7 @@ from openmla.attention import IndexInputs, PoolInputs, attend_compressed
 from openmla.errors import ShapeError
 from openmla.integrations.transformers.offload import brought_in
 from openmla.ops import rope
+from openmla.plan import Plan
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.attachment import Attachment
@@ -110,6 +111,7 @@ def attend_v4(
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
+    assert isinstance(plan, Plan)  # attach() refuses ranks
     step = plan.compressed
     assert step is not None and layer.latents is not None
     config = plan.config

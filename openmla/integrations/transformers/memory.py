@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openmla.cache import shown_bytes
+from openmla.parallel import RankPlan
 from openmla.plan import Plan
 
 ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
@@ -58,9 +59,12 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def workspace_bytes(plan: Plan) -> int:
+def workspace_bytes(plan: Plan | RankPlan) -> int:
     """What one layer takes beside inputs and outputs, at most: rows gathered and expanded, and a
-    sparse model's scores and choices. 0 of a captured step, whose memory is its graph's."""
+    sparse model's scores and choices. 0 of a captured step, whose memory is its graph's. Parts of a
+    step over ranks run one after another."""
+    if isinstance(plan, RankPlan):
+        return max((workspace_bytes(part.plan) for part in plan.parts.values()), default=0)
     if plan.form == "captured":
         return 0
     total, prefill, config = sum(plan.sparse_bytes().values()), plan.prefill, plan.config

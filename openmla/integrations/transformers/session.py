@@ -34,6 +34,7 @@ from openmla.layers.weights import (
     refuse_unabsorbable,
     state_of,
 )
+from openmla.parallel import RankPlan, plan_over_ranks
 from openmla.plan import Batch, Plan, make_plan
 from openmla.plan.upload import upload
 
@@ -69,7 +70,7 @@ class Session:
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.placed: dict[torch.device, Tensor] = {}  # the same, where layers are
-        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
+        self.plans: dict[tuple[torch.device, int], Plan | RankPlan] = {}  # by compress ratio too
         self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
         self.unfinished = False  # a pass has begun, and its last layer has not attended
@@ -269,6 +270,11 @@ class Session:
                 "attach: attention_mask must show the tokens that are cached: deepseek_v4's "
                 "entries are made of several, and none can be taken out again."
             )
+        if self.attachment.ranks is not None and any(hidden):
+            raise UnsupportedError(
+                "attach: attention_mask must show the tokens that are cached where ranks share the "
+                "cache: those behind a hidden one would move to other ranks."
+            )
         wanted, held = dict(zip(requests, new_lens, strict=True)), {}
         old, new = [], []  # of the rows that move: (request, start, stop)
         try:
@@ -370,7 +376,7 @@ class Session:
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None = None,
-    ) -> Plan:
+    ) -> Plan | RankPlan:
         """This pass's plan: made for the first layer of a kind on a device, for all of them."""
         key = (device, cache.ratio)
         self.dtype = dtype
@@ -381,20 +387,43 @@ class Session:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have an indexer of its own."
                 )
-            v4 = config.compressor is not None
-            made = (plan for (place, _), plan in self.plans.items() if v4 and place == device)
-            self.plans[key] = make_plan(
-                self.batch,
-                self.attachment.config,
-                cache,
-                dtype=dtype,
-                backend=self.attachment.backend,
-                workspace_tokens=None if into else self.attachment.workspace_tokens,
-                into=into,
-                beside=next(made, None),
-            )
+            self.plans[key] = self._planned(cache, device, dtype, into)
             self.attachment.planned(self.plans[key])
         return self.plans[key]
+
+    def _planned(
+        self,
+        cache: LayerCache,
+        device: torch.device,
+        dtype: torch.dtype,
+        into: dict[str, Tensor] | None,
+    ) -> Plan | RankPlan:
+        attachment, config = self.attachment, self.attachment.config
+        assert self.batch is not None
+        if attachment.ranks is not None:
+            return plan_over_ranks(
+                self.batch,
+                config,
+                cache,
+                attachment.ranks,
+                dtype=dtype,
+                backend=attachment.backend,
+                workspace_tokens=attachment.workspace_tokens,
+            )
+        v4 = config.compressor is not None
+        made = (plan for (place, _), plan in self.plans.items() if v4 and place == device)
+        beside = next(made, None)
+        assert beside is None or isinstance(beside, Plan)
+        return make_plan(
+            self.batch,
+            config,
+            cache,
+            dtype=dtype,
+            backend=attachment.backend,
+            workspace_tokens=None if into else attachment.workspace_tokens,
+            into=into,
+            beside=beside,
+        )
 
 
 def drop_columns(runs: Runs, num_columns: int) -> int:

@@ -1,0 +1,61 @@
+"""check_agreement: every rank plans the same step, found by one small all-gather before it runs.
+
+Ranks that plan different steps would wait for one another, or add up numbers that do not belong
+together. Each rank sends eight bytes per field; tensors that are on a GPU are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes import string_at
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ConfigError
+from openmla.parallel.collectives import all_gather
+
+FIELDS = (
+    *("refused", "config", "cache", "ranks", "query_lens", "seq_lens", "padding"),
+    *("block_table", "slot_mapping", "options"),
+)
+
+
+def check_agreement(fields: Mapping[str, Any], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all have the same fields. A rank whose planning failed
+    sends what it has, with `refused` set: the others raise instead of waiting for it."""
+    mine = torch.tensor([_digest(fields.get(name)) for name in FIELDS], dtype=torch.int64)
+    every: list[list[int]] = all_gather(mine.to(device), group).tolist()
+    fine = _digest(False)
+    for rank, theirs in enumerate(every):
+        if theirs[0] != fine:
+            raise ConfigError(
+                f"parallel: every rank must be able to plan this step, got an error on rank "
+                f"{rank}. It says there what is wrong."
+            )
+    for rank, theirs in enumerate(every):
+        for name, first, other in zip(FIELDS, every[0], theirs, strict=True):
+            if first != other:
+                raise ConfigError(
+                    f"parallel: {name} must be the same on every rank, got another on rank {rank} "
+                    f"than on rank 0. Here it is {_shown(fields[name])}."
+                )
+
+
+def _digest(value: Any) -> int:
+    """64 bits of a value; 0 of a tensor that only a device has."""
+    if isinstance(value, Tensor):
+        if not value.is_cpu:
+            return 0
+        value = value.contiguous()
+        content = f"{tuple(value.shape)}".encode() + string_at(value.data_ptr(), value.nbytes)
+    else:
+        content = repr(value).encode()
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little", signed=True)
+
+
+def _shown(value: Any) -> str:
+    shown = repr(value.tolist() if isinstance(value, Tensor) and value.is_cpu else value)
+    return shown if len(shown) <= 200 else f"{shown[:200]}..."

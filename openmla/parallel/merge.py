@@ -1,0 +1,173 @@
+"""merge_over_ranks: partial attentions over the keys of several ranks into one.
+
+    m    = max over ranks of lse_r
+    out  = sum of exp(lse_r - m) * out_r / z,  z = sum of exp(lse_r - m), in the order of ranks
+    lse  = m + log(z)
+
+A rank whose lse is -inf, +inf or NaN saw no key: its out is not looked at, whatever it holds. No
+rank saw one: out 0, lse -inf. Arithmetic is in float32 (float64 if out is), out is rounded once.
+
+Two schedules give the same sums. "gather": all ranks' lse, then each scales its own out and the
+group adds them up. "exchange": out and lse go, in one message, to whoever wants the row, and are
+merged there. On two ranks they agree to the bit; on more, the group adds in an order of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ConfigError, ShapeError
+from openmla.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group_of,
+    reduce_scatter,
+    size_and_rank,
+)
+
+SCHEDULES = ("auto", "gather", "exchange")
+HEADS = ("all", "own")
+SMALL = 256 * 1024  # bytes: below, the number of collectives costs more than what they carry
+
+
+def merge_over_ranks(
+    out: Tensor,  # [T, H, V], over this rank's keys
+    lse: Tensor,  # [T, H] f32
+    group: Any,
+    *,
+    heads: str = "all",
+    schedule: str = "auto",
+) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]; of heads="own": [T, H / W, ...]
+    """Merge; see the module's text for the contract. Every rank calls it, with the same shapes.
+
+    `heads` says what comes back: "all" of them to every rank, or to each its "own", of which rank r
+    has the r-th H / W. `schedule` "auto" takes whichever sends fewer bytes.
+    """
+    group = group_of(group)
+    size, rank = size_and_rank(group)
+    check_merge(out, lse, size, heads, schedule)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    lse = lse.to(wide)
+    if schedule == "auto":
+        schedule = choose_schedule(out.shape, out.dtype, size, heads)
+    if schedule == "gather":
+        return _gather(out, lse, group, size, rank, heads)
+    return _exchange(out, lse, group, size, heads)
+
+
+def choose_schedule(shape: Sequence[int], dtype: torch.dtype, size: int, heads: str) -> str:
+    """Whichever sends fewer bytes; of little, the one of fewer collectives."""
+    gather, exchange = (
+        sent_bytes(schedule, heads, shape, dtype, size) for schedule in ("gather", "exchange")
+    )
+    return "exchange" if exchange <= max(gather, SMALL) else "gather"
+
+
+def sent_bytes(
+    schedule: str,
+    heads: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    size: int,
+) -> int:
+    """What each rank sends to merge partials of `shape` [T, H, V], by either schedule.
+
+    An all-gather sends a rank's tensor to W - 1 others, an all-to-all and a reduce-scatter send
+    (W - 1) / W of it, an all-reduce twice that.
+    """
+    T, H, V = shape
+    rows, others = T * H, size - 1
+    wide = torch.promote_types(dtype, torch.float32).itemsize
+    row = V * dtype.itemsize + wide  # out as it is, lse behind it
+    if schedule == "exchange":
+        return others * rows * row if heads == "all" else others * (rows // size) * row
+    added = others * rows * V * wide // size
+    return others * rows * wide + (2 * added if heads == "all" else added)
+
+
+def _gather(
+    out: Tensor, lse: Tensor, group: Any, size: int, rank: int, heads: str
+) -> tuple[Tensor, Tensor]:
+    weights, total = weigh(all_gather(lse, group))
+    scaled = scale(out, weights[rank])
+    if heads == "all":
+        return all_reduce(scaled, group).to(out.dtype), total
+    own = out.shape[1] // size
+    parts = scaled.unflatten(1, (size, own)).transpose(0, 1)  # [W, T, H / W, V]
+    mine = reduce_scatter(parts, group).to(out.dtype)
+    return mine, total[:, rank * own : (rank + 1) * own].contiguous()
+
+
+def _exchange(out: Tensor, lse: Tensor, group: Any, size: int, heads: str) -> tuple[Tensor, Tensor]:
+    packed = _packed(out, lse)  # [T, H, bytes]
+    if heads == "all":
+        received = all_gather(packed, group)
+    else:
+        received = all_to_all(packed.unflatten(1, (size, -1)).transpose(0, 1), group)
+    outs, lses = _unpacked(received, out.dtype, lse.dtype)
+    weights, total = weigh(lses)
+    merged = scale(outs[0], weights[0])
+    for part, weight in zip(outs[1:], weights[1:], strict=True):
+        merged += scale(part, weight)
+    return merged.to(out.dtype), total
+
+
+def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> the same, and [T, H]
+    """Each rank's weight in a row, and the row's lse; 0 and -inf where nobody saw a key."""
+    lses = torch.where(lses < torch.inf, lses, -torch.inf)  # NaN is not less
+    top = lses.amax(0)
+    shares = torch.where(lses > -torch.inf, (lses - top).exp(), 0)
+    sums = shares[0].clone()
+    for share in shares[1:]:
+        sums += share
+    empty = sums == 0
+    return shares / sums.masked_fill(empty, 1), torch.where(empty, -torch.inf, top + sums.log())
+
+
+def scale(out: Tensor, weight: Tensor) -> Tensor:
+    """out * weight in weight's dtype; where that is 0, out is not looked at."""
+    weight = weight[..., None]
+    return torch.where(weight > 0, out.to(weight.dtype) * weight, 0)
+
+
+def _packed(out: Tensor, lse: Tensor) -> Tensor:  # [T, H, bytes] u8
+    return torch.cat(
+        [out.contiguous().view(torch.uint8), lse[..., None].contiguous().view(torch.uint8)], dim=-1
+    )
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    out, lse = packed.split([packed.shape[-1] - wide.itemsize, wide.itemsize], dim=-1)
+    plain = torch.contiguous_format  # copied even where a single row is contiguous, for alignment
+    out, lse = out.clone(memory_format=plain), lse.clone(memory_format=plain)
+    return out.view(dtype), lse.view(wide)[..., 0]
+
+
+def check_merge(out: Tensor, lse: Tensor, size: int, heads: str, schedule: str) -> None:
+    """What is wrong alone is wrong on every rank: found before anybody waits for anybody."""
+    if schedule not in SCHEDULES:
+        raise ConfigError(
+            f"merge: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}."
+        )
+    if heads not in HEADS:
+        raise ConfigError(f"merge: heads must be all or own, got {heads!r}.")
+    if out.dim() != 3 or lse.shape != out.shape[:2]:
+        raise ShapeError(
+            f"merge: out must be [T, H, V] and lse [T, H] of it, got {tuple(out.shape)} and "
+            f"{tuple(lse.shape)}."
+        )
+    if not out.is_floating_point() or lse.dtype not in (torch.float32, torch.float64):
+        raise ShapeError(
+            f"merge: out must be of a floating dtype and lse float32 or float64, got {out.dtype} "
+            f"and {lse.dtype}."
+        )
+    if heads == "own" and out.shape[1] % size:
+        raise ShapeError(
+            f"merge: H must be a multiple of {size} ranks for each to get its own, "
+            f"got {out.shape[1]}."
+        )

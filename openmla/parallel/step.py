@@ -1,0 +1,131 @@
+"""attend_over_ranks: one layer's attention over a cache that is sharded by position.
+
+    absorbed, chosen   local keys of this rank, then one merge over ranks
+    new                expanded: this step's rows among themselves, the same on every rank
+    context            earlier keys of this rank in place, merged over ranks, then with `new`; or
+                       gathered from all ranks, where that is cheaper (gathered.py)
+
+With heads="own" queries are gathered in latent space, each rank attends with everyone's heads, and
+gets its own back, in latent space too.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from openmla.attention import (
+    AbsorbedWeights,
+    Projected,
+    RawProjections,
+    Selection,
+    apply_sink,
+    attend_latent,
+    attend_partial,
+    check_inputs,
+)
+from openmla.attention.absorbed import into_latent, out_of_latent
+from openmla.attention.expanded import whole_queries
+from openmla.attention.ratio import scale_rope
+from openmla.attention.step import Part, check_selection, check_write, put_both_together
+from openmla.attention.write import write_rows
+from openmla.cache import LayerCache
+from openmla.errors import check_kind
+from openmla.ops import merge_states
+from openmla.parallel.collectives import all_gather
+from openmla.parallel.gathered import attend_gathered
+from openmla.parallel.merge import merge_over_ranks
+from openmla.parallel.types import RankPart, RankPlan
+
+
+def attend_over_ranks(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: RankPlan,
+    *,
+    selection: Selection | None = None,
+    sink: Tensor | None = None,  # [H] f32
+    raw: RawProjections | None = None,
+    write: bool = True,
+) -> Tensor:  # [T, H, V]
+    """attend_step over ranks; every rank of the plan's group calls it with the same tokens.
+
+    Rows are written by the ranks that hold their positions, then everyone attends. `selection` is
+    select_over_ranks', where the plan has tokens that choose their keys. H is this rank's: with
+    heads="all" that is all of them, and every rank gets the same result.
+    """
+    check_kind("parallel", "plan", plan, RankPlan)
+    for name, given, kind in (
+        ("projected", projected, Projected),
+        ("absorbed", absorbed, AbsorbedWeights),
+        ("cache", cache, LayerCache),
+    ):
+        check_kind("parallel", name, given, kind)
+    latent = check_inputs(projected, absorbed, cache, plan.step)
+    if plan.chosen is not None:
+        assert plan.chosen.plan.sparse is not None
+        check_selection(selection, plan.chosen.plan.sparse)
+    check_write(raw, plan.step, write)
+    if write:
+        write_rows(projected.kv_c, projected.k_pe, raw, latent, plan.step)
+    parts: list[Part] = []
+    for part, choice in ((plan.absorbed, None), (plan.chosen, selection)):
+        if part is not None:
+            parts.append((part.rows, *_attend_here(projected, absorbed, cache, plan, part, choice)))
+    if plan.new is not None:
+        parts.append((plan.new.rows, *_attend_expanded(projected, absorbed, cache, plan)))
+    if sink is not None:
+        parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
+    out, _ = put_both_together(parts, plan.step)
+    return out
+
+
+def _attend_here(
+    projected: Projected,
+    absorbed: AbsorbedWeights,
+    cache: LayerCache,
+    plan: RankPlan,
+    part: RankPart,
+    selection: Selection | None = None,
+) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H], over all ranks' keys
+    """This rank's keys, then everyone's. Such plans write nothing."""
+    mine = Projected(*(tensor[part.rows] for tensor in projected))
+    if plan.ranks.heads == "all":
+        out, lse = attend_partial(mine, absorbed, cache, part.plan, selection=selection)
+        return _merged(out, lse, plan, part)
+    backend = plan.step.called_with("project_heads")
+    q_latent = gather_heads(into_latent(mine.q_nope, mine.q_pe, absorbed, backend), plan)
+    out_latent, lse = attend_latent(q_latent, cache, part.plan, selection=selection)
+    out_latent, lse = _merged(out_latent, lse, plan, part)
+    return out_of_latent(out_latent, absorbed, backend), lse
+
+
+def _attend_expanded(
+    projected: Projected, absorbed: AbsorbedWeights, cache: LayerCache, plan: RankPlan
+) -> tuple[Tensor, Tensor]:
+    """New rows, and where there is context, what this rank has of it, everyone's merged."""
+    new, context = plan.new, plan.context
+    assert new is not None
+    mine = Projected(*(tensor[new.rows] for tensor in projected))
+    out, lse = attend_partial(mine, absorbed, cache, new.plan, write=False)
+    if plan.gathered is not None:
+        assert cache.latent is not None
+        q = whole_queries(scale_rope(mine, cache.latent, new.plan))
+        attend_gathered(q, out, lse, absorbed, cache.latent, new.plan, plan.gathered, plan.ranks)
+    if context is None:
+        return out, lse
+    earlier = _attend_here(projected, absorbed, cache, plan, context)
+    part, part_lse = out[context.inside], lse[context.inside]
+    merge_states(part, part_lse, *earlier, backend=new.plan.requested["merge_states"])
+    out[context.inside], lse[context.inside] = part, part_lse
+    return out, lse
+
+
+def gather_heads(q_latent: Tensor, plan: RankPlan) -> Tensor:  # [n, W * H, D]
+    """Everyone's heads, by rank."""
+    return all_gather(q_latent, plan.ranks.group).transpose(0, 1).flatten(1, 2)
+
+
+def _merged(out: Tensor, lse: Tensor, plan: RankPlan, part: RankPart) -> tuple[Tensor, Tensor]:
+    schedule = plan.schedule_of(part, out.dtype)
+    return merge_over_ranks(out, lse, plan.ranks.group, heads=plan.ranks.heads, schedule=schedule)

@@ -1,0 +1,124 @@
+"""RankPlan: a step over ranks, as one of them runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from openmla.cache import shown_bytes
+from openmla.config import MLAConfig
+from openmla.parallel.gathered import GatheredContext
+from openmla.parallel.merge import choose_schedule, sent_bytes
+from openmla.parallel.ranks import Ranks
+from openmla.plan import Plan
+from openmla.plan.rows import num_rows
+from openmla.plan.types import Rows
+
+
+class RankPart(NamedTuple):
+    """Some of the step's tokens, and the plan of them alone."""
+
+    rows: Rows
+    plan: Plan
+    inside: Rows = slice(0, 0)  # of context: where its rows are among the new ones
+
+
+@dataclass(frozen=True, repr=False)
+class RankPlan:
+    """One step on one rank; parts that are None have no token on any rank."""
+
+    config: MLAConfig  # with the heads that this rank projects
+    ranks: Ranks
+    num_tokens: int
+    step: Plan  # all tokens and this rank's slots: what is checked and written
+    absorbed: RankPart | None = None  # a request per token, over all its keys here
+    chosen: RankPart | None = None  # a request per token, over the keys chosen for it
+    new: RankPart | None = None  # expanded: this step's rows among themselves
+    context: RankPart | None = None  # the same tokens, those with earlier keys, in place
+    gathered: GatheredContext | None = None  # in its place: the same, from all ranks
+    candidates: int = 0  # keys that each rank offers for a token of `chosen`
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{num_rows(part.rows)} tokens {name}" for name, part in self.parts.items()
+        )
+        shard = self.ranks.shard
+        return f"RankPlan(rank {shard.rank} of {shard.size}: {parts or 'no tokens'})"
+
+    @property
+    def parts(self) -> dict[str, RankPart]:
+        """Those that have tokens, by name."""
+        named = ("absorbed", "chosen", "new", "context")
+        return {name: getattr(self, name) for name in named if getattr(self, name) is not None}
+
+    def merged_shape(self, part: RankPart) -> tuple[int, int, int]:
+        """Of the partial outputs of a part: all heads, in latent space where they are gathered."""
+        config, n = self.config, num_rows(part.rows)
+        if self.ranks.heads == "own":
+            return n, config.num_heads * self.ranks.shard.size, config.kv_lora_rank
+        return n, config.num_heads, config.v_head_dim
+
+    def schedule_of(self, part: RankPart, dtype: torch.dtype) -> str:
+        """By which schedule a part is merged."""
+        if self.ranks.schedule != "auto":
+            return self.ranks.schedule
+        return choose_schedule(
+            self.merged_shape(part), dtype, self.ranks.shard.size, self.ranks.heads
+        )
+
+    def sent_bytes(self, dtype: torch.dtype) -> int:
+        """What this rank sends in one layer's attention, of outputs and queries in `dtype`."""
+        size, total = self.ranks.shard.size, 0
+        for name, part in self.parts.items():
+            if name == "new":
+                continue
+            shape = self.merged_shape(part)
+            total += sent_bytes(self.schedule_of(part, dtype), self.ranks.heads, shape, dtype, size)
+            if self.ranks.heads == "own":  # this rank's queries to the others
+                width = self.config.num_heads * self.config.latent_dim
+                total += (size - 1) * shape[0] * width * dtype.itemsize
+        if self.gathered is not None:
+            total += self.gathered.sent_bytes(self.config, self.ranks, dtype)
+        return total
+
+    def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
+        """What this rank sends where a layer chooses keys: candidates, with their scores."""
+        if self.chosen is None:
+            return 0
+        each = self.candidates * (scores.itemsize + 4)
+        return (self.ranks.shard.size - 1) * num_rows(self.chosen.rows) * each
+
+    def explain(self, *, finished: bool = False) -> str:
+        """What runs on this rank and what is exchanged, part by part."""
+        shard, dtype = self.ranks.shard, self.step.problem("cache_write").dtype
+        owned = (
+            "all heads on every rank"
+            if self.ranks.heads == "all"
+            else "heads gathered, own returned"
+        )
+        lines = [
+            f"rank      {shard.rank} of {shard.size}, positions in runs of {shard.interleave}, "
+            f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
+        ]
+        for name, part in self.parts.items():
+            merged = "nothing is merged over ranks"
+            if name != "new":
+                merged = f"merged over ranks by {self.schedule_of(part, dtype)}"
+            lines.append(f"{name} of {num_rows(part.rows)} tokens, {merged}")
+            if name == "chosen":
+                lines.append(
+                    f"  of {self.candidates} candidates a rank and token, "
+                    f"{shown_bytes(self.selection_bytes())} sent where a layer chooses"
+                )
+            if name == "context":
+                lines.append("  why     attended to in place, which is cheaper than gathering it")
+            lines += [f"  {line}" for line in part.plan.explain(finished=finished).splitlines()]
+        if self.gathered is not None:
+            chunks, rows = len(self.gathered.chunks), self.gathered.sent_rows
+            lines += [
+                f"context   gathered from all ranks in {chunks} chunks, {rows} rows from each",
+                "  why     cheaper than attending to it in place and merging",
+            ]
+        return "\n".join(lines)

@@ -1,0 +1,24 @@
+"""Two ranks for all tests of this folder: starting them takes longer than most of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.parallel.processes import Processes
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Processes]:
+    ranks = Processes(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module", params=[3, 4, 8])
+def many_ranks(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    """For tests marked slow: `make test-parallel` runs them."""
+    ranks = Processes(request.param)
+    yield ranks
+    ranks.close()
