@@ -23,6 +23,7 @@ from openmla import (
     make_plan,
     ops,
 )
+from openmla.cache import LayerScales
 from openmla.parallel import RankPlan, Ranks, Shard, attend_over_ranks, plan_over_ranks
 from openmla.testing.budgets import out_budget
 
@@ -35,6 +36,7 @@ TINY = MLAConfig.from_numbers(
     scale=0.2,
 )
 WIDE = replace(TINY, kv_lora_rank=512, qk_rope_head_dim=64)  # as packed rows are
+APART = LayerScales(0.2, 0.05, k_pe=0.2)  # of fp8 rows: k_pe is stored divided by 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -95,7 +97,7 @@ class Story:
                 num_blocks=blocks,
                 block_size=size,
                 format=self.format,
-                kv_scale=0.05 if self.format == "fp8" else 1.0,
+                kv_scale=APART if self.format == "fp8" else 1.0,
                 index_format=self.index_format,
             )
             for size in (wide, self.BS)
@@ -116,8 +118,9 @@ class Story:
         C = self.config.kv_lora_rank
         latent = cache.latent
         ops.cache_write(
-            latent.data, rows[:, :C], rows[:, C:], slots, latent.kv_scale, format=latent.format
-        )
+            latent.data, rows[:, :C], rows[:, C:], slots, latent.kv_scale, latent.rope_ratio,
+            format=latent.format,
+        )  # fmt: skip
 
     @property
     def batch(self) -> Batch:
