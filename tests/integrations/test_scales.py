@@ -131,6 +131,21 @@ def test_values_too_large_are_told(device: str, warnings_said: Any) -> None:
     assert len(warnings_said()) == 1
 
 
+def test_the_warning_comes_by_itself(device: str, warnings_said: Any) -> None:
+    """Nobody asks; on a GPU a later pass finds what an earlier one has sent to the host."""
+    model, ids = make_model("deepseek_v3").to(device), IDS.to(device)
+    attach(model, cache_format="fp8", kv_scale=1.0)
+    model(ids)
+    assert not warnings_said()
+    scale_latents(model, 300.0)
+    for _ in range(4):
+        model(ids)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    said = warnings_said()
+    assert len(said) == 1 and "values were too large for fp8 at their scales" in said[0]
+
+
 def test_bf16_counts_nothing() -> None:
     model = make_model("deepseek_v3")
     logits_of(model, cache_format="bf16")

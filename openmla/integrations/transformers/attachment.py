@@ -21,18 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from openmla.backends.asked import Asked
-from openmla.backends.requirements import say_once
 from openmla.cache import (
     BlockPool,
     CompressedPool,
     Geometry,
     LayerCache,
     LayerScales,
-    PagedCache,
     allocate_cache,
 )
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.integrations.transformers.clamped import Clamped, counted
 from openmla.integrations.transformers.compressed import Compressible
 from openmla.integrations.transformers.growth import spare_blocks
 from openmla.integrations.transformers.memory import ABSORBED, MemoryReport, workspace_bytes
@@ -125,7 +124,7 @@ class Attachment:
         self._passes = threading.local()
         self._streams: dict[torch.device, Any] = {}  # where caches were last used
         self._tables: dict[torch.device, Tensor] = {}
-        self.warned = False  # of values that were cut off
+        self.cut_off = Clamped()
         self.measured: dict[int, Measured] = {}  # by layer, while calibrate() runs
 
     def __getstate__(self) -> dict[str, Any]:
@@ -341,47 +340,21 @@ class Attachment:
         told = [self.last_plan.explain(finished=True)]
         if self.absorbed_format is not None:
             told += [line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED)]
-        return "\n".join([*told, *self._told_of_clamped()])
+        return "\n".join([*told, *self.cut_off.lines(self._caches())])
 
     def clamped(self) -> dict[int, int]:
         """How many values of which layers fp8 has cut off so far: too large for their scales.
         Waits for the device."""
+        return counted(self._caches())
+
+    def after_pass(self) -> None:
+        """Says once that values were cut off, without making a pass wait for it."""
+        self.cut_off.after_pass(self._caches())
+
+    def _caches(self) -> dict[int, LayerCache]:
+        """As they are now: other threads may add some."""
         with self.lock:
-            counts = {
-                layer: [part.clamped for part in cache.parts if part.clamped is not None]
-                for layer, cache in self.caches.items()
-            }
-            found = {layer: sum(int(count) for count in parts) for layer, parts in counts.items()}
-        return {layer: count for layer, count in found.items() if count}
-
-    def _told_of_clamped(self) -> list[str]:
-        """A line, of a model whose caches have scales; the first time there is something to tell,
-        a warning too."""
-        if not any(part.layout.scaled for part in self._parts()):
-            return []
-        found = self.clamped()
-        if not found:
-            return ["clamped: no value was too large for its scale"]
-        worst = max(found, key=lambda layer: found[layer])
-        told = (
-            f"clamped: {sum(found.values())} values were too large for fp8 at their scales, "
-            f"{found[worst]} of them in layer {worst}"
-        )
-        if not self.warned:
-            self.warned = True
-            say_once(f"attach: {told}. openmla.calibrate() finds scales that hold them.")
-        return [told]
-
-    def warn_of_clamped(self) -> None:
-        """After a pass; only where looking waits for nothing."""
-        if self.warned or torch.compiler.is_compiling():
-            return
-        if {part.data.device.type for part in self._parts()} == {"cpu"}:
-            self._told_of_clamped()
-
-    def _parts(self) -> list[PagedCache]:
-        with self.lock:
-            return [part for cache in self.caches.values() for part in cache.parts]
+            return dict(self.caches)
 
     def planned(self, plan: Plan | RankPlan) -> None:
         """A pass will do this."""

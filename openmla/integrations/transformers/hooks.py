@@ -80,7 +80,8 @@ class AfterPass:
         self.attachment = attachment
 
     def __call__(self, model: nn.Module, args: Any, result: Any) -> None:
-        self.attachment.warn_of_clamped()
+        if result is not None:
+            self.attachment.after_pass()
         current = self.attachment.current
         session, current.session, current.own_cache = current.session, None, None
         if session is None or not session.unfinished:
