@@ -16,7 +16,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,13 +34,22 @@ OUTGROWN = 128 << 20  # bytes: twice an H200's L2 cache, and more
 BASE = "bf16, torch.bmm"
 E4M3 = torch.float8_e4m3fn
 WRONG = 6e-3  # of a product of bf16, relative
-SWEPT = [
-    (16, 16, 128, 2, 3), (16, 16, 128, 1, 3), (16, 16, 128, 4, 4), (16, 32, 128, 4, 3),
-    (16, 32, 128, 2, 4), (16, 64, 128, 4, 3), (16, 64, 64, 4, 4), (16, 128, 128, 4, 2),
-    (16, 128, 64, 8, 3), (32, 64, 128, 4, 3), (64, 32, 64, 4, 3), (64, 64, 64, 4, 3),
-    (64, 64, 128, 4, 2), (64, 128, 64, 4, 3), (64, 128, 64, 8, 3), (128, 64, 64, 4, 3),
-    (128, 128, 64, 8, 3),
-]  # fmt: skip
+# block_m, block_n, block_k, warps, stages
+SWEPT = {
+    True: [
+        (16, 16, 64, 2, 3), (16, 16, 64, 2, 8), (16, 16, 128, 2, 4), (16, 16, 128, 1, 4),
+        (16, 16, 256, 2, 2), (16, 16, 512, 4, 1), (16, 32, 64, 2, 8), (16, 32, 128, 4, 4),
+        (16, 64, 64, 4, 3), (16, 64, 64, 4, 8), (16, 64, 128, 4, 4), (16, 64, 128, 8, 4),
+        (16, 128, 64, 4, 6), (16, 128, 64, 8, 8), (16, 128, 128, 4, 4), (16, 128, 128, 8, 4),
+        (16, 128, 32, 4, 8),
+    ],
+    False: [
+        (32, 64, 64, 4, 4), (32, 64, 128, 4, 3), (32, 128, 64, 4, 4), (64, 32, 64, 4, 3),
+        (64, 64, 64, 4, 3), (64, 64, 64, 4, 5), (64, 64, 128, 4, 3), (64, 128, 64, 4, 3),
+        (64, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+    ],
+}  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -50,7 +59,7 @@ class Shape(NamedTuple):
     bytes: dict[bool, int]  # moved by a call, with weights in eight bits or not
 
 
-def make(into: bool, T: int, H: int) -> Shape:
+def make(into: bool, T: int, H: int, sweep: bool) -> Shape:
     """Queries into latent space, or outputs out of it."""
     torch.manual_seed(0)
     layers = max(64, OUTGROWN // (H * P * C))
@@ -76,8 +85,13 @@ def make(into: bool, T: int, H: int) -> Shape:
     def beside(weights: Iterator[Tensor]) -> Tensor:
         return torch.cat([bmm(weights), q_pe], dim=-1)[:, :, :C]
 
-    def ours(weights: Iterator[Tensor], scale: Tensor | None, whole: bool = False) -> Tensor:
-        project_heads(out, x, next(weights), scale, backend="triton")
+    op = partial(project_heads, backend="triton")
+
+    def ours(
+        weights: Iterator[Tensor], scale: Tensor | None, whole: bool = False,
+        run: Callable[..., None] = op,
+    ) -> Tensor:  # fmt: skip
+        run(out, x, next(weights), scale)
         if whole:
             q_latent[:, :, C:] = q_pe
         return out
@@ -93,6 +107,8 @@ def make(into: bool, T: int, H: int) -> Shape:
             "bf16, torch.bmm and cat": partial(beside, itertools.cycle(sixteen)),
             "fp8, in place": partial(ours, itertools.cycle(eight), heads, True),
         }
+    for name, run in tiles("project_heads", T, K).items() if sweep else ():
+        contenders[name] = partial(ours, itertools.cycle(eight), heads, run=run)
     sizes = {
         small: cost(T, H=H, K=K, N=N, itemsize=2, w_itemsize=1 if small else 2).bytes
         for small in (True, False)
@@ -100,17 +116,25 @@ def make(into: bool, T: int, H: int) -> Shape:
     return Shape(contenders, exact, layers, sizes)
 
 
-def tiles(ours: Callable[[], Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """The same call with other tiles."""
-    module = import_module("openmla.backends.triton.project_heads")
-    config = import_module("openmla.backends.triton._head_weights").Config
+def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[..., None]]:
+    """run() of project_heads or project_quantize with other tiles, by name: not the op itself,
+    which would repeat the launches of the tile it had first."""
+    module = import_module(f"openmla.backends.triton.{op}")
+    shared = import_module("openmla.backends.triton._head_weights")
 
-    def tried(tile: Any) -> Tensor:
-        fresh = patch.object(module, "launch_of", module.launch_of.__wrapped__)
-        with patch.object(module, "config_of", lambda *_, **__: tile), fresh:
-            return ours()
+    def tried(tile: Any) -> Callable[..., None]:
+        kept = lru_cache(module.launch_of.__wrapped__)
 
-    return {"x".join(map(str, row)): partial(tried, config(*row)) for row in SWEPT}
+        def run(*args: Any, **kwargs: Any) -> None:
+            fresh = patch.object(module, "launch_of", kept)
+            with patch.object(module, "config_of", lambda *_, **__: tile), fresh:
+                module.run(*args, **kwargs)
+
+        return run
+
+    swept = [shared.Config(*row) for row in SWEPT[T <= shared.FEW_TOKENS]]
+    fitting = [tile for tile in swept if tile.block_n >= least_n and tile.block_k <= K]
+    return {"x".join(map(str, tile)): tried(tile) for tile in fitting}
 
 
 def checked(title: str, shape: Shape) -> dict[str, float]:
@@ -142,9 +166,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         title = f"{'w_uk' if into else 'w_uv'}-h{H}-b{T}"
         if options.only not in title:
             continue
-        shape = make(into, T, H)
-        if options.sweep:
-            shape.contenders.update(tiles(shape.contenders["fp8, a scale per head"]))
+        shape = make(into, T, H, options.sweep)
         errors = checked(title, shape)
         right = {name: shape.contenders[name] for name in errors if errors[name] < WRONG}
         times = timed(right, shape.layers)

@@ -1,6 +1,7 @@
 """The quantised end of a step on a GPU: one op beside the ops it stands for.
 
     python3 -m bench.outputs --json outputs.json
+    python3 -m bench.outputs --sweep --only decode-b1-h16-fp8_128
 
 Decode: out of latent space and quantised. project_quantize, against torch.bmm and quantize_out, and
 against torch.bmm and the quantiser in torch's own ops, as an engine without either has it. w_uv is
@@ -15,11 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
 from itertools import cycle
 
 import torch
 from torch import Tensor
 
+from bench.absorbed import tiles
 from bench.latent import timed
 from openmla.bench.harness import describe_machine
 from openmla.errors import UnsupportedError
@@ -63,7 +67,9 @@ def plainly(out: QuantizedOutput, x: Tensor) -> None:
     quantize_out(out.values, out.scales, x, out.global_scale, format=out.format)
 
 
-def projecting(n: int, H: int, out: QuantizedOutput) -> tuple[Contenders, int]:
+def projecting(
+    n: int, H: int, out: QuantizedOutput, one_op: Callable[..., None] = project_quantize
+) -> tuple[Contenders, int]:
     """Contenders by name, and how many calls see other weights."""
     calls = max(COLD_BYTES // (2 * H * C * V), 1)
     latent = (torch.randn(n, H, C, device="cuda") / 3).bfloat16()
@@ -76,7 +82,7 @@ def projecting(n: int, H: int, out: QuantizedOutput) -> tuple[Contenders, int]:
 
     def fused() -> None:
         w_uv, scale = next(turns[FUSED]), out.global_scale
-        project_quantize(out.values, out.scales, latent, w_uv, None, scale, format=out.format)
+        one_op(out.values, out.scales, latent, w_uv, None, scale, format=out.format)
 
     made: Contenders = {FUSED: fused, TWO_OPS: lambda: plainly(out, product(TWO_OPS))}
     if out.format != "nvfp4":
@@ -128,10 +134,36 @@ def differences(make: Make, n: int, H: int, out: QuantizedOutput) -> dict[str, f
     return {name: float((each - first).norm() / first.norm()) for name, each in found.items()}
 
 
+def swept(n: int, H: int, out: QuantizedOutput) -> Contenders:
+    """The one op with other tiles, those that the machine has room for and that are right."""
+    too_large = import_module("triton.runtime.errors").OutOfResources
+    found: Contenders = {}
+    runs = tiles("project_quantize", n, C, get_output_format(out.format).group)
+    for name, run in runs.items():
+        tried = partial(run, rows=None, first_row=0)
+        torch.manual_seed(0)
+        projecting(n, H, out)[0][FUSED]()
+        exact = decode_output(out).double()
+        torch.manual_seed(0)
+        try:
+            contender = projecting(n, H, out, tried)[0][FUSED]
+            contender()
+        except too_large as reason:
+            print(f"{name} does not fit: {reason}")
+            continue
+        apart = float((decode_output(out).double() - exact).norm() / exact.norm())
+        if apart < 0.02:
+            found[name] = contender
+        else:
+            print(f"{name} WRONG: {apart}")
+    return found
+
+
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.outputs")
     parser.add_argument("--json", help="write the rows here too")
     parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--sweep", action="store_true", help="other tiles of decode as well")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise UnsupportedError("bench: outputs needs a GPU.")
@@ -149,12 +181,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
             if wrong:
                 print(f"{shape:<30} WRONG: {wrong}")
                 continue
-            times = timed(*make(n, H, out))
+            contenders, calls = make(n, H, out)
+            if options.sweep and make is projecting:
+                contenders |= swept(n, H, out)
+            times = timed(contenders, calls)
             for name, us in times.items():
                 ratios = {other: times[other] / us for other in (TWO_OPS, TORCH) if other in times}
                 print(
                     f"{shape:<30} {name:<18} {us:>9.2f} {ratios[TWO_OPS]:>8.2f} "
-                    f"{ratios.get(TORCH, float('nan')):>6.2f}  {apart[name]:.5f}",
+                    f"{ratios.get(TORCH, float('nan')):>6.2f}  {apart.get(name, 0.0):.5f}",
                     flush=True,
                 )
                 rows.append({"shape": shape, "contender": name, "us": us, "ratios": ratios})

@@ -24,6 +24,7 @@ PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 E4M3 = torch.float8_e4m3fn
 LEAST_ROWS = 16  # of a product
 FEW_TOKENS = 16  # one tile of them: what is left to do is reading weights
+ROOM = 64 << 10  # bytes of shared memory that every target has
 PROGRAMS = 128  # of one tile of tokens, about one a multiprocessor, where heads are few
 
 
@@ -38,11 +39,12 @@ class Config(NamedTuple):
 @lru_cache(maxsize=1024)
 def config_of(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool,
-    least_n: int = 16,
+    least_n: int = 16, room: int = ROOM,
 ) -> Config:  # fmt: skip
     """The tile: for few tokens as narrow as it takes to have all multiprocessors read weights, but
-    no narrower than least_n. Of the rows that share a scale it takes a part that divides them,
-    where there is one: one number of tokens has one order of sums, however wide the tile."""
+    no narrower than least_n; as many loads in flight as shared memory has room for. Of the rows
+    that share a scale it takes a part that divides them, where there is one: one number of tokens
+    has one order of sums, however wide the tile."""
     wide = dtype == torch.float32
     block_m = FEW_TOKENS if few or wide else 64
     block = K // KB
@@ -55,7 +57,17 @@ def config_of(
     while block_n > least_n and tiles * H * cdiv(N, block_n) < PROGRAMS:
         block_n //= 2
     block_n = max(block_n, least_n)
-    return Config(block_m, block_n, block_k, 2 if block_n == 16 else 4, 3)
+    warps, stages = 2 if block_n == 16 else 4, 3
+    if eight_bits:
+        stages = 4 if block_n == 16 else 3
+    elif not wide:
+        tile_bytes = 2 * block_k * (block_m + block_n)
+        most = 8 if few else 4 if block_n == 128 else 5
+        if few and block_n == 128 and K % 128 == 0 and room >= 8 * tile_bytes:
+            block_k, tile_bytes, most = 128, 2 * tile_bytes, 4
+        stages = min(most, room // tile_bytes)
+        warps = 8 if block_m == 64 and block_n == 128 else warps
+    return Config(block_m, block_n, block_k, warps, stages)
 
 
 def why_not_weights(problem: Problem) -> str | None:
@@ -129,6 +141,15 @@ def settle(values):
 
 
 @triton.jit
+def add_compensated(total, lost, part):
+    """total + part in float32, and what rounding lost of it, for the next time: Kahan's sum. Tiles
+    of rows added plainly would lose more bits than torch's sums do."""
+    part -= lost
+    new = total + part
+    return new, (new - total) - part
+
+
+@triton.jit
 def project_tile(
     x, w, w_scale, mask_m, n, x_token_at, w_line, scale_k, scale_n,
     K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
@@ -141,6 +162,8 @@ def project_tile(
     dtype: tl.constexpr = x.dtype.element_ty
     scales_at = w_scale + (n // SCALED_N) * scale_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if PRECISION == "ieee":
+        lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         weights = load_weights(
@@ -151,13 +174,16 @@ def project_tile(
         if K % BLOCK_K != 0:
             mask = mask & (k < K)[None, :]
         tokens = tl.load(at, mask=mask, other=0.0)
-        if EIGHT_BITS and SCALED_K < K:
-            scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
+        if PRECISION == "ieee" or (EIGHT_BITS and SCALED_K < K):
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc += dot(tokens, weights, part, PRECISION, UPCAST) * scales[None, :]
-        elif PRECISION == "ieee":  # rows in one chain would lose more bits than torch's sums do
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            acc += dot(tokens, weights, part, PRECISION, UPCAST)
+            part = dot(tokens, weights, part, PRECISION, UPCAST)
+            if EIGHT_BITS and SCALED_K < K:
+                scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
+                part *= scales[None, :]
+            if PRECISION == "ieee":
+                acc, lost = add_compensated(acc, lost, part)
+            else:
+                acc += part
         else:
             acc = dot(tokens, weights, acc, PRECISION, UPCAST)
     if EIGHT_BITS and SCALED_K >= K:

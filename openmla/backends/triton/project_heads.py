@@ -33,7 +33,7 @@ from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to
 
 LAUNCHES = 1
-FP_FUSION = False  # the same sums as in project_quantize
+FP_FUSION = True  # the same sums as in project_quantize
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

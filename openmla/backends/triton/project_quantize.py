@@ -24,10 +24,12 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    SHARED_MEMORY,
     TARGETS,
     Build,
     capability_of,
     cdiv,
+    nearest_target,
     signature_of,
 )
 from openmla.backends.triton._head_weights import (
@@ -51,7 +53,7 @@ from openmla.backends.triton._quantize import (
 from openmla.outputs import get_output_format
 
 LAUNCHES = 1
-FP_FUSION = False  # bytes must not depend on how the compiler contracts
+FP_FUSION = True  # float32 is summed as torch sums it; no quantiser adds to a product
 
 
 @triton.jit(
@@ -146,7 +148,8 @@ def constants_of(
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them; rows are cut as project_heads cuts them."""
     group = get_output_format(format).group
-    config = config_of(dtype, few, H, C, V, KB, eight_bits=eight_bits, least_n=group)
+    room = SHARED_MEMORY[nearest_target(capability)]
+    config = config_of(dtype, few, H, C, V, KB, eight_bits=eight_bits, least_n=group, room=room)
     weights = weight_constants(dtype, C, V, KB, NB, eight_bits=eight_bits, by_columns=by_columns)
     constants = {
         **weights,
