@@ -149,7 +149,8 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
     per block of 128 x 128. Anything else: an identity is pushed through the linear itself, which
     is exact unless it quantises its activations with a fixed scale.
     """
-    weight = getattr(linear, "weight", None)
+    # its own: an adapter shows the weight of the linear it wraps, which is not all it does
+    weight = linear._parameters.get("weight", linear._buffers.get("weight"))
     if isinstance(weight, Tensor) and type(weight) in OWN and weight.dtype in FP8:
         for name in ("weight_scale_inv", "weight_scale"):
             scale = getattr(linear, name, None)

@@ -14,6 +14,7 @@ from openmla.integrations.transformers import attach
 from openmla.layers.weights import decode_weight
 from tests.integrations.generation import captured
 from tests.integrations.models import make_v4, model_of, padded_prompts
+from tests.layers.quantised_linears import FP8Linear
 
 FAMILIES = ("deepseek_v3", "deepseek_v32")
 OLD = transformers.__version__.startswith("5.17.")
@@ -33,6 +34,11 @@ class LowRank(nn.Module):
         self._disable_adapters = False
         self.requires_grad_(False)
 
+    @property
+    def weight(self) -> Tensor:
+        found: Tensor = self.base_layer.weight
+        return found
+
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = self.base_layer(hidden)
         if self._disable_adapters:
@@ -47,6 +53,15 @@ def adapted(family: str, device: str, *names: str) -> tuple[Any, list[LowRank]]:
             added.append(LowRank(getattr(layer.self_attn, name)))
             setattr(layer.self_attn, name, added[-1])
     return model.to(device), added
+
+
+def test_an_adapter_over_fp8() -> None:
+    """It shows its base's bytes as a weight of its own; what it does is all of both."""
+    base = FP8Linear(torch.randn(160, 32))
+    adapter = LowRank(base)
+    expected = decode_weight(base, 32, torch.float32)
+    expected += 2.0 * adapter.lora_B.weight @ adapter.lora_A.weight
+    torch.testing.assert_close(decode_weight(adapter, 32, torch.float32), expected)
 
 
 @pytest.mark.parametrize("capture", [False, True])
