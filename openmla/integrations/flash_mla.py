@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.format import FORMATS
+from openmla.cache.format import FORMATS, GROUP
 from openmla.errors import OpenMLAError, UnsupportedError
 from openmla.hardware import multiprocessors
 from openmla.integrations import drop_in
@@ -242,7 +242,7 @@ def flash_mla_sparse_fwd(
                 f"{q.dtype} and {kv.dtype}."
             )
         listed = indices.select(1, 0)
-        T, K = listed.shape
+        T, K = q.shape[0], indices.shape[2]
         lens = kept(_full, q, T, K) if topk_length is None else topk_length
         rows = kv.select(1, 0).unsqueeze(0)
         segment = Segment(rows, kept(_one, q), PLAIN[kv.dtype], "slots", None, listed, lens)
@@ -460,11 +460,11 @@ def _format_of(dtype: torch.dtype, width: int, D: int, kv_format: str | None) ->
             f"flash_mla_with_kvcache: kv_format must be {', '.join(PACKED)} or None, "
             f"got {kv_format!r}."
         )
-    packed = dict.fromkeys([PACKED[kv_format]] if kv_format else ["fp8_ds_mla", "fp8_dsv4"])
+    # rows of 512 values without rope are as long as V4.1's: these are taken by name only
+    some = ("fp8_dsv4",) if D % GROUP == 0 else ("fp8_ds_mla", "fp8_dsv4")
+    packed = some if kv_format is None else (PACKED[kv_format],)
     for format in packed:
-        # rows of 512 values without rope are as long as V4.1's: these are taken by name only
-        unnamed = kv_format is None and format == "fp8_ds_mla" and D % 128 == 0
-        if not unnamed and _width(format, D) == width:
+        if _width(format, D) == width:
             return format
     if dtype == torch.float8_e4m3fn and width == D:
         return "fp8"
