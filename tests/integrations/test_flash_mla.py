@@ -107,7 +107,7 @@ def test_schedules_of_either_kind_serve_a_call() -> None:
     new, nothing = get_mla_metadata()
     assert isinstance(new, FlashMLASchedMeta) and nothing is None
     old, splits = get_mla_metadata(lens, 16, 1)
-    assert old.dtype == splits.dtype == torch.int32
+    assert splits is not None and old.dtype == splits.dtype == torch.int32
     assert old.shape[1] == 8 and splits.shape == (3,)
     named, _ = get_mla_metadata(cache_seqlens=lens, num_q_tokens_per_head_k=16, num_heads_k=1)
     assert named.shape == old.shape
@@ -273,7 +273,7 @@ def test_statistics_in_base_two_or_none() -> None:
     indices = torch.randint(-1, 20, (3, 1, 6), dtype=torch.int32)
     out, largest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.05)
     in_twos = flash_mla_sparse_fwd(q, kv, indices, 0.05, return_log2_lse=True)
-    assert largest is not None and lse is not None
+    assert largest is not None and lse is not None and in_twos[1] is not None
     torch.testing.assert_close(in_twos[1] + 0, largest * math.log2(math.e))
     torch.testing.assert_close(in_twos[2], lse * math.log2(math.e))
     none = flash_mla_sparse_fwd(q, kv, indices, 0.05, return_log2_lse=False)
