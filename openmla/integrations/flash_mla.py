@@ -177,9 +177,16 @@ def flash_mla_with_kvcache(
     heads, any page size; lists also of 16-bit rows.
     """
     try:
-        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        if q.dim() != 4 or k_cache.dim() != 4:
+            raise DropInError(
+                "flash_mla_with_kvcache: q and k_cache must have 4 dimensions, got "
+                f"{tuple(q.shape)} and {tuple(k_cache.shape)}."
+            )
+        B, n, H, D = q.shape
+        _, page, G, _ = k_cache.shape
+        scale = D**-0.5 if softmax_scale is None else softmax_scale
         shape = (
-            *q.shape[:3], *k_cache.shape[1:3], causal, _is_fp8(k_cache, is_fp8_kvcache),
+            B, n, H, page, G, causal, _is_fp8(k_cache, is_fp8_kvcache),
             None if indices is None else indices.shape[-1],
             None if extra_k_cache is None else extra_k_cache.shape[1],
             None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
@@ -372,7 +379,7 @@ def _dense(
         parts.append(
             mqa_paged(
                 heads.reshape(-1, H // G, D),
-                pages if format in PLAIN.values() or format == "fp8" else pages.view(torch.uint8),
+                pages.view(torch.uint8) if format in PACKED.values() else pages,
                 unit, block_table, cache_seqlens, begins, format=format, C=C, scale=scale,
                 causal=causal, max_query_len=tokens, run_length=run_length,
             )
@@ -427,7 +434,7 @@ def _segment(
         lens = topk_length if n == 1 else topk_length.repeat_interleave(n, output_size=B * n)
     format = _format_of(cache.dtype, cache.shape[3], D, kv_format)
     pages = cache.select(2, 0)
-    if FORMATS[format].packed:
+    if format in PACKED.values() and cache.dtype != torch.uint8:
         pages = pages.view(torch.uint8)
     rows = indices.reshape(B * n, K)
     return Segment(pages, _scale_of(descale_k, q), format, "slots", None, rows, lens)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from openmla.errors import OpenMLAError
 from openmla.integrations import deep_gemm
@@ -24,6 +25,13 @@ from openmla.integrations.deep_gemm import (
 FP8, I32 = torch.float8_e4m3fn, torch.int32
 
 
+def on(device: str, function: Any, **kwargs: Any) -> Tensor:
+    """A call there, its logits here."""
+    kwargs = tree_map_only(Tensor, lambda each: each.to(device), kwargs)
+    logits: Tensor = function(**kwargs)
+    return logits.cpu()
+
+
 def score(q: Tensor, key: Tensor, weights: Tensor) -> float:
     """Of one token [h, d] for one key [d], in float64."""
     total = 0.0
@@ -32,7 +40,7 @@ def score(q: Tensor, key: Tensor, weights: Tensor) -> float:
     return total
 
 
-def close(actual: Tensor, exact: Tensor, room: float = 1e-4) -> None:
+def close(actual: Tensor, exact: Tensor, room: float = 2e-3) -> None:
     assert actual.shape == exact.shape
     assert torch.equal(actual == -math.inf, exact == -math.inf)
     seen = exact != -math.inf
@@ -61,26 +69,28 @@ def ragged(call: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize(("H", "D"), [(32, 64), (7, 32), (64, 128)])
-def test_packed_keys(H: int, D: int) -> None:
+def test_packed_keys(H: int, D: int, device: str) -> None:
     call = packed(5, 24, H, D)
     exact = ragged(call)
     for clean in (True, False):
-        close(fp8_mqa_logits(**call, clean_logits=clean), exact)
+        close(on(device, fp8_mqa_logits, **call, clean_logits=clean), exact)
     as_pair = {**call, "q": (call["q"], None)}
-    close(fp8_fp4_mqa_logits(**as_pair), exact)
-    half = fp8_fp4_mqa_logits(**as_pair, clean_logits=False, logits_dtype=torch.bfloat16)
+    close(on(device, fp8_fp4_mqa_logits, **as_pair), exact)
+    half = on(
+        device, fp8_fp4_mqa_logits, **as_pair, clean_logits=False, logits_dtype=torch.bfloat16
+    )
     assert half.dtype == torch.bfloat16
     close(half, exact, 1e-2)
     narrow = {**as_pair, "weights": call["weights"].bfloat16()}
-    close(fp8_fp4_mqa_logits(**narrow), ragged({**call, "weights": narrow["weights"]}))
+    close(on(device, fp8_fp4_mqa_logits, **narrow), ragged({**call, "weights": narrow["weights"]}))
 
 
 @pytest.mark.parametrize("chunk", [2**26, 50])
-def test_rows_from_their_starts(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_from_their_starts(chunk: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_gemm, "LARGEST_CHUNK", chunk)
     call = packed(5, 24, 8, 64)
     whole = ragged(call)
-    moved = fp8_mqa_logits(**call, clean_logits=False, max_seqlen_k=24)
+    moved = on(device, fp8_mqa_logits, **call, clean_logits=False, max_seqlen_k=24)
     assert moved.shape == (5, 24)
     for t in range(5):
         first, last = int(call["cu_seq_len_k_start"][t]), int(call["cu_seq_len_k_end"][t])
@@ -113,7 +123,7 @@ def cached(B: int, n: int, H: int, D: int, BS: int) -> tuple[dict[str, Any], Ten
 
 @pytest.mark.parametrize(("n", "BS", "H"), [(1, 64, 32), (2, 16, 8), (3, 5, 17)])
 @pytest.mark.parametrize("two_d", [True, False])
-def test_paged_keys(n: int, BS: int, H: int, two_d: bool) -> None:
+def test_paged_keys(n: int, BS: int, H: int, two_d: bool, device: str) -> None:
     call, keys = cached(3, n, H, 64, BS)
     if not two_d:
         call["context_lens"] = torch.tensor([0, 1, 3 * BS], dtype=I32)
@@ -127,14 +137,15 @@ def test_paged_keys(n: int, BS: int, H: int, two_d: bool) -> None:
                 at = b * n + i
                 exact[at, j] = score(call["q"][b, i], rows[j], call["weights"][at])
     for clean in (False, True):
-        close(fp8_paged_mqa_logits(**call, clean_logits=clean), exact)
+        close(on(device, fp8_paged_mqa_logits, **call, clean_logits=clean), exact)
     pair = {**call, "q": (call["q"], None)}
-    close(fp8_fp4_paged_mqa_logits(**pair), exact)
-    half = fp8_fp4_paged_mqa_logits(**pair, logits_dtype=torch.bfloat16)
+    close(on(device, fp8_fp4_paged_mqa_logits, **pair), exact)
+    half = on(device, fp8_fp4_paged_mqa_logits, **pair, logits_dtype=torch.bfloat16)
     assert half.dtype == torch.bfloat16
     close(half, exact, 1e-2)
     if n == 1:  # tokens of one sequence say so; each has its own table and length all the same
-        close(fp8_paged_mqa_logits(**call, indices=torch.zeros(3, dtype=I32)), exact)
+        indices = torch.zeros(3, dtype=I32)
+        close(on(device, fp8_paged_mqa_logits, **call, indices=indices), exact)
 
 
 def test_a_schedule_has_their_shape() -> None:

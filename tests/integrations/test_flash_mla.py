@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from openmla.cache.format import FORMATS
 from openmla.errors import OpenMLAError, UnsupportedError
@@ -25,6 +26,12 @@ from openmla.integrations.later import Later
 
 ONE = torch.tensor(1.0)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+
+
+def on(device: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call there, its results here."""
+    args, kwargs = tree_map_only(Tensor, lambda each: each.to(device), (args, kwargs))
+    return tree_map_only(Tensor, lambda each: each.cpu(), function(*args, **kwargs))
 
 
 def attended(
@@ -79,15 +86,18 @@ def paged(
         (3, 1, 4, 7, BF16, False),
     ],
 )
-def test_dense(H: int, G: int, n: int, BS: int, dtype: torch.dtype, causal: bool) -> None:
+def test_dense(
+    H: int, G: int, n: int, BS: int, dtype: torch.dtype, causal: bool, device: str
+) -> None:
     torch.manual_seed(0)
     lens, D, C = [0, 1, 2, 70, 64], 576, 512
     pages, table = paged(lens, BS, G, D, dtype)
     q = torch.randn(len(lens), n, H, D).mul(0.3).to(dtype)
     cache_seqlens = torch.tensor(lens, dtype=torch.int32)
-    out, lse = flash_mla_with_kvcache(
-        q, pages, table, cache_seqlens, C, get_mla_metadata()[0], causal=causal
-    )
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, table, cache_seqlens, C, get_mla_metadata()[0],
+        causal=causal,
+    )  # fmt: skip
     assert out.shape == (len(lens), n, H, C) and lse.shape == (len(lens), H, n)
     assert out.is_contiguous() and lse.is_contiguous()
     for b, S in enumerate(lens):
@@ -121,14 +131,14 @@ def test_schedules_of_either_kind_serve_a_call() -> None:
     flash_mla_with_kvcache(q, pages, table, lens - 1, 512, new)
 
 
-def test_dense_fp8_with_scales() -> None:
+def test_dense_fp8_with_scales(device: str) -> None:
     torch.manual_seed(1)
     lens, D, C = [3, 130, 0], 576, 512
     pages, table = paged(lens, 64, 1, D, torch.float32)
     pages, q = pages.nan_to_num().to(FP8), torch.randn(3, 2, 16, D).to(FP8)
     seqlens, of_q, of_k = torch.tensor(lens, dtype=torch.int32), 0.3, 0.7
-    out, lse = flash_mla_with_kvcache(
-        q, pages, table, seqlens, C, get_mla_metadata()[0], causal=True, is_fp8_kvcache=True,
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, table, seqlens, C, get_mla_metadata()[0], causal=True, is_fp8_kvcache=True,
         descale_q=torch.tensor([of_q]), descale_k=torch.tensor([of_k]), use_legacy=True,
     )  # fmt: skip
     for b, S in enumerate(lens):
@@ -160,7 +170,9 @@ def stored(format: str, N: int, BS: int, D: int) -> tuple[Tensor, Tensor]:
         ("fp8_dsv4", 512, 16, 1, 2, torch.uint8),
     ],
 )
-def test_listed(format: str, D: int, H: int, n: int, BS: int, viewed: torch.dtype) -> None:
+def test_listed(
+    format: str, D: int, H: int, n: int, BS: int, viewed: torch.dtype, device: str
+) -> None:
     torch.manual_seed(2)
     B, K, C = 4, 12, 512
     pages, rows = stored(format, 6, BS, D)
@@ -171,8 +183,8 @@ def test_listed(format: str, D: int, H: int, n: int, BS: int, viewed: torch.dtyp
     sink[0], sink[1] = math.inf, -math.inf
     topk_length = torch.tensor([K, 0, 5, 99], dtype=torch.int32)
     for lens, of in ((None, None), (topk_length, sink), (None, sink)):
-        out, lse = flash_mla_with_kvcache(
-            q, pages.view(viewed), None, None, C, get_mla_metadata()[0], indices=indices,
+        out, lse = on(
+            device, flash_mla_with_kvcache, q, pages.view(viewed), None, None, C, get_mla_metadata()[0], indices=indices,
             attn_sink=of, topk_length=lens, softmax_scale=0.07,
         )  # fmt: skip
         assert out.shape == (B, n, H, C) and lse.shape == (B, H, n)
@@ -184,7 +196,7 @@ def test_listed(format: str, D: int, H: int, n: int, BS: int, viewed: torch.dtyp
                 close(lse[b, :, i], exact[1], torch.float32)
 
 
-def test_an_extra_cache() -> None:
+def test_an_extra_cache(device: str) -> None:
     torch.manual_seed(3)
     B, n, H, D = 3, 2, 16, 512
     pages, rows = stored("fp8_dsv4", 3, 64, D)
@@ -193,8 +205,8 @@ def test_an_extra_cache() -> None:
     indices = torch.randint(-1, len(rows), (B, n, 8), dtype=torch.int32)
     more = torch.randint(-1, len(more_rows), (B, n, 6), dtype=torch.int32)
     lens, more_lens = torch.tensor([8, 3, 0]).int(), torch.tensor([0, 6, 0]).int()
-    out, lse = flash_mla_with_kvcache(
-        q, pages, None, None, 512, get_mla_metadata()[0], None, 0.05, False, True, indices, sink,
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, None, None, 512, get_mla_metadata()[0], None, 0.05, False, True, indices, sink,
         more_pages, more, lens, more_lens,
     )  # fmt: skip
     for b in range(B):
@@ -208,15 +220,16 @@ def test_an_extra_cache() -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_lists_of_16_bit_rows(dtype: torch.dtype) -> None:
+def test_lists_of_16_bit_rows(dtype: torch.dtype, device: str) -> None:
     """Which theirs has no decode kernel for."""
     torch.manual_seed(4)
     pages = torch.randn(4, 16, 1, 576).mul(0.5).to(dtype)
     q = torch.randn(2, 1, 8, 576).mul(0.3).to(dtype)
     indices = torch.randint(0, 64, (2, 1, 9), dtype=torch.int32)
-    out, lse = flash_mla_with_kvcache(
-        q, pages, None, None, 512, get_mla_metadata()[0], indices=indices
-    )
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, None, None, 512, get_mla_metadata()[0],
+        indices=indices,
+    )  # fmt: skip
     for b in range(2):
         exact = attended(q[b, 0], pages.flatten(0, 2)[indices[b, 0].long()], 512, 576**-0.5)
         close(out[b, 0], exact[0], dtype)
@@ -242,7 +255,7 @@ def test_rows_without_rope_go_by_name() -> None:
 
 
 @pytest.mark.parametrize(("D", "H"), [(576, 16), (512, 17)])
-def test_prefill(D: int, H: int) -> None:
+def test_prefill(D: int, H: int, device: str) -> None:
     torch.manual_seed(5)
     T, S, K = 7, 40, 9
     kv = torch.randn(S, 2, D + 8).mul(0.5).to(BF16)[:, :1, :D]
@@ -254,8 +267,8 @@ def test_prefill(D: int, H: int) -> None:
     indices[2] = -1
     sink, lens = torch.randn(H), torch.tensor([9, 0, 9, 3, 9, 1, 8]).int()
     for of, length in ((None, None), (sink, lens)):
-        out, largest, lse = flash_mla_sparse_fwd(
-            q, kv, indices, 0.1, attn_sink=of, topk_length=length
+        out, largest, lse = on(
+            device, flash_mla_sparse_fwd, q, kv, indices, 0.1, attn_sink=of, topk_length=length
         )
         assert largest is not None and lse is not None
         for t in range(T):
