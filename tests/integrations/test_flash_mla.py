@@ -55,7 +55,7 @@ def close(actual: Tensor, exact: Tensor, dtype: torch.dtype = BF16) -> None:
     finite = exact.isfinite()
     assert torch.equal(actual.isfinite(), finite)
     assert torch.equal(actual[~finite].double(), exact[~finite])
-    room = {BF16: 2e-2, FP16: 3e-3, torch.float32: 2e-5}[dtype]
+    room = {BF16: 2e-2, FP16: 3e-3, torch.float32: 1e-4}[dtype]
     largest = exact[finite].abs().max() if finite.any() else torch.tensor(0.0)
     assert ((actual.double() - exact)[finite].abs() <= room * (0.2 + largest)).all()
 
@@ -138,8 +138,9 @@ def test_dense_fp8_with_scales(device: str) -> None:
     pages, q = pages.nan_to_num().to(FP8), torch.randn(3, 2, 16, D).to(FP8)
     seqlens, of_q, of_k = torch.tensor(lens, dtype=torch.int32), 0.3, 0.7
     out, lse = on(
-        device, flash_mla_with_kvcache, q, pages, table, seqlens, C, get_mla_metadata()[0], causal=True, is_fp8_kvcache=True,
-        descale_q=torch.tensor([of_q]), descale_k=torch.tensor([of_k]), use_legacy=True,
+        device, flash_mla_with_kvcache, q, pages, table, seqlens, C, get_mla_metadata()[0],
+        causal=True, is_fp8_kvcache=True, descale_q=torch.tensor([of_q]),
+        descale_k=torch.tensor([of_k]), use_legacy=True,
     )  # fmt: skip
     for b, S in enumerate(lens):
         rows = of_k * pages[table[b, : -(-S // 64)].long()].flatten(0, 2)[:S].double()
@@ -184,8 +185,9 @@ def test_listed(
     topk_length = torch.tensor([K, 0, 5, 99], dtype=torch.int32)
     for lens, of in ((None, None), (topk_length, sink), (None, sink)):
         out, lse = on(
-            device, flash_mla_with_kvcache, q, pages.view(viewed), None, None, C, get_mla_metadata()[0], indices=indices,
-            attn_sink=of, topk_length=lens, softmax_scale=0.07,
+            device, flash_mla_with_kvcache, q, pages.view(viewed), None, None, C,
+            get_mla_metadata()[0], indices=indices, attn_sink=of, topk_length=lens,
+            softmax_scale=0.07,
         )  # fmt: skip
         assert out.shape == (B, n, H, C) and lse.shape == (B, H, n)
         for b in range(B):
@@ -206,8 +208,8 @@ def test_an_extra_cache(device: str) -> None:
     more = torch.randint(-1, len(more_rows), (B, n, 6), dtype=torch.int32)
     lens, more_lens = torch.tensor([8, 3, 0]).int(), torch.tensor([0, 6, 0]).int()
     out, lse = on(
-        device, flash_mla_with_kvcache, q, pages, None, None, 512, get_mla_metadata()[0], None, 0.05, False, True, indices, sink,
-        more_pages, more, lens, more_lens,
+        device, flash_mla_with_kvcache, q, pages, None, None, 512, get_mla_metadata()[0], None,
+        0.05, False, True, indices, sink, more_pages, more, lens, more_lens,
     )  # fmt: skip
     for b in range(B):
         for i in range(n):
