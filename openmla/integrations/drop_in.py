@@ -60,8 +60,7 @@ def kept(make: Callable[..., Tensor], like: Tensor, *sizes: int) -> Tensor:
 
 def starts(device: torch.device, num_requests: int, tokens: int) -> Tensor:
     """Cumulative lengths of requests of as many tokens each."""
-    stop = num_requests * tokens + 1
-    return torch.arange(0, stop, tokens, dtype=torch.int32, device=device)
+    return tokens * torch.arange(num_requests + 1, dtype=torch.int32, device=device)
 
 
 def install(module: str, name: str, *submodules: str, force: bool) -> bool:

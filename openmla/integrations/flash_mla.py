@@ -264,8 +264,10 @@ def flash_mla_sparse_fwd(
     unit = math.log2(math.e) if return_log2_lse else 1.0
     sources = [q, kv, indices] if topk_length is None else [q, kv, indices, topk_length]
     make = partial(_max_logits, q, kv.select(1, 0), listed, lens, sm_scale * unit)
+    # in a traced graph what nobody reads is not computed anyway
+    largest = make() if torch.compiler.is_compiling() else Later(lse.shape, make, sources)
     lse = _as_theirs(lse)
-    return out, Later(lse.shape, make, sources), lse.mul_(unit) if return_log2_lse else lse
+    return out, largest, lse.mul_(unit) if return_log2_lse else lse
 
 
 def _is_fp8(k_cache: Tensor, said: bool | None) -> bool:

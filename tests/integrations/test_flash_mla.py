@@ -330,6 +330,68 @@ def test_batch_invariance_is_a_fixed_cut() -> None:
         assert torch.equal(whole[b : b + 1], alone)
 
 
+def test_nothing_is_asked() -> None:
+    pages, table = paged([5], 64, 1, 576, BF16)
+    q, none = torch.randn(1, 2, 8, 576).to(BF16), torch.zeros(1, 2, 0, dtype=torch.int32)
+    schedule = get_mla_metadata()[0]
+    out, lse = flash_mla_with_kvcache(q, pages, None, None, 512, schedule, indices=none)
+    assert not out.any() and (lse == math.inf).all()
+    lens = torch.tensor([5], dtype=torch.int32)
+    out, lse = flash_mla_with_kvcache(q[:0], pages, table[:0], lens[:0], 512, get_mla_metadata()[0])
+    assert out.shape == (0, 2, 8, 512) and lse.shape == (0, 8, 2)
+    out, largest, _ = flash_mla_sparse_fwd(q[0, :0], pages[0], none.view(2, 1, 0)[:0], 0.1)
+    assert out.shape == (0, 8, 512) and largest is not None and largest.clone().shape == (0, 8)
+
+
+def test_calls_are_traced_whole() -> None:
+    pages, table = paged([5, 70], 64, 1, 576, BF16)
+    q, lens = torch.randn(2, 1, 8, 576).to(BF16), torch.tensor([5, 70], dtype=torch.int32)
+    listed = torch.tensor([[[0, 3]], [[2, -1]]], dtype=torch.int32)
+
+    def step(q: Tensor, pages: Tensor) -> list[Any]:
+        dense = flash_mla_with_kvcache(q, pages, table, lens, 512, get_mla_metadata()[0])
+        return [*dense, *flash_mla_sparse_fwd(q[:, 0], pages[:4].flatten(0, 1), listed, 0.1)]
+
+    torch.compiler.reset()
+    pages.nan_to_num_()
+    found = torch.compile(step, fullgraph=True, backend="eager")(q, pages)
+    for traced, eager in zip(found, step(q, pages), strict=True):
+        torch.testing.assert_close(traced, eager + 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_call_follows_its_lengths() -> None:
+    torch.manual_seed(8)
+    pages, table = (each.cuda() for each in paged([900, 900], 64, 1, 576, BF16))
+    q, lens = torch.randn(2, 2, 16, 576).to(BF16).cuda(), torch.tensor([900, 3]).int().cuda()
+    listed = torch.randint(0, 64, (2, 2, 32), dtype=torch.int32).cuda()
+    counts = torch.tensor([32, 5]).int().cuda()
+    chosen = pages[table[0, :1].long()]
+
+    def step() -> list[Any]:
+        dense = flash_mla_with_kvcache(
+            q, pages, table, lens, 512, get_mla_metadata()[0], causal=True
+        )
+        few = flash_mla_with_kvcache(
+            q, chosen, None, None, 512, get_mla_metadata()[0], indices=listed, topk_length=counts
+        )
+        long = flash_mla_sparse_fwd(q[0], chosen.flatten(0, 1), listed[0, :, None], 0.05)
+        return [*dense, *few, long[0], long[2]]
+
+    for _ in range(6):
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for new_lens, new_counts in (([1, 900], [0, 32]), ([0, 64], [7, 7])):
+        lens.copy_(torch.tensor(new_lens))
+        counts.copy_(torch.tensor(new_counts))
+        graph.replay()
+        for replayed, eager in zip(captured, step(), strict=True):
+            torch.testing.assert_close(replayed, eager, equal_nan=True)
+
+
 EMPTY = inspect.Parameter.empty
 SIGNATURES: dict[str, dict[str, Any]] = {
     "flash_mla_with_kvcache": {
