@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,15 +112,15 @@ def test_a_call_through_the_name_runs() -> None:
 
 
 def test_an_engine_in_a_process_of_its_own() -> None:
-    """The three lines of docs/drop-in.md, where nothing else was imported before."""
-    lines = (
-        "import openmla.integrations.flash_mla as ours; ours.install(force=True)\n"
-        "import openmla.integrations.deep_gemm as logits; logits.install(force=True)\n"
+    """The lines of docs/drop-in.md, where nothing else was imported before."""
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "drop-in.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    lines += (
         "from flash_mla import flash_mla_with_kvcache, get_mla_metadata\n"
         "from deep_gemm import fp8_paged_mqa_logits\n"
         "print(flash_mla_with_kvcache.__module__, fp8_paged_mqa_logits.__module__)"
     )
-    root = Path(__file__).resolve().parents[2]
     run = subprocess.run(
         [sys.executable, "-c", lines], capture_output=True, text=True, check=True, cwd=root
     )
