@@ -19,11 +19,14 @@ from openmla.ops import Segment
 BF16, FP16, FP8, I32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32
 
 
+SIGNS: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, torch.abs)
+
+
 class Case(NamedTuple):
     package: str
     title: str
     call: Callable[..., Any]  # of a package, and whether it is the original
-    exact: Callable[[], Tensor] | None = None  # of logits
+    exact: Callable[[], tuple[Tensor, Tensor]] | None = None  # logits, and those of absolute values
     calls: int = 8  # in a graph
     small: Callable[[], Case] | None = None  # the same kind, small enough to be checked
 
@@ -218,12 +221,15 @@ def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: A
         )
         return found
 
-    def exact() -> Tensor:
-        scores = torch.einsum("thd,sd->ths", q.double(), keys.double()).relu_()
-        found = torch.einsum("ths,th->ts", scores, w.double()) * scales.double()
+    def exact() -> tuple[Tensor, Tensor]:
         columns = torch.arange(width or S, device=device) + begins[:, None] * bool(width)
         seen = (columns >= begins[:, None]) & (columns < ends[:, None])
-        return found.gather(1, columns.where(seen, 0)).masked_fill_(~seen, -torch.inf)
+        found = []
+        for sign in SIGNS:
+            scores = torch.einsum("thd,sd->ths", sign(q.double()), sign(keys.double())).relu_()
+            both = torch.einsum("ths,th->ts", scores, sign(w.double())) * scales.double()
+            found.append(both.gather(1, columns.where(seen, 0)).masked_fill_(~seen, -torch.inf))
+        return found[0], found[1]
 
     return Case("deep_gemm", f"T={T} S={S} H={H} compressed={compressed}", call, exact, **more)
 
@@ -252,17 +258,18 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
         )
         return found
 
-    def exact() -> Tensor:
-        found = q.new_full((B * n, M), -torch.inf, dtype=torch.float64)
+    def exact() -> tuple[Tensor, Tensor]:
+        both = [q.new_full((B * n, M), -torch.inf, dtype=torch.float64) for _ in range(2)]
         for b, S in enumerate(lens):
-            at = torch.arange(S, device=device)
+            at, mine = torch.arange(S, device=device), slice(b * n, b * n + n)
             slots = table[b].long()[at // 64] * 64 + at % 64
             keys = layout.read(pages, slots, one, torch.float64, 128)
-            scores = torch.einsum("nhd,sd->nhs", q[b].double(), keys).relu_()
-            found[b * n : b * n + n, :S] = torch.einsum(
-                "nhs,nh->ns", scores, w[b * n : b * n + n].double()
-            ).masked_fill_(at >= context[b][:, None], -torch.inf)
-        return found
+            for found, sign in zip(both, SIGNS, strict=True):
+                scores = torch.einsum("nhd,sd->nhs", sign(q[b].double()), sign(keys)).relu_()
+                found[mine, :S] = torch.einsum(
+                    "nhs,nh->ns", scores, sign(w[mine].double())
+                ).masked_fill_(at >= context[b][:, None], -torch.inf)
+        return both[0], both[1]
 
     return Case("deep_gemm", f"b={B} n={n} H={H} lens={lens[:6]}", call, exact, **more)
 
