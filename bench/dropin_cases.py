@@ -87,11 +87,12 @@ def lengths(chance: Random, B: int, n: int) -> list[int]:
 
 
 def dense(chance: Random, device: str) -> Case:
-    n, G = chance.choice((1, 1, 2, 3)), chance.choice((1, 1, 1, 2))
-    H = chance.choice((16, 64, 128)) * (G if chance.random() < 0.5 else 1)
-    dtype = chance.choice((BF16, BF16, FP16))
+    """Few numbers of heads and tokens, each of which is a kernel of its own."""
+    n, H = chance.choice((1, 1, 2)), chance.choice((16, 64, 128))
+    G = 2 if H == 128 and chance.random() < 0.3 else 1
+    dtype = FP16 if H == 64 and chance.random() < 0.5 else BF16
     lens = lengths(chance, chance.randrange(1, 12), n)
-    return dense_case(lens, n, H, G, dtype, chance.random() < 0.5, device)
+    return dense_case(lens, n, H, G, dtype, n > 1 and chance.random() < 0.6, device)
 
 
 def dense_fp8(chance: Random, device: str) -> Case:
@@ -162,10 +163,10 @@ def listed(chance: Random, device: str) -> Case:
 
 
 def listed_v4(chance: Random, device: str) -> Case:
-    two = chance.random() < 0.7
-    blocks = [(chance.randrange(2, 40), 64), (chance.randrange(2, 90), chance.choice((2, 64)))]
+    two, H = chance.random() < 0.7, chance.choice((64, 128))
+    blocks = [(chance.randrange(2, 40), 64), (chance.randrange(2, 90), 2 if H == 64 else 64)]
     return listed_case(
-        chance.randrange(1, 40), chance.choice((1, 2, 3)), chance.choice((64, 128)), 512,
+        chance.randrange(1, 40), chance.choice((1, 2, 3)), H, 512,
         [64 * chance.choice((1, 2, 8)) for _ in range(1 + two)], blocks[: 1 + two], device,
         sink=chance.random() < 0.5, lens=[chance.random() < 0.4 for _ in range(1 + two)],
         holes=chance.choice((0, 0.3)),
