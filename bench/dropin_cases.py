@@ -285,7 +285,7 @@ def logits(chance: Random, device: str) -> Case:
 
 def spread(B: int, S: int) -> list[int]:
     """Lengths around S, the same every time."""
-    return [max(1, int(Random(number).gauss(S, S / 2))) for number in range(B)]
+    return [max(2, int(Random(number).gauss(S, S / 2))) for number in range(B)]
 
 
 DENSE: dict[str, Callable[[], Case]] = {
