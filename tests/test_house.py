@@ -57,6 +57,7 @@ ONLY_IN = {
 # Where functions stay short enough to be held in mind; kernels and ops' schemas are long by nature.
 SHORT = ("config", "plan", "attention", "parallel", "layers", "integrations", "cli")
 MOST_LINES, MOST_PARAMETERS = 80, 13
+THEIRS = ("flash_mla_with_kvcache",)  # whose arguments another package decided
 
 # Device data is never read back. The reference defines meaning and may; the CPU branches of
 # sdpa read lengths that are on the CPU already.
@@ -254,7 +255,8 @@ def test_functions_can_be_held_in_mind(path: Path) -> None:
             lines = node.end_lineno - node.lineno + 1 if node.end_lineno else 0
             taken = len(node.args.args) + len(node.args.kwonlyargs)
             assert lines <= MOST_LINES, f"{relative(path)}: {node.name} has {lines} lines"
-            assert taken <= MOST_PARAMETERS, f"{relative(path)}: {node.name} takes {taken}"
+            few = taken <= MOST_PARAMETERS or node.name in THEIRS
+            assert few, f"{relative(path)}: {node.name} takes {taken}"
 
 
 def test_banned_names() -> None:

@@ -7,6 +7,7 @@ more likely to work than not, and where it does not, the error says which versio
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,6 +40,8 @@ def missing(backend: str) -> str | None:
     needed = REQUIRES.get(backend)
     if needed is None:
         return None
+    if is_ours(needed.package):  # a drop-in of openmla.integrations, which would call us again
+        return f"package {needed.package} is openmla's own drop-in"
     if find_spec(needed.package) is None:
         return f"package {needed.package} is not installed"
     if not needed.oldest:
@@ -53,6 +56,11 @@ def missing(backend: str) -> str | None:
             f'"{needed.package}<={needed.newest}.*"'
         )
     return None
+
+
+def is_ours(package: str) -> bool:
+    """Whether what is imported under a package's name is a module of openmla."""
+    return getattr(sys.modules.get(package), "__name__", "").startswith("openmla.")
 
 
 def untested(backend: str) -> bool:

@@ -1,0 +1,265 @@
+"""The drop-ins beside the originals, which must be installed: same results, times, overhead.
+
+    python3 -m bench.dropin equal --sets 500     random arguments, both against float64
+    python3 -m bench.dropin times                the shapes that the originals publish
+    python3 -m bench.dropin overhead             host time of a drop-in call over the op itself
+
+One process: the originals under their own names, ours as openmla.integrations. --device cpu is a
+dry run of the first, in which our functions stand in for the originals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import inspect
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import dropin_cases as cases
+from bench.latent import timed
+from openmla.backends import BACKENDS, forget_choices
+from openmla.bench.harness import describe_machine
+from openmla.integrations import deep_gemm, flash_mla
+from openmla.testing.budgets import lse_budget, out_budget
+
+OURS = {"flash_mla": flash_mla, "deep_gemm": deep_gemm}
+# How many of each kind in a hundred.
+SHARES = {"dense": 30, "dense_fp8": 8, "listed": 20, "listed_v4": 22, "prefill": 15, "logits": 5}
+
+
+class Originals:
+    """The packages by name, imported when asked for; on a CPU ours in their place."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __getitem__(self, name: str) -> Any:
+        return OURS[name] if self.device == "cpu" else import_module(name)
+
+
+@contextlib.contextmanager
+def replaced(make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """The ops that the drop-ins call, by others made of them."""
+    places = [(flash_mla, "mqa_paged"), (flash_mla, "mqa_sparse")]
+    places += [(deep_gemm, "index_logits"), (deep_gemm, "index_logits_ragged")]
+    before = [getattr(module, name) for module, name in places]
+    for (module, name), op in zip(places, before, strict=True):
+        setattr(module, name, make(op))
+    try:
+        yield
+    finally:
+        for (module, name), op in zip(places, before, strict=True):
+            setattr(module, name, op)
+
+
+def by_reference(double: bool) -> contextlib.AbstractContextManager[None]:
+    """The drop-ins' calls by the reference, in float64 if asked: the same conversion of arguments,
+    whose rightness is what the originals then show."""
+
+    def make(op: Any) -> Callable[..., Any]:
+        def run(q: Tensor, *args: Any, **more: Any) -> Any:
+            return op(q.double() if double else q, *args, **more, backend="reference")
+
+        return run
+
+    return replaced(make)
+
+
+def kept_results() -> contextlib.AbstractContextManager[None]:
+    """Ops that do their work once: what a call takes then is the drop-in's own."""
+
+    def make(op: Any) -> Callable[..., Any]:
+        kept: list[Any] = []
+
+        def run(*args: Any, **more: Any) -> Any:
+            if not kept:
+                kept.append(op(*args, **more))
+            return kept[0]
+
+        return run
+
+    return replaced(make)
+
+
+def none_as_less(lse: Tensor) -> Tensor:
+    return lse.masked_fill(lse == torch.inf, -torch.inf)
+
+
+def shares_used(ours: Any, theirs: Any, exact: Any, peer: Any) -> tuple[float, float]:
+    """What ours and theirs use of the error budget, the larger of out and lse. A result that errs
+    no more than the other does is within it."""
+    mine = share_used(ours, theirs, exact, peer)
+    try:
+        return mine, share_used(theirs, ours, exact, peer)
+    except AssertionError:  # theirs is what no tolerance allows
+        return mine, float("inf")
+
+
+def share_used(mine: Any, other: Any, exact: Any, peer: Any) -> float:
+    used = [min(out_budget(mine[0], exact[0], each[0]) for each in (peer, other))]
+    for a, b, c, d in zip(mine[1:], exact[1:], peer[1:], other[1:], strict=True):
+        if a is not None:
+            a, b, c, d = map(none_as_less, (a, b, c, d))
+            used.append(min(lse_budget(a, b, each) for each in (c, d)))
+    return max(used)
+
+
+def logits_used(logits: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
+    """The largest error by what index_logits allows for products of fp8."""
+    seen = exact != -torch.inf
+    error = (logits.double() - exact).abs()[seen] / (2**-12 * magnitudes[seen])
+    return float(error.max())
+
+
+def compare(case: cases.Case, peers: Originals) -> tuple[float, float]:
+    """Both of one set of arguments."""
+    ours = case.call(OURS[case.package])
+    theirs = case.call(peers[case.package], theirs=True)
+    if case.exact is not None:
+        exact, magnitudes = case.exact()
+        return logits_used(ours, exact, magnitudes), logits_used(theirs, exact, magnitudes)
+    with by_reference(double=True):
+        exact = case.call(flash_mla)
+    with by_reference(double=False):
+        peer = case.call(flash_mla)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            assert mine.shape == other.shape and mine.dtype == other.dtype
+    return shares_used(ours, theirs, exact, peer)
+
+
+def run_equal(options: argparse.Namespace) -> None:
+    peers = Originals(options.device)
+    names = [name for name in SHARES if options.only in name]
+    weights = [SHARES[name] for name in names]
+    for package in {"deep_gemm" if name == "logits" else "flash_mla" for name in names}:
+        for name in OURS[package].__all__:
+            compare_signature(package, name, OURS[package], peers[package])
+    chance = random.Random(options.seed)
+    counts = {name: [0, 0, 0.0, 0.0] for name in names}  # sets, within, most of ours, of theirs
+    began, done = time.time(), 0
+    while done < options.sets and time.time() - began < options.seconds:
+        name = chance.choices(names, weights)[0]
+        torch.manual_seed(chance.randrange(2**30))
+        case = getattr(cases, name)(chance, options.device)
+        try:
+            mine, other = compare(case, peers)
+        except AssertionError as error:
+            print(f"WRONG {name} {case.title}: {error}")
+            mine = other = float("inf")
+        row = counts[name]
+        row[0] += 1
+        row[1] += mine <= 1
+        row[2], row[3] = max(row[2], mine), max(row[3], other)
+        if 1 < mine < float("inf"):
+            print(f"WRONG {name} {case.title}: {mine:.2f} of the budget, theirs {other:.2f}")
+        done += 1
+    print(f"{'kind':<10} {'sets':>5} {'within':>6} {'most of the budget: ours':>25} {'theirs':>7}")
+    for name, (sets, within, mine, other) in counts.items():
+        print(f"{name:<10} {sets:>5} {within:>6} {mine:>25.2f} {other:>7.2f}")
+    within = sum(int(row[1]) for row in counts.values())
+    print(f"{within} of {done} sets within the budget, {time.time() - began:.0f} s")
+
+
+def compare_signature(package: str, name: str, ours: Any, theirs: Any) -> None:
+    """Print where an original takes something else; one that is compiled does not tell."""
+    if not hasattr(theirs, name) or not inspect.isfunction(getattr(theirs, name)):
+        return
+
+    def of(module: Any) -> list[tuple[str, Any]]:
+        parameters = inspect.signature(getattr(module, name)).parameters.values()
+        return [(each.name, each.default) for each in parameters]
+
+    if of(ours) != of(theirs):
+        print(f"{package}.{name}: ours {of(ours)}, theirs {of(theirs)}")
+
+
+def run_times(options: argparse.Namespace) -> None:
+    peers = Originals("cuda")
+    print(f"{'shape':<34} {'ours us':>9} {'theirs us':>9} {'ratio':>6}  budget ours, theirs")
+    for title, make in cases.PUBLISHED.items():
+        if options.only not in title:
+            continue
+        torch.manual_seed(0)
+        case = make()
+        try:
+            told = ""
+            if case.small is not None:
+                mine, other = compare(case.small(), peers)
+                told = f"{mine:.2f} {other:.2f}" + (" WRONG" if mine > 1 else "")
+            calls: dict[str, Callable[[], Any]] = {
+                "ours": partial(case.call, OURS[case.package]),
+                "theirs": partial(case.call, peers[case.package], theirs=True),
+            }
+            times = timed(calls, case.calls)
+            ratio = times["ours"] / times["theirs"]
+            print(
+                f"{title:<34} {times['ours']:>9.1f} {times['theirs']:>9.1f} {ratio:>6.2f}  {told}"
+            )
+        except Exception as error:
+            print(f"{title:<34} failed: {type(error).__name__}: {str(error)[:300]}")
+        del case
+        torch.cuda.empty_cache()
+
+
+def host_time(call: Callable[[], Any], cuda: bool) -> float:
+    """Median microseconds until a call returns; bursts fit into the launch queue."""
+    seen = []
+    gc.disable()
+    for turn in range(22):
+        if cuda:
+            torch.cuda.synchronize()
+        for _ in range(40):
+            begin = time.perf_counter()
+            call()
+            if turn > 1:
+                seen.append(time.perf_counter() - begin)
+    gc.enable()
+    return 1e6 * statistics.median(seen)
+
+
+def run_overhead(options: argparse.Namespace) -> None:
+    cuda = options.device != "cpu"
+    print(f"{'call':<26} {'drop-in us':>10} {'op us':>8} {'drop-in without its op':>23}")
+    for title, (dropped, op) in cases.overheads(options.device).items():
+        with kept_results():
+            own = host_time(dropped, cuda)
+        whole, inner = host_time(dropped, cuda), host_time(op, cuda)
+        print(f"{title:<26} {whole:>10.1f} {inner:>8.1f} {own:>23.1f}")
+
+
+def leave_out_the_adapter() -> None:
+    """The backend flashmla calls the original's kernels: compared with itself nothing shows."""
+    for op, names in BACKENDS.items():
+        BACKENDS[op] = tuple(name for name in names if name != "flashmla")
+    forget_choices()
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.dropin")
+    parser.add_argument("what", choices=["equal", "times", "overhead"])
+    parser.add_argument("--sets", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop after so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="kinds or shapes whose name holds this")
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args(arguments)
+    print(describe_machine(options.device))
+    leave_out_the_adapter()
+    with torch.inference_mode():
+        {"equal": run_equal, "times": run_times, "overhead": run_overhead}[options.what](options)
+
+
+if __name__ == "__main__":
+    run()

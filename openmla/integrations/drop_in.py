@@ -1,0 +1,96 @@
+"""A module of ours under another package's name: how it gets there, its errors, its constants."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.backends import forget_choices
+from openmla.errors import ConfigError, OpenMLAError, ShapeError, UnsupportedError
+
+_LOGGER = logging.getLogger("openmla")
+
+# Tensors that follow from sizes alone, made once. None is ever dropped: a graph may read it.
+MOST_KEPT = 4096
+_KEPT: dict[Any, Tensor] = {}
+
+
+class DropInError(ShapeError, RuntimeError, AssertionError):
+    """A call that cannot be served: caught by whoever catches what the original raises, which are
+    RuntimeErrors where its C++ looks at tensors and AssertionErrors where its Python does."""
+
+
+def refused(where: str, error: OpenMLAError, names: Mapping[str, str]) -> OpenMLAError:
+    """An op's error as one of the drop-in's: of the original's class, with its argument names."""
+    if isinstance(error, DropInError):
+        return error
+    said = re.sub(r"^\w+: ", f"{where}: ", str(error))
+    pattern = rf"\b({'|'.join(names)})\b"
+    said = re.sub(pattern, lambda found: names[found[0]], said)
+    if isinstance(error, UnsupportedError):  # a RuntimeError already
+        return UnsupportedError(said)
+    return DropInError(said)
+
+
+def kept(make: Callable[..., Tensor], like: Tensor, *sizes: int) -> Tensor:
+    """make(device, *sizes), once for a device: a launch less at every call. While a graph is
+    captured or traced it is made anew, for its memory is the graph's then."""
+    if torch.compiler.is_compiling() or type(like) is not Tensor:
+        return make(like.device, *sizes)
+    key = (make, like.device, *sizes)
+    found = _KEPT.get(key)
+    if found is None:
+        with torch.inference_mode(False):
+            found = make(like.device, *sizes)
+        on_gpu = like.device.type == "cuda"
+        if len(_KEPT) >= MOST_KEPT or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return found
+        if on_gpu:  # another stream may be the next to read it
+            torch.cuda.current_stream(like.device).synchronize()
+        _KEPT[key] = found
+    return found
+
+
+def starts(device: torch.device, num_requests: int, tokens: int) -> Tensor:
+    """Cumulative lengths of requests of as many tokens each."""
+    return tokens * torch.arange(num_requests + 1, dtype=torch.int32, device=device)
+
+
+def install(module: str, name: str, *submodules: str, force: bool) -> bool:
+    """Let `import name` find a module of ours; whether it does. See install() of the modules."""
+    ours = sys.modules[module]
+    if sys.modules.get(name) is ours:
+        return True
+    names = (name, *(f"{name}.{each}" for each in submodules))
+    taken = next((each for each in names if each in sys.modules), None)
+    if taken is not None:
+        raise ConfigError(
+            f"install: {name} must not be imported yet, got {sys.modules[taken]!r}. Call install() "
+            "before anything imports it."
+        )
+    if find_spec(name) is not None and not force:
+        _LOGGER.warning(
+            "openmla: %s is installed and stays what `import %s` finds; install(force=True) takes "
+            "its place.", name, name,
+        )  # fmt: skip
+        return False
+    for each in names:
+        sys.modules[each] = ours
+    forget_choices()
+    _LOGGER.warning("openmla: `import %s` finds %s from now on.", name, module)
+    return True
+
+
+def uninstall(module: str, name: str, *submodules: str) -> None:
+    """Undo install(). Who imported the module before keeps it."""
+    for each in (name, *(f"{name}.{each}" for each in submodules)):
+        if sys.modules.get(each) is sys.modules[module]:
+            del sys.modules[each]
+    forget_choices()
