@@ -65,8 +65,8 @@ def config_of(
         most = 8 if few else 4 if block_n == 128 else 5
         if few and block_n == 128 and K % 128 == 0 and room >= 8 * tile_bytes:
             block_k, tile_bytes, most = 128, 2 * tile_bytes, 4
-        stages = min(most, room // tile_bytes)
-        warps = 8 if block_m == 64 and block_n == 128 else warps
+        stages = max(min(most, room // tile_bytes, cdiv(K, block_k)), 3)
+        warps = 8 if block_m == 64 and block_n == 128 and stages > 3 else warps
     return Config(block_m, block_n, block_k, warps, stages)
 
 
@@ -176,7 +176,13 @@ def project_tile(
         tokens = tl.load(at, mask=mask, other=0.0)
         if PRECISION == "ieee" or (EIGHT_BITS and SCALED_K < K):
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            part = dot(tokens, weights, part, PRECISION, UPCAST)
+            if PRECISION == "ieee":  # chains of 8 rows: those of a tile lose too many bits
+                first = (k - start < BLOCK_K // 2)[None, :]
+                part = dot(tl.where(first, 0.0, tokens), weights, part, PRECISION, UPCAST)
+                tokens = tl.where(first, tokens, 0.0)
+                part += dot(tokens, weights, tl.zeros_like(part), PRECISION, UPCAST)
+            else:
+                part = dot(tokens, weights, part, PRECISION, UPCAST)
             if EIGHT_BITS and SCALED_K < K:
                 scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
                 part *= scales[None, :]
