@@ -151,14 +151,14 @@ def add_compensated(total, lost, part):
 
 @triton.jit
 def project_tile(
-    x, w, w_scale, mask_m, n, x_token_at, w_line, scale_k, scale_n,
+    x, w, w_scale, n, x_token_at, w_line, scale_k, scale_n,
     K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
     EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
     ASM: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Tokens at x + x_token_at [BLOCK_M] times columns n of a head: float32 [BLOCK_M, BLOCK_N]. x,
-    w and w_scale are the head's own."""
+    """Tokens at x + x_token_at [BLOCK_M], all of which can be read, times columns n of a head:
+    float32 [BLOCK_M, BLOCK_N]. x, w and w_scale are the head's own."""
     dtype: tl.constexpr = x.dtype.element_ty
     scales_at = w_scale + (n // SCALED_N) * scale_n
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -170,10 +170,10 @@ def project_tile(
             w, k, n, w_line, K, N, dtype, EIGHT_BITS, BY_COLUMNS, ASM, BLOCK_K, BLOCK_N
         )
         at = x + x_token_at[:, None] + k[None, :]
-        mask = mask_m[:, None]
-        if K % BLOCK_K != 0:
-            mask = mask & (k < K)[None, :]
-        tokens = tl.load(at, mask=mask, other=0.0)
+        if K % BLOCK_K == 0:
+            tokens = tl.load(at)
+        else:
+            tokens = tl.load(at, mask=(k < K)[None, :], other=0.0)
         if PRECISION == "ieee" or (EIGHT_BITS and SCALED_K < K):
             part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if PRECISION == "ieee":  # chains of 8 rows: those of a tile lose too many bits

@@ -149,8 +149,6 @@ def store_quantized(
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]
     valid = row[:, None] >= 0
-    if GROUP > 0:  # dividing zeros takes the slow path of a division, and its warp with it
-        tile = tl.where(valid, tile, 1.0)
     if GROUP == 0:
         codes = encode_fp8(tile * tl.div_rn(1.0, tl.load(global_scale)), CVT)
         column = first_column + tl.arange(0, COLUMNS)[None, :]

@@ -49,8 +49,9 @@ def _project_heads_kernel(
     t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = t < num_tokens
+    x_token_at = tl.minimum(t, num_tokens - 1) * x_token  # past the end, the last one again
     acc = project_tile(
-        x + h * x_head, w + h * w_head, w_scale + h * scale_head, mask_m, n, t * x_token, w_line,
+        x + h * x_head, w + h * w_head, w_scale + h * scale_head, n, x_token_at, w_line,
         scale_k, scale_n, K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST,
         BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip

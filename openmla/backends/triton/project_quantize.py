@@ -75,9 +75,11 @@ def _project_quantize_kernel(
     t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_N
     mask_m = t < num_rows
+    # past the end, the last one again: zeros would take the slow path of a division
+    x_token_at = tl.minimum(t, num_rows - 1) * x_token
     acc = project_tile(
-        x + h * x_head, w + h * w_head, w_scale + h * scale_head, mask_m,
-        first + tl.arange(0, BLOCK_N), t * x_token, w_line, scale_k, scale_n, K, N, SCALED_K,
+        x + h * x_head, w + h * w_head, w_scale + h * scale_head,
+        first + tl.arange(0, BLOCK_N), x_token_at, w_line, scale_k, scale_n, K, N, SCALED_K,
         SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     tile = widen(round_to(acc, x.dtype.element_ty, ASM))
