@@ -26,6 +26,7 @@ from openmla.errors import ConfigError, UnsupportedError, check_kind
 from openmla.parallel.agree import check_agreement
 from openmla.parallel.batches import context_batch, new_batch, token_batch
 from openmla.parallel.captured import plan_captured
+from openmla.parallel.compressed import plan_compressed_over_ranks
 from openmla.parallel.gathered import (
     CONTEXTS,
     GatheredContext,
@@ -33,7 +34,7 @@ from openmla.parallel.gathered import (
     plan_gathered,
 )
 from openmla.parallel.layout import Shard
-from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
+from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
@@ -80,10 +81,17 @@ def plan_over_ranks(
     }
     fields: dict[str, Any] = {"refused": True}
     try:
-        latent = _check_kinds(batch, config, cache)
+        rows = _check_kinds(batch, config, cache)
         fields |= _fields(batch, config, cache, ranks)
         fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
-        _check_step(batch, latent, ranks.shard, form, context)
+        _check_step(batch, form, context)
+        if config.compressor is not None:
+            _check_compressed(config, context, into)
+            plan = plan_compressed_over_ranks(batch, config, cache, ranks, form, workspace, asked)
+            fields["refused"] = False
+            return plan
+        ranks.shard.check_block_size(rows.block_size)
+        check_batch(batch, rows, ranks.shard.size)
         if into is None:
             plan = _plan(batch, config, cache, ranks, form, context, workspace, asked)
         else:
@@ -91,7 +99,8 @@ def plan_over_ranks(
         fields["refused"] = False
     finally:
         if ranks.check:
-            device = getattr(getattr(cache, "latent", None), "data", torch.empty(0)).device
+            rows = getattr(cache, "latent", None) or getattr(cache, "window", None)
+            device = getattr(rows, "data", torch.empty(0)).device
             _tell(fields, ranks.group, device)
     return plan
 
@@ -109,28 +118,33 @@ def _check_kinds(batch: Batch, config: MLAConfig, cache: LayerCache) -> PagedCac
     check_kind("parallel", "batch", batch, Batch)
     check_kind("parallel", "config", config, MLAConfig)
     check_kind("parallel", "cache", cache, LayerCache)
-    refuse_v4(config)
-    if cache.latent is None:
-        raise ConfigError("parallel: cache must have latent rows, got none.")
-    return cache.latent
+    name = "latent" if config.compressor is None else "window"
+    rows: PagedCache | None = getattr(cache, name)
+    if rows is None:
+        raise ConfigError(f"parallel: cache must have {name} rows, got none.")
+    return rows
 
 
 def _fields(batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks) -> dict[str, Any]:
     """What must be the same on every rank."""
     return {
         "config": config,
-        "cache": [(part.format, part.num_blocks, part.block_size) for part in cache.parts],
+        "cache": [
+            cache.ratio,
+            *((part.format, part.num_blocks, part.block_size) for part in cache.parts),
+        ],
         "ranks": (ranks.shard.size, ranks.interleave, ranks.heads, ranks.schedule),
         "query_lens": batch.query_lens,
         "seq_lens": batch.seq_lens,
         "padding": batch.padding,
         "block_table": batch.block_table,
         "slot_mapping": batch.slot_mapping,
+        "window_table": batch.window_table,
+        "state_slots": batch.state_slots,
     }
 
 
-def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str, context: str) -> None:
-    shard.check_block_size(latent.block_size)
+def _check_step(batch: Batch, form: str, context: str) -> None:
     for name, given, known in (("form", form, FORMS), ("context", context, CONTEXTS)):
         if given not in known:
             raise ConfigError(f"parallel: {name} must be one of {', '.join(known)}, got {given!r}.")
@@ -143,7 +157,19 @@ def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str, conte
         raise ConfigError(
             "parallel: batch must be of the whole step, got causal=False. Parts are made here."
         )
-    check_batch(batch, latent, shard.size)
+
+
+def _check_compressed(config: MLAConfig, context: str, into: dict[str, Tensor] | None) -> None:
+    if into is not None:
+        raise UnsupportedError(
+            f"parallel: into must not be given for {config.model_type}: its steps over ranks are "
+            "not captured."
+        )
+    if context == "gather":
+        raise UnsupportedError(
+            f"parallel: context must be auto or place for {config.model_type}, whose entries are "
+            "attended to where they are, got 'gather'."
+        )
 
 
 def _plan(

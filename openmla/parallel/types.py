@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,10 @@ import torch
 from openmla.cache import shown_bytes
 from openmla.config import MLAConfig
 from openmla.parallel.gathered import GatheredContext
+from openmla.parallel.layout import Shard
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from openmla.parallel.ranks import Ranks
-from openmla.plan import Plan
+from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.rows import num_rows
 from openmla.plan.types import Rows
 
@@ -23,6 +24,13 @@ class RankPart(NamedTuple):
     rows: Rows
     plan: Plan
     inside: Rows = slice(0, 0)  # of context: where its rows are among the new ones
+
+    @property
+    def scored(self) -> SparsePlan | CompressedPlan:
+        """Of tokens that choose: which keys they see here."""
+        found = self.plan.sparse or self.plan.compressed
+        assert found is not None
+        return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,6 +47,19 @@ class RankPlan:
     context: RankPart | None = None  # the same tokens, those with earlier keys, in place
     gathered: GatheredContext | None = None  # in its place: the same, from all ranks
     candidates: int = 0  # keys that each rank offers for a token of `chosen`
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of its tokens attend to keys that are chosen for them."""
+        return self.chosen is not None
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's of all keys: positions; of V4 entries, which go in whole blocks."""
+        part = self.chosen or self.absorbed
+        if self.config.compressor is None or part is None:
+            return self.ranks.shard
+        return replace(self.ranks.shard, interleave=part.plan.block_size)
 
     def __repr__(self) -> str:
         parts = ", ".join(
