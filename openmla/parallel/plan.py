@@ -23,6 +23,7 @@ from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError, check_kind
+from openmla.ops.index_write import problem as index_write_problem
 from openmla.parallel.agree import check_agreement
 from openmla.parallel.batches import context_batch, new_batch, token_batch
 from openmla.parallel.captured import plan_captured
@@ -39,6 +40,7 @@ from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
 from openmla.plan.forms import choose_absorbed
+from openmla.plan.problems import chosen
 from openmla.plan.rows import pick, pick_rows, rope_offsets, some
 from openmla.plan.upload import upload
 from openmla.plan.workspace import default_workspace_tokens
@@ -212,7 +214,7 @@ def _plan(
     elif later:
         keys = context_batch(batch, later, shard)
         if ranks.heads == "all":
-            plan = make_plan(keys, dense, kept, **reserved)
+            plan = make_plan(keys, dense, kept, form=form, **reserved)
         else:
             plan = make_plan(keys, wide, kept, form="absorbed", **asked)
         own_starts = _starts(some(batch.query_lens, routes["expanded"]))
@@ -239,11 +241,23 @@ def _plan(
         slot_mapping=local,
         rope_offsets=offsets,
         causal=True,
+        **_key_writer(first, cache, asked["backend"]),
     )
     offered = _candidates(batch, routes["chosen"], config, shard)
     return RankPlan(
         config, ranks, batch.num_tokens, step, **parts, gathered=gathered, candidates=offered
     )
+
+
+def _key_writer(plan: Plan, cache: LayerCache, backend: Asked) -> dict[str, Any]:
+    """Who writes indexer keys, of all tokens: parts that attend to all their keys have none."""
+    if cache.index is None:
+        return {}
+    device, dtype = cache.index.data.device, plan.problem("cache_write").dtype
+    problem = index_write_problem(device, dtype, cache.index.format)
+    others = tuple(other for other in plan.problems if other.op != problem.op)
+    backends = {**plan.backends, **chosen([problem], backend)}
+    return {"backends": backends, "problems": (*others, problem)}
 
 
 def _candidates(batch: Batch, choosing: list[int], config: MLAConfig, shard: Shard) -> int:
