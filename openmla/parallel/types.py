@@ -119,10 +119,16 @@ class RankPlan:
             if self.ranks.heads == "all"
             else "heads gathered, own returned"
         )
+        v4 = self.config.compressor is not None
+        dealt = "entries in whole blocks" if v4 else f"positions in runs of {shard.interleave}"
         lines = [
-            f"rank      {shard.rank} of {shard.size}, positions in runs of {shard.interleave}, "
+            f"rank      {shard.rank} of {shard.size}, {dealt}, "
             f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
         ]
+        if v4:  # geometries differ from ratio to ratio
+            whole = replace(self.step, geometry=None)
+            told = whole.explain(finished=finished).splitlines()
+            lines += ["on every rank, merged last", *(f"  {line}" for line in told)]
         for name, part in self.parts.items():
             merged = "nothing is merged over ranks"
             if name != "new":
