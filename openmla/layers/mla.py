@@ -322,11 +322,12 @@ class MLAAttention(nn.Module):
         if step.output is not None:
             buffers = output_buffers(self.o_proj, step.output, plan.num_tokens)
         direct = None if self.g_proj is not None else buffers
-        given = {"selection": selection, "raw": raw}
         if isinstance(plan, RankPlan):
-            out = attend_over_ranks(projected, absorbed, cache, plan, **given)
+            out = attend_over_ranks(projected, absorbed, cache, plan, selection=selection, raw=raw)
         else:
-            out = attend_step(projected, absorbed, cache, plan, out=direct, **given)
+            out = attend_step(
+                projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+            )
         if self.g_proj is not None:
             gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
             out = out * gate[:, :, None]

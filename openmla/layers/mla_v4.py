@@ -145,10 +145,10 @@ class MLAAttentionV4(nn.Module):
         positions: Tensor,
         cache: LayerCache,
         plan: Plan | RankPlan,
-        planned: Plan,
+        mine: Plan,
     ) -> None:
         check_tokens("MLAAttentionV4", hidden, positions, plan, self.config, self.dtype)
-        step = planned.compressed
+        step = mine.compressed
         if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(
                 f"MLAAttentionV4: plan and cache must be of this layer's ratio {self.ratio}, "

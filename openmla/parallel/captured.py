@@ -12,7 +12,7 @@ from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, check_kind
 from openmla.parallel.batches import token_batch
-from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
+from openmla.parallel.ranks import Ranks, refuse_captured_v4, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, make_plan, plan_buffers
 from openmla.plan.captured import check_buffers, fill
@@ -64,7 +64,7 @@ def rank_buffers(
     has a column for each block_size * W positions."""
     check_kind("parallel", "ranks", ranks, Ranks)
     check_kind("parallel", "config", config, MLAConfig)
-    refuse_v4(config)
+    refuse_captured_v4(config)
     return plan_buffers(
         with_all_heads(config, ranks),
         cache,

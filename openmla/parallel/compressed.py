@@ -47,8 +47,8 @@ def rank_cache(
     compressor = config.compressor
     if compressor is not None and compressor.ratio(layer) != INDEXED_RATIO:
         block_size *= ranks.shard.size
-    sizes = {"num_blocks": num_blocks, "block_size": block_size}
-    return allocate_cache(config, **sizes, layer=layer, **options)
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": block_size, "layer": layer}
+    return allocate_cache(config, **sizes, **options)
 
 
 def plan_compressed_over_ranks(

@@ -43,9 +43,7 @@ def attend_compressed_over_ranks(
         positions = choose_over_ranks(inputs.index, cache.index, plan, part)
         choice = held_here(positions, cache, plan, part)
     queries = CompressedInputs(q=q)
-    here = attend_segments(
-        queries, cache, part.plan, selection=choice, keys="entries", write=False
-    )
+    here = attend_segments(queries, cache, part.plan, selection=choice, keys="entries", write=False)
     merge_states(out, lse, *merged(*here, plan, part), backend=plan.step.requested["merge_states"])
     return out if sink is None else apply_sink(out, lse, sink)
 

@@ -35,7 +35,7 @@ from openmla.parallel.gathered import (
     plan_gathered,
 )
 from openmla.parallel.layout import Shard
-from openmla.parallel.ranks import Ranks, with_all_heads
+from openmla.parallel.ranks import Ranks, refuse_captured_v4, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
@@ -101,8 +101,8 @@ def plan_over_ranks(
         fields["refused"] = False
     finally:
         if ranks.check:
-            rows = getattr(cache, "latent", None) or getattr(cache, "window", None)
-            device = getattr(rows, "data", torch.empty(0)).device
+            kept = getattr(cache, "latent", None) or getattr(cache, "window", None)
+            device = getattr(kept, "data", torch.empty(0)).device
             _tell(fields, ranks.group, device)
     return plan
 
@@ -163,10 +163,7 @@ def _check_step(batch: Batch, form: str, context: str) -> None:
 
 def _check_compressed(config: MLAConfig, context: str, into: dict[str, Tensor] | None) -> None:
     if into is not None:
-        raise UnsupportedError(
-            f"parallel: into must not be given for {config.model_type}: its steps over ranks are "
-            "not captured."
-        )
+        refuse_captured_v4(config)
     if context == "gather":
         raise UnsupportedError(
             f"parallel: context must be auto or place for {config.model_type}, whose entries are "

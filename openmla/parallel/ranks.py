@@ -63,10 +63,9 @@ def with_all_heads(config: MLAConfig, ranks: Ranks) -> MLAConfig:
     return replace(config, num_heads=config.num_heads * ranks.shard.size)
 
 
-def refuse_v4(config: MLAConfig) -> None:
-    """Its design is written, its caches are not sharded."""
+def refuse_captured_v4(config: MLAConfig) -> None:
+    """Its plans over ranks are made anew in every step."""
     if config.compressor is not None:
         raise UnsupportedError(
-            f"parallel: {config.model_type} is not sharded over ranks yet, its windows, entries "
-            "and compressor states are not. Dense models and those of V3.2's kind are."
+            f"parallel: {config.model_type}'s steps over ranks are not captured, got buffers."
         )

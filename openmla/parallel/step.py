@@ -58,20 +58,17 @@ def attend_over_ranks(
     what comes out is still rotated.
     """
     check_kind("parallel", "plan", plan, RankPlan)
+    check_kind("parallel", "cache", cache, LayerCache)
     if plan.config.compressor is not None:
         check_kind("parallel", "projected", projected, CompressedInputs)
-        check_kind("parallel", "cache", cache, LayerCache)
-        others = (("absorbed", absorbed), ("selection", selection), ("raw", raw))
-        for name, other in others:
+        assert isinstance(projected, CompressedInputs)
+        for name, other in (("absorbed", absorbed), ("selection", selection), ("raw", raw)):
             if other is not None:
                 raise ConfigError(f"parallel: {name} must not be given beside CompressedInputs.")
         return attend_compressed_over_ranks(projected, cache, plan, sink=sink, write=write)
-    for name, given, kind in (
-        ("projected", projected, Projected),
-        ("absorbed", absorbed, AbsorbedWeights),
-        ("cache", cache, LayerCache),
-    ):
-        check_kind("parallel", name, given, kind)
+    check_kind("parallel", "projected", projected, Projected)
+    check_kind("parallel", "absorbed", absorbed, AbsorbedWeights)
+    assert isinstance(projected, Projected) and absorbed is not None
     latent = check_inputs(projected, absorbed, cache, plan.step)
     if plan.chosen is not None:
         assert plan.chosen.plan.sparse is not None

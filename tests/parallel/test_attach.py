@@ -164,7 +164,12 @@ def test_chunked_prompts_and_crops(two_ranks: Processes) -> None:
 def refused(rank: int) -> None:
     group = dist.group.WORLD
     for model, options, kind, sentence in (
-        (make_v4(), {"group": Ranks(group, 64)}, ConfigError, "whose entries stay with their block"),
+        (
+            make_v4(),
+            {"group": Ranks(group, 64)},
+            ConfigError,
+            "whose entries stay with their block",
+        ),
         (
             make_model("deepseek_v3"),
             {"capture": True},

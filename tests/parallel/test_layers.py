@@ -85,7 +85,9 @@ def shared_choice(rank: int) -> None:
     layers = [MLAAttention(config, layer=number) for number in (first, second)]
     hidden, outs = sequence(40), []
     for make in (Server, Sharded):
-        options = {"block_size": BS * dist.get_world_size()} if make is Server else {}
+        options: dict[str, Any] = (
+            {"block_size": BS * dist.get_world_size()} if make is Server else {}
+        )
         servers = [make(layer, {"a": hidden}, **options) for layer in layers]
         batch = servers[0].batch([("a", 40)])
         plan = servers[0].plan(batch, form="absorbed")

@@ -1,31 +1,65 @@
-"""V4's steps over ranks: the outputs of one process, each rank with the entries of its own blocks."""
+"""V4's steps over ranks: the outputs of one process, each rank with the entries of its blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
-from openmla import Batch, MLAAttentionV4
-from openmla.parallel import RankPlan, Ranks, plan_over_ranks, rank_cache
-from tests.layers.v4 import RATIOS, Server, make_layer, sequence, tiny_config
+from openmla import (
+    Batch,
+    CompressedInputs,
+    ConfigError,
+    LayerCache,
+    MLAAttentionV4,
+    MLAConfig,
+    RawProjections,
+    ShapeError,
+    UnsupportedError,
+    allocate_cache,
+    attend_compressed,
+)
+from openmla.parallel import (
+    RankPlan,
+    Ranks,
+    attend_over_ranks,
+    plan_over_ranks,
+    rank_buffers,
+    rank_cache,
+)
+from openmla.plan.sizes import Split, Step, room
+from tests.layers.v4 import RATIOS, Server, make_layer, real_config, sequence, tiny_config
+from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 
 BS = 128  # tokens of a block on each rank
+Wanted = Sequence[tuple[str, int]]
+STEPS: tuple[Wanted, ...] = (
+    (("a", 300), ("b", 2)),  # prompts; one shorter than an entry
+    (("a", 1), ("b", 1), ("c", 7)),
+    (("c", 290), ("a", 3), ("b", 4)),  # a chunk of a prompt beside drafts
+    (("a", 1), ("c", 1), ("b", 1)),
+    (("b", 200), ("a", 60)),
+    (("a", 2), ("b", 1), ("c", 5)),
+)
 
 
 class Sharded(Server):
-    """A server whose cache is this rank's share; everything else is as of one process."""
+    """A server whose cache is this rank's share; its pool is that of one process."""
 
-    def __init__(self, layer: MLAAttentionV4, sequences: dict[Any, Any], **options: Any) -> None:
+    def __init__(self, layer: MLAAttentionV4, sequences: Any, **options: Any) -> None:
         self.ranks = Ranks(dist.group.WORLD, **options.pop("ranks", {}))
-        size = self.ranks.shard.size
-        super().__init__(layer, sequences, block_size=BS * size, **options)
-        assert self.cache.geometry is not None
+        super().__init__(layer, sequences, block_size=BS * self.ranks.shard.size, **options)
         geometry = self.cache.geometry
+        assert geometry is not None
         self.cache = rank_cache(
             layer.config,
             self.ranks,
@@ -40,25 +74,93 @@ class Sharded(Server):
             rollback=geometry.rollback,
         )
         for part in self.cache.parts:
-            part.data.view(torch.uint8).fill_(255)
+            part.data.view(torch.uint8).fill_(255)  # NaN
 
     def plan(self, batch: Batch, **options: Any) -> RankPlan:  # type: ignore[override]
         chosen = {"dtype": torch.float32, **self.options, **options}
-        return plan_over_ranks(batch, self.layer.config, self.cache, self.ranks, **chosen)
+        config = own_config(self.layer.config, self.ranks)
+        return plan_over_ranks(batch, config, self.cache, self.ranks, **chosen)
 
 
-STEPS: tuple[Sequence[tuple[str, int]], ...] = (
-    (("a", 300), ("b", 2)),  # prompts; one shorter than an entry
-    (("a", 1), ("b", 1), ("c", 7)),
-    (("c", 290), ("a", 3), ("b", 4)),  # a chunk of a prompt beside drafts
-    (("a", 1), ("c", 1), ("b", 1)),
-    (("b", 200), ("a", 60)),
-    (("a", 1),),
-    (("a", 2), ("b", 1), ("c", 5)),
-)
+def own_config(config: MLAConfig, ranks: Ranks) -> MLAConfig:
+    if ranks.heads == "all":
+        return config
+    return replace(config, num_heads=config.num_heads // ranks.shard.size)
+
+
+def inputs_of(
+    layer: MLAAttentionV4, hidden: Tensor, positions: Tensor, plan: Any, own: slice
+) -> CompressedInputs:
+    """What the layer hands to attention, of some of its heads."""
+    config, table = layer.config, layer.rope_table.table
+    H, D = config.num_heads, config.latent_dim
+    q_resid = layer.q_a_norm(layer.q_a_proj(hidden))
+    q = layer.q_b_proj(q_resid).view(-1, H, D)[:, own].contiguous()
+    rows = layer.kv_proj(hidden)
+    norm = layer.kv_norm.weight
+    raw = RawProjections(
+        q, rows, norm, positions, table, "pairs", config.latent_eps, norm_queries=True
+    )
+    if layer.compressor is None:
+        return CompressedInputs(q, rows, raw, table)
+    indexer, index, index_pool_inputs = getattr(layer.compressor, "indexer", None), None, None
+    if indexer is not None:
+        index_pool_inputs = indexer(hidden)
+        if plan.chooses:
+            step = plan.step if isinstance(plan, RankPlan) else plan
+            index = indexer.queries(hidden, q_resid, positions, table, step)
+    pool_inputs = layer.compressor(hidden)
+    return CompressedInputs(
+        q, rows, raw, table, pool_inputs, index, index_pool_inputs, indexer is not None
+    )
+
+
+class Both:
+    """One process and this rank over the same steps, before outputs are projected."""
+
+    def __init__(self, layer: MLAAttentionV4, *, length: int = 500, **options: Any) -> None:
+        sequences = {name: sequence(length, seed) for seed, name in enumerate("abc")}
+        ranks = {"ranks": options.pop("ranks", {})}
+        size = dist.get_world_size()
+        self.layer = layer
+        self.alone = Server(layer, sequences, block_size=BS * size, **options)
+        self.shared = Sharded(layer, sequences, **options, **ranks)
+        H = layer.config.num_heads
+        own = H // size if self.shared.ranks.heads == "own" else H
+        first = dist.get_rank() * own if own < H else 0
+        self.own, self.sink = slice(first, first + own), layer.sinks.float()
+
+    def step(self, wanted: Wanted, padding: int = 0) -> tuple[Tensor, Tensor, RankPlan]:
+        """Their outputs, of this rank's heads."""
+        batches = [
+            replace(server.batch(wanted), padding=padding) for server in (self.alone, self.shared)
+        ]
+        hidden, positions = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
+        if wanted:
+            hidden, positions = self.alone.tokens(wanted)
+        hidden = torch.cat([hidden, torch.full((padding, hidden.shape[1]), torch.nan)])
+        positions = torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])
+        plan = self.alone.plan(batches[0])
+        given = inputs_of(self.layer, hidden, positions, plan, slice(None))
+        expected = attend_compressed(
+            cache=self.alone.cache, plan=plan, sink=self.sink, **vars(given)
+        )
+        mine = self.shared.plan(batches[1])
+        given = inputs_of(self.layer, hidden, positions, mine, self.own)
+        out = attend_over_ranks(given, None, self.shared.cache, mine, sink=self.sink[self.own])
+        return out, expected[:, self.own], mine
+
+    def check(self, wanted: Wanted, padding: int = 0) -> RankPlan:
+        out, expected, plan = self.step(wanted, padding)
+        T = sum(n for _, n in wanted)
+        assert not out[T:].any()
+        torch.testing.assert_close(out[:T], expected[:T], rtol=1e-4, atol=1e-5)
+        assert plan.explain() and repr(plan)
+        return plan
 
 
 def served(rank: int, ratio: int, topk: int) -> None:
+    """The layer itself."""
     layer = make_layer(tiny_config(topk=topk), ratio)
     sequences = {name: sequence(500, seed) for seed, name in enumerate("abc")}
     size = dist.get_world_size()
@@ -66,14 +168,246 @@ def served(rank: int, ratio: int, topk: int) -> None:
     for wanted in STEPS:
         alone.step(wanted)
         plan = shared.step(wanted)
-        assert plan.explain() and repr(plan)
+        assert isinstance(plan, RankPlan)
+        most = max(shared.pool.seq_len(name) for name, _ in wanted) // 4
+        assert plan.chooses == (ratio == 4 and most > topk)
+        assert (plan.absorbed is not None) == (ratio == 4 and most <= topk)
     for name in sequences:
-        torch.testing.assert_close(
-            shared.outputs[name], alone.outputs[name], rtol=1e-4, atol=1e-5, msg=lambda m: m
-        )
+        found = shared.outputs[name]
+        torch.testing.assert_close(found, alone.outputs[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("topk", [8, 512])
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_layers(two_ranks: Processes, ratio: int, topk: int) -> None:
     two_ranks.run(served, ratio, topk)
+
+
+def every_step(rank: int, format: str) -> None:
+    config, index_format = tiny_config(), "index_fp32"
+    if format == "fp8_dsv4":
+        config, index_format = real_config(), "index_fp8"
+    formats: dict[str, Any] = {"format": format, "index_format": index_format}
+    for heads, schedule in (("all", "auto"), ("own", "auto"), ("own", "gather")):
+        both = Both(make_layer(config, 4), ranks={"heads": heads, "schedule": schedule}, **formats)
+        for wanted in STEPS:
+            both.check(wanted, padding=2)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "fp8_dsv4"])
+def test_steps(two_ranks: Processes, format: str) -> None:
+    two_ranks.run(every_step, format)
+
+
+def own_entries(rank: int) -> None:
+    """A rank holds the entries of its own blocks, to the bit those of one process; no others."""
+    both = Both(make_layer(tiny_config(), 4))
+    both.check([("a", 300), ("b", 200)])
+    both.check([("c", 140)])
+    size, lens = dist.get_world_size(), {"a": 300, "b": 200, "c": 140}
+    for name in ("compressed", "index"):
+        whole, mine = (getattr(server.cache, name).data for server in (both.alone, both.shared))
+        written = torch.zeros(mine.shape[:2], dtype=torch.bool)
+        for request, length in lens.items():
+            tables = [server.pool.tables([request]) for server in (both.alone, both.shared)]
+            one, here = (table.block_table[0] for table in tables)
+            for entry in range(length // 4):
+                block, offset = divmod(entry, BS // 4)
+                if block % size != rank:
+                    continue
+                found = mine[here[block // size], offset]
+                wide = size * BS // 4
+                assert torch.equal(found, whole[one[entry // wide], entry % wide])
+                written[here[block // size], offset] = True
+        assert mine[~written].isnan().all(), "others' entries are not written"
+        assert 0 < int(written.sum()) < sum(length // 4 for length in lens.values())
+
+
+def test_who_holds_what(two_ranks: Processes) -> None:
+    two_ranks.run(own_entries)
+
+
+def drafts(rank: int) -> None:
+    """Rejected tokens go back on every rank; an entry that one of them finished is made again."""
+    layer = make_layer(tiny_config(), 4)
+    both = Both(layer)
+    both.check([("a", 253), ("b", 127)])
+    for lost in (1, 3, 5, 8):
+        both.check([("a", lost), ("b", lost)])
+        for server in (both.alone, both.shared):
+            for name in ("a", "b"):
+                server.pool.truncate(name, server.pool.seq_len(name) - lost)
+                changed = server.sequences[name]
+                changed[server.pool.seq_len(name) :] += 1  # other tokens come in their place
+        both.check([("b", 2), ("a", 1)])
+
+
+def test_rejected_drafts(two_ranks: Processes) -> None:
+    two_ranks.run(drafts)
+
+
+def prefixes(rank: int) -> None:
+    both = Both(make_layer(tiny_config(), 4))
+    both.check([("a", 300)])
+    for server in (both.alone, both.shared):
+        server.sequences["b"][:300] = server.sequences["a"][:300]
+        server.pool.share("a", "b")
+    both.check([("b", 3), ("a", 1)])
+    both.check([("a", 40), ("b", 1)])
+
+
+def test_shared_prefixes(two_ranks: Processes) -> None:
+    two_ranks.run(prefixes)
+
+
+def counted(rank: int) -> None:
+    """What a layer sends is what the plan says: nothing where every rank has all."""
+    H, D = 4, 32
+    for heads, schedule in product(("all", "own"), ("gather", "exchange")):
+        for ratio, topk in ((0, 8), (4, 8), (4, 512), (128, 8)):
+            layer = make_layer(tiny_config(topk=topk), ratio)
+            both = Both(layer, ranks={"heads": heads, "schedule": schedule, "check": False})
+            for wanted in ([("a", 300)], [("a", 1), ("b", 1)]):
+                with counted_bytes() as sent:
+                    plan = both.step(wanted)[2]
+                due = plan.sent_bytes(torch.float32) + plan.selection_bytes()
+                assert sent.num_bytes == due
+                assert (sent.calls > 0) == (ratio == 4)
+                if ratio == 4 and topk == 8 and heads == "own" and schedule == "exchange":
+                    # the formula of the docs, two ranks, float32: queries, outputs, candidates
+                    each = H // 2 * 4 * D + H // 2 * (4 * D + 4) + 8 * topk
+                    assert due == sum(n for _, n in wanted) * each
+
+
+def test_sent_bytes(two_ranks: Processes) -> None:
+    two_ranks.run(counted)
+
+
+def empty(rank: int) -> None:
+    for topk in (8, 512):
+        both = Both(make_layer(tiny_config(topk=topk), 4))
+        both.check([("a", 290)])
+        for wanted in ([], [("a", 0)], [("a", 0), ("b", 1)]):
+            for padding in (0, 2):
+                both.check(wanted, padding=padding)
+
+
+def test_empty_steps(two_ranks: Processes) -> None:
+    two_ranks.run(empty)
+
+
+def refused(rank: int) -> None:
+    layer = make_layer(tiny_config(), 4)
+    server = Sharded(layer, {"a": sequence(300), "b": sequence(300)})
+    config, cache, ranks = layer.config, server.cache, server.ranks
+    server.plan(server.batch([("a", 299)]))
+    batch = server.batch([("a", 1)])
+    slots, rings = batch.state_slots, batch.window_table
+    assert slots is not None and rings is not None
+    group = dist.group.WORLD
+    dense = allocate_cache(config, num_blocks=2, block_size=128, max_requests=1, max_tokens=4)
+    bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+        ({"into": {}}, UnsupportedError, "steps over ranks are not captured"),
+        ({"context": "gather"}, UnsupportedError, "context must be auto or place"),
+        ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
+        ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must not be given"),
+        ({"ranks": Ranks(group, 64)}, ConfigError, "interleave must be 1 or the block size of 128"),
+        ({"cache": LayerCache()}, ConfigError, "cache must have window rows, got none"),
+        ({"cache": replace(cache, state=None)}, ConfigError, "cache must have state rows"),
+        ({"batch": replace(batch, block_table=batch.block_table + 99)}, ShapeError, "must be a bl"),
+        ({"batch": replace(batch, block_table=batch.block_table[:, :0])}, ShapeError, "column"),
+        ({"batch": replace(batch, state_slots=slots + 99)}, ShapeError, "state_slots"),
+        ({"batch": Batch([1], [1], batch.block_table, torch.tensor([0]))}, ShapeError, "window_t"),
+    )
+    before = [part.data.clone() for part in cache.parts]
+    plain: dict[str, Any] = {"batch": batch, "config": config, "cache": cache, "ranks": ranks}
+    for changed, kind, sentence in bad:
+        with pytest.raises(kind, match=sentence):
+            plan_over_ranks(**plain | changed)
+    with pytest.raises(UnsupportedError, match="deepseek_v4's steps over ranks are not"):
+        rank_buffers(config, cache, ranks, max_tokens=2, max_blocks=2)
+    others: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"state_slots": slots + rank}, "state_slots"),
+        ({"window_table": torch.full_like(rings, rank)}, "window_table"),
+    )
+    for changed, field in others:
+        with pytest.raises(ConfigError, match=f"{field} must be the same on every rank"):
+            plan_over_ranks(replace(batch, **changed), config, cache, ranks)
+    plan = plan_over_ranks(**plain)
+    hidden, positions = server.tokens([("a", 1)])
+    given = inputs_of(layer, hidden, positions, plan, slice(None))
+    sink = layer.sinks.float()
+    wrong: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
+        (replace(given, index=None), {}, ConfigError, "index must be given for ratio 4"),
+        (replace(given, q=given.q[:, :1]), {}, ShapeError, "q must be"),
+        (given, {"sink": sink[:1]}, ShapeError, r"sink must be \[H\]"),
+        (given, {"raw": given.raw}, ConfigError, "raw must not be given beside CompressedInputs"),
+        (None, {}, ConfigError, "projected must be of type CompressedInputs"),
+    )
+    for inputs, options, kind, sentence in wrong:
+        with pytest.raises(kind, match=sentence):
+            attend_over_ranks(inputs, None, cache, plan, **{"sink": sink, **options})
+    for part, old in zip(cache.parts, before, strict=True):
+        assert torch.equal(part.data.view(torch.uint8), old.view(torch.uint8))
+    with pytest.raises(ConfigError, match="plan and cache must be of this layer's ratio 4"):
+        layer(hidden, positions, dense, plan)
+
+
+def test_refusals(two_ranks: Processes) -> None:
+    two_ranks.run(refused)
+
+
+def any_steps(rank: int, steps: list[list[tuple[str, int]]], topk: int, heads: str) -> None:
+    both = Both(make_layer(tiny_config(topk=topk), 4), length=900, ranks={"heads": heads})
+    for wanted in steps:
+        both.check(wanted)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    steps=st.lists(
+        st.lists(
+            st.tuples(st.sampled_from("abc"), st.one_of(st.integers(0, 6), st.integers(100, 140))),
+            min_size=1,
+            max_size=3,
+            unique_by=lambda each: each[0],
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    topk=st.sampled_from([4, 30, 512]),
+    heads=st.sampled_from(["all", "own"]),
+)
+def test_any_steps(two_ranks: Processes, steps: Any, topk: int, heads: str) -> None:
+    two_ranks.run(any_steps, steps, topk, heads)
+
+
+def many(rank: int) -> None:
+    """More ranks than blocks, most of which then hold nothing."""
+    for ratio, topk in ((4, 8), (4, 512), (128, 8)):
+        both = Both(make_layer(tiny_config(topk=topk), ratio))
+        for wanted in STEPS:
+            both.check(wanted, padding=1)
+
+
+@pytest.mark.slow
+def test_more_ranks(many_ranks: Processes) -> None:
+    many_ranks.run(many)
+
+
+def sized(rank: int) -> None:
+    """What `openmla size` counts is what a rank allocates."""
+    config, N, ranks = tiny_config(), 3, Ranks(dist.group.WORLD)
+    sizes = {"num_blocks": N, "block_size": BS, "max_requests": 5, "max_tokens": 5}
+    caches = [
+        rank_cache(config, ranks, layer=layer, format="bf16", index_format="index_fp32", **sizes)
+        for layer in range(config.num_layers)
+    ]
+    split = Split(ranks.shard.size, "all")
+    needed = room(Step(config, "bf16", "index_fp32", batch=5, ranks=split), BS)
+    assert N * needed.block + needed.fixed == sum(cache.num_bytes for cache in caches)
+
+
+def test_sizes(two_ranks: Processes) -> None:
+    two_ranks.run(sized)
