@@ -22,13 +22,23 @@ from openmla.errors import ConfigError, check_kind
 from openmla.parallel.layout import Shard
 from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
-from openmla.plan import Batch, CompressedPlan, ScoreChunk, Workspace, make_plan
+from openmla.plan import (
+    Batch,
+    CompressedPlan,
+    ScoreChunk,
+    Workspace,
+    make_plan,
+    plan_buffers,
+)
+from openmla.plan.captured import captured_score_chunks, captured_step, check_buffers, fill
 from openmla.plan.compressed import choose
 from openmla.plan.compressed_checks import check_batch
 from openmla.plan.problems import Choice, cache_kind, frozen
 from openmla.plan.rows import cumulative, integers, padded, start_locs
 from openmla.plan.sparse import chunks_of, first_keys, no_starts, query_bytes, row_lens
 from openmla.plan.upload import upload
+
+WRITES = "writes."
 
 
 def rank_cache(
@@ -58,10 +68,13 @@ def plan_compressed_over_ranks(
     ranks: Ranks,
     form: str,
     workspace: Workspace | None,
+    into: dict[str, Tensor] | None,
     asked: dict[str, Any],
 ) -> RankPlan:
     """A step of V4's layers of one ratio; of whole ones, that of one process."""
-    given = asked | {"form": form, "workspace": workspace}
+    given = asked | {"form": form, "workspace": workspace, "into": into}
+    if into is not None:
+        check_buffers("parallel", "into", into)
     if cache.ratio != INDEXED_RATIO:
         plan = make_plan(batch, config, cache, **given)
         return RankPlan(config, ranks, plan.num_tokens, plan)
@@ -76,15 +89,28 @@ def plan_compressed_over_ranks(
             f"parallel: interleave must be 1 or the block size of {BS} for {config.model_type}, "
             f"whose entries stay with their block, got {shard.interleave}."
         )
-    writes = replace(batch, block_table=written_table(batch.block_table, shard))
-    near = make_plan(writes, config, LayerCache(window=window, geometry=cache.geometry), **given)
     check_batch(batch, config, cache, window, again=True, ranks=shard.size)
+    writes = replace(batch, block_table=written_table(batch.block_table, shard))
+    if into is not None:
+        given["into"] = _of_writes(into)
+    near = make_plan(writes, config, _window_alone(cache), **given)
     assert near.compressed is not None
     own = replace(shard, interleave=entries.block_size)
     most = max(batch.read_lens, default=0) // INDEXED_RATIO
-    held = _entries_here(batch, config, cache, own, near.compressed, chooses=most > indexer.topk)
-    dtype = near.problem("cache_write").dtype
-    kind, tokens = cache_kind([window, entries], cache.index), bucketed(batch.num_tokens)
+    chunks: tuple[ScoreChunk, ...] | None = None
+    if into is not None:
+        chunks = captured_score_chunks(config, cache, into)
+        most = into["block_table"].shape[1] * entries.block_size * shard.size
+    elif most <= indexer.topk:
+        chunks = ()
+    held = _entries_here(batch, config, cache, own, near.compressed, chunks)
+    if into is None:
+        held = upload(held, window.data.device)
+    else:
+        held, values = captured_step(batch, cache, held, near.slot_mapping, into)
+        fill(into, values)
+    dtype, T = near.problem("cache_write").dtype, near.num_tokens
+    kind, tokens = cache_kind([window, entries], cache.index), bucketed(T)
     wide = with_all_heads(config, ranks)
 
     def chosen(config: MLAConfig) -> Choice:
@@ -93,7 +119,7 @@ def plan_compressed_over_ranks(
     step = replace(near.compressed, ratio=INDEXED_RATIO)
     plan = replace(near, compressed=step, **_choice(chosen(config)))
     part = RankPart(
-        slice(0, batch.num_tokens),
+        slice(0, T),
         replace(
             near,
             config=wide,
@@ -104,9 +130,34 @@ def plan_compressed_over_ranks(
         ),
     )
     if not held.chunks:
-        return RankPlan(config, ranks, batch.num_tokens, plan, absorbed=part)
+        return RankPlan(config, ranks, T, plan, absorbed=part)
     offered = min(indexer.topk, own.most_local(most))
-    return RankPlan(config, ranks, batch.num_tokens, plan, chosen=part, candidates=offered)
+    return RankPlan(config, ranks, T, plan, chosen=part, candidates=offered)
+
+
+def compressed_buffers(
+    config: MLAConfig, cache: LayerCache, ranks: Ranks, **sizes: int
+) -> dict[str, Tensor]:
+    """plan_buffers() of a layer: of entries that are a rank's own, and beside them, by names that
+    begin with WRITES, of what is written."""
+    buffers = plan_buffers(config, cache, **sizes)
+    if cache.ratio != INDEXED_RATIO:
+        return buffers
+    sizes["max_blocks"] *= ranks.shard.size
+    others = plan_buffers(config, _window_alone(cache), **sizes)
+    return buffers | {f"{WRITES}{name}": tensor for name, tensor in others.items()}
+
+
+def _of_writes(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(WRITES): tensor
+        for name, tensor in buffers.items()
+        if name.startswith(WRITES)
+    }
+
+
+def _window_alone(cache: LayerCache) -> LayerCache:
+    return LayerCache(window=cache.window, geometry=cache.geometry)
 
 
 def written_table(table: Tensor, shard: Shard) -> Tensor:  # [B, M * W] i32
@@ -122,8 +173,7 @@ def _entries_here(
     cache: LayerCache,
     shard: Shard,  # of entries
     step: CompressedPlan,
-    *,
-    chooses: bool,  # some token of the step, by what all ranks know
+    chunks: tuple[ScoreChunk, ...] | None,  # in which entries are scored; None: found here
 ) -> CompressedPlan:
     """What tokens see of this rank's entries, by their numbers here: all, or those chosen.
 
@@ -135,9 +185,10 @@ def _entries_here(
     here = padded(shard.local_counts(seen), batch.padding)
     longest = int(here.max()) if T else 0
     held, nothing = query_bytes(config, cache.index), integers(())
-    chunks: tuple[ScoreChunk, ...] = chunks_of(here, longest, held) if chooses else ()
+    if chunks is None:
+        chunks = chunks_of(here, longest, held)
     bounds = cumulative(batch.query_lens)
-    made = replace(
+    return replace(
         step,
         ratio=INDEXED_RATIO,
         positions=here.long() * INDEXED_RATIO - 1,
@@ -152,7 +203,6 @@ def _entries_here(
         chunks=chunks,
         query_bytes=held if chunks else 0,
     )
-    return upload(made, cache.index.data.device)
 
 
 def _choice(choice: Choice) -> dict[str, Any]:

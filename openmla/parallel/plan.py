@@ -35,7 +35,7 @@ from openmla.parallel.gathered import (
     plan_gathered,
 )
 from openmla.parallel.layout import Shard
-from openmla.parallel.ranks import Ranks, refuse_captured_v4, with_all_heads
+from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
@@ -88,8 +88,10 @@ def plan_over_ranks(
         fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
         _check_step(batch, form, context)
         if config.compressor is not None:
-            _check_compressed(config, context, into)
-            plan = plan_compressed_over_ranks(batch, config, cache, ranks, form, workspace, asked)
+            _check_compressed(config, context)
+            plan = plan_compressed_over_ranks(
+                batch, config, cache, ranks, form, workspace, into, asked
+            )
             fields["refused"] = False
             return plan
         ranks.shard.check_block_size(rows.block_size)
@@ -161,9 +163,7 @@ def _check_step(batch: Batch, form: str, context: str) -> None:
         )
 
 
-def _check_compressed(config: MLAConfig, context: str, into: dict[str, Tensor] | None) -> None:
-    if into is not None:
-        refuse_captured_v4(config)
+def _check_compressed(config: MLAConfig, context: str) -> None:
     if context == "gather":
         raise UnsupportedError(
             f"parallel: context must be auto or place for {config.model_type}, whose entries are "

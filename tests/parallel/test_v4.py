@@ -130,10 +130,14 @@ class Both:
         first = dist.get_rank() * own if own < H else 0
         self.own, self.sink = slice(first, first + own), layer.sinks.float()
 
-    def step(self, wanted: Wanted, padding: int = 0) -> tuple[Tensor, Tensor, RankPlan]:
+    def step(
+        self, wanted: Wanted, padding: int = 0, into: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, RankPlan]:
         """Their outputs, of this rank's heads."""
+        columns = 0 if into is None else into["window_table"].shape[1]
         batches = [
-            replace(server.batch(wanted), padding=padding) for server in (self.alone, self.shared)
+            replace(server.batch(wanted, window_columns=columns), padding=padding)
+            for server in (self.alone, self.shared)
         ]
         hidden, positions = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
         if wanted:
@@ -145,7 +149,7 @@ class Both:
         expected = attend_compressed(
             cache=self.alone.cache, plan=plan, sink=self.sink, **vars(given)
         )
-        mine = self.shared.plan(batches[1])
+        mine = self.shared.plan(batches[1], into=into)
         given = inputs_of(self.layer, hidden, positions, mine, self.own)
         out = attend_over_ranks(given, None, self.shared.cache, mine, sink=self.sink[self.own])
         return out, expected[:, self.own], mine
@@ -283,6 +287,30 @@ def test_sent_bytes(two_ranks: Processes) -> None:
     two_ranks.run(counted)
 
 
+def replayed(rank: int) -> None:
+    """One set of buffers for all steps, larger than any; what fills up gets 0."""
+    for ratio, heads in product(RATIOS, ("all", "own")):
+        both = Both(make_layer(tiny_config(), ratio), ranks={"heads": heads})
+        config, sizes = both.layer.config, {"max_tokens": 6, "max_requests": 3, "max_blocks": 3}
+        own = own_config(config, both.shared.ranks)
+        buffers = rank_buffers(own, both.shared.cache, both.shared.ranks, **sizes)
+        addresses = [tensor.data_ptr() for tensor in buffers.values()]
+        both.check([("a", 255), ("b", 9)])
+        for wanted in ([("a", 1), ("b", 1)], [("b", 2), ("c", 1), ("a", 2)], [("a", 2)], []):
+            T = sum(n for _, n in wanted)
+            out, expected, plan = both.step(wanted, padding=6 - T, into=buffers)
+            assert plan.num_tokens == 6 and plan.chooses == (ratio == 4)
+            assert addresses == [tensor.data_ptr() for tensor in buffers.values()]
+            assert not out[T:].any()
+            torch.testing.assert_close(out[:T], expected[:T], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ConfigError, match="query tokens of one request must be at most 2"):
+            both.step([("a", 3)], padding=3, into=buffers)
+
+
+def test_fixed_buffers(two_ranks: Processes) -> None:
+    two_ranks.run(replayed)
+
+
 def empty(rank: int) -> None:
     for topk in (8, 512):
         both = Both(make_layer(tiny_config(topk=topk), 4))
@@ -307,7 +335,7 @@ def refused(rank: int) -> None:
     group = dist.group.WORLD
     dense = allocate_cache(config, num_blocks=2, block_size=128, max_requests=1, max_tokens=4)
     bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-        ({"into": {}}, UnsupportedError, "steps over ranks are not captured"),
+        ({"into": {}}, ConfigError, r"into must be plan_buffers\(\)'s, got dict"),
         ({"context": "gather"}, UnsupportedError, "context must be auto or place"),
         ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
         ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must not be given"),
@@ -324,8 +352,6 @@ def refused(rank: int) -> None:
     for changed, kind, sentence in bad:
         with pytest.raises(kind, match=sentence):
             plan_over_ranks(**plain | changed)
-    with pytest.raises(UnsupportedError, match="deepseek_v4's steps over ranks are not"):
-        rank_buffers(config, cache, ranks, max_tokens=2, max_blocks=2)
     others: tuple[tuple[dict[str, Any], str], ...] = (
         ({"state_slots": slots + rank}, "state_slots"),
         ({"window_table": torch.full_like(rings, rank)}, "window_table"),
