@@ -133,8 +133,6 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
             f"attach: interleave must be 1 or the block size of {block_size} for "
             f"{config.model_type}, whose entries stay with their block, got {ranks.interleave}."
         )
-    if options.capture:
-        raise UnsupportedError("attach: capture must not be asked for with a group.")
     return ranks
 
 
