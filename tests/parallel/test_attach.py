@@ -78,6 +78,17 @@ def test_the_tokens_of_one_process(two_ranks: Processes, kind: str, family: str)
     two_ranks.run(same_tokens, kind, family)
 
 
+def in_eight_bits(rank: int) -> None:
+    """w_uk and w_uv rounded to e4m3. Not for sparse prompts, which one process expands by unrounded
+    weights: test_layers.py has those absorbed on both sides."""
+    same_tokens(rank, "dense", "deepseek_v3", absorbed_format="fp8")
+
+
+@pytest.mark.slow
+def test_eight_bit_weights(two_ranks: Processes) -> None:
+    two_ranks.run(in_eight_bits)
+
+
 def same_v4_tokens(rank: int) -> None:
     """Prompts over several blocks, of both ranks; one is shorter than an entry."""
     model = make_v4()
