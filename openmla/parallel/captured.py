@@ -73,7 +73,8 @@ def rank_buffers(
     check_kind("parallel", "ranks", ranks, Ranks)
     check_kind("parallel", "config", config, MLAConfig)
     check_kind("parallel", "cache", cache, LayerCache)
-    sizes = {"max_requests": max_tokens, "max_tokens": max_tokens, "max_blocks": max_blocks}
+    sizes: dict[str, Any] = {"max_tokens": max_tokens, "max_blocks": max_blocks}
+    sizes["max_requests"] = max_tokens
     if config.compressor is None:
         return plan_buffers(with_all_heads(config, ranks), cache, **sizes)
     if max_requests is not None:

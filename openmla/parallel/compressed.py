@@ -136,7 +136,7 @@ def plan_compressed_over_ranks(
 
 
 def compressed_buffers(
-    config: MLAConfig, cache: LayerCache, ranks: Ranks, **sizes: int
+    config: MLAConfig, cache: LayerCache, ranks: Ranks, **sizes: Any
 ) -> dict[str, Tensor]:
     """plan_buffers() of a layer: of entries that are a rank's own, and beside them, by names that
     begin with WRITES, of what is written."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,13 @@ def nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
-def recorded(step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+def recorded(step: Callable[[Any], Tensor], plan: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     for _ in range(2):  # kernels are compiled, communicators set up
-        step()
+        step(plan)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads
-        out = step()
+        out = step(plan)
     return graph, out
 
 
@@ -116,7 +117,7 @@ def test_a_graph_with_collectives(nccl: Any, heads: str, schedule: str) -> None:
             expected = attend_step(projected, absorbed, alone, make_plan(batch, config, alone))
             plan = plan_over_ranks(batch, config, mine, ranks, into=buffers)
             if graph is None:
-                graph, out = recorded(lambda p=plan: attend_over_ranks(projected, absorbed, mine, p))
+                graph, out = recorded(partial(attend_over_ranks, projected, absorbed, mine), plan)
             out.fill_(torch.nan)
             graph.replay()
             torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
@@ -157,7 +158,7 @@ def test_a_graph_that_chooses(nccl: Any, heads: str) -> None:
             expected = attend_step(projected, absorbed, alone, plan, selection=selection)
             own = plan_over_ranks(batch, config, mine, ranks, into=buffers)
             if graph is None:
-                graph, out = recorded(lambda p=own: step(p))
+                graph, out = recorded(step, own)
             out.fill_(torch.nan)
             graph.replay()
             torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
