@@ -16,24 +16,33 @@ import torch
 from torch import Tensor
 
 from openmla.backends import bucketed
+from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, allocate_cache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, check_kind
+from openmla.parallel.gathered_entries import (
+    GatheredEntries,
+    block_bytes,
+    brought_blocks,
+    brought_counts,
+    gathered_table,
+    gathering_entries_is_cheaper,
+)
 from openmla.parallel.layout import Shard
 from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import (
     Batch,
     CompressedPlan,
+    Plan,
     ScoreChunk,
-    Workspace,
     make_plan,
     plan_buffers,
 )
 from openmla.plan.captured import captured_score_chunks, captured_step, check_buffers, fill
 from openmla.plan.compressed import choose
 from openmla.plan.compressed_checks import check_batch
-from openmla.plan.problems import Choice, cache_kind, frozen
+from openmla.plan.problems import cache_kind, frozen
 from openmla.plan.rows import cumulative, integers, padded, start_locs
 from openmla.plan.sparse import chunks_of, first_keys, no_starts, query_bytes, row_lens
 from openmla.plan.upload import upload
@@ -66,35 +75,93 @@ def plan_compressed_over_ranks(
     config: MLAConfig,
     cache: LayerCache,
     ranks: Ranks,
-    form: str,
-    workspace: Workspace | None,
-    into: dict[str, Tensor] | None,
-    asked: dict[str, Any],
+    context: str,
+    given: dict[str, Any],  # what make_plan takes
 ) -> RankPlan:
     """A step of V4's layers of one ratio; of whole ones, that of one process."""
-    given = asked | {"form": form, "workspace": workspace, "into": into}
+    into = given["into"]
     if into is not None:
         check_buffers("parallel", "into", into)
     if cache.ratio != INDEXED_RATIO:
         plan = make_plan(batch, config, cache, **given)
         return RankPlan(config, ranks, plan.num_tokens, plan)
-    window, entries, indexer = cache.window, cache.compressed, config.indexer
+    window, entries = cache.window, cache.compressed
     if window is None or entries is None or cache.index is None or cache.state is None:
         make_plan(batch, config, cache, **given)  # says what is missing
         raise AssertionError("a cache of ratio 4 has all of these")
-    assert indexer is not None
-    shard, BS = ranks.shard, entries.block_size * INDEXED_RATIO
-    if shard.interleave not in (1, BS):
+    _check_interleave(config, ranks, entries.block_size * INDEXED_RATIO)
+    check_batch(batch, config, cache, window, again=True, ranks=ranks.shard.size)
+    writes = replace(batch, block_table=written_table(batch.block_table, ranks.shard))
+    if into is not None:
+        given = given | {"into": _of_writes(into)}
+    near = make_plan(writes, config, _window_alone(cache), **given)
+    if _gathers(batch, config, cache, ranks, context, near, into):
+        return _gathered(batch, config, cache, ranks, near, given["backend"])
+    return _in_place(batch, config, cache, ranks, near, into, given["backend"])
+
+
+def _check_interleave(config: MLAConfig, ranks: Ranks, BS: int) -> None:
+    if ranks.interleave not in (1, BS):
         raise ConfigError(
             f"parallel: interleave must be 1 or the block size of {BS} for {config.model_type}, "
-            f"whose entries stay with their block, got {shard.interleave}."
+            f"whose entries stay with their block, got {ranks.interleave}."
         )
-    check_batch(batch, config, cache, window, again=True, ranks=shard.size)
-    writes = replace(batch, block_table=written_table(batch.block_table, shard))
+
+
+def _gathers(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    ranks: Ranks,
+    context: str,
+    near: Plan,
+    into: dict[str, Tensor] | None,
+) -> bool:
     if into is not None:
-        given["into"] = _of_writes(into)
-    near = make_plan(writes, config, _window_alone(cache), **given)
-    assert near.compressed is not None
+        if context == "gather":
+            raise ConfigError("parallel: context must be auto or place with into=, got 'gather'.")
+        return False
+    if not any(S >= INDEXED_RATIO for S in batch.read_lens):  # nobody sees an entry
+        return False
+    if context != "auto":
+        return context == "gather"
+    dtype = near.problem("cache_write").dtype
+    return gathering_entries_is_cheaper(batch, config, cache, ranks, dtype)
+
+
+def _gathered(
+    batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks, near: Plan, backend: Asked
+) -> RankPlan:
+    """Every rank puts everyone's blocks together, and plans as one process does."""
+    size, step = ranks.shard.size, near.compressed
+    assert step is not None and cache.compressed is not None and config.indexer is not None
+    counts = brought_counts(batch, cache, size)
+    most = max(batch.read_lens, default=0) // INDEXED_RATIO
+    chunks = () if most <= config.indexer.topk else None
+    together = replace(batch, block_table=gathered_table(counts, size))
+    seen = _entries_here(together, config, cache, Shard(), step, chunks)
+    seen = upload(replace(seen, positions=step.positions), cache.compressed.data.device)
+    blocks = brought_blocks(batch.block_table, counts)
+    (blocks,) = upload((blocks,), cache.compressed.data.device)
+    plan = _attending(near, config, seen, cache, backend)
+    sent = (size - 1) * sum(counts) * block_bytes(cache)
+    mine = _attending(near, config, replace(step, ratio=INDEXED_RATIO), cache, backend)
+    gathered = GatheredEntries(plan, blocks, sent)
+    return RankPlan(config, ranks, near.num_tokens, mine, entries=gathered)
+
+
+def _in_place(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    ranks: Ranks,
+    near: Plan,
+    into: dict[str, Tensor] | None,
+    backend: Asked,
+) -> RankPlan:
+    """Own entries, with everyone's heads."""
+    entries, indexer, step, shard = cache.compressed, config.indexer, near.compressed, ranks.shard
+    assert entries is not None and indexer is not None and step is not None
     own = replace(shard, interleave=entries.block_size)
     most = max(batch.read_lens, default=0) // INDEXED_RATIO
     chunks: tuple[ScoreChunk, ...] | None = None
@@ -103,36 +170,38 @@ def plan_compressed_over_ranks(
         most = into["block_table"].shape[1] * entries.block_size * shard.size
     elif most <= indexer.topk:
         chunks = ()
-    held = _entries_here(batch, config, cache, own, near.compressed, chunks)
+    held = _entries_here(batch, config, cache, own, step, chunks)
     if into is None:
-        held = upload(held, window.data.device)
+        held = upload(held, entries.data.device)
     else:
         held, values = captured_step(batch, cache, held, near.slot_mapping, into)
         fill(into, values)
-    dtype, T = near.problem("cache_write").dtype, near.num_tokens
-    kind, tokens = cache_kind([window, entries], cache.index), bucketed(T)
-    wide = with_all_heads(config, ranks)
-
-    def chosen(config: MLAConfig) -> Choice:
-        return choose(config, kind, dtype, bool(held.chunks), tokens, frozen(asked["backend"]))
-
-    step = replace(near.compressed, ratio=INDEXED_RATIO)
-    plan = replace(near, compressed=step, **_choice(chosen(config)))
-    part = RankPart(
-        slice(0, T),
-        replace(
-            near,
-            config=wide,
-            compressed=held,
-            num_blocks=entries.num_blocks,
-            block_size=entries.block_size,
-            **_choice(chosen(wide)),
-        ),
-    )
+    plan = _attending(near, config, replace(step, ratio=INDEXED_RATIO), cache, backend)
+    attending = _attending(near, with_all_heads(config, ranks), held, cache, backend)
+    attending = replace(attending, block_size=entries.block_size)
+    part, T = RankPart(slice(0, near.num_tokens), attending), near.num_tokens
     if not held.chunks:
         return RankPlan(config, ranks, T, plan, absorbed=part)
     offered = min(indexer.topk, own.most_local(most))
     return RankPlan(config, ranks, T, plan, chosen=part, candidates=offered)
+
+
+def _attending(
+    near: Plan, config: MLAConfig, step: CompressedPlan, cache: LayerCache, backend: Asked
+) -> Plan:
+    """The plan of another step over the same tokens, and who runs its ops."""
+    assert cache.window is not None and cache.compressed is not None
+    kind = cache_kind([cache.window, cache.compressed], cache.index)
+    dtype, tokens = near.problem("cache_write").dtype, bucketed(near.num_tokens)
+    choice = choose(config, kind, dtype, bool(step.chunks), tokens, frozen(backend))
+    return replace(
+        near,
+        config=config,
+        compressed=step,
+        backends=dict(choice.backends),
+        requested=dict(choice.requested),
+        problems=choice.problems,
+    )
 
 
 def compressed_buffers(
@@ -203,12 +272,3 @@ def _entries_here(
         chunks=chunks,
         query_bytes=held if chunks else 0,
     )
-
-
-def _choice(choice: Choice) -> dict[str, Any]:
-    """Who runs what, as fields of a Plan."""
-    return {
-        "backends": dict(choice.backends),
-        "requested": dict(choice.requested),
-        "problems": choice.problems,
-    }

@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from openmla.attention import CompressedInputs, Selection, apply_sink
-from openmla.attention.compressed import attend_segments
-from openmla.attention.step import check_sink
+from openmla.attention.compressed import attend_segments, write_compressed
+from openmla.attention.step import check_sink, check_write
 from openmla.cache import LayerCache
 from openmla.errors import ConfigError
 from openmla.ops import merge_states
 from openmla.parallel.collectives import all_gather
+from openmla.parallel.gathered_entries import attend_gathered_entries
 from openmla.parallel.merge import merge_over_ranks
 from openmla.parallel.select import choose_over_ranks, held_here
 from openmla.parallel.types import RankPart, RankPlan
@@ -31,8 +32,13 @@ def attend_compressed_over_ranks(
     part = plan.chosen or plan.absorbed
     if sink is not None:
         check_sink(sink, inputs.q, plan.step)
-    if plan.chosen is not None and inputs.index is None:
+    if plan.chooses and inputs.index is None:
         raise ConfigError("step: index must be given for ratio 4, its tokens choose.")
+    if plan.entries is not None:
+        check_write(inputs.raw, plan.step, write)
+        if write:
+            write_compressed(inputs, cache, plan.step)
+        return attend_gathered_entries(inputs, cache, plan.entries, plan.ranks, sink)
     if part is None:
         return attend_segments(inputs, cache, plan.step, write=write, sink=sink)[0]
     out, lse = attend_segments(inputs, cache, plan.step, keys="window", write=write)

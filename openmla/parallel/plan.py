@@ -71,8 +71,8 @@ def plan_over_ranks(
     rank_buffers() and fills them: the step stays in latent space then, its addresses and sizes
     stay, and a CUDA graph of it may be replayed, collectives included.
 
-    `context` says what becomes of expanded tokens' earlier keys: attended to in "place", "gather"ed
-    from all ranks, or by "auto" whichever is cheaper.
+    `context` says what becomes of expanded tokens' earlier keys, and of V4's entries: attended to
+    in "place", "gather"ed from all ranks, or by "auto" whichever is cheaper.
     """
     check_kind("parallel", "ranks", ranks, Ranks)
     asked = {
@@ -88,10 +88,8 @@ def plan_over_ranks(
         fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
         _check_step(batch, form, context)
         if config.compressor is not None:
-            _check_compressed(config, context)
-            plan = plan_compressed_over_ranks(
-                batch, config, cache, ranks, form, workspace, into, asked
-            )
+            options = asked | {"form": form, "workspace": workspace, "into": into}
+            plan = plan_compressed_over_ranks(batch, config, cache, ranks, context, options)
             fields["refused"] = False
             return plan
         ranks.shard.check_block_size(rows.block_size)
@@ -163,14 +161,6 @@ def _check_step(batch: Batch, form: str, context: str) -> None:
         )
 
 
-def _check_compressed(config: MLAConfig, context: str) -> None:
-    if context == "gather":
-        raise UnsupportedError(
-            f"parallel: context must be auto or place for {config.model_type}, whose entries are "
-            "attended to where they are, got 'gather'."
-        )
-
-
 def _plan(
     batch: Batch,
     config: MLAConfig,
@@ -189,7 +179,7 @@ def _plan(
     routes = _routes(batch, config, latent, asked["dtype"], form)
     kept = LayerCache(latent=latent)
     reserved = asked | {"workspace": workspace}
-    parts: dict[str, RankPart] = {}
+    parts: dict[str, Any] = {}
     if routes["absorbed"] or not any(routes.values()):
         own = token_batch(batch, routes["absorbed"], shard)
         plan = make_plan(own, wide, kept, form="absorbed", **asked)

@@ -10,6 +10,7 @@ import torch
 from openmla.cache import shown_bytes
 from openmla.config import MLAConfig
 from openmla.parallel.gathered import GatheredContext
+from openmla.parallel.gathered_entries import GatheredEntries
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from openmla.parallel.ranks import Ranks
@@ -46,12 +47,13 @@ class RankPlan:
     new: RankPart | None = None  # expanded: this step's rows among themselves
     context: RankPart | None = None  # the same tokens, those with earlier keys, in place
     gathered: GatheredContext | None = None  # in its place: the same, from all ranks
+    entries: GatheredEntries | None = None  # V4's, in the place of absorbed and chosen
     candidates: int = 0  # keys that each rank offers for a token of `chosen`
 
     @property
     def chooses(self) -> bool:
         """Whether some of its tokens attend to keys that are chosen for them."""
-        return self.chosen is not None
+        return self.chosen is not None or (self.entries is not None and self.entries.plan.chooses)
 
     @property
     def shard(self) -> Shard:
@@ -102,7 +104,7 @@ class RankPlan:
                 total += (size - 1) * shape[0] * width * dtype.itemsize
         if self.gathered is not None:
             total += self.gathered.sent_bytes(self.config, self.ranks, dtype)
-        return total
+        return total + (self.entries.sent_bytes if self.entries is not None else 0)
 
     def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
         """What this rank sends where a layer chooses keys: candidates, with their scores."""
@@ -126,9 +128,15 @@ class RankPlan:
             f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
         ]
         if v4:  # geometries differ from ratio to ratio
-            whole = replace(self.step, geometry=None)
-            told = whole.explain(finished=finished).splitlines()
-            lines += ["on every rank, merged last", *(f"  {line}" for line in told)]
+            mine = self.step if self.entries is None else self.entries.plan
+            told = replace(mine, geometry=None).explain(finished=finished).splitlines()
+            what = "on every rank, merged last"
+            if self.entries is not None:
+                what = (
+                    f"entries gathered from all ranks, {len(self.entries.blocks)} blocks from "
+                    "each: cheaper than attending to them in place and merging"
+                )
+            lines += [what, *(f"  {line}" for line in told)]
         for name, part in self.parts.items():
             merged = "nothing is merged over ranks"
             if name != "new":

@@ -23,7 +23,6 @@ from openmla import (
     MLAConfig,
     RawProjections,
     ShapeError,
-    UnsupportedError,
     allocate_cache,
     attend_compressed,
 )
@@ -120,7 +119,7 @@ class Both:
 
     def __init__(self, layer: MLAAttentionV4, *, length: int = 500, **options: Any) -> None:
         sequences = {name: sequence(length, seed) for seed, name in enumerate("abc")}
-        ranks = {"ranks": options.pop("ranks", {})}
+        ranks = {"ranks": options.pop("ranks", {}), "context": options.pop("context", "place")}
         size = dist.get_world_size()
         self.layer = layer
         self.alone = Server(layer, sequences, block_size=BS * size, **options)
@@ -175,7 +174,8 @@ def served(rank: int, ratio: int, topk: int) -> None:
         assert isinstance(plan, RankPlan)
         most = max(shared.pool.seq_len(name) for name, _ in wanted) // 4
         assert plan.chooses == (ratio == 4 and most > topk)
-        assert (plan.absorbed is not None) == (ratio == 4 and most <= topk)
+        in_place = plan.absorbed is not None or plan.chosen is not None
+        assert (in_place or plan.entries is not None) == (ratio == 4)
     for name in sequences:
         found = shared.outputs[name]
         torch.testing.assert_close(found, alone.outputs[name], rtol=1e-4, atol=1e-5)
@@ -192,10 +192,20 @@ def every_step(rank: int, format: str) -> None:
     if format == "fp8_dsv4":
         config, index_format = real_config(), "index_fp8"
     formats: dict[str, Any] = {"format": format, "index_format": index_format}
-    for heads, schedule in (("all", "auto"), ("own", "auto"), ("own", "gather")):
-        both = Both(make_layer(config, 4), ranks={"heads": heads, "schedule": schedule}, **formats)
+    ways = (
+        ("all", "auto", "gather"),
+        ("own", "auto", "place"),
+        ("own", "auto", "gather"),
+        ("own", "gather", "place"),
+        ("all", "auto", "place"),
+    )
+    for heads, schedule, context in ways[:2] if format == "fp8_dsv4" else ways:  # rows of 512
+        ranks = {"heads": heads, "schedule": schedule}
+        both = Both(make_layer(config, 4), ranks=ranks, context=context, **formats)
         for wanted in STEPS:
-            both.check(wanted, padding=2)
+            plan = both.check(wanted, padding=2)
+            assert (plan.entries is not None) == (context == "gather")
+            assert ("entries gathered from all ranks" in plan.explain()) == (context == "gather")
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "fp8_dsv4"])
@@ -250,6 +260,19 @@ def test_rejected_drafts(two_ranks: Processes) -> None:
     two_ranks.run(drafts)
 
 
+def cheaper(rank: int) -> None:
+    """A prompt's entries are gathered; for one token, they stay where they are."""
+    for heads in ("all", "own"):
+        both = Both(make_layer(tiny_config(), 4), ranks={"heads": heads}, context="auto")
+        assert both.check([("a", 300)]).entries is not None
+        plan = both.check([("a", 1)])
+        assert plan.entries is None and plan.chosen is not None
+
+
+def test_entries_by_cost(two_ranks: Processes) -> None:
+    two_ranks.run(cheaper)
+
+
 def prefixes(rank: int) -> None:
     both = Both(make_layer(tiny_config(), 4))
     both.check([("a", 300)])
@@ -267,6 +290,16 @@ def test_shared_prefixes(two_ranks: Processes) -> None:
 def counted(rank: int) -> None:
     """What a layer sends is what the plan says: nothing where every rank has all."""
     H, D = 4, 32
+    for heads in ("all", "own"):
+        both = Both(
+            make_layer(tiny_config(), 4), context="gather", ranks={"heads": heads, "check": False}
+        )
+        for wanted in ([("a", 300), ("b", 3)], [("a", 1), ("b", 1)]):
+            with counted_bytes() as sent:
+                plan = both.step(wanted)[2]
+            assert sent.num_bytes == plan.sent_bytes(torch.float32) and sent.calls == 2
+            blocks = 2 if len(wanted) == 2 and wanted[0][1] == 300 else 3  # a's two, then b's
+            assert sent.num_bytes == blocks * BS // 4 * (32 + 16) * 4
     for heads, schedule in product(("all", "own"), ("gather", "exchange")):
         for ratio, topk in ((0, 8), (4, 8), (4, 512), (128, 8)):
             layer = make_layer(tiny_config(topk=topk), ratio)
@@ -336,7 +369,6 @@ def refused(rank: int) -> None:
     dense = allocate_cache(config, num_blocks=2, block_size=128, max_requests=1, max_tokens=4)
     bad: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         ({"into": {}}, ConfigError, r"into must be plan_buffers\(\)'s, got dict"),
-        ({"context": "gather"}, UnsupportedError, "context must be auto or place"),
         ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
         ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must not be given"),
         ({"ranks": Ranks(group, 64)}, ConfigError, "interleave must be 1 or the block size of 128"),
@@ -383,8 +415,11 @@ def test_refusals(two_ranks: Processes) -> None:
     two_ranks.run(refused)
 
 
-def any_steps(rank: int, steps: list[list[tuple[str, int]]], topk: int, heads: str) -> None:
-    both = Both(make_layer(tiny_config(topk=topk), 4), length=900, ranks={"heads": heads})
+def any_steps(
+    rank: int, steps: list[list[tuple[str, int]]], topk: int, heads: str, context: str
+) -> None:
+    options: dict[str, Any] = {"context": context, "ranks": {"heads": heads}}
+    both = Both(make_layer(tiny_config(topk=topk), 4), length=900, **options)
     for wanted in steps:
         both.check(wanted)
 
@@ -404,15 +439,16 @@ def any_steps(rank: int, steps: list[list[tuple[str, int]]], topk: int, heads: s
     ),
     topk=st.sampled_from([4, 30, 512]),
     heads=st.sampled_from(["all", "own"]),
+    context=st.sampled_from(["auto", "place", "gather"]),
 )
-def test_any_steps(two_ranks: Processes, steps: Any, topk: int, heads: str) -> None:
-    two_ranks.run(any_steps, steps, topk, heads)
+def test_any_steps(two_ranks: Processes, steps: Any, topk: int, heads: str, context: str) -> None:
+    two_ranks.run(any_steps, steps, topk, heads, context)
 
 
 def many(rank: int) -> None:
     """More ranks than blocks, most of which then hold nothing."""
-    for ratio, topk in ((4, 8), (4, 512), (128, 8)):
-        both = Both(make_layer(tiny_config(topk=topk), ratio))
+    for ratio, topk, context in product((4, 128), (8, 512), ("place", "gather", "auto")):
+        both = Both(make_layer(tiny_config(topk=topk), ratio), context=context)
         for wanted in STEPS:
             both.check(wanted, padding=1)
 
