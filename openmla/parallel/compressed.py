@@ -144,9 +144,9 @@ def _gathered(
     blocks = brought_blocks(batch.block_table, counts)
     (blocks,) = upload((blocks,), cache.compressed.data.device)
     plan = _attending(near, config, seen, cache, backend)
-    sent = (size - 1) * sum(counts) * block_bytes(cache)
+    held = size * sum(counts) * block_bytes(cache)
     mine = _attending(near, config, replace(step, ratio=INDEXED_RATIO), cache, backend)
-    gathered = GatheredEntries(plan, blocks, sent)
+    gathered = GatheredEntries(plan, blocks, held)
     return RankPlan(config, ranks, near.num_tokens, mine, entries=gathered)
 
 

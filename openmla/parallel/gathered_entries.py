@@ -2,8 +2,8 @@
 
 A prompt's tokens share their entries. In place each token's queries and outputs go round; gathered,
 every rank brings its blocks of the step's requests, entries and indexer keys, packed as they are,
-and goes on as one process does, with its own heads: to the bit. This step's entries are written
-first, by their owners, so that they are among them.
+and goes on as one process does, with its own heads. This step's entries are written first, by their
+owners, so that they are among them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GatheredEntries(NamedTuple):
 
     plan: Plan  # of one process over those blocks
     blocks: Tensor  # [n] i64: what this rank brings of them
-    sent_bytes: int  # by each rank, a layer
+    num_bytes: int  # of all of them together, which a layer holds for as long as it attends
 
 
 def brought_counts(batch: Batch, cache: LayerCache, size: int) -> list[int]:

@@ -104,7 +104,9 @@ class RankPlan:
                 total += (size - 1) * shape[0] * width * dtype.itemsize
         if self.gathered is not None:
             total += self.gathered.sent_bytes(self.config, self.ranks, dtype)
-        return total + (self.entries.sent_bytes if self.entries is not None else 0)
+        if self.entries is not None:
+            total += (size - 1) * self.entries.num_bytes // size
+        return total
 
     def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
         """What this rank sends where a layer chooses keys: candidates, with their scores."""
@@ -134,7 +136,8 @@ class RankPlan:
             if self.entries is not None:
                 what = (
                     f"entries gathered from all ranks, {len(self.entries.blocks)} blocks from "
-                    "each: cheaper than attending to them in place and merging"
+                    f"each, {shown_bytes(self.entries.num_bytes)} together: cheaper than attending "
+                    "to them in place and merging"
                 )
             lines += [what, *(f"  {line}" for line in told)]
         for name, part in self.parts.items():

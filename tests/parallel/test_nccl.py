@@ -40,6 +40,8 @@ from openmla.parallel import (
     rank_buffers,
     select_over_ranks,
 )
+from tests.layers.v4 import make_layer, real_config, relative_error
+from tests.parallel.test_v4 import STEPS, Both
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL is of GPUs")
 BS, BLOCKS, LENS = 64, 64, ([70, 500, 1], [71, 501, 2], [900, 65, 64])
@@ -165,6 +167,21 @@ def test_a_graph_that_chooses(nccl: Any, heads: str) -> None:
     finally:
         if graph is not None:
             graph.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", ["place", "gather"])
+def test_v4_layers(nccl: Any, context: str) -> None:
+    """V4's rows as they are: entries attended to here, or gathered from everyone, who is here."""
+    for format, index_format in (("fp8_dsv4", "index_fp8"), ("bf16", "index_bf16")):
+        formats: dict[str, Any] = {"format": format, "index_format": index_format}
+        layer = make_layer(real_config(), 4).to("cuda")
+        both = Both(layer, context=context, device="cuda", **formats)
+        for wanted in STEPS:
+            T = sum(n for _, n in wanted)
+            out, expected, plan = both.step(wanted, padding=2)
+            assert (plan.entries is not None) == (context == "gather")
+            assert not out[T:].any() and relative_error(out[:T], expected[:T]) < 1e-4
 
 
 @pytest.mark.gpu

@@ -71,6 +71,7 @@ class Sharded(Server):
             max_tokens=320,
             window_block_size=geometry.window_block_size,
             rollback=geometry.rollback,
+            device=self.device,
         )
         for part in self.cache.parts:
             part.data.view(torch.uint8).fill_(255)  # NaN
@@ -141,8 +142,8 @@ class Both:
         hidden, positions = torch.zeros(0, 64), torch.zeros(0, dtype=torch.int64)
         if wanted:
             hidden, positions = self.alone.tokens(wanted)
-        hidden = torch.cat([hidden, torch.full((padding, hidden.shape[1]), torch.nan)])
-        positions = torch.cat([positions, torch.zeros(padding, dtype=torch.int64)])
+        hidden = torch.cat([hidden, hidden.new_full((padding, hidden.shape[1]), torch.nan)])
+        positions = torch.cat([positions, positions.new_zeros(padding)])
         plan = self.alone.plan(batches[0])
         given = inputs_of(self.layer, hidden, positions, plan, slice(None))
         expected = attend_compressed(
@@ -157,6 +158,8 @@ class Both:
         out, expected, plan = self.step(wanted, padding)
         T = sum(n for _, n in wanted)
         assert not out[T:].any()
+        if plan.entries is not None and plan.ranks.heads == "all":
+            assert torch.equal(out[:T], expected[:T]), "gathered, the bits are those of one process"
         torch.testing.assert_close(out[:T], expected[:T], rtol=1e-4, atol=1e-5)
         assert plan.explain() and repr(plan)
         return plan
