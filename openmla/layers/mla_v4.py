@@ -137,7 +137,20 @@ class MLAAttentionV4(nn.Module):
         sink = self.sinks.float()
         if isinstance(plan, RankPlan):
             return attend_over_ranks(inputs, None, cache, plan, sink=sink)
-        return attend_compressed(cache=cache, plan=plan, sink=sink, **vars(inputs))
+        assert inputs.rows is not None
+        return attend_compressed(
+            inputs.q,
+            inputs.rows,
+            cache,
+            plan,
+            raw=inputs.raw,
+            sink=sink,
+            table=inputs.table,
+            pool_inputs=inputs.pool_inputs,
+            index=inputs.index,
+            index_pool_inputs=inputs.index_pool_inputs,
+            hadamard=inputs.hadamard,
+        )
 
     def _check(
         self,

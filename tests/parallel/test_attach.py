@@ -95,7 +95,7 @@ def same_v4_tokens(rank: int) -> None:
     ids, mask = prompts(3, 290)
     mask[2, :287] = 0
     for name, way in WAYS.items():
-        if name == "drafts":  # which transformers refuses for V4
+        if name not in ("greedy", "beams"):  # transformers refuses drafts for V4
             continue
         found = []
         for group in (None, dist.group.WORLD):
@@ -131,7 +131,7 @@ def over_fixed_tensors(rank: int) -> None:
     for make, length, BS in zip(makers, (37, 37, 290), (4, 4, 128), strict=True):
         model = make()
         ids, mask = prompts(3, length)
-        for name in ("greedy", "beams"):
+        for name in ("greedy", "beams") if make is makers[0] else ("greedy",):
             found = []
             for options in ({}, {"group": dist.group.WORLD, "capture": True}):
                 attach(model, block_size=BS, **options)

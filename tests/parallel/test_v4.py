@@ -205,7 +205,7 @@ def every_step(rank: int, format: str) -> None:
     for heads, schedule, context in ways[:2] if format == "fp8_dsv4" else ways:  # rows of 512
         ranks = {"heads": heads, "schedule": schedule}
         both = Both(make_layer(config, 4), ranks=ranks, context=context, **formats)
-        for wanted in STEPS:
+        for wanted in STEPS[:4] if format == "fp8_dsv4" else STEPS:
             plan = both.check(wanted, padding=2)
             assert (plan.entries is not None) == (context == "gather")
             assert ("entries gathered from all ranks" in plan.explain()) == (context == "gather")
