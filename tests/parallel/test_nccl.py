@@ -41,7 +41,7 @@ from openmla.parallel import (
     select_over_ranks,
 )
 from tests.layers.v4 import make_layer, real_config, relative_error
-from tests.parallel.test_v4 import STEPS, Both
+from tests.parallel.v4 import STEPS, Both
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL is of GPUs")
 BS, BLOCKS, LENS = 64, 64, ([70, 500, 1], [71, 501, 2], [900, 65, 64])
