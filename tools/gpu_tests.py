@@ -20,14 +20,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations")
+FOLDERS = (
+    *("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations"),
+    "tests/parallel",
+)
 # Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {
     "tests/integrations/test_vllm_v4.py": "V4 in vLLM, which is refused elsewhere than on CPUs",
     "tests/attention/test_arguments.py": "what is refused before anything runs",
     "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
-    "tests/attention/test_v4_shards.py": "a design, by the reference; V4 is not sharded yet",
+    "tests/attention/test_v4_shards.py": "several ranks by hand, by the reference",
     "tests/integrations/test_drop_in.py": "names of modules; the drop-ins' own tests run there",
     "tests/integrations/test_growth.py": "host integers; test_captured.py grows pools there",
     "tests/integrations/test_memory.py": "bytes of caches; test_graph_memory.py counts them there",
@@ -45,6 +48,18 @@ WITHOUT_A_GPU = {
     "tests/ops/test_register.py": "devices that are pretended",
     "tests/ops/test_schemas.py": "what ops declare",
     "tests/layers/test_warm_keys.py": "Triton's keys without a launch; test_warmup.py launches",
+    "tests/parallel/test_agree.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_attach.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_captured.py": "gloo groups, on CPUs; test_nccl.py records such steps",
+    "tests/parallel/test_dense.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_failures.py": "gloo groups, on CPUs",
+    "tests/parallel/test_launched.py": "gloo groups, on CPUs",
+    "tests/parallel/test_layers.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_layout.py": "host integers",
+    "tests/parallel/test_merge.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_page.py": "gloo groups, on CPUs",
+    "tests/parallel/test_sparse.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
+    "tests/parallel/test_v4.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
     "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_output.py": "what is decided and refused; tests/attention runs it there",
@@ -85,6 +100,11 @@ def run(path: Path, memcheck: bool) -> tuple[Path, bool, str, float]:
     return path, done.returncode == 0 and ran, done.stdout, time.monotonic() - start
 
 
+def named(path: Path) -> str:
+    """What a file's summary is called: folders have files of the same name."""
+    return "-".join(path.relative_to(ROOT).parts)
+
+
 def contracts() -> list[Path]:
     """The file with the contract of every op that has a Triton kernel."""
     kernels = sorted((ROOT / "openmla" / "backends" / "triton").glob("[!_]*.py"))
@@ -113,7 +133,7 @@ def main() -> int:
         files = contracts()
     if options.files:
         files = [ROOT / name for name in options.files]
-    left = [path for path in files if options.again or not (kept / path.name).exists()]
+    left = [path for path in files if options.again or not (kept / named(path)).exists()]
     if len(left) < len(files):
         print(f"{len(files) - len(left)} of {len(files)} files passed before")
     failed = 0
@@ -123,7 +143,7 @@ def main() -> int:
             lines = output.splitlines() or [""]
             print(f"{path.relative_to(ROOT)}  {lines[-1].strip('= ')}  ({seconds:.0f} s)")
             if passed:
-                (kept / path.name).write_text(lines[-1] + "\n")
+                (kept / named(path)).write_text(lines[-1] + "\n")
             else:
                 failed += 1
                 print(output[-3000:])

@@ -97,6 +97,15 @@ def attend_segments(
     return _attend(inputs.q, segments, plan, step, sink)
 
 
+def write_compressed(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> None:
+    """This step's rows and entries into the caches, where something else attends to them."""
+    step, window = _check_step(inputs, cache, plan, write=True)
+    _check_inputs(inputs, plan, step, None, write=True)
+    _check_dtypes(inputs, None, window.data.device)
+    _check_cache(cache, plan, inputs.pool_inputs, inputs.index_pool_inputs)
+    _write(inputs, cache, plan, step)
+
+
 def _check_step(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, *, write: bool
 ) -> tuple[CompressedPlan, PagedCache]:

@@ -76,7 +76,7 @@ def attend_step(
     else:
         check_out(out, projected.q_nope, plan)
     if sink is not None:
-        _check_sink(sink, projected.q_nope, plan)
+        check_sink(sink, projected.q_nope, plan)
     if isinstance(out, QuantizedOutput) and sink is None:
         projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
         attend_quantized(out, projected, absorbed, latent, plan, selection)
@@ -180,7 +180,7 @@ def check_given(projected: object, absorbed: object, cache: object, plan: object
         check_kind("step", name, given, kind)
 
 
-def _check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
+def check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
     check_kind("step", "sink", sink, Tensor)
     shape = (plan.config.num_heads,)
     if sink.shape != shape:

@@ -125,6 +125,14 @@ class PagedCache:
         data.view(torch.uint8)[: self.num_blocks] = self.data.view(torch.uint8)
         return replace(self, data=data)
 
+    def holding(self, blocks: Tensor, D: int) -> PagedCache:
+        """Another cache of this format, of blocks [n, BS, W] given as bytes, rows of D values."""
+        n, (_, BS, W) = blocks.shape[0], self.data.shape
+        page = self.layout.page_width(D, BS)
+        data = _pages(n, BS, W, page, self.data.dtype, self.data.device)
+        data.view(torch.uint8).copy_(blocks)
+        return replace(self, data=data)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Carry out the (source, target) copies that BlockPool.take asks for."""
         for source, target in pairs:

@@ -145,7 +145,7 @@ def make_report(options: argparse.Namespace) -> Report:
         return Row(size, fits, predict(each, machine, read_weights))
 
     powers = {2**n for n in range(MOST_RANKS.bit_length())}
-    sizes = [1] if v4 else sorted(powers | {options.ranks})
+    sizes = sorted(powers | {options.ranks})
     return Report(
         options.model, step, machine, token_bytes(step), weights, read_weights,
         options.memory_share, block_size, room(step, block_size).fixed,

@@ -199,7 +199,8 @@ def _notes(report: Report) -> list[str]:
         notes.append("Sending takes no time here: give --link-gbps.")
     if report.step.config.compressor is not None:
         notes.append(
-            "One rank: context parallelism of V4 is a design (docs/context-parallel-v4.md)."
+            "Ranks share V4's entries of ratio 4; every rank has all else "
+            "(docs/context-parallel-v4.md)."
         )
     if report.step.context > report.step.config.max_positions:
         notes.append(

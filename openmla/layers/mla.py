@@ -40,6 +40,7 @@ from openmla.layers.weights import (
     is_plain,
     refuse_unabsorbable,
 )
+from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 from openmla.plan import Plan
 
 EXPAND_BY = ("auto", "linear", "copy")
@@ -72,7 +73,7 @@ def check_tokens(
     where: str,
     hidden: Tensor,
     positions: Tensor,
-    plan: Plan,
+    plan: Plan | RankPlan,
     config: MLAConfig,
     dtype: torch.dtype,
 ) -> None:
@@ -279,9 +280,10 @@ class MLAAttention(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64
         cache: LayerCache,
-        plan: Plan,
+        plan: Plan | RankPlan,
     ) -> Tensor:  # [T, hidden_size]
-        """Project, write the cache, attend, project back; T is the plan's."""
+        """Project, write the cache, attend, project back; T is the plan's. Over ranks, every one
+        of them calls it with the same tokens, and its own share of the cache."""
         return self.attend(hidden, positions, cache, plan)[0]
 
     def attend(
@@ -289,7 +291,7 @@ class MLAAttention(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64
         cache: LayerCache,
-        plan: Plan,
+        plan: Plan | RankPlan,
         selection: Selection | None = None,
     ) -> tuple[Tensor, Selection | None]:
         """forward(), and the selection it used, for the layers after it that share it.
@@ -299,31 +301,38 @@ class MLAAttention(nn.Module):
         check_tokens("MLAAttention", hidden, positions, plan, self.config, self.dtype)
         if self.indexer is not None and cache.index is None:
             raise ConfigError("MLAAttention: cache must have index rows for this layer, got none.")
-        if self.indexer is None and plan.sparse is not None and selection is None:
+        if self.indexer is None and plan.chooses and selection is None:
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
-        if plan.output is not None:
-            check_taken(self.o_proj, plan.output)
+        step = plan.step if isinstance(plan, RankPlan) else plan
+        if step.output is not None:
+            check_taken(self.o_proj, step.output)
         absorbed = self.absorbed
-        projected, raw, q_resid = self.project(hidden, positions, plan)
+        projected, raw, q_resid = self.project(hidden, positions, step)
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
-            check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
-            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
-            selection = select_step(index, cache, plan)
+            check_inputs(projected, absorbed, cache, step)  # before the indexer writes
+            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, step)
+            if isinstance(plan, RankPlan):
+                selection = select_over_ranks(index, cache, plan)
+            else:
+                selection = select_step(index, cache, plan)
         buffers = None
-        if plan.output is not None:
-            buffers = output_buffers(self.o_proj, plan.output, plan.num_tokens)
+        if step.output is not None:
+            buffers = output_buffers(self.o_proj, step.output, plan.num_tokens)
         direct = None if self.g_proj is not None else buffers
-        out = attend_step(
-            projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
-        )
+        if isinstance(plan, RankPlan):
+            out = attend_over_ranks(projected, absorbed, cache, plan, selection=selection, raw=raw)
+        else:
+            out = attend_step(
+                projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+            )
         if self.g_proj is not None:
             gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
             out = out * gate[:, :, None]
             if buffers is not None:
-                end_plainly(buffers, out, plan, {})
+                end_plainly(buffers, out, step, {})
         if buffers is not None:
             return project_output(self.o_proj, buffers, self.dtype), selection
         return self.o_proj(out.flatten(1)), selection

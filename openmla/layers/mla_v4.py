@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import RawProjections, attend_compressed
+from openmla.attention import CompressedInputs, RawProjections, attend_compressed
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
@@ -14,6 +14,7 @@ from openmla.layers.mla import check_tokens
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
 from openmla.ops import rope
+from openmla.parallel import RankPlan, attend_over_ranks
 from openmla.plan import Plan
 
 
@@ -95,10 +96,11 @@ class MLAAttentionV4(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64, of the tokens in their sequences
         cache: LayerCache,
-        plan: Plan,
+        plan: Plan | RankPlan,
     ) -> Tensor:  # [T, hidden_size]
         """Project, write the caches, attend, rotate back, project; T is the plan's."""
-        self._check(hidden, positions, cache, plan)
+        step = plan.step if isinstance(plan, RankPlan) else plan
+        self._check(hidden, positions, cache, plan, step)
         config = self.config
         T, H = plan.num_tokens, config.num_heads
         D, R = config.latent_dim, config.qk_rope_head_dim
@@ -116,35 +118,50 @@ class MLAAttentionV4(nn.Module):
             indexer = getattr(self.compressor, "indexer", None)
             if indexer is not None:
                 index_pool_inputs, hadamard = indexer(hidden), indexer.hadamard
-                if plan.compressed is not None and plan.compressed.chunks:
-                    index = indexer.queries(hidden, q_resid, positions, table, plan)
-        out = attend_compressed(
-            q,
-            rows,
-            cache,
-            plan,
-            raw=raw,
-            sink=self.sinks.float(),
-            table=table,
-            pool_inputs=pool_inputs,
-            index=index,
-            index_pool_inputs=index_pool_inputs,
-            hadamard=hadamard,
-        )
+                if plan.chooses:
+                    index = indexer.queries(hidden, q_resid, positions, table, step)
+        given = (table, pool_inputs, index, index_pool_inputs, hadamard)
+        out = self._attend(CompressedInputs(q, rows, raw, *given), cache, plan)
         rope(
             out[:, :, D - R :],
             positions,
             table,
             pairing="pairs",
             inverse=True,
-            backend=plan.backends["rope"],
+            backend=step.backends["rope"],
         )
         groups = self.o_a_proj.groups
         return self.o_b_proj(self.o_a_proj(out.reshape(T, groups, H * D // groups)))
 
-    def _check(self, hidden: Tensor, positions: Tensor, cache: LayerCache, plan: Plan) -> None:
+    def _attend(self, inputs: CompressedInputs, cache: LayerCache, plan: Plan | RankPlan) -> Tensor:
+        sink = self.sinks.float()
+        if isinstance(plan, RankPlan):
+            return attend_over_ranks(inputs, None, cache, plan, sink=sink)
+        assert inputs.rows is not None
+        return attend_compressed(
+            inputs.q,
+            inputs.rows,
+            cache,
+            plan,
+            raw=inputs.raw,
+            sink=sink,
+            table=inputs.table,
+            pool_inputs=inputs.pool_inputs,
+            index=inputs.index,
+            index_pool_inputs=inputs.index_pool_inputs,
+            hadamard=inputs.hadamard,
+        )
+
+    def _check(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        cache: LayerCache,
+        plan: Plan | RankPlan,
+        mine: Plan,
+    ) -> None:
         check_tokens("MLAAttentionV4", hidden, positions, plan, self.config, self.dtype)
-        step = plan.compressed
+        step = mine.compressed
         if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(
                 f"MLAAttentionV4: plan and cache must be of this layer's ratio {self.ratio}, "

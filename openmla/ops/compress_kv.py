@@ -20,7 +20,8 @@ the V rows of state_slots[b], position p in row p % V:
 Rows of this step's last V tokens are written after all reads. So a step may start over at an
 earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
 written with overlap, V - 1 without; entries the lost tokens finished are written again by the true
-ones. A request whose state_slots is negative is skipped. No two requests write the same entry.
+ones. A request whose state_slots is negative is skipped. An entry whose block is -1 in the table,
+another rank's, is not written; its tokens' state is. No two requests write the same entry.
 `clamped` is cache_write's: it counts values of entries that fp8 cuts off.
 Everything up to that is float32 (float64 for float64 inputs); kv and score are of one
 floating dtype.
@@ -115,7 +116,7 @@ def _check_values(tensors: tuple[Tensor, ...], dims: Mapping[str, int], ratio: i
     nothing = torch.zeros_like(ends)
     check_block_table(
         op,
-        block_table,
+        block_table.masked_fill(block_table == -1, 0),
         starts.where(used, nothing).int(),
         ends.where(used, nothing).int(),
         dims["N"],

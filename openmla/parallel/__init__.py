@@ -1,6 +1,7 @@
 """Context parallelism: a cache sharded by position over ranks, partial attentions merged."""
 
 from openmla.parallel.captured import rank_buffers
+from openmla.parallel.compressed import rank_cache
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import merge_over_ranks
 from openmla.parallel.plan import plan_over_ranks
@@ -17,5 +18,6 @@ __all__ = [
     "merge_over_ranks",
     "plan_over_ranks",
     "rank_buffers",
+    "rank_cache",
     "select_over_ranks",
 ]

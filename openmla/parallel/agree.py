@@ -19,7 +19,7 @@ from openmla.parallel.collectives import all_gather
 
 FIELDS = (
     *("refused", "config", "cache", "ranks", "query_lens", "seq_lens", "padding"),
-    *("block_table", "slot_mapping", "options"),
+    *("block_table", "slot_mapping", "window_table", "state_slots", "options"),
 )
 
 

@@ -12,7 +12,8 @@ from openmla.cache import LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, check_kind
 from openmla.parallel.batches import token_batch
-from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
+from openmla.parallel.compressed import compressed_buffers
+from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, make_plan, plan_buffers
 from openmla.plan.captured import check_buffers, fill
@@ -58,17 +59,24 @@ def plan_captured(
 
 
 def rank_buffers(
-    config: MLAConfig, cache: LayerCache, ranks: Ranks, *, max_tokens: int, max_blocks: int
+    config: MLAConfig,
+    cache: LayerCache,
+    ranks: Ranks,
+    *,
+    max_tokens: int,
+    max_blocks: int,
+    max_requests: int | None = None,
 ) -> dict[str, Tensor]:
-    """plan_buffers() for plan_over_ranks(into=): every token counts as a request there, and a table
-    has a column for each block_size * W positions."""
+    """plan_buffers() for plan_over_ranks(into=): a table has a column for each block_size * W
+    positions. Every token counts as a request there; only V4 takes max_requests of several, by
+    default of one token each."""
     check_kind("parallel", "ranks", ranks, Ranks)
     check_kind("parallel", "config", config, MLAConfig)
-    refuse_v4(config)
-    return plan_buffers(
-        with_all_heads(config, ranks),
-        cache,
-        max_requests=max_tokens,
-        max_tokens=max_tokens,
-        max_blocks=max_blocks,
-    )
+    check_kind("parallel", "cache", cache, LayerCache)
+    sizes: dict[str, Any] = {"max_tokens": max_tokens, "max_blocks": max_blocks}
+    sizes["max_requests"] = max_tokens
+    if config.compressor is None:
+        return plan_buffers(with_all_heads(config, ranks), cache, **sizes)
+    if max_requests is not None:
+        sizes["max_requests"] = max_requests
+    return compressed_buffers(config, cache, ranks, **sizes)

@@ -72,6 +72,12 @@ class Shard:
         """The same of several requests, or tokens."""
         return [self.local_len(length) for length in lengths]
 
+    def local_counts(self, lengths: Tensor) -> Tensor:
+        """The same of many, in a tensor of integers."""
+        run = self.interleave
+        rounds, rest = lengths // (self.size * run), lengths % (self.size * run)
+        return rounds * run + (rest - self.rank * run).clamp(0, run)
+
     def most_local(self, length: int) -> int:
         """The most of the first `length` positions that any rank holds: what collectives are sized
         by, for all ranks know it."""

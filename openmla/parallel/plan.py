@@ -23,9 +23,11 @@ from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError, check_kind
+from openmla.ops.index_write import problem as index_write_problem
 from openmla.parallel.agree import check_agreement
 from openmla.parallel.batches import context_batch, new_batch, token_batch
 from openmla.parallel.captured import plan_captured
+from openmla.parallel.compressed import plan_compressed_over_ranks
 from openmla.parallel.gathered import (
     CONTEXTS,
     GatheredContext,
@@ -33,11 +35,12 @@ from openmla.parallel.gathered import (
     plan_gathered,
 )
 from openmla.parallel.layout import Shard
-from openmla.parallel.ranks import Ranks, refuse_v4, with_all_heads
+from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.checks import check_batch
 from openmla.plan.forms import choose_absorbed
+from openmla.plan.problems import chosen
 from openmla.plan.rows import pick, pick_rows, rope_offsets, some
 from openmla.plan.upload import upload
 from openmla.plan.workspace import default_workspace_tokens
@@ -68,8 +71,8 @@ def plan_over_ranks(
     rank_buffers() and fills them: the step stays in latent space then, its addresses and sizes
     stay, and a CUDA graph of it may be replayed, collectives included.
 
-    `context` says what becomes of expanded tokens' earlier keys: attended to in "place", "gather"ed
-    from all ranks, or by "auto" whichever is cheaper.
+    `context` says what becomes of expanded tokens' earlier keys, and of V4's entries: attended to
+    in "place", "gather"ed from all ranks, or by "auto" whichever is cheaper.
     """
     check_kind("parallel", "ranks", ranks, Ranks)
     asked = {
@@ -80,10 +83,17 @@ def plan_over_ranks(
     }
     fields: dict[str, Any] = {"refused": True}
     try:
-        latent = _check_kinds(batch, config, cache)
+        rows = _check_kinds(batch, config, cache)
         fields |= _fields(batch, config, cache, ranks)
         fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
-        _check_step(batch, latent, ranks.shard, form, context)
+        _check_step(batch, form, context)
+        if config.compressor is not None:
+            options = asked | {"form": form, "workspace": workspace, "into": into}
+            plan = plan_compressed_over_ranks(batch, config, cache, ranks, context, options)
+            fields["refused"] = False
+            return plan
+        ranks.shard.check_block_size(rows.block_size)
+        check_batch(batch, rows, ranks.shard.size)
         if into is None:
             plan = _plan(batch, config, cache, ranks, form, context, workspace, asked)
         else:
@@ -91,7 +101,8 @@ def plan_over_ranks(
         fields["refused"] = False
     finally:
         if ranks.check:
-            device = getattr(getattr(cache, "latent", None), "data", torch.empty(0)).device
+            kept = getattr(cache, "latent", None) or getattr(cache, "window", None)
+            device = getattr(kept, "data", torch.empty(0)).device
             _tell(fields, ranks.group, device)
     return plan
 
@@ -109,28 +120,33 @@ def _check_kinds(batch: Batch, config: MLAConfig, cache: LayerCache) -> PagedCac
     check_kind("parallel", "batch", batch, Batch)
     check_kind("parallel", "config", config, MLAConfig)
     check_kind("parallel", "cache", cache, LayerCache)
-    refuse_v4(config)
-    if cache.latent is None:
-        raise ConfigError("parallel: cache must have latent rows, got none.")
-    return cache.latent
+    name = "latent" if config.compressor is None else "window"
+    rows: PagedCache | None = getattr(cache, name)
+    if rows is None:
+        raise ConfigError(f"parallel: cache must have {name} rows, got none.")
+    return rows
 
 
 def _fields(batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks) -> dict[str, Any]:
     """What must be the same on every rank."""
     return {
         "config": config,
-        "cache": [(part.format, part.num_blocks, part.block_size) for part in cache.parts],
+        "cache": [
+            cache.ratio,
+            *((part.format, part.num_blocks, part.block_size) for part in cache.parts),
+        ],
         "ranks": (ranks.shard.size, ranks.interleave, ranks.heads, ranks.schedule),
         "query_lens": batch.query_lens,
         "seq_lens": batch.seq_lens,
         "padding": batch.padding,
         "block_table": batch.block_table,
         "slot_mapping": batch.slot_mapping,
+        "window_table": batch.window_table,
+        "state_slots": batch.state_slots,
     }
 
 
-def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str, context: str) -> None:
-    shard.check_block_size(latent.block_size)
+def _check_step(batch: Batch, form: str, context: str) -> None:
     for name, given, known in (("form", form, FORMS), ("context", context, CONTEXTS)):
         if given not in known:
             raise ConfigError(f"parallel: {name} must be one of {', '.join(known)}, got {given!r}.")
@@ -143,7 +159,6 @@ def _check_step(batch: Batch, latent: PagedCache, shard: Shard, form: str, conte
         raise ConfigError(
             "parallel: batch must be of the whole step, got causal=False. Parts are made here."
         )
-    check_batch(batch, latent, shard.size)
 
 
 def _plan(
@@ -164,7 +179,7 @@ def _plan(
     routes = _routes(batch, config, latent, asked["dtype"], form)
     kept = LayerCache(latent=latent)
     reserved = asked | {"workspace": workspace}
-    parts: dict[str, RankPart] = {}
+    parts: dict[str, Any] = {}
     if routes["absorbed"] or not any(routes.values()):
         own = token_batch(batch, routes["absorbed"], shard)
         plan = make_plan(own, wide, kept, form="absorbed", **asked)
@@ -186,7 +201,7 @@ def _plan(
     elif later:
         keys = context_batch(batch, later, shard)
         if ranks.heads == "all":
-            plan = make_plan(keys, dense, kept, **reserved)
+            plan = make_plan(keys, dense, kept, form=form, **reserved)
         else:
             plan = make_plan(keys, wide, kept, form="absorbed", **asked)
         own_starts = _starts(some(batch.query_lens, routes["expanded"]))
@@ -213,11 +228,23 @@ def _plan(
         slot_mapping=local,
         rope_offsets=offsets,
         causal=True,
+        **_key_writer(first, cache, asked["backend"]),
     )
     offered = _candidates(batch, routes["chosen"], config, shard)
     return RankPlan(
         config, ranks, batch.num_tokens, step, **parts, gathered=gathered, candidates=offered
     )
+
+
+def _key_writer(plan: Plan, cache: LayerCache, backend: Asked) -> dict[str, Any]:
+    """Who writes indexer keys, of all tokens: parts that attend to all their keys have none."""
+    if cache.index is None:
+        return {}
+    device, dtype = cache.index.data.device, plan.problem("cache_write").dtype
+    problem = index_write_problem(device, dtype, cache.index.format)
+    others = tuple(other for other in plan.problems if other.op != problem.op)
+    backends = {**plan.backends, **chosen([problem], backend)}
+    return {"backends": backends, "problems": (*others, problem)}
 
 
 def _candidates(batch: Batch, choosing: list[int], config: MLAConfig, shard: Shard) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 from openmla.parallel.collectives import group_of, size_and_rank
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import HEADS, SCHEDULES
@@ -61,12 +61,3 @@ def with_all_heads(config: MLAConfig, ranks: Ranks) -> MLAConfig:
     if ranks.heads == "all":
         return config
     return replace(config, num_heads=config.num_heads * ranks.shard.size)
-
-
-def refuse_v4(config: MLAConfig) -> None:
-    """Its design is written, its caches are not sharded."""
-    if config.compressor is not None:
-        raise UnsupportedError(
-            f"parallel: {config.model_type} is not sharded over ranks yet, its windows, entries "
-            "and compressor states are not. Dense models and those of V3.2's kind are."
-        )

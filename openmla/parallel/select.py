@@ -55,8 +55,7 @@ def _offers(
     index: IndexInputs, keys: PagedCache, plan: RankPlan, part: RankPart
 ) -> tuple[Tensor, Tensor]:  # scores [n, offered] f32, positions [n, offered] i32
     """The best keys of this rank; position NOBODY where it has fewer."""
-    sparse, width = part.plan.sparse, plan.candidates
-    assert sparse is not None
+    sparse, width = part.scored, plan.candidates
     q_idx, w_idx = index.q_idx[part.rows], index.w_idx[part.rows]
     n, device = sparse.num_rows, q_idx.device
     scores = torch.zeros((n, width), dtype=scores_dtype(q_idx.dtype), device=device)
@@ -74,7 +73,7 @@ def _offers(
             backend=part.plan.backends["index_topk"],
         )
         scores[chunk.rows] = logits.gather(1, best.clamp_min(0).long())
-        found = plan.ranks.shard.global_positions(best)
+        found = plan.shard.global_positions(best)
         positions[chunk.rows] = torch.where(best < 0, NOBODY, found)
     return scores, positions
 
@@ -117,16 +116,15 @@ def held_here(
     positions: Tensor, cache: LayerCache, plan: RankPlan, part: RankPart
 ) -> Selection | None:
     """Of chosen positions [n, K], those that this rank holds, by their numbers here."""
-    own, lens = local_choice(positions, plan.ranks.shard, part)
+    own, lens = local_choice(positions, plan.shard, part)
     return make_selection(own, cache, part.plan, lens=lens)
 
 
 def local_choice(positions: Tensor, shard: Shard, part: RankPart) -> tuple[Tensor, Tensor]:
     """[n, K] i32 and how many columns count: map_slots by a table in which every block is where it
     was, so that slots are numbers of keys."""
-    sparse, BS = part.plan.sparse, part.plan.block_size
-    assert sparse is not None
-    M, device = sparse.block_table.shape[1], positions.device
+    BS, device = part.plan.block_size, positions.device
+    M = part.scored.block_table.shape[1]
     return map_slots(
         positions,
         torch.arange(M, dtype=torch.int32, device=device)[None],

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from openmla.attention import (
     AbsorbedWeights,
+    CompressedInputs,
     Projected,
     RawProjections,
     Selection,
@@ -29,17 +30,16 @@ from openmla.attention.ratio import scale_rope
 from openmla.attention.step import Part, check_selection, check_write, put_both_together
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache
-from openmla.errors import check_kind
+from openmla.errors import ConfigError, check_kind
 from openmla.ops import merge_states
-from openmla.parallel.collectives import all_gather
+from openmla.parallel.entries import attend_compressed_over_ranks, gather_heads, merged
 from openmla.parallel.gathered import attend_gathered
-from openmla.parallel.merge import merge_over_ranks
 from openmla.parallel.types import RankPart, RankPlan
 
 
 def attend_over_ranks(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
+    projected: Projected | CompressedInputs,
+    absorbed: AbsorbedWeights | None,
     cache: LayerCache,
     plan: RankPlan,
     *,
@@ -53,14 +53,22 @@ def attend_over_ranks(
     Rows are written by the ranks that hold their positions, then everyone attends. `selection` is
     select_over_ranks', where the plan has tokens that choose their keys. H is this rank's: with
     heads="all" that is all of them, and every rank gets the same result.
+
+    V4 takes a CompressedInputs and no weights, as attend_partial; entries are chosen in here, and
+    what comes out is still rotated.
     """
     check_kind("parallel", "plan", plan, RankPlan)
-    for name, given, kind in (
-        ("projected", projected, Projected),
-        ("absorbed", absorbed, AbsorbedWeights),
-        ("cache", cache, LayerCache),
-    ):
-        check_kind("parallel", name, given, kind)
+    check_kind("parallel", "cache", cache, LayerCache)
+    if plan.config.compressor is not None:
+        check_kind("parallel", "projected", projected, CompressedInputs)
+        assert isinstance(projected, CompressedInputs)
+        for name, other in (("absorbed", absorbed), ("selection", selection), ("raw", raw)):
+            if other is not None:
+                raise ConfigError(f"parallel: {name} must not be given beside CompressedInputs.")
+        return attend_compressed_over_ranks(projected, cache, plan, sink=sink, write=write)
+    check_kind("parallel", "projected", projected, Projected)
+    check_kind("parallel", "absorbed", absorbed, AbsorbedWeights)
+    assert isinstance(projected, Projected) and absorbed is not None
     latent = check_inputs(projected, absorbed, cache, plan.step)
     if plan.chosen is not None:
         assert plan.chosen.plan.sparse is not None
@@ -92,11 +100,11 @@ def _attend_here(
     mine = Projected(*(tensor[part.rows] for tensor in projected))
     if plan.ranks.heads == "all":
         out, lse = attend_partial(mine, absorbed, cache, part.plan, selection=selection)
-        return _merged(out, lse, plan, part)
+        return merged(out, lse, plan, part)
     backend = plan.step.called_with("project_heads")
     q_latent = gather_heads(into_latent(mine.q_nope, mine.q_pe, absorbed, backend), plan)
     out_latent, lse = attend_latent(q_latent, cache, part.plan, selection=selection)
-    out_latent, lse = _merged(out_latent, lse, plan, part)
+    out_latent, lse = merged(out_latent, lse, plan, part)
     return out_of_latent(out_latent, absorbed, backend), lse
 
 
@@ -119,13 +127,3 @@ def _attend_expanded(
     merge_states(part, part_lse, *earlier, backend=new.plan.requested["merge_states"])
     out[context.inside], lse[context.inside] = part, part_lse
     return out, lse
-
-
-def gather_heads(q_latent: Tensor, plan: RankPlan) -> Tensor:  # [n, W * H, D]
-    """Everyone's heads, by rank."""
-    return all_gather(q_latent, plan.ranks.group).transpose(0, 1).flatten(1, 2)
-
-
-def _merged(out: Tensor, lse: Tensor, plan: RankPlan, part: RankPart) -> tuple[Tensor, Tensor]:
-    schedule = plan.schedule_of(part, out.dtype)
-    return merge_over_ranks(out, lse, plan.ranks.group, heads=plan.ranks.heads, schedule=schedule)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -10,9 +10,11 @@ import torch
 from openmla.cache import shown_bytes
 from openmla.config import MLAConfig
 from openmla.parallel.gathered import GatheredContext
+from openmla.parallel.gathered_entries import GatheredEntries
+from openmla.parallel.layout import Shard
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from openmla.parallel.ranks import Ranks
-from openmla.plan import Plan
+from openmla.plan import CompressedPlan, Plan, SparsePlan
 from openmla.plan.rows import num_rows
 from openmla.plan.types import Rows
 
@@ -23,6 +25,13 @@ class RankPart(NamedTuple):
     rows: Rows
     plan: Plan
     inside: Rows = slice(0, 0)  # of context: where its rows are among the new ones
+
+    @property
+    def scored(self) -> SparsePlan | CompressedPlan:
+        """Of tokens that choose: which keys they see here."""
+        found = self.plan.sparse or self.plan.compressed
+        assert found is not None
+        return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,7 +47,21 @@ class RankPlan:
     new: RankPart | None = None  # expanded: this step's rows among themselves
     context: RankPart | None = None  # the same tokens, those with earlier keys, in place
     gathered: GatheredContext | None = None  # in its place: the same, from all ranks
+    entries: GatheredEntries | None = None  # V4's, in the place of absorbed and chosen
     candidates: int = 0  # keys that each rank offers for a token of `chosen`
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of its tokens attend to keys that are chosen for them."""
+        return self.chosen is not None or (self.entries is not None and self.entries.plan.chooses)
+
+    @property
+    def shard(self) -> Shard:
+        """This rank's of all keys: positions; of V4 entries, which go in whole blocks."""
+        part = self.chosen or self.absorbed
+        if self.config.compressor is None or part is None:
+            return self.ranks.shard
+        return replace(self.ranks.shard, interleave=part.plan.block_size)
 
     def __repr__(self) -> str:
         parts = ", ".join(
@@ -81,6 +104,8 @@ class RankPlan:
                 total += (size - 1) * shape[0] * width * dtype.itemsize
         if self.gathered is not None:
             total += self.gathered.sent_bytes(self.config, self.ranks, dtype)
+        if self.entries is not None:
+            total += (size - 1) * self.entries.num_bytes // size
         return total
 
     def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
@@ -98,10 +123,23 @@ class RankPlan:
             if self.ranks.heads == "all"
             else "heads gathered, own returned"
         )
+        v4 = self.config.compressor is not None
+        dealt = "entries in whole blocks" if v4 else f"positions in runs of {shard.interleave}"
         lines = [
-            f"rank      {shard.rank} of {shard.size}, positions in runs of {shard.interleave}, "
+            f"rank      {shard.rank} of {shard.size}, {dealt}, "
             f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
         ]
+        if v4:  # geometries differ from ratio to ratio
+            mine = self.step if self.entries is None else self.entries.plan
+            told = replace(mine, geometry=None).explain(finished=finished).splitlines()
+            what = "on every rank, merged last"
+            if self.entries is not None:
+                what = (
+                    f"entries gathered from all ranks, {len(self.entries.blocks)} blocks from "
+                    f"each, {shown_bytes(self.entries.num_bytes)} together: cheaper than attending "
+                    "to them in place and merging"
+                )
+            lines += [what, *(f"  {line}" for line in told)]
         for name, part in self.parts.items():
             merged = "nothing is merged over ranks"
             if name != "new":

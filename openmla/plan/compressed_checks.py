@@ -134,11 +134,18 @@ def check_beside(
 
 
 def check_batch(
-    batch: Batch, config: MLAConfig, cache: LayerCache, window: PagedCache, *, again: bool
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    window: PagedCache,
+    *,
+    again: bool,
+    ranks: int = 1,
 ) -> None:
     """Values are checked on the host; tensors that are on the device already are trusted.
 
-    `again`: what all kinds of layers share was looked at for another kind.
+    `again`: what all kinds of layers share was looked at for another kind. `ranks`: so many hold a
+    block's entries together.
     """
     if batch.window_table is None or batch.state_slots is None:
         raise ShapeError(
@@ -157,7 +164,7 @@ def check_batch(
         return
     if batch.block_table.device.type == "cpu":
         finished = [S // cache.ratio for S in batch.read_lens]
-        N, BS = cache.compressed.num_blocks, cache.compressed.block_size
+        N, BS = cache.compressed.num_blocks, cache.compressed.block_size * ranks
         check_block_table("batch", batch.block_table, None, finished, N, BS)
         _check_entries(batch, finished, cache.ratio, N, BS)
     if batch.state_slots.device.type == "cpu":

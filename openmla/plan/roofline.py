@@ -7,6 +7,7 @@ longer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from openmla.ops._register import Cost
@@ -63,23 +64,24 @@ def layer_costs(step: Step, kind: Kind) -> dict[str, Cost]:
 
 
 def _index_costs(step: Step) -> dict[str, Cost]:
-    """Keys written, all of a rank's scored, the best chosen; then the best of every rank's."""
-    config, B, S, W = step.config, step.batch, step.local_context, step.ranks.size
-    indexer = config.indexer
+    """Keys written and, where requests have more than K, scored and chosen."""
+    indexer = step.config.indexer
     assert indexer is not None
-    DI, K, format = indexer.head_dim, indexer.topk, step.index_format
-    R = config.qk_rope_head_dim
-    costs = {"index_write": index_write_cost(B, DI=DI, R=R, format=format, itemsize=ITEMSIZE)}
-    if not step.chooses:
-        return costs
-    HI = indexer.num_heads
-    costs["index_logits"] = logits_cost([1] * B, [S] * B, HI=HI, DI=DI, format=format)
-    chosen = topk_cost(B, B * S, K=K)
+    sizes = {"DI": indexer.head_dim, "R": step.config.qk_rope_head_dim, "itemsize": ITEMSIZE}
+    written = index_write_cost(step.batch, format=step.index_format, **sizes)
+    return {"index_write": written} | (_scoring_costs(step) if step.chooses else {})
+
+
+def _scoring_costs(step: Step) -> dict[str, Cost]:
+    """All of a rank's keys scored, the best chosen; then the best of every rank's."""
+    B, S, W, indexer = step.batch, step.local_scored, step.ranks.size, step.config.indexer
+    assert indexer is not None
+    HI, DI, K = indexer.num_heads, indexer.head_dim, indexer.topk
+    scored = logits_cost([1] * B, [S] * B, HI=HI, DI=DI, format=step.index_format)
+    chosen = [topk_cost(B, B * S, K=K)]
     if W > 1:
-        again = topk_cost(B, B * W * min(K, S), K=K, itemsize=CANDIDATE)
-        chosen = Cost(chosen.bytes + again.bytes, chosen.flops + again.flops)
-    costs["index_topk"] = chosen
-    return costs
+        chosen.append(topk_cost(B, B * W * min(K, S), K=K, itemsize=CANDIDATE))
+    return {"index_logits": scored, "index_topk": _total(chosen)}
 
 
 def _merge_cost(step: Step) -> Cost:
@@ -96,10 +98,11 @@ def _merge_cost(step: Step) -> Cost:
 def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
     """V4: a row into the window, tokens into entries, attention over both, its rope undone."""
     config, B, S = step.config, step.batch, step.context
-    H, D, R, indexer = config.num_heads, config.latent_dim, config.qk_rope_head_dim, config.indexer
+    own, D, R = step.ranks.own_heads(config), config.latent_dim, config.qk_rope_head_dim
+    indexer = config.indexer
     assert config.compressor is not None
     rows: dict[str, Any] = {"D": D, "format": step.format, "itemsize": ITEMSIZE}
-    costs = {"latent_write": latent_write_cost(B, H=H, E=D, R=R, norm_queries=True, **rows)}
+    costs = {"latent_write": latent_write_cost(B, H=own, E=D, R=R, norm_queries=True, **rows)}
     seen, entries = min(S, config.compressor.window), 0
     if kind.ratio:
         entries = S // kind.ratio
@@ -109,20 +112,31 @@ def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
             DI, K, format = indexer.head_dim, indexer.topk, step.index_format
             keys: dict[str, Any] = {"D": DI, "format": format, "itemsize": ITEMSIZE}
             pooled.append(compress_cost(B, B, ratio=kind.ratio, overlap=True, **keys))
-            if entries > K:
-                HI = indexer.num_heads
-                lens = [entries] * B
-                costs["index_logits"] = logits_cost([1] * B, lens, HI=HI, DI=DI, format=format)
-                costs["index_topk"] = topk_cost(B, B * entries, K=K)
+            if step.chooses:
+                costs |= _scoring_costs(step)
             entries = min(entries, K)
-        costs["compress_kv"] = Cost(*map(sum, zip(*pooled, strict=True)))
-    costs["mqa_sparse"] = sparse_cost(B * (seen + entries), B, H=H, C=D, **rows)
-    costs["rope"] = rope_cost(B, H=H, R=R, itemsize=ITEMSIZE)
+        costs["compress_kv"] = _total(pooled)
+    if step.ranks.size > 1 and kind.is_sharded(config):
+        # entries of this rank for all heads, then the window for its own
+        here = -(-entries // step.ranks.size)
+        calls = [
+            sparse_cost(B * here, B, H=config.num_heads, C=D, **rows),
+            sparse_cost(B * seen, B, H=own, C=D, **rows),
+        ]
+        costs |= {"mqa_sparse": _total(calls), "merge": _merge_cost(step)}
+    else:
+        costs["mqa_sparse"] = sparse_cost(B * (seen + entries), B, H=own, C=D, **rows)
+    costs["rope"] = rope_cost(B, H=own, R=R, itemsize=ITEMSIZE)
     return costs
 
 
+def _total(costs: Sequence[Cost]) -> Cost:
+    return Cost(*map(sum, zip(*costs, strict=True)))
+
+
 def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
-    """Bytes that leave one rank per token and layer, by what they are; docs/size.md derives them.
+    """Bytes that leave one rank per token and layer whose keys ranks share, by what they are;
+    docs/size.md derives them.
 
     `chooses`: of a layer with an indexer of its own whose requests have more than K keys.
     """
@@ -135,7 +149,7 @@ def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
     sent |= _merge_bytes(step, _schedule(step))
     if chooses:
         assert config.indexer is not None
-        sent["candidates"] = (W - 1) * min(config.indexer.topk, step.local_context) * CANDIDATE
+        sent["candidates"] = (W - 1) * min(config.indexer.topk, step.local_scored) * CANDIDATE
     return sent
 
 
@@ -192,7 +206,9 @@ def predict(step: Step, machine: Machine, weights: float = 0.0) -> Predicted:
             attention_time += n * roof(cost, machine)
             so_far = costs.get(op, Cost(0, 0))
             costs[op] = Cost(so_far.bytes + n * cost.bytes, so_far.flops + n * cost.flops)
-        parts = sent_bytes(step, chooses=kind.indexed and step.chooses)
+        parts = {}
+        if kind.is_sharded(step.config):
+            parts = sent_bytes(step, chooses=kind.indexed and step.chooses)
         collectives += n * len(parts)
         for what, num_bytes in parts.items():
             sent[what] = sent.get(what, 0) + n * step.batch * num_bytes

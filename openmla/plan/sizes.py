@@ -12,7 +12,7 @@ from typing import NamedTuple
 from openmla.cache import Geometry, cache_bytes, check_formats
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 
 WINDOW_BLOCK, ROLLBACK = 64, 8  # of V4's caches: allocate_cache's defaults
 HEADS, SCHEDULES = ("own", "all"), ("auto", "gather", "exchange")
@@ -69,11 +69,6 @@ class Step:
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"step: {name} must be a positive integer, got {value!r}.")
         W, H = self.ranks.size, self.config.num_heads
-        if W > 1 and self.config.compressor is not None:
-            raise UnsupportedError(
-                f"ranks: context parallelism of {self.config.model_type} is designed, not built "
-                "(docs/context-parallel-v4.md). Ask for one rank."
-            )
         if self.ranks.heads == "own" and H % W:
             raise ConfigError(
                 f"ranks: size must divide the model's {H} heads where each has its own, got {W}."
@@ -85,12 +80,20 @@ class Step:
         return -(-self.context // self.ranks.size)
 
     @property
+    def scored(self) -> int:
+        """Keys of a request that an indexer chooses among: V4's are entries."""
+        return self.context if self.config.compressor is None else self.context // INDEXED_RATIO
+
+    @property
+    def local_scored(self) -> int:
+        """The same on the rank that has most of them."""
+        return -(-self.scored // self.ranks.size)
+
+    @property
     def chooses(self) -> bool:
         """Whether an indexer chooses among keys: a request of no more than K attends to all."""
         indexer = self.config.indexer
-        return (
-            self.config.compressor is None and indexer is not None and self.context > indexer.topk
-        )
+        return indexer is not None and self.scored > indexer.topk
 
 
 class Kind(NamedTuple):
@@ -99,6 +102,10 @@ class Kind(NamedTuple):
     num_layers: int
     indexed: bool  # has an indexer of its own
     ratio: int = 0  # tokens per entry, V4
+
+    def is_sharded(self, config: MLAConfig) -> bool:
+        """Whether ranks share its keys; of V4 only those that are chosen."""
+        return config.compressor is None or self.ratio == INDEXED_RATIO
 
 
 def kinds(config: MLAConfig) -> tuple[Kind, ...]:
@@ -143,7 +150,7 @@ def token_bytes(step: Step) -> TokenBytes:
 class Room(NamedTuple):
     """What a cache of some requests takes on one rank, as allocate_cache makes it."""
 
-    block: int  # bytes of one block of tokens in all layers, padding included
+    block: int  # bytes of one block of tokens of every rank in all layers, padding included
     fixed: int  # bytes whatever the context: V4's windows and compressor states
 
 
@@ -158,20 +165,24 @@ def room(step: Step, block_size: int) -> Room:
                 DI = config.indexer.head_dim
                 block += kind.num_layers * _page_bytes(step.index_format, DI, block_size)
         return Room(block, 0)
-    geometry = Geometry.for_model(
-        config,
-        num_blocks=1,
-        block_size=block_size,
-        max_requests=step.batch,
-        max_tokens=step.batch,
-        window_block_size=WINDOW_BLOCK,
-        rollback=ROLLBACK,
-        format=step.format,
-        index_format=step.index_format,
-    )
-    parts = cache_bytes(config, geometry)
-    growing = sum(part.entries + part.padding for part in parts)
-    return Room(growing, sum(part.total for part in parts) - growing)
+    growing = fixed = 0
+    for tokens, sharded in ((block_size, True), (block_size * step.ranks.size, False)):
+        geometry = Geometry.for_model(
+            config,
+            num_blocks=1,
+            block_size=tokens,
+            max_requests=step.batch,
+            max_tokens=step.batch,
+            window_block_size=WINDOW_BLOCK,
+            rollback=ROLLBACK,
+            format=step.format,
+            index_format=step.index_format,
+        )
+        for part in cache_bytes(config, geometry):
+            if (part.ratio == INDEXED_RATIO) == sharded:
+                growing += part.entries + part.padding
+                fixed += part.window + part.state
+    return Room(growing, fixed)
 
 
 def _page_bytes(format: str, D: int, block_size: int) -> int:

@@ -275,6 +275,13 @@ class Plan:
                 )
 
     @property
+    def chooses(self) -> bool:
+        """Whether some of its tokens attend to keys that are chosen for them."""
+        if self.compressed is not None:
+            return len(self.compressed.chunks) > 0
+        return self.sparse is not None
+
+    @property
     def mapped(self) -> bool:
         """Whether chosen positions are made slots before they are attended to."""
         return "map_slots" in self.backends

@@ -29,11 +29,11 @@ LAST = 3  # tokens of each that attend, as drafts do
 
 
 class Rank(NamedTuple):
-    """Entries and keys in blocks that a rank owns; block N is scratch, for what others own."""
+    """Entries and keys in blocks that a rank owns."""
 
-    entries: Tensor  # [N + 1, BS / r, D]
-    keys: Tensor  # [N + 1, BS / r, DI]
-    write_table: Tensor  # [B, M] i32: every block of a request, others' as N
+    entries: Tensor  # [N, BS / r, D]
+    keys: Tensor  # [N, BS / r, DI]
+    write_table: Tensor  # [B, M] i32: every block of a request, others' as -1
     own: list[int]  # blocks of a request that are here
     table: Tensor  # [B, len(own)] i32
 
@@ -70,12 +70,12 @@ def compress(tokens: Tokens, ratio: int, rank: int, W: int) -> Rank:
     own = list(range(rank, M, W))
     N = B * len(own)
     table = torch.randperm(N).int().view(B, len(own))
-    write_table = torch.full((B, M), N, dtype=torch.int32)
+    write_table = torch.full((B, M), -1, dtype=torch.int32)
     write_table[:, own] = table
     caches = []
     for width, pool in tokens.pools.items():
         overlap = ratio == 4
-        cache = torch.full((N + 1, BS // ratio, width), torch.nan)
+        cache = torch.full((max(N, 1), BS // ratio, width), torch.nan)
         rows, values = (7, 4 * width) if overlap else (1, 3 * width)
         state = torch.full((B, rows, values), torch.nan, dtype=torch.float64)
         compress_kv(
@@ -150,9 +150,7 @@ def attend(
     """Each rank over its own of the chosen entries, or of all; then the window, then the sink."""
     parts = []
     for rank in ranks:
-        # others' blocks are none of this cache's: such entries are skipped
-        elsewhere = rank.write_table == len(rank.entries) - 1
-        table = rank.write_table.masked_fill(elsewhere, -1)
+        table = rank.write_table  # others' blocks are skipped
         if chosen is None:
             entries = Segment(rank.entries, ONE, "fp32", "prefix", table, span=ratio)
         else:

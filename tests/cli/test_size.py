@@ -72,7 +72,7 @@ def test_every_preset_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         layers = ["--layers", "7"] if config.model_type == "kimi_linear" else []
         report = found(capsys, "--model", name, "--gpu", "141,4800,989", "--heads", "all", *layers)
         sizes = [row["ranks"] for row in report["rows"]]
-        assert sizes == ([1] if config.compressor is not None else [2**n for n in range(11)])
+        assert sizes == [2**n for n in range(11)]
         assert all(row["seconds"]["total"] > 0 for row in report["rows"])
         assert main(["size", "--model", name, "--gpu", "H200", *layers]) == 0
         assert "tokens that fit" in capsys.readouterr().out
@@ -159,7 +159,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([*V32, "--plot", "size.foo"], "--plot must be a file that ends in .png, .svg, .pdf"),
         (["--model", "kimi-linear", "--gpu", "h200"], "--layers must be given for kimi_linear"),
         (["--model", "glm-5.2", "--gpu", "h200", "--layers", "3"], "one per layer (3)"),
-        (["--model", "deepseek-v4-pro", "--gpu", "h200", "--ranks", "2"], "designed, not built"),
+        (["--model", "deepseek-v4-pro", "--gpu", "h200", "--ranks", "3"], "size must divide"),
         (
             ["--model", "deepseek-v4-pro", "--gpu", "h200", "--block-size", "64"],
             "block_size must be a multiple of 128",

@@ -95,12 +95,14 @@ class Server:
             slot_mapping=self.pool.slot_mapping(spans),
         )
 
+    def plan(self, batch: Batch, **options: Any) -> Plan:
+        chosen = {"dtype": torch.float32, **self.options, **options}
+        return make_plan(batch, self.layer.config, self.cache, **chosen)
+
     def step(self, wanted: Sequence[tuple[Any, int]], **options: Any) -> Plan:
         """One forward of the layer over the next tokens of each wanted request."""
         starts = {name: self.pool.seq_len(name) for name, _ in wanted}
-        batch = self.batch(wanted)
-        chosen = {"dtype": torch.float32, **self.options, **options}
-        plan = make_plan(batch, self.layer.config, self.cache, **chosen)
+        plan = self.plan(self.batch(wanted), **options)
         parts = [self.sequences[name][starts[name] : starts[name] + n] for name, n in wanted]
         positions = torch.cat([torch.arange(starts[name], starts[name] + n) for name, n in wanted])
         out = self.layer(torch.cat(parts), positions.to(self.device), self.cache, plan)

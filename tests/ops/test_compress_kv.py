@@ -153,6 +153,30 @@ def test_values_that_are_cut_off_are_counted(overlap: bool, backend: str, device
     assert int(largest.sum()) >= counts[0] // len(MIXED)
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("compress_kv"))
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
+def test_entries_of_other_ranks_are_not_written(overlap: bool, backend: str, device: str) -> None:
+    """A block of -1: state and all other entries are as ever, its own bytes stay."""
+    whole, part = (Story(replace(BASE, overlap=overlap), device) for _ in range(2))
+    before = part.cache.view(torch.uint8).clone()
+    hidden = {blocks[1] for blocks in part.blocks if len(blocks) > 1}
+    for feeds in MIXED:
+        for story in (whole, part):
+            inputs = story.step(feeds)
+            table = inputs.tensors["block_table"]
+            if story is part:
+                for block in hidden:
+                    table.masked_fill_(table == block, -1)
+            run_or_skip(compress_kv, inputs, backend)
+    assert torch.equal(whole.kept_state(), part.kept_state())
+    found, wanted = part.cache.view(torch.uint8), whole.cache.view(torch.uint8)
+    for block in range(len(found)):
+        expected = before if block in hidden else wanted
+        assert torch.equal(found[block], expected[block])
+    assert any(not torch.equal(before[block], wanted[block]) for block in hidden)
+
+
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "folded"])
 def test_opcheck_and_fullgraph(overlap: bool, device: str) -> None:
     story = Story(replace(BASE, overlap=overlap), device).play("reference", MIXED[:2])

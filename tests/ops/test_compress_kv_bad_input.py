@@ -89,7 +89,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
         {"block_table": lambda t: t[:, :0]},
         "block_table must have a column for every 3 keys, got M=0 columns for 2 keys of request 0",
     ),
-    ({"block_table": put((0, 0), -1)}, "block_table[0, 0] must be a block of the cache (0..8), g"),
+    ({"block_table": put((0, 0), -2)}, "block_table[0, 0] must be a block of the cache (0..8), g"),
     ({"block_table": put((1, 0), 9)}, "block_table[1, 0] must be a block of the cache (0..8), g"),
     ({"state_slots": lambda t: t.long()}, "state_slots must be int32, got torch.int64"),
     ({"state_slots": lambda t: t[1:]}, "query_start_loc must be [B+1] with B+1=3, got (4,)"),

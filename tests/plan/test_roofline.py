@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from openmla import PRESETS, allocate_cache
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 from openmla.ops._register import Cost
 from openmla.plan.roofline import Machine, layer_costs, predict, roof, sent_bytes
 from openmla.plan.sizes import (
@@ -105,6 +105,28 @@ def test_v4_reads_its_window_and_what_it_chose() -> None:
     assert layer_costs(short, Kind(1, True, 4))["mqa_sparse"].flops == 2 * 6 * 64 * 1024
 
 
+def test_v4_over_ranks() -> None:
+    """Entries of ratio 4 are shared and cost what docs/context-parallel-v4.md says; no others."""
+    alone = Step(PRESETS["deepseek-v4-flash"], "fp8_dsv4", context=10**6)
+    step = replace(alone, ranks=Split(8))
+    # the window and what is whole for 8 heads, 64 of the 512 chosen for all 64
+    rows = {0: 8 * 128, 4: 8 * 128 + 64 * 64, 128: 8 * (128 + 10**6 // 128)}
+    for kind in kinds(step.config):
+        costs = layer_costs(step, kind)
+        assert costs["mqa_sparse"].flops == 2 * rows[kind.ratio] * (512 + 512)
+        assert ("merge" in costs) == ("index_logits" in costs) == (kind.ratio == 4)
+    one, eight = (predict(each, H200) for each in (alone, step))
+    assert eight.costs["index_logits"].bytes < one.costs["index_logits"].bytes / 7.9
+    assert not one.sent and eight.collectives == 21 * 3
+    each = sum(eight.sent.values()) / 21
+    assert each == 7 * 8 * (1024 + 1028) + 7 * 512 * 8  # queries, outputs and lse, candidates
+    assert round(each / 1024) == 140
+    held = [tokens_that_fit(replace(alone, ranks=Split(W)), 1e11, 1024) for W in (1, 8, 16)]
+    assert [round(tokens / held[0], 1) for tokens in held] == [1, 6.9, 11.8]
+    few = predict(replace(step, context=512 * 4), H200)
+    assert few.collectives == 21 * 2 and "candidates" not in few.sent
+
+
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("schedule", ["gather", "exchange"])
 def test_sent_bytes_by_hand(heads: str, schedule: str) -> None:
@@ -192,8 +214,6 @@ def test_more_ranks_hold_more_and_attend_in_less_time(config: object) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(UnsupportedError, match="deepseek_v4 is designed, not built"):
-        Step(PRESETS["deepseek-v4-pro"], ranks=Split(2))
     with pytest.raises(ConfigError, match=r"size must divide the model's 128 heads .* got 3"):
         Step(V3, ranks=Split(3))
     assert Step(V3, ranks=Split(3, "all")).local_context == 1

@@ -80,7 +80,8 @@ def attach(
     `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
     over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
     Every rank runs the whole model on the same tokens, from one thread at a time, and gets the same
-    outputs; where tokens are sampled, give all ranks one seed. Steps are not captured then.
+    outputs; where tokens are sampled, give all ranks one seed. Steps are captured only if asked
+    for then, with the collectives of NCCL in their graphs.
 
     V4's windows of raw rows grow to the longest pass there is, once: long prompts are best given in
     passes of a few thousand tokens.
@@ -90,7 +91,8 @@ def attach(
         absorbed_format, group,
     )  # fmt: skip
     attachment = check_model(model, options)
-    install_attachment(model, attachment, capture if group is None else False)
+    # a recorded step has the group's collectives in it: with a group, only where it is asked for
+    install_attachment(model, attachment, capture if group is None else bool(capture))
     return model
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from openmla.layers.eight_bits import largest_error
 from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
-from openmla.parallel import RankPlan, Ranks
+from openmla.parallel import RankPlan, Ranks, rank_cache
 from openmla.plan import Plan
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class Attachment:
             Geometry.for_model(
                 self.config,
                 num_blocks=self.num_blocks,
-                block_size=self.block_size,
+                block_size=self.block_size * self.num_ranks,
                 max_requests=FIRST_REQUESTS,
                 max_tokens=FIRST_TOKENS,
                 window_block_size=64,
@@ -252,8 +253,9 @@ class Attachment:
             return kept
 
     def _new_cache(self, layer: int, format: str, device: torch.device) -> LayerCache:
+        allocate = allocate_cache if self.ranks is None else partial(rank_cache, ranks=self.ranks)
         with torch.inference_mode(False):  # passes in either mode write to it
-            return allocate_cache(
+            return allocate(
                 self.config,
                 num_blocks=self.pool.num_blocks,
                 block_size=self.pool.block_size // self.num_ranks,

@@ -29,6 +29,7 @@ from openmla.errors import UnsupportedError
 from openmla.integrations.transformers.graphs import GraphMemory, has_graphs
 from openmla.integrations.transformers.masks import read_mask
 from openmla.integrations.transformers.paged_layer import PagedLayer
+from openmla.parallel import rank_buffers
 from openmla.plan import plan_buffers
 
 if TYPE_CHECKING:
@@ -240,6 +241,9 @@ class CapturedDecode:
             buffers: dict[int, dict[str, Tensor]] = {}
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
             for cache in one_of_a_kind(caches):
+                if self.attachment.ranks is not None:
+                    buffers[cache.ratio] = self._rank_buffers(cache, B, blocks)
+                    continue
                 made = next(iter(buffers.values()), None)
                 buffers[cache.ratio] = plan_buffers(config, cache, **sizes, beside=made)
             ids, positions = ids.clone(), positions.clone()
@@ -268,6 +272,11 @@ class CapturedDecode:
             ids, positions, buffers, _places(caches, self.attachment), _weights(self.model),
             decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
+
+    def _rank_buffers(self, cache: LayerCache, rows: int, blocks: int) -> dict[str, Tensor]:
+        config, ranks = self.attachment.config, self.attachment.ranks
+        assert ranks is not None
+        return rank_buffers(config, cache, ranks, max_tokens=rows, max_blocks=blocks)
 
     def _capture(
         self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int

@@ -121,11 +121,6 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     group = options.group
     if group is None:
         return None
-    if config.compressor is not None:
-        raise UnsupportedError(
-            f"attach: group must not be given for {config.model_type}: its windows, entries and "
-            "compressor states are not sharded over ranks yet."
-        )
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(
@@ -133,8 +128,11 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
             f"got heads={ranks.heads!r}."
         )
     ranks.shard.check_block_size(block_size)
-    if options.capture:
-        raise UnsupportedError("attach: capture must not be asked for with a group.")
+    if config.compressor is not None and ranks.interleave not in (1, block_size):
+        raise ConfigError(
+            f"attach: interleave must be 1 or the block size of {block_size} for "
+            f"{config.model_type}, whose entries stay with their block, got {ranks.interleave}."
+        )
     return ranks
 
 

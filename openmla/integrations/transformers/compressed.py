@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import IndexInputs, PoolInputs, attend_compressed
+from openmla.attention import CompressedInputs, IndexInputs, PoolInputs, attend_compressed
 from openmla.errors import ShapeError
 from openmla.integrations.transformers.offload import brought_in
 from openmla.ops import rope
-from openmla.plan import Plan
+from openmla.parallel import RankPlan, attend_over_ranks
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.attachment import Attachment
@@ -111,8 +111,8 @@ def attend_v4(
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
-    assert isinstance(plan, Plan)  # attach() refuses ranks
-    step = plan.compressed
+    planned = plan.step if isinstance(plan, RankPlan) else plan
+    step = planned.compressed
     assert step is not None and layer.latents is not None
     config = plan.config
     assert config.compressor is not None
@@ -131,27 +131,27 @@ def attend_v4(
     R, table, index = config.qk_rope_head_dim, None, None
     if cache.ratio:  # the module itself rotates queries and raw rows
         table = attachment.table(query.device)
-    if inputs is not None and inputs.index_query is not None and step.chunks:
+    if inputs is not None and inputs.index_query is not None and plan.chooses:
         assert table is not None
         assert inputs.index_weights is not None and config.indexer is not None
         HI, DI = config.indexer.num_heads, config.indexer.head_dim
         q_idx = inputs.index_query
         turned = q_idx[:, :, DI - R :]
-        rope(turned, step.positions, table, pairing="pairs", backend=plan.backends["rope"])
+        rope(turned, step.positions, table, pairing="pairs", backend=planned.backends["rope"])
         wide = torch.promote_types(q_idx.dtype, torch.float32)
         weights = inputs.index_weights.to(wide) * (HI**-0.5 * DI**-0.5)
         index = IndexInputs(q_idx, weights, None)
-    return attend_compressed(
+    given = CompressedInputs(
         q,
         raw,
-        cache,
-        plan,
-        sink=sink.float(),
         table=table,
         pool_inputs=inputs and inputs.pool_inputs,
         index=index,
         index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
+    if isinstance(plan, RankPlan):
+        return attend_over_ranks(given, None, cache, plan, sink=sink.float())
+    return attend_compressed(cache=cache, plan=plan, sink=sink.float(), **vars(given))
 
 
 def with_positions(

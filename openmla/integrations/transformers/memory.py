@@ -64,7 +64,8 @@ def workspace_bytes(plan: Plan | RankPlan) -> int:
     sparse model's scores and choices. 0 of a captured step, whose memory is its graph's. Parts of a
     step over ranks run one after another."""
     if isinstance(plan, RankPlan):
-        return max((workspace_bytes(part.plan) for part in plan.parts.values()), default=0)
+        together = 0 if plan.entries is None else plan.entries.num_bytes
+        return max([together, *(workspace_bytes(part.plan) for part in plan.parts.values())])
     if plan.form == "captured":
         return 0
     total, prefill, config = sum(plan.sparse_bytes().values()), plan.prefill, plan.config

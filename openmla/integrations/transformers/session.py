@@ -408,7 +408,8 @@ class Session:
                 attachment.ranks,
                 dtype=dtype,
                 backend=attachment.backend,
-                workspace_tokens=attachment.workspace_tokens,
+                workspace_tokens=None if into else attachment.workspace_tokens,
+                into=into,
             )
         v4 = config.compressor is not None
         made = (plan for (place, _), plan in self.plans.items() if v4 and place == device)
