@@ -140,7 +140,7 @@ def _decide(
     overlap: bool,
     eps: float,
     hadamard: bool,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
     backend: str,
 ) -> Decided:
     cache, kv = tensors[0], tensors[3]
@@ -151,7 +151,9 @@ def _decide(
     return decided(dims, asked, backend)
 
 
-def _run(known: Decided, *tensors: Any, ratio: int, batch_invariant: bool, **scalars: Any) -> None:
+def _run(
+    known: Decided, *tensors: Any, ratio: int, batch_invariant: bool = False, **scalars: Any
+) -> None:
     refuse_grad("compress_kv", tensors[3:7])
     if tensors[0].device.type == "cpu":
         _check_values(tensors[:12], known.dims, ratio)
@@ -169,7 +171,7 @@ _OP = register(
     "compress_kv(Tensor(a!) cache, Tensor kv_scale, Tensor(b!) state, Tensor kv, Tensor score,"
     " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
     " Tensor block_table, Tensor state_slots, Tensor(c!)? clamped, *, str format, int ratio,"
-    " bool overlap, float eps, bool hadamard, bool batch_invariant, str backend) -> ()",
+    " bool overlap, float eps, bool hadamard, bool batch_invariant=False, str backend) -> ()",
     _decide,
     _run,
     _fake,

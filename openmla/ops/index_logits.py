@@ -75,7 +75,7 @@ def problem(
 
 
 def _decide(
-    *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool, backend: str
+    *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool = False, backend: str
 ) -> Decided:
     q_idx = tensors[0]
     dims = check_paged("index_logits", tensors, format, num_keys)
@@ -87,7 +87,7 @@ def _decide(
 
 
 def _run(
-    known: Decided, *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool
+    known: Decided, *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool = False
 ) -> Tensor:
     refuse_grad("index_logits", tensors[:2])
     if tensors[0].device.type == "cpu":
@@ -104,7 +104,7 @@ def _fake(*tensors: Tensor, format: str, num_keys: int, **_: object) -> Tensor:
 _OP = register(
     "index_logits(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
     " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys,"
-    " bool batch_invariant, str backend) -> Tensor",
+    " bool batch_invariant=False, str backend) -> Tensor",
     _decide,
     _run,
     _fake,

@@ -66,8 +66,8 @@ def problem(
 
 
 def _decide(
-    *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, batch_invariant: bool,
-    backend: str,
+    *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str,
+    batch_invariant: bool = False,
 ) -> Decided:  # fmt: skip
     q, dims = tensors[0], _check(tensors, max_key_len)
     check_scale("mha_masked", scale)
@@ -78,7 +78,7 @@ def _decide(
 
 def _run(
     known: Decided, *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_grad("mha_masked", tensors[:3])
     if tensors[0].device.type == "cpu":
@@ -102,7 +102,7 @@ def _fake(*tensors: Tensor, max_key_len: int, **_: object) -> tuple[Tensor, Tens
 _OP = register(
     "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
     " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len,"
-    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
+    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,

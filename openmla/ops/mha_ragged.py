@@ -77,7 +77,7 @@ def problem(
 
 
 def _decide(
-    *tensors: Tensor, scale: float, batch_invariant: bool, backend: str, **_: object
+    *tensors: Tensor, scale: float, batch_invariant: bool = False, backend: str, **_: object
 ) -> Decided:
     q, dims = tensors[0], _check(_given(tensors))
     check_scale("mha_ragged", scale)
@@ -104,7 +104,7 @@ def _run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     starts = (query_start_loc, key_start_loc)
     refuse_grad("mha_ragged", _given((q, k, v, k_pe)))
@@ -137,7 +137,7 @@ def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
     " Tensor? k_pe=None, *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
-    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
+    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,

@@ -93,7 +93,7 @@ def problem(
     )  # fmt: skip
 
 
-def _decide(*tensors: Tensor | None, batch_invariant: bool, backend: str) -> Decided:
+def _decide(*tensors: Tensor | None, batch_invariant: bool = False, backend: str) -> Decided:
     dims, x, w = _check(tensors), tensors[1], tensors[2]
     assert x is not None and w is not None
     K, N = dims["K"], dims["N"]
@@ -107,7 +107,7 @@ def _decide(*tensors: Tensor | None, batch_invariant: bool, backend: str) -> Dec
 
 def _run(
     known: Decided, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *,
-    batch_invariant: bool,
+    batch_invariant: bool = False,
 ) -> None:  # fmt: skip
     refuse_grad("project_heads", [t for t in (out, x, w, w_scale) if t is not None])
     if w_scale is not None and w_scale.device.type == "cpu":
@@ -120,8 +120,8 @@ def _fake(*tensors: Tensor | None, **_: object) -> None:
 
 
 _OP = register(
-    "project_heads(Tensor(a!) out, Tensor x, Tensor w, Tensor? w_scale, *, bool batch_invariant,"
-    " str backend) -> ()",
+    "project_heads(Tensor(a!) out, Tensor x, Tensor w, Tensor? w_scale, *,"
+    " bool batch_invariant=False, str backend) -> ()",
     _decide,
     _run,
     _fake,

@@ -46,6 +46,8 @@ class Setting:
     heads: tuple[int, ...] = (4,)
     real: bool = False  # rows as wide as the models', which is what Gluon's kernels read
     prompt: int = 24  # tokens of a step, at most
+    crowd: int = 4  # others in a step, at most
+    spare: int = 70  # more context for V4, whose longest windows have 128 tokens
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -58,7 +60,10 @@ def config_of(kind: str, setting: Setting, heads: int) -> MLAConfig:
         if kind == "v4":
             return v4.tiny_config()
         config = PRESETS["tiny-v3" if kind == "dense" else "tiny-v3.2"]
-        return replace(config, num_heads=heads)
+        indexer = config.indexer
+        if indexer is not None:  # of fewer keys than a request may have
+            indexer = replace(indexer, topk=min(indexer.topk, setting.longest // 2))
+        return replace(config, num_heads=heads, indexer=indexer)
     if kind == "v4":
         return replace(v4.real_config(), num_heads=heads)
     config = PRESETS["deepseek-v3" if kind == "dense" else "deepseek-v3.2"]
@@ -246,7 +251,7 @@ def draw_story(kind: str, phase: str, seed: int, setting: Setting) -> Story:
     heads, ratio, formats = rng.choice(setting.heads), rng.choice(v4.RATIOS), setting.formats
     longest, prompt = setting.longest, setting.prompt
     if kind == "v4":  # an entry of 128 tokens, if rarely; rings and positions bound the rest
-        longest, prompt = (300, 60) if setting.real else (max(longest, 130), prompt)
+        longest, prompt = (300, 60) if setting.real else (longest + setting.spare, prompt)
         formats = ("bf16", "fp8_dsv4") if setting.real else formats
     context = rng.choice([1, rng.randint(1, longest), longest])
     later = {
@@ -267,7 +272,7 @@ def draw_story(kind: str, phase: str, seed: int, setting: Setting) -> Story:
         options["workspace_tokens"] = rng.choice([2, 5, 1000]) * setting.block_size
     story = Story(kind, seed, setting, layer_of(kind, setting, heads, ratio), steps, options)
     for _ in steps:
-        names = rng.sample("abcd", rng.randint(0, 4))
+        names = rng.sample("abcd", rng.randint(0, setting.crowd))
         new = {name: rng.choice([0, 1, 1, 3, rng.randint(1, longest)]) for name in names}
         for name, n in new.items():
             story.lengths[name] = story.lengths.get(name, 0) + n

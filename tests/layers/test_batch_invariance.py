@@ -11,13 +11,24 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from openmla import make_plan, plan_buffers
+from openmla import (
+    PRESETS,
+    Batch,
+    ConfigError,
+    MLAAttention,
+    UnsupportedError,
+    allocate_cache,
+    make_plan,
+    plan_buffers,
+)
+from openmla.backends import Problem, load
 from openmla.backends.sdpa import mqa_paged as sdpa
 from openmla.plan import compressed, plan
 from tests.layers.invariance import (
@@ -38,7 +49,7 @@ CPU_BF16 = Setting(
 )
 INTERPRETED = Setting(
     dtype=torch.bfloat16, formats=("bf16",), index_format="index_bf16", backend="triton",
-    longest=20, prompt=6,
+    longest=7, prompt=4, crowd=2, spare=0,
 )  # fmt: skip
 REAL = {
     "formats": ("bf16",), "index_format": "index_fp8", "block_size": 64, "longest": 700,
@@ -174,6 +185,32 @@ def test_logits_of_a_model(kind: str) -> None:
         place = rng.randrange(len(prompts) + 1)
         prompts.insert(place, prompt)
         assert torch.equal(model.logits(prompts)[place], alone)
+
+
+def test_what_is_refused_and_told() -> None:
+    """Linears that multiply as they like; backends that look at the batch, in a sentence each."""
+    story = draw_story("dense", "decode", 0, CPU)
+    server = story.server(["r"], {"r": 3})
+    assert isinstance(server, Latent)
+    told = server.tell([("r", 3)], 0).explain()
+    assert "invariant a row's bits are its own: keys in runs of 32" in told
+    assert "project_heads by reference (row by row)" in told
+    layer = MLAAttention(PRESETS["tiny-v3"])
+    layer.q_b_proj.register_forward_hook(lambda *_: None)
+    batch = Batch([1], [1], torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    cache = allocate_cache(layer.config, num_blocks=1, block_size=4, format="fp32")
+    planned = make_plan(batch, layer.config, cache, batch_invariant=True)
+    with pytest.raises(UnsupportedError, match="q_b_proj must be a plain linear without hooks"):
+        layer(torch.zeros(1, 64), torch.zeros(1, dtype=torch.int64), cache, planned)
+    with pytest.raises(ConfigError, match="batch_invariant must be of type bool, got int"):
+        make_plan(batch, layer.config, cache, batch_invariant=1)  # type: ignore[arg-type]
+    on_gpu: dict[str, Any] = {"device": "cuda", "capability": (9, 0), "dtype": torch.bfloat16}
+    asked = Problem("mha_ragged", E=192, V=128, batch_invariant=True, **on_gpu)
+    assert (
+        load("mha_ragged", "sdpa").why_not(asked) == "lets torch pick a kernel by the batch on cuda"
+    )
+    asked = Problem("mqa_paged", format="bf16", D=576, C=512, BS=64, run_length=1024, **on_gpu)
+    assert load("mqa_paged", "flashmla").why_not(asked) == "cuts keys by what else is in the batch"
 
 
 @pytest.mark.gpu

@@ -236,7 +236,7 @@ BAD: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
         "w", lambda t: poison((2, 96, 80), E4M3)[:, :, ::2],
         "w must be contiguous along one of its last two dimensions, got strides (7680, 80, 2).",
     ),
-    "out's dtype": ("out", lambda t: t.float(), "out must be torch.bfloat16 like x, got torch.fl"),
+    "out's dtype": ("out", lambda t: t.double(), "out must be torch.bfloat16 like x, or torch"),
     "x's strides": ("x", lambda t: t.mT.contiguous().mT, "x must be contiguous along its last d"),
 }  # fmt: skip
 

@@ -124,6 +124,11 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     group = options.group
     if group is None:
         return None
+    if options.batch_invariant:
+        raise UnsupportedError(
+            "attach: batch_invariant must not be asked for with a group: ranks multiply by "
+            "kv_b_proj as torch does."
+        )
     if config.compressor is not None:
         raise UnsupportedError(
             f"attach: group must not be given for {config.model_type}: its windows, entries and "
@@ -138,11 +143,6 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     ranks.shard.check_block_size(block_size)
     if options.capture:
         raise UnsupportedError("attach: capture must not be asked for with a group.")
-    if options.batch_invariant:
-        raise UnsupportedError(
-            "attach: batch_invariant must not be asked for with a group: ranks multiply by "
-            "kv_b_proj as torch does."
-        )
     return ranks
 
 
