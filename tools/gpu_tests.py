@@ -31,6 +31,7 @@ WITHOUT_A_GPU = {
     "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
     "tests/attention/test_v4_shards.py": "several ranks by hand, by the reference",
+    "tests/integrations/test_batch_invariance.py": "row by row; tests/layers compares bits there",
     "tests/integrations/test_drop_in.py": "names of modules; the drop-ins' own tests run there",
     "tests/integrations/test_growth.py": "host integers; test_captured.py grows pools there",
     "tests/integrations/test_memory.py": "bytes of caches; test_graph_memory.py counts them there",

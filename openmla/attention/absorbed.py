@@ -25,7 +25,8 @@ def attend_absorbed(
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
     """Queries into latent space, one mqa_paged, outputs out of it."""
     out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
-    return out_of_latent(out_latent, absorbed, plan.called_with("project_heads")), lse
+    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    return out_of_latent(out_latent, absorbed, backend, fixed=fixed), lse
 
 
 def absorbed_latent(
@@ -37,7 +38,8 @@ def absorbed_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """The same without the last step."""
     q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    q_latent = into_latent(q_nope, q_pe, absorbed, plan.called_with("project_heads"))
+    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    q_latent = into_latent(q_nope, q_pe, absorbed, backend, fixed=fixed)
     return read_all(q_latent, latent, plan, decode)
 
 
@@ -83,7 +85,7 @@ def attend_chosen(
         out_latent, lse[chunk] = chosen_latent(
             q_nope, q_pe, absorbed, latent, plan, sparse, selection, number
         )
-        out[chunk] = out_of_latent(out_latent, absorbed, backend)
+        out[chunk] = out_of_latent(out_latent, absorbed, backend, fixed=plan.batch_invariant)
     return out, lse
 
 
@@ -100,7 +102,8 @@ def chosen_latent(
     """One chunk, without the last step."""
     chunk = sparse.query_chunks[number]
     backend = plan.called_with("project_heads")
-    q_latent = into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend)
+    fixed = plan.batch_invariant
+    q_latent = into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend, fixed=fixed)
     return read_chosen(q_latent, latent, plan, sparse, selection, number)
 
 
@@ -135,23 +138,36 @@ def read_chosen(
 
 
 def into_latent(
-    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str
+    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str, *, fixed: bool = False
 ) -> Tensor:  # [n, H, D], as mqa_paged and mqa_sparse take them
-    """By torch's product, or straight into place where weights are of eight bits."""
-    if absorbed.uk_scale is not None:
+    """By torch's product, or straight into place where weights are of eight bits or, `fixed`, bits
+    do not depend on how many tokens there are."""
+    if absorbed.uk_scale is not None or fixed:
         C = absorbed.w_uk.shape[2]
         q_latent = q_nope.new_empty((*q_nope.shape[:2], C + q_pe.shape[2]))
         q_latent[:, :, C:] = q_pe
-        project_heads(q_latent[:, :, :C], q_nope, absorbed.w_uk, absorbed.uk_scale, backend=backend)
+        project_heads(
+            q_latent[:, :, :C], q_nope, absorbed.w_uk, absorbed.uk_scale, batch_invariant=fixed,
+            backend=backend,
+        )  # fmt: skip
         return q_latent
     into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
-def out_of_latent(out_latent: Tensor, absorbed: AbsorbedWeights, backend: str) -> Tensor:
-    if absorbed.uv_scale is not None:
+def out_of_latent(
+    out_latent: Tensor, absorbed: AbsorbedWeights, backend: str, *, fixed: bool = False
+) -> Tensor:
+    if absorbed.uv_scale is not None or fixed:
         out = out_latent.new_empty((*out_latent.shape[:2], absorbed.w_uv.shape[2]))
-        project_heads(out, out_latent, absorbed.w_uv, absorbed.uv_scale, backend=backend)
+        project_heads(
+            out,
+            out_latent,
+            absorbed.w_uv,
+            absorbed.uv_scale,
+            batch_invariant=fixed,
+            backend=backend,
+        )
         return out
     bf16_on_cpu = out_latent.dtype == torch.bfloat16 and out_latent.device.type == "cpu"
     if bf16_on_cpu and out_latent.shape[0] <= FEW_TOKENS:

@@ -180,6 +180,7 @@ def _attend(
         sink,
         C=plan.config.latent_dim,
         scale=plan.config.scale,
+        run_length=plan.run_length,
         backend=plan.called_with("mqa_sparse"),
     )
 
@@ -312,6 +313,7 @@ def _compress(
         overlap=pool_inputs.kv.shape[1] == 2 * pool_inputs.norm_weight.shape[0],
         eps=plan.config.latent_eps,
         hadamard=hadamard,
+        batch_invariant=plan.batch_invariant,
         backend=plan.backends["compress_kv"],
     )
 

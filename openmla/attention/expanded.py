@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from openmla.attention.products import multiply
 from openmla.attention.types import AbsorbedWeights, Projected, rows_of, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import cache_gather, merge_states, mha_ragged
@@ -132,7 +133,9 @@ def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor,
         expanded = plan.workspace.expanded[:S]
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
-    if absorbed.linear is None:
+    if plan.fixed_by is not None:  # not by its linear, which is a library's product
+        multiply(kv_c, absorbed.dense(kv_c.dtype), plan.fixed_by, out=expanded)
+    elif absorbed.linear is None:
         torch.mm(kv_c, absorbed.dense(kv_c.dtype).T, out=expanded)
     else:
         with torch.no_grad():  # its scales may be parameters that want one
@@ -192,5 +195,6 @@ def _mha(
         causal=causal,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
+        batch_invariant=plan.batch_invariant,
         backend=plan.backends["mha_ragged"],
     )

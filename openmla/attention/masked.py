@@ -48,6 +48,7 @@ def attend_masked(
                 scale=plan.config.scale,
                 max_query_len=chunk.max_query_len,
                 max_key_len=chunk.max_key_len,
+                batch_invariant=plan.batch_invariant,
                 backend=plan.backends["mha_masked"],
             )
             merge_states(out[mine], lse[mine], *part, backend=plan.backends["merge_states"])

@@ -172,5 +172,6 @@ def score_chunk(
         scored.row_lens[rows],
         format=keys.format,
         num_keys=chunk.num_keys,
+        batch_invariant=plan.batch_invariant,
         backend=plan.backends["index_logits"],
     )

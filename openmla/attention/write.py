@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from openmla.attention.products import rms_normed
 from openmla.attention.types import RawProjections
 from openmla.cache import PagedCache
 from openmla.ops import cache_write, latent_write, rope
@@ -57,10 +58,10 @@ def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
 def finish(raw: RawProjections, plan: Plan) -> None:
     """latent_write's norms and rotations, op by op."""
     C = raw.norm_weight.shape[0]
-    normed = raw.norm_weight * rms_normed(raw.kv[:, :C], raw.eps)
+    normed = raw.norm_weight * rms_normed(raw.kv[:, :C], raw.eps, plan.fixed_by)
     raw.kv[:, :C] = normed * raw.factor if raw.factor != 1 else normed
     if raw.norm_queries:
-        raw.q.copy_(rms_normed(raw.q, raw.eps))
+        raw.q.copy_(rms_normed(raw.q, raw.eps, plan.fixed_by))
     if raw.table is None:
         return
     R = raw.table.shape[1]
@@ -72,9 +73,3 @@ def finish(raw: RawProjections, plan: Plan) -> None:
             pairing=raw.pairing,
             backend=plan.backends["rope"],
         )
-
-
-def rms_normed(hidden: Tensor, eps: float) -> Tensor:
-    """Normalised over the last dimension in float32, rounded once."""
-    wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(hidden.dtype)

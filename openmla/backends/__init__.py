@@ -78,6 +78,8 @@ class Problem:
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
     run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
+    # of ops without runs: a row's bits must not depend on what else is in the call
+    batch_invariant: bool = False
 
 
 def problem_on(device: torch.device, op: str, **fields: Any) -> Problem:

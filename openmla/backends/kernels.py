@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from openmla.backends import Problem
@@ -24,6 +24,12 @@ class Kernel:
     efficiency: float  # fraction of peak matmul throughput on long inputs
     run: Callable[..., Any]
     builds: Callable[[], Iterator[Any]]
+
+
+class Variant(NamedTuple):
+    """One of two ways in which a file runs an op, where the problem decides which: kernel_for()."""
+
+    run: Callable[..., Any]
 
 
 def why_none(kernels: Sequence[Kernel], problem: Problem) -> str | None:

@@ -18,6 +18,9 @@ WHOLE = {
 }
 
 
+INVARIANT = "--batch-invariant"
+
+
 def names() -> tuple[str, ...]:
     """What there is to run: the files of openmla/bench."""
     folder = Path(__file__).parent.parent / "bench"
@@ -27,7 +30,11 @@ def names() -> tuple[str, ...]:
 
 def run_bench(arguments: Sequence[str]) -> int:
     """Hand the rest of the command line to openmla/bench/<name>.py."""
+    if arguments and arguments[0] == INVARIANT:
+        import_module("openmla.bench.invariance").run(arguments[1:])
+        return 0
     listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
+    listed.append(f"  {INVARIANT:<21}what make_plan(batch_invariant=True) costs")
     parser = Parser(
         prog="openmla bench",
         description="Contenders are checked, then timed in turns in one process.",

@@ -27,7 +27,7 @@ from openmla.integrations.flash_mla_schedule import (
 )
 from openmla.integrations.later import Later
 from openmla.ops import Segment, mqa_paged, mqa_sparse
-from openmla.plan.plan import FIXED_RUN
+from openmla.plan.types import FIXED_RUN
 
 __all__ = [
     "FlashMLASchedMeta",

@@ -9,6 +9,7 @@ from openmla.attention import IndexInputs, PoolInputs
 from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
 from openmla.layers.indexer import hadamard_transform
+from openmla.layers.linear import apply_linear, wide_linear
 from openmla.layers.norm import RMSNorm
 from openmla.ops import rope
 from openmla.plan import Plan
@@ -29,10 +30,14 @@ class Compressor(nn.Module):
         self.kv_norm = RMSNorm(D, config.latent_eps)
         self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor) -> PoolInputs:  # [T, hidden_size]
+    def forward(
+        self,
+        hidden: Tensor,  # [T, hidden_size]
+        fixed_by: str | None = None,  # the plan's
+    ) -> PoolInputs:
         """Float32 products of the model's precision: pooling is sensitive to rounded scores."""
-        kv = wide_linear(hidden, self.kv_proj.weight)
-        score = wide_linear(hidden, self.gate_proj.weight)
+        kv = wide_linear(hidden, self.kv_proj.weight, fixed_by)
+        score = wide_linear(hidden, self.gate_proj.weight, fixed_by)
         return PoolInputs(kv, score, self.position_bias, self.kv_norm.weight)
 
 
@@ -68,19 +73,11 @@ class CompressedIndexer(Compressor):
     ) -> IndexInputs:
         """Queries and weights of a step's tokens; what is pooled to keys is forward()'s."""
         HI, DI, R = self.indexer.num_heads, self.indexer.head_dim, self.config.qk_rope_head_dim
-        q_idx = self.q_b_proj(q_resid).view(-1, HI, DI)
+        q_idx = apply_linear(self.q_b_proj, q_resid, plan, "Indexer: q_b_proj").view(-1, HI, DI)
         rope(
             q_idx[:, :, DI - R :], positions, table, pairing="pairs", backend=plan.backends["rope"]
         )
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
-        weights = wide_linear(hidden, self.scorer.weights_proj.weight)
+        weights = wide_linear(hidden, self.scorer.weights_proj.weight, plan.fixed_by)
         return IndexInputs(q_idx, weights * (DI**-0.5 * HI**-0.5), None)
-
-
-def wide_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden @ weight.T in float32: products of 16-bit numbers are exact there."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.device.type == "cuda" and hidden.dtype == weight.dtype != wide:
-        return torch.mm(hidden, weight.T, out_dtype=wide)
-    return nn.functional.linear(hidden.to(wide), weight.to(wide))

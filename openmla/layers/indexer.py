@@ -9,6 +9,7 @@ from openmla.attention import IndexInputs
 from openmla.cache import PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import UnsupportedError
+from openmla.layers.linear import apply_linear, wide_linear
 from openmla.ops import index_write, rope
 from openmla.plan import Plan
 
@@ -53,7 +54,7 @@ class Indexer(nn.Module):
         config, indexer = self.config, self.indexer
         HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
         start = 0 if indexer.rope_side == "first" else DI - R
-        q_idx = self.wq_b(q_resid).view(-1, HI, DI)
+        q_idx = apply_linear(self.wq_b, q_resid, plan, "Indexer: wq_b").view(-1, HI, DI)
         rope(
             q_idx[:, :, start : start + R],
             positions,
@@ -63,12 +64,12 @@ class Indexer(nn.Module):
         )
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weight = self.weights_proj.weight.to(wide)  # few outputs: float32 costs nothing
-        w_idx = nn.functional.linear(hidden.to(wide), weight) * (DI**-0.5 * HI**-0.5)
+        # few outputs: float32 costs nothing
+        weights = wide_linear(hidden, self.weights_proj.weight, plan.fixed_by)
+        w_idx = weights * (DI**-0.5 * HI**-0.5)
         index_write(
             keys.data,
-            self.wk(hidden),
+            apply_linear(self.wk, hidden, plan, "Indexer: wk"),
             self.k_norm.weight,
             self.k_norm.bias,
             positions,

@@ -30,6 +30,7 @@ from openmla.layers.eight_bits import (
     largest_error,
 )
 from openmla.layers.indexer import Indexer
+from openmla.layers.linear import apply_linear
 from openmla.layers.norm import RMSNorm
 from openmla.layers.output_proj import check_taken, output_buffers, output_format, project_output
 from openmla.layers.rope import RopeTable
@@ -245,6 +246,10 @@ class MLAAttention(nn.Module):
         furthest off. 0 where there is none. Waits for the device."""
         return 0.0 if self.kv_b_eight is None else largest_error(self.kv_b_eight, self.config)
 
+    def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
+        """One of the layer's linears."""
+        return apply_linear(getattr(self, name), x, plan, f"MLAAttention: {name}")
+
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan
     ) -> tuple[Projected, RawProjections, Tensor | None]:
@@ -253,12 +258,12 @@ class MLAAttention(nn.Module):
         T, P = hidden.shape[0], config.qk_nope_head_dim
         q_resid = None
         if config.q_lora_rank is None:
-            q = self.q_proj(hidden)
+            q = self._times("q_proj", hidden, plan)
         else:
-            q_resid = self.q_a_layernorm(self.q_a_proj(hidden))
-            q = self.q_b_proj(q_resid)
+            q_resid = self.q_a_layernorm(self._times("q_a_proj", hidden, plan), plan.fixed_by)
+            q = self._times("q_b_proj", q_resid, plan)
         q = q.view(T, config.num_heads, config.qk_head_dim)
-        latent = self.kv_a_proj_with_mqa(hidden)
+        latent = self._times("kv_a_proj_with_mqa", hidden, plan)
         if config.q_factor != 1:
             q = q * config.q_factor
         if config.llama4_beta:
@@ -308,6 +313,11 @@ class MLAAttention(nn.Module):
         step = plan.step if isinstance(plan, RankPlan) else plan
         if step.output is not None:
             check_taken(self.o_proj, step.output)
+            if step.batch_invariant:
+                raise UnsupportedError(
+                    "MLAAttention: plan must have no output with batch_invariant: how o_proj "
+                    "multiplies quantised rows depends on how many there are."
+                )
         absorbed = self.absorbed
         projected, raw, q_resid = self.project(hidden, positions, step)
         if self.indexer is not None:
@@ -329,10 +339,10 @@ class MLAAttention(nn.Module):
                 projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
             )
         if self.g_proj is not None:
-            gate = torch.sigmoid(self.g_proj(hidden).float()).to(out.dtype)
+            gate = torch.sigmoid(self._times("g_proj", hidden, step).float()).to(out.dtype)
             out = out * gate[:, :, None]
             if buffers is not None:
                 end_plainly(buffers, out, step, {})
         if buffers is not None:
             return project_output(self.o_proj, buffers, self.dtype), selection
-        return self.o_proj(out.flatten(1)), selection
+        return self._times("o_proj", out.flatten(1), step), selection

@@ -10,10 +10,11 @@ from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.layers.compressor import CompressedIndexer, Compressor
+from openmla.layers.linear import apply_linear
 from openmla.layers.mla import check_tokens
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
-from openmla.ops import rope
+from openmla.ops import project_heads, rope
 from openmla.parallel import RankPlan, attend_over_ranks
 from openmla.plan import Plan
 
@@ -27,8 +28,13 @@ class GroupedLinear(nn.Module):
         self.groups = groups
         nn.init.normal_(self.weight, std=width**-0.5)
 
-    def forward(self, hidden: Tensor) -> Tensor:  # [T, groups, width] -> [T, groups * out]
+    def forward(self, hidden: Tensor, fixed_by: str | None = None) -> Tensor:
+        """[T, groups, width] to [T, groups * out]; `fixed_by` is the plan's."""
         weight = self.weight.view(self.groups, -1, hidden.shape[-1])
+        if fixed_by is not None:
+            out = hidden.new_empty((*hidden.shape[:2], weight.shape[1]))
+            project_heads(out, hidden, weight.mT, batch_invariant=True, backend=fixed_by)
+            return out.flatten(1)
         return torch.bmm(hidden.transpose(0, 1), weight.mT).transpose(0, 1).flatten(1)
 
 
@@ -105,8 +111,10 @@ class MLAAttentionV4(nn.Module):
         T, H = plan.num_tokens, config.num_heads
         D, R = config.latent_dim, config.qk_rope_head_dim
         table = self.rope_table.table
-        q_resid = self.q_a_norm(self.q_a_proj(hidden))
-        q, rows = self.q_b_proj(q_resid).view(T, H, D), self.kv_proj(hidden)
+        fixed_by = step.fixed_by
+        q_resid = self.q_a_norm(self._times("q_a_proj", hidden, step), fixed_by)
+        q = self._times("q_b_proj", q_resid, step).view(T, H, D)
+        rows = self._times("kv_proj", hidden, step)
         raw = RawProjections(
             q, rows, self.kv_norm.weight, positions, table, "pairs", config.latent_eps,
             norm_queries=True,
@@ -114,10 +122,10 @@ class MLAAttentionV4(nn.Module):
         pool_inputs = index = index_pool_inputs = None
         hadamard = False
         if self.compressor is not None:
-            pool_inputs = self.compressor(hidden)
+            pool_inputs = self.compressor(hidden, fixed_by)
             indexer = getattr(self.compressor, "indexer", None)
             if indexer is not None:
-                index_pool_inputs, hadamard = indexer(hidden), indexer.hadamard
+                index_pool_inputs, hadamard = indexer(hidden, fixed_by), indexer.hadamard
                 if plan.chooses:
                     index = indexer.queries(hidden, q_resid, positions, table, step)
         given = (table, pool_inputs, index, index_pool_inputs, hadamard)
@@ -131,7 +139,12 @@ class MLAAttentionV4(nn.Module):
             backend=step.backends["rope"],
         )
         groups = self.o_a_proj.groups
-        return self.o_b_proj(self.o_a_proj(out.reshape(T, groups, H * D // groups)))
+        grouped = self.o_a_proj(out.reshape(T, groups, H * D // groups), fixed_by)
+        return self._times("o_b_proj", grouped, step)
+
+    def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
+        """One of the layer's linears."""
+        return apply_linear(getattr(self, name), x, plan, f"MLAAttentionV4: {name}")
 
     def _attend(self, inputs: CompressedInputs, cache: LayerCache, plan: Plan | RankPlan) -> Tensor:
         sink = self.sinks.float()

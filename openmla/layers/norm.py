@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from openmla.attention.write import rms_normed
+from openmla.attention.products import rms_normed
 
 
 class RMSNorm(nn.Module):
@@ -16,5 +16,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False)
         self.eps = eps
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.weight * rms_normed(hidden, self.eps)
+    def forward(self, hidden: Tensor, fixed_by: str | None = None) -> Tensor:
+        """`fixed_by` is the plan's."""
+        return self.weight * rms_normed(hidden, self.eps, fixed_by)

@@ -24,7 +24,8 @@ ones. A request whose state_slots is negative is skipped. An entry whose block i
 another rank's, is not written; its tokens' state is. No two requests write the same entry.
 `clamped` is cache_write's: it counts values of entries that fp8 cuts off.
 Everything up to that is float32 (float64 for float64 inputs); kv and score are of one
-floating dtype.
+floating dtype. With batch_invariant an entry's bits and the state's do not depend on how its tokens
+were cut into steps: a window's sums are rounded after each of its tokens, as the state holds them.
 """
 
 from __future__ import annotations
@@ -124,9 +125,13 @@ def _check_values(tensors: tuple[Tensor, ...], dims: Mapping[str, int], ratio: i
     )
 
 
-def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int) -> Problem:
+def problem(
+    device: torch.device, dtype: torch.dtype, format: str, *, D: int, batch_invariant: bool = False
+) -> Problem:
     """A call, as backends are asked about it."""
-    return problem_on(device, "compress_kv", dtype=dtype, format=format, D=D)
+    return problem_on(
+        device, "compress_kv", dtype=dtype, format=format, D=D, batch_invariant=batch_invariant
+    )
 
 
 def _decide(
@@ -136,15 +141,20 @@ def _decide(
     overlap: bool,
     eps: float,
     hadamard: bool,
+    batch_invariant: bool = False,
     backend: str,
 ) -> Decided:
     cache, kv = tensors[0], tensors[3]
     check_scaled("compress_kv", cache, format, None, tensors[12])
     dims = _check(tensors[:12], format, ratio, overlap, hadamard)
-    return decided(dims, problem(cache.device, kv.dtype, format, D=dims["D"]), backend)
+    D = dims["D"]
+    asked = problem(cache.device, kv.dtype, format, D=D, batch_invariant=batch_invariant)
+    return decided(dims, asked, backend)
 
 
-def _run(known: Decided, *tensors: Any, ratio: int, **scalars: Any) -> None:
+def _run(
+    known: Decided, *tensors: Any, ratio: int, batch_invariant: bool = False, **scalars: Any
+) -> None:
     refuse_grad("compress_kv", tensors[3:7])
     if tensors[0].device.type == "cpu":
         _check_values(tensors[:12], known.dims, ratio)
@@ -162,7 +172,7 @@ _OP = register(
     "compress_kv(Tensor(a!) cache, Tensor kv_scale, Tensor(b!) state, Tensor kv, Tensor score,"
     " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
     " Tensor block_table, Tensor state_slots, Tensor(c!)? clamped, *, str format, int ratio,"
-    " bool overlap, float eps, bool hadamard, str backend) -> ()",
+    " bool overlap, float eps, bool hadamard, bool batch_invariant=False, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -189,6 +199,7 @@ def compress_kv(
     overlap: bool,
     eps: float,
     hadamard: bool = False,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
     """Pool a step's tokens; see the module's text for the contract."""
@@ -211,6 +222,7 @@ def compress_kv(
         overlap=overlap,
         eps=eps,
         hadamard=hadamard,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
 

@@ -10,7 +10,7 @@ fp8, DI^-0.5 and HI^-0.5. `num_keys` is the width of out and bounds row_lens.
 Arithmetic and out are float32 (float64 for float64 queries), but for products of fp8 queries and
 fp8 keys: a backend may leave those to matrix units that add them up with fewer bits, out then being
 off by at most 2^-12 * sum over h of |w_idx| * (|q_idx| . |keys|). Columns of block_table past the
-longest row are not read.
+longest row are not read. With batch_invariant a score's bits depend on its token and its key alone.
 """
 
 from __future__ import annotations
@@ -63,19 +63,32 @@ def scores_dtype(queries: torch.dtype) -> torch.dtype:
     return torch.float64 if queries == torch.float64 else torch.float32
 
 
-def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int) -> Problem:
+def problem(
+    device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int,
+    batch_invariant: bool = False,
+) -> Problem:  # fmt: skip
     """A call, as backends are asked about it."""
-    return problem_on(device, "index_logits", dtype=dtype, format=format, H=HI, D=DI)
+    return problem_on(
+        device, "index_logits", dtype=dtype, format=format, H=HI, D=DI,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
-def _decide(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Decided:
+def _decide(
+    *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool = False, backend: str
+) -> Decided:
     q_idx = tensors[0]
     dims = check_paged("index_logits", tensors, format, num_keys)
-    asked = problem(q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"])
+    asked = problem(
+        q_idx.device, q_idx.dtype, format, HI=dims["HI"], DI=dims["DI"],
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return decided(dims, asked, backend)
 
 
-def _run(known: Decided, *tensors: Tensor, format: str, num_keys: int) -> Tensor:
+def _run(
+    known: Decided, *tensors: Tensor, format: str, num_keys: int, batch_invariant: bool = False
+) -> Tensor:
     refuse_grad("index_logits", tensors[:2])
     if tensors[0].device.type == "cpu":
         check_paged_values("index_logits", known.dims, tensors, num_keys)
@@ -83,15 +96,15 @@ def _run(known: Decided, *tensors: Tensor, format: str, num_keys: int) -> Tensor
     return logits
 
 
-def _fake(*tensors: Tensor, format: str, num_keys: int, backend: str) -> Tensor:
+def _fake(*tensors: Tensor, format: str, num_keys: int, **_: object) -> Tensor:
     dims = check_paged("index_logits", tensors, format, num_keys)
     return tensors[0].new_empty((dims["T"], num_keys), dtype=scores_dtype(tensors[0].dtype))
 
 
 _OP = register(
     "index_logits(Tensor q_idx, Tensor w_idx, Tensor cache, Tensor block_table,"
-    " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys, str backend)"
-    " -> Tensor",
+    " Tensor query_start_loc, Tensor row_lens, *, str format, SymInt num_keys,"
+    " bool batch_invariant=False, str backend) -> Tensor",
     _decide,
     _run,
     _fake,
@@ -108,11 +121,14 @@ def index_logits(
     *,
     format: str,
     num_keys: int,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor:  # [T, num_keys] f32
     """Score cached keys; see the module's text for the contract."""
     tensors = (q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
-    logits: Tensor = _OP(*tensors, format=format, num_keys=num_keys, backend=backend)
+    logits: Tensor = _OP(
+        *tensors, format=format, num_keys=num_keys, batch_invariant=batch_invariant, backend=backend
+    )
     return logits
 
 

@@ -58,22 +58,28 @@ def _check_values(
             raise ShapeError(f"mha_masked: {name} must be at least {longest}, got {given}.")
 
 
-def problem(device: torch.device, dtype: torch.dtype, *, E: int, V: int) -> Problem:
+def problem(
+    device: torch.device, dtype: torch.dtype, *, E: int, V: int, batch_invariant: bool = False
+) -> Problem:
     """A call, as backends are asked about it."""
-    return problem_on(device, "mha_masked", dtype=dtype, E=E, V=V)
+    return problem_on(device, "mha_masked", dtype=dtype, E=E, V=V, batch_invariant=batch_invariant)
 
 
 def _decide(
-    *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str
-) -> Decided:
+    *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str,
+    batch_invariant: bool = False,
+) -> Decided:  # fmt: skip
     q, dims = tensors[0], _check(tensors, max_key_len)
     check_scale("mha_masked", scale)
-    return decided(dims, problem(q.device, q.dtype, E=dims["E"], V=dims["V"]), backend)
+    E, V = dims["E"], dims["V"]
+    asked = problem(q.device, q.dtype, E=E, V=V, batch_invariant=batch_invariant)
+    return decided(dims, asked, backend)
 
 
 def _run(
-    known: Decided, *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int
-) -> tuple[Tensor, Tensor]:
+    known: Decided, *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_grad("mha_masked", tensors[:3])
     if tensors[0].device.type == "cpu":
         _check_values(known.dims, tensors, max_query_len, max_key_len)
@@ -95,8 +101,8 @@ def _fake(*tensors: Tensor, max_key_len: int, **_: object) -> tuple[Tensor, Tens
 
 _OP = register(
     "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
-    " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len, str backend)"
-    " -> (Tensor, Tensor)",
+    " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len,"
+    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,
@@ -114,6 +120,7 @@ def mha_masked(
     scale: float,
     max_query_len: int,
     max_key_len: int,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
     """Attend where bits are set; see the module's text for the contract."""
@@ -127,6 +134,7 @@ def mha_masked(
         scale=scale,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
     return out, lse

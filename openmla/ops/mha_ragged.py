@@ -11,7 +11,8 @@ columns of keys and k_pe the others: backends that can read them apart copy noth
 sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows past
 key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
 float64 queries).
-max_query_len and max_key_len are the longest request's, exactly.
+max_query_len and max_key_len are the longest request's, exactly. With batch_invariant a request's
+bits are its own: only backends run that give it the same alone and beside any others.
 """
 
 from __future__ import annotations
@@ -65,15 +66,23 @@ def _check_values(
             raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
 
 
-def problem(device: torch.device, dtype: torch.dtype, *, E: int, R: int, V: int) -> Problem:
+def problem(
+    device: torch.device, dtype: torch.dtype, *, E: int, R: int, V: int,
+    batch_invariant: bool = False,
+) -> Problem:  # fmt: skip
     """A call, as backends are asked about it; R is 0 where keys come whole."""
-    return problem_on(device, "mha_ragged", dtype=dtype, E=E, R=R, V=V)
+    return problem_on(
+        device, "mha_ragged", dtype=dtype, E=E, R=R, V=V, batch_invariant=batch_invariant
+    )
 
 
-def _decide(*tensors: Tensor, scale: float, backend: str, **_: object) -> Decided:
+def _decide(
+    *tensors: Tensor, scale: float, batch_invariant: bool = False, backend: str, **_: object
+) -> Decided:
     q, dims = tensors[0], _check(_given(tensors))
     check_scale("mha_ragged", scale)
-    asked = problem(q.device, q.dtype, E=dims["E"], R=dims["R"], V=dims["V"])
+    E, R, V = dims["E"], dims["R"], dims["V"]
+    asked = problem(q.device, q.dtype, E=E, R=R, V=V, batch_invariant=batch_invariant)
     return decided(dims, asked, backend)
 
 
@@ -95,6 +104,7 @@ def _run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     starts = (query_start_loc, key_start_loc)
     refuse_grad("mha_ragged", _given((q, k, v, k_pe)))
@@ -127,7 +137,7 @@ def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
 _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
     " Tensor? k_pe=None, *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
-    " str backend) -> (Tensor, Tensor)",
+    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,
@@ -146,6 +156,7 @@ def mha_ragged(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
     """Attend over expanded keys and values; see the module's text for the contract."""
@@ -160,6 +171,7 @@ def mha_ragged(
         causal=causal,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
+        batch_invariant=batch_invariant,
         backend=backend,
     )
     return out, lse

@@ -10,8 +10,11 @@ columns, with one scale each. [H, 1, 1] is one scale per head; a quantised check
 Everything may be a view. out and x are contiguous along their last dimension, and heads of x may be
 one and the same (stride 0); w is contiguous along either of its last two, for w_uv is the transpose
 of what a checkpoint holds. out is rounded once, from sums in float32 (float64 for float64 x) over
-values that are exactly w's; a block's scale is multiplied by the sum over its rows. No tokens:
-nothing is written. out must not overlap x.
+values that are exactly w's; a block's scale is multiplied by the sum over its rows. It has x's
+dtype, or is float32 under x of 16 bits. No tokens: nothing is written. out must not overlap x.
+
+With batch_invariant a token's bits do not depend on how many others there are, nor on which of
+them it is: one tile on a GPU, row by row on a CPU. One head is a linear, w its weight transposed.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ def _check(tensors: tuple[Tensor | None, ...]) -> dict[str, int]:
     assert out is not None and x is not None and w is not None
     dims = bind("project_heads", _SPEC, (out, x, w))
     dims["KB"], dims["NB"] = check_weight("project_heads", "w", w, w_scale, x)
-    if out.dtype != x.dtype:
-        raise ShapeError(f"project_heads: out must be {x.dtype} like x, got {out.dtype}.")
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if out.dtype not in (x.dtype, wide):
+        raise ShapeError(
+            f"project_heads: out must be {x.dtype} like x, or {wide}, got {out.dtype}."
+        )
     return dims
 
 
@@ -76,35 +82,46 @@ def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tens
 
 
 def problem(
-    device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int
-) -> Problem:
+    device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int,
+    batch_invariant: bool = False,
+) -> Problem:  # fmt: skip
     """A call, as backends are asked about it: `block` rows of w share a scale, all without."""
     kinds = ("fp8",) if eight_bits else ()
-    return problem_on(device, "project_heads", dtype=dtype, kinds=kinds, BS=block, E=K, V=N)
+    return problem_on(
+        device, "project_heads", dtype=dtype, kinds=kinds, BS=block, E=K, V=N,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
 
 
-def _decide(*tensors: Tensor | None, backend: str) -> Decided:
+def _decide(*tensors: Tensor | None, batch_invariant: bool = False, backend: str) -> Decided:
     dims, x, w = _check(tensors), tensors[1], tensors[2]
     assert x is not None and w is not None
     K, N = dims["K"], dims["N"]
     eight_bits, block = w.dtype == E4M3, K // dims["KB"]
-    asked = problem(x.device, x.dtype, eight_bits=eight_bits, block=block, K=K, N=N)
+    asked = problem(
+        x.device, x.dtype, eight_bits=eight_bits, block=block, K=K, N=N,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return decided(dims, asked, backend)
 
 
-def _run(known: Decided, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
+def _run(
+    known: Decided, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *,
+    batch_invariant: bool = False,
+) -> None:  # fmt: skip
     refuse_grad("project_heads", [t for t in (out, x, w, w_scale) if t is not None])
     if w_scale is not None and w_scale.device.type == "cpu":
         check_positive("project_heads", "w_scale", w_scale)
     known.runner.run(out, x, w, w_scale)
 
 
-def _fake(*tensors: Tensor | None, backend: str) -> None:
+def _fake(*tensors: Tensor | None, **_: object) -> None:
     _check(tensors)
 
 
 _OP = register(
-    "project_heads(Tensor(a!) out, Tensor x, Tensor w, Tensor? w_scale, *, str backend) -> ()",
+    "project_heads(Tensor(a!) out, Tensor x, Tensor w, Tensor? w_scale, *,"
+    " bool batch_invariant=False, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -117,10 +134,11 @@ def project_heads(
     w: Tensor,  # [H, K, N], x's dtype or e4m3
     w_scale: Tensor | None = None,  # [H, KB, NB] f32, of e4m3
     *,
+    batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
     """Multiply each head by its own matrix; see the module's text for the contract."""
-    _OP(out, x, w, w_scale, backend=backend)
+    _OP(out, x, w, w_scale, batch_invariant=batch_invariant, backend=backend)
 
 
 def cost(num_tokens: int, *, H: int, K: int, N: int, itemsize: int, w_itemsize: int) -> Cost:

@@ -193,7 +193,7 @@ def _attending(
     assert cache.window is not None and cache.compressed is not None
     kind = cache_kind([cache.window, cache.compressed], cache.index)
     dtype, tokens = near.problem("cache_write").dtype, bucketed(near.num_tokens)
-    choice = choose(config, kind, dtype, bool(step.chunks), tokens, frozen(backend))
+    choice = choose(config, kind, dtype, bool(step.chunks), tokens, 0, frozen(backend))
     return replace(
         near,
         config=config,

@@ -59,7 +59,6 @@ def plan_over_ranks(
     form: str = "auto",
     workspace: Workspace | None = None,
     workspace_tokens: int | None = None,
-    batch_invariant: bool = False,
     into: dict[str, Tensor] | None = None,
     context: str = "auto",
 ) -> RankPlan:
@@ -79,7 +78,6 @@ def plan_over_ranks(
         "dtype": dtype,
         "backend": backend,
         "workspace_tokens": workspace_tokens,
-        "batch_invariant": batch_invariant,
     }
     fields: dict[str, Any] = {"refused": True}
     try:

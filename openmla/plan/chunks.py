@@ -14,6 +14,28 @@ class Spans(NamedTuple):
     lens: tuple[int, ...]
 
 
+def cut_at_fixed(context_lens: Sequence[int], cut: int, budget: int) -> list[Spans]:
+    """Cut every context after each `cut` of its own rows, wherever others are; neighbours share a
+    chunk while they fit the budget. A chunk has at most one span of a request, and only its first
+    can be a continuation, as below. Requests without context end a chunk."""
+    assert cut > 0
+    chunks: list[Spans] = []
+    first, starts, lens = 0, [], []  # type: int, list[int], list[int]
+    for request, context in enumerate(context_lens):
+        for done in range(0, context, cut):
+            take = min(cut, context - done)
+            neighbour = first + len(lens) == request
+            if lens and not (neighbour and sum(lens) + take <= budget):
+                chunks.append(Spans(first, tuple(starts), tuple(lens)))
+                first, starts, lens = request, [], []
+            first = first if lens else request
+            starts.append(done)
+            lens.append(take)
+    if lens:
+        chunks.append(Spans(first, tuple(starts), tuple(lens)))
+    return chunks
+
+
 def cut_contexts(context_lens: Sequence[int], budget: int, align: int) -> list[Spans]:
     """Pack contexts greedily, in order, into chunks of at most `budget` rows.
 

@@ -48,7 +48,7 @@ from openmla.plan.sparse import (
     row_lens,
     true_row_lens,
 )
-from openmla.plan.types import CompressedPlan, Plan, ScoreChunk
+from openmla.plan.types import FIXED_RUN, CompressedPlan, Plan, ScoreChunk
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace
 
@@ -70,7 +70,7 @@ def plan_compressed(
 ) -> Plan:
     """make_plan for a model with a compressor."""
     window = check_caches(config, cache)
-    check_options(config, form, workspace_tokens, batch_invariant)
+    check_options(config, form, workspace_tokens)
     num_tokens = batch.num_tokens if into is None else into["slot_mapping"].shape[0]
     check_workspace(config, cache, workspace, num_tokens)
     if dtype is None:
@@ -81,12 +81,13 @@ def plan_compressed(
     shared = _shared(batch, window) if beside is None else _shared_with(beside)
     chunks = None if into is None else captured_score_chunks(config, cache, into)
     bounds = shared.query_start_loc if beside is None else None
-    step, slots = _describe(batch, config, cache, shared, bounds, chunks, uniform), shared.slots
+    slots, run_length = shared.slots, FIXED_RUN if batch_invariant else 0
+    step = _describe(batch, config, cache, shared, bounds, chunks, uniform, listed=batch_invariant)
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)
     read = [window] if cache.compressed is None else [window, cache.compressed]
     kind, tokens = cache_kind(read, cache.index), bucketed(step.num_rows)
-    choice = choose(config, kind, dtype, bool(step.chunks), tokens, frozen(backend))
+    choice = choose(config, kind, dtype, bool(step.chunks), tokens, run_length, frozen(backend))
     if into is None:
         step, slots = upload((step, slots), window.data.device)
     else:
@@ -106,6 +107,7 @@ def plan_compressed(
         geometry=cache.geometry,
         padding=batch.padding if into is None else 0,
         batch_key=batch.key,
+        run_length=run_length,
     )
 
 
@@ -166,13 +168,16 @@ def _describe(
     bounds: Tensor | None,  # shared.query_start_loc, where it is as made here
     chunks: tuple[ScoreChunk, ...] | None,  # of a captured step
     uniform: bool,  # tokens choose, however few entries they see
+    *,
+    listed: bool,  # entries are, also where all are taken: others have no say in it
 ) -> CompressedPlan:
     assert config.indexer is not None
     ratio, T, K = cache.ratio, batch.num_tokens, config.indexer.topk
     most = max(batch.read_lens, default=0) // ratio if ratio else 0
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     entries = nothing = integers(())
-    if ratio == INDEXED_RATIO and (chunks or most > K or uniform):  # or nobody looks at them
+    # else nobody looks at them
+    if ratio == INDEXED_RATIO and (chunks or most > K or uniform or listed):
         seen = padded(row_lens(batch.query_lens, batch.seq_lens), batch.padding)
         entries = seen // ratio
     if chunks is None:
@@ -214,17 +219,19 @@ def choose(
     dtype: torch.dtype,
     choosing: bool,
     tokens: int,
+    run_length: int,
     backend: FrozenAsked,
 ) -> Choice:
     """The ops of a plan and who runs them: most steps ask what an earlier one did."""
-    problems = find_compressed_problems(config, kind, dtype, choosing, tokens)
+    problems = find_compressed_problems(config, kind, dtype, choosing, tokens, run_length)
     asked = thawed(backend)
     return Choice(problems, chosen(problems, asked), requested(asked))
 
 
 def find_compressed_problems(
-    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, choosing: bool, tokens: int
-) -> tuple[Problem, ...]:
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, choosing: bool, tokens: int,
+    run_length: int,
+) -> tuple[Problem, ...]:  # fmt: skip
     """The ops a V4 layer of this ratio calls, as the backends are asked about them."""
     device, H, D = kind.device, config.num_heads, config.latent_dim
     *read, index_format = kind.formats
@@ -237,11 +244,12 @@ def find_compressed_problems(
     if len(read) > 1:  # entries
         kinds.append("positions" if choosing else "prefix")
         wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
-        problems.append(compress_kv_problem(device, wide, read[1], D=D))
+        alone = run_length > 0
+        problems.append(compress_kv_problem(device, wide, read[1], D=D, batch_invariant=alone))
     if choosing:
-        problems += scoring_problems(config, device, index_format, dtype)
+        problems += scoring_problems(config, device, index_format, dtype, run_length > 0)
     attending = mqa_sparse_problem(
         device, dtype, read, tuple(kinds), H=H, D=D, C=D, tokens=tokens, aligned=kind.aligned,
-        run_length=0,
+        run_length=run_length,
     )  # fmt: skip
     return (*problems, attending)

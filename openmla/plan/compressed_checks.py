@@ -10,7 +10,7 @@ from torch import Tensor
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import get_format, state_rows, state_width
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError
 from openmla.ops._values import check_block_table, check_slots, within
 from openmla.plan.batch import Batch
 from openmla.plan.checks import check_device_lens, check_devices
@@ -73,15 +73,8 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
     return cache.window
 
 
-def check_options(
-    config: MLAConfig, form: str, workspace_tokens: int | None, batch_invariant: bool
-) -> None:
+def check_options(config: MLAConfig, form: str, workspace_tokens: int | None) -> None:
     """What make_plan() takes for other models only."""
-    if batch_invariant:
-        raise UnsupportedError(
-            f"plan: batch_invariant is not supported for {config.model_type}: whether a token's "
-            "entries are listed or counted depends on the others in its batch."
-        )
     if workspace_tokens is not None:
         raise ConfigError(
             f"plan: workspace_tokens must not be given for {config.model_type}, which expands "

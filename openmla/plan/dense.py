@@ -8,7 +8,7 @@ from itertools import accumulate, zip_longest
 import torch
 
 from openmla.plan.batch import Batch
-from openmla.plan.chunks import cut_contexts
+from openmla.plan.chunks import cut_at_fixed, cut_contexts
 from openmla.plan.rows import cumulative, integers, pick, pick_rows, repeated, some
 from openmla.plan.types import ContextChunk, DecodePlan, PrefillPlan, remade
 from openmla.plan.upload import upload
@@ -41,10 +41,12 @@ def plan_prefill(
     rows_at_once: int,
     *,
     quantized: bool = False,
+    fixed: bool = False,
 ) -> PrefillPlan:
     """Some of the requests with all their keys at once, or with their contexts in chunks. Where
     outputs are `quantized`, chunks know which rows they end; elsewhere that would only be more for
-    a compiled step to be guarded by."""
+    a compiled step to be guarded by. `fixed`: new rows and context are always apart, and contexts
+    cut where no other request has a say."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     table = pick(batch.block_table, requests)
@@ -69,14 +71,17 @@ def plan_prefill(
     longest = max(query_lens)
     if batch.causal and not any(contexts):
         return PrefillPlan(rows, "new", query_start_loc, longest)
-    if batch.causal and sum(seq_lens) <= rows_at_once:
+    if batch.causal and sum(seq_lens) <= rows_at_once and not fixed:
         one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))
         # the k-th new row stands behind all contexts up to its own
         before = [end - bound for end, bound in zip(ends, bounds[1:], strict=True)]
         new_rows = repeated(before, query_lens, torch.int64) + torch.arange(bounds[-1])
         return PrefillPlan(rows, "one-shot", query_start_loc, longest, one_shot, new_rows)
-    spans = cut_contexts(contexts, rows_at_once, BS)
+    if fixed:
+        spans = cut_at_fixed(contexts, rows_at_once // BS * BS, rows_at_once)
+    else:
+        spans = cut_contexts(contexts, rows_at_once, BS)
     chunks = tuple(chunk(span.first, span.starts, span.lens) for span in spans)
     route = "chunked" if batch.causal else "context"
     if not quantized:

@@ -11,6 +11,11 @@ from openmla.plan.rows import num_rows
 from openmla.plan.types import CompressedPlan, Plan, PrefillPlan, SparsePlan
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES
 
+# whose kernels decide whether a row's bits are its own; the others treat every row by itself
+_INVARIANT = (
+    "project_heads", "mqa_paged", "mqa_sparse", "mha_ragged", "mha_masked", "index_logits",
+    "compress_kv",
+)  # fmt: skip
 _PARTS = ("entries", "padding", "window", "state", "total")
 
 
@@ -19,10 +24,9 @@ def explain(plan: Plan, finished: bool) -> str:
     finished = finished or plan.config.is_external
     lines = []
     if plan.decode is not None:
-        fixed = f", keys in runs of {plan.run_length}" if plan.run_length else ""
         lines += [
             f"absorbed  {len(plan.decode.seq_lens)} requests, up to {plan.decode.max_query_len} "
-            f"queries each{fixed}{_few_keys(plan)}",
+            f"queries each{_few_keys(plan)}",
             f"  why     {_why(plan, 'absorbed')}",
         ]
     if plan.prefill is not None:
@@ -31,11 +35,27 @@ def explain(plan: Plan, finished: bool) -> str:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
+    if plan.batch_invariant:
+        lines.append(_invariant(plan, finished))
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
     if plan.padding:
         lines.append(f"padding   {plan.padding} tokens of no request: nothing read, outputs 0")
     return "\n".join([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
+
+
+def _invariant(plan: Plan, finished: bool) -> str:
+    """By which kernels a row's bits are its own, and where its keys are cut."""
+    parts = []
+    for op in _INVARIANT:
+        if op in plan.backends and _calls(plan, op, finished):
+            name = plan.backends[op]
+            kernel = kernel_of(plan.problem(op), name)
+            parts.append(f"{op} by {name}{f' ({kernel})' if kernel else ''}")
+    return (
+        f"invariant a row's bits are its own: keys in runs of {plan.run_length}, contexts cut at "
+        f"their own positions; {', '.join(parts)}"
+    )
 
 
 def _output(plan: Plan, output: str) -> str:
@@ -313,9 +333,16 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),
         "mqa_sparse": query_chunks,
+        "project_heads": _projections(plan, query_chunks) + new_keys + chunks + contexts,
         "pack_mask": groups,
         "mha_masked": groups,
     }.get(op, 1)
+
+
+def _projections(plan: Plan, query_chunks: int) -> int:
+    """Into latent space and out of it."""
+    chosen = query_chunks if plan.sparse is not None and plan.sparse.num_absorbed else 0
+    return 2 * ((plan.decode is not None) + chosen)
 
 
 def _quantized_apart(plan: Plan) -> int:

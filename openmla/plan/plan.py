@@ -29,12 +29,11 @@ from openmla.plan.problems import cache_kind, calls_of, choose, frozen, latent_o
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.symbolic import symbolic
-from openmla.plan.types import Parts, Plan
+from openmla.plan.types import FIXED_RUN, Parts, Plan
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
 
 FORMS = ("auto", "absorbed", "expanded", "chosen")
-FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighbours
 
 
 def make_plan(
@@ -66,12 +65,14 @@ def make_plan(
     plan_buffers() and fills them, so that addresses stay for graph replay; such a plan is absorbed
     only.
 
-    `batch_invariant` cuts the keys of absorbed rows, chosen ones too, at fixed positions of the row
-    itself: mqa_paged and mqa_sparse give the same query over the same keys the same bits, whatever
-    stands beside it. It does not make a step invariant. The products around those two ops, by the
-    absorbed weights (torch.bmm) and in the layer's linears, take other kernels for other numbers of
-    rows, so a decode row's bits still change with its neighbours; and how prefill is cut into
-    chunks depends on the batch.
+    `batch_invariant`: given equal inputs, a row's output, lse and chosen keys have the same bits
+    alone, in any batch, at any place in it, captured or not. Keys of absorbed rows are split every
+    FIXED_RUN of the row's own, contexts of expanded ones are cut every `workspace_tokens` (or rows
+    of the workspace) of the request's own, and ops run by kernels that take one tile whatever the
+    batch; explain() names them. With form="absorbed" a prompt in any chunks and token by token
+    gives the same bits, too. Between the expanded and the absorbed form they differ. MLAAttention
+    and MLAAttentionV4 project so as well; under attach() the model's other linears are the
+    caller's. docs/batch-invariance.md has what it costs.
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     `beside` is another kind's plan of this batch: positions, tables and slots are taken from it.
@@ -86,6 +87,7 @@ def make_plan(
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
     check_kind("plan", "compiled", compiled, bool)
+    check_kind("plan", "batch_invariant", batch_invariant, bool)
     if not isinstance(cache, LayerCache):
         raise ConfigError(
             f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
@@ -133,12 +135,7 @@ def _plan_latent(
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
-    if form not in FORMS:
-        raise ConfigError(f"plan: form must be {', '.join(FORMS[:-1])} or chosen, got {form!r}.")
-    if beside is not None:
-        raise ConfigError(
-            f"plan: beside must not be given for {config.model_type}: one plan serves all layers."
-        )
+    _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
     if dtype is None:
@@ -147,11 +144,16 @@ def _plan_latent(
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, latent.data.device)
-        routes = _routes(batch, config, latent, dtype, form, uniform)
-        rows_at_once = _rows_at_once(batch, config, latent, workspace, workspace_tokens, routes)
-        parts = _parts(
-            batch, config, cache, dtype, routes, rows_at_once, uniform, quantized=output is not None
+        # which op attends to a request must not follow from how short it is, or was
+        everyone_chooses = uniform or batch_invariant
+        routes = _routes(batch, config, latent, dtype, form, everyone_chooses)
+        rows_at_once = _rows_at_once(
+            batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
         )
+        parts = _parts(
+            batch, config, cache, dtype, routes, rows_at_once, uniform,
+            quantized=output is not None, fixed=batch_invariant,
+        )  # fmt: skip
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
@@ -159,10 +161,10 @@ def _plan_latent(
         name = "absorbed" if parts.sparse is None else "chosen"
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
-    fixed = FIXED_RUN if batch_invariant else 0
+    run_length = FIXED_RUN if batch_invariant else 0
     calls = calls_of(parts.decode, parts.prefill, parts.sparse, output)
     kind = cache_kind([latent], cache.index)
-    choice = choose(config, kind, dtype, calls, fixed, frozen(backend))
+    choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
     if parts.prefill is not None:
         check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
     if into is None:
@@ -183,7 +185,7 @@ def _plan_latent(
         num_blocks=latent.num_blocks,
         block_size=latent.block_size,
         padding=batch.padding if into is None else 0,
-        run_length=fixed,
+        run_length=run_length,
         output=output,
         ends=dict(choice.ends),
         causal=batch.causal,
@@ -195,6 +197,15 @@ def _plan_latent(
         form=form,
         routes=routes,
     )
+
+
+def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:
+    if form not in FORMS:
+        raise ConfigError(f"plan: form must be {', '.join(FORMS[:-1])} or chosen, got {form!r}.")
+    if beside is not None:
+        raise ConfigError(
+            f"plan: beside must not be given for {config.model_type}: one plan serves all layers."
+        )
 
 
 def _routes(
@@ -236,12 +247,15 @@ def _rows_at_once(
     workspace: Workspace | None,
     workspace_tokens: int | None,
     routes: Mapping[str, Sequence[int]],
+    *,
+    fixed: bool,
 ) -> int:
-    """Context rows gathered at once, in the workspace if there is one: it has room for the step."""
+    """Context rows gathered at once, in the workspace if there is one: it has room for the step.
+    `fixed`: contexts are cut there, so that how many requests there are has no say."""
     BS = latent.block_size
     rows_at_once = workspace.num_rows if workspace is not None else workspace_tokens
     if rows_at_once is None:
-        B = len(batch.query_lens)
+        B = 1 if fixed else len(batch.query_lens)
         rows_at_once = default_workspace_tokens(config, max_requests=B, block_size=BS)
     if rows_at_once < BS:
         raise ConfigError(
@@ -268,6 +282,7 @@ def _parts(
     uniform: bool,
     *,
     quantized: bool,
+    fixed: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -278,12 +293,13 @@ def _parts(
         decode = plan_decode(batch, decoding, starts)
     if prefilling:
         prefill = plan_prefill(
-            batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized
-        )
+            batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized,
+            fixed=fixed,
+        )  # fmt: skip
     if choosing:
         chosen = (routes["chosen"], routes["masked"])
         sparse = plan_sparse(
-            batch, config, cache, dtype, chosen, starts, rows_at_once, uniform=uniform
+            batch, config, cache, dtype, chosen, starts, rows_at_once, uniform=uniform, fixed=fixed
         )
     assert batch.slot_mapping is not None  # check_batch looked
     offsets = rope_offsets(batch, config, uniform=uniform)

@@ -43,6 +43,7 @@ from openmla.ops.mha_ragged import problem as mha_ragged_problem
 from openmla.ops.mqa_paged import problem as mqa_paged_problem
 from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.pack_mask import problem as pack_mask_problem
+from openmla.ops.project_heads import problem as project_heads_problem
 from openmla.ops.project_quantize import problem as project_quantize_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.rope import problem as rope_problem
@@ -168,7 +169,8 @@ def choose(
     problems = find_problems(config, kind, dtype, calls, run_length)
     ends: Mapping[str, str] = {}
     if calls.output:
-        ends, ending = find_ends(config, kind.device, dtype, calls, thawed(backend))
+        fuses = run_length == 0  # project_quantize picks tiles by the number of tokens
+        ends, ending = find_ends(config, kind.device, dtype, calls, thawed(backend), fuses=fuses)
         problems = (*problems, *ending)
     problems, backends = choose_backends(problems, thawed(backend))
     apart = any(
@@ -225,7 +227,7 @@ def find_problems(
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
     device, (format, index_format) = kind.device, kind.formats
-    D, C = config.latent_dim, config.kv_lora_rank
+    D, C, alone = config.latent_dim, config.kv_lora_rank, run_length > 0
     E, V = config.qk_head_dim, config.v_head_dim
     problems = [
         latent_write_problem(device, dtype, format, D=D, E=E),
@@ -244,7 +246,7 @@ def find_problems(
         )  # fmt: skip
     if calls.route:
         R = config.qk_rope_head_dim
-        problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V))
+        problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V, batch_invariant=alone))
         if calls.route != "new":
             problems.append(cache_gather_problem(device, dtype, format))
         if calls.route in ("chunked", "context"):
@@ -254,33 +256,41 @@ def find_problems(
     if calls.sparse is not None:
         tokens, masked = calls.sparse
         if index_format:
-            problems += scoring_problems(config, device, index_format, dtype)
+            problems += scoring_problems(config, device, index_format, dtype, alone)
         if tokens:
             problems.append(map_slots_problem(device))
             problems.append(gathering_problem(config, kind, dtype, tokens, run_length))
         if masked:
             problems.append(pack_mask_problem(device))
-            problems.append(mha_masked_problem(device, dtype, E=E, V=V))
+            problems.append(mha_masked_problem(device, dtype, E=E, V=V, batch_invariant=alone))
             problems.append(cache_gather_problem(device, dtype, format))
             problems.append(merge_states_problem(device, dtype))
+    if alone:  # else torch multiplies
+        P = config.qk_nope_head_dim
+        problems.append(
+            project_heads_problem(
+                device, dtype, eight_bits=False, block=P, K=P, N=C, batch_invariant=True
+            )
+        )
     return tuple({problem.op: problem for problem in problems}.values())
 
 
 def find_ends(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls, backend: Asked
-) -> tuple[dict[str, str], list[Problem]]:
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls, backend: Asked, *,
+    fuses: bool = True,
+) -> tuple[dict[str, str], list[Problem]]:  # fmt: skip
     """The op that quantises each form's outputs, by form, and these ops as backends are asked.
 
     Absorbed tokens end in one op with the product by w_uv, unless only the reference has it for
-    these shapes on a GPU; a prefill that merges ends in the last merge. What comes out otherwise,
-    or is gated before o_proj, is quantised by itself.
+    these shapes on a GPU, or nothing `fuses`; a prefill that merges ends in the last merge. What
+    comes out otherwise, or is gated before o_proj, is quantised by itself.
     """
     output, C, V = calls.output, config.kv_lora_rank, config.v_head_dim
     ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
     problems = [quantize_out_problem(device, dtype, output)]
     if config.head_gate:
         return ends, problems
-    if calls.decode is not None or (calls.sparse is not None and calls.sparse[0]):
+    if fuses and (calls.decode is not None or (calls.sparse is not None and calls.sparse[0])):
         projecting = project_quantize_problem(
             device, dtype, output, eight_bits=False, block=C, C=C, V=V
         )
@@ -296,13 +306,16 @@ def find_ends(
 
 
 def scoring_problems(
-    config: MLAConfig, device: torch.device, index_format: str, dtype: torch.dtype
-) -> list[Problem]:
+    config: MLAConfig, device: torch.device, index_format: str, dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> list[Problem]:  # fmt: skip
     """The lightning indexer's scores and the choice by them."""
     assert config.indexer is not None  # make_plan looked
     HI, DI = config.indexer.num_heads, config.indexer.head_dim
     queries = get_format(index_format).query_dtype(dtype, DI)
     return [
-        index_logits_problem(device, queries, index_format, HI=HI, DI=DI),
+        index_logits_problem(
+            device, queries, index_format, HI=HI, DI=DI, batch_invariant=batch_invariant
+        ),
         index_topk_problem(device, scores_dtype(queries)),
     ]

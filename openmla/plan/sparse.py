@@ -11,7 +11,7 @@ from torch import Tensor
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.plan.batch import Batch
-from openmla.plan.chunks import cut_contexts
+from openmla.plan.chunks import cut_at_fixed, cut_contexts
 from openmla.plan.forms import choose_sparse_absorbed
 from openmla.plan.problems import cache_kind, sparse_efficiencies
 from openmla.plan.rows import (
@@ -122,11 +122,17 @@ def masked_chunks(
     first_row: int,
     BS: int,
     rows_at_once: int,
+    fixed: bool = False,
 ) -> tuple[MaskedChunk, ...]:
-    """All keys of some requests in chunks of rows_at_once; the queries of each by mask size."""
+    """All keys of some requests in chunks of rows_at_once; the queries of each by mask size.
+    `fixed`: each request by itself."""
     bounds = list(accumulate(query_lens, initial=0))
     chunks = []
-    for span in cut_contexts(seq_lens, rows_at_once, BS):
+    if fixed:
+        spans = cut_at_fixed(seq_lens, rows_at_once // BS * BS, 0)
+    else:
+        spans = cut_contexts(seq_lens, rows_at_once, BS)
+    for span in spans:
         stop = span.first + len(span.lens)
         begin, end = bounds[span.first], bounds[stop]
         owned = query_lens[span.first : stop]
@@ -216,9 +222,11 @@ def plan_sparse(
     rows_at_once: int,
     cuts: tuple[tuple[ScoreChunk, ...], tuple[slice, ...]] | None = None,
     uniform: bool = False,
+    fixed: bool = False,
 ) -> SparsePlan:
     """Requests by route, absorbed and masked. `cuts` are a captured step's: how rows are scored,
-    how absorbed ones attend. A `uniform` step scores all rows, also where they have no choice."""
+    how absorbed ones attend. A `uniform` step scores all rows, also where they have no choice.
+    `fixed`: masked requests are cut where no other has a say."""
     assert config.indexer is not None and cache.latent is not None
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     absorbed, masked = routes
@@ -236,6 +244,7 @@ def plan_sparse(
             first_row=num_absorbed,
             BS=cache.latent.block_size,
             rows_at_once=rows_at_once,
+            fixed=fixed,
         )
     if cuts is None:
         scored: tuple[ScoreChunk, ...] = ()

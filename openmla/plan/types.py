@@ -14,6 +14,8 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.workspace import Workspace
 
+FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighbours
+
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialise on alignment
 
@@ -245,7 +247,8 @@ class Plan:
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
     padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
-    run_length: int = 0  # rows per run of latent attention; 0: the backend decides
+    # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
+    run_length: int = 0
     output: str | None = None  # the format that outputs are quantised to
     # how each form's tokens get there: the op that ends them
     ends: Mapping[str, str] = field(default_factory=dict)
@@ -280,6 +283,16 @@ class Plan:
         if self.compressed is not None:
             return len(self.compressed.chunks) > 0
         return self.sparse is not None
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits are its own, whatever else is in the step."""
+        return self.run_length > 0
+
+    @property
+    def fixed_by(self) -> str | None:
+        """What project_heads is called with if a row's bits are its own; None: torch multiplies."""
+        return self.called_with("project_heads") if self.batch_invariant else None
 
     @property
     def mapped(self) -> bool:

@@ -39,6 +39,22 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(saved["rows"]) == 4 and saved["plan_us"] > 0
 
 
+def test_batch_invariant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from openmla.bench import invariance
+
+    monkeypatch.setattr(invariance, "REQUESTS", (1, 3))
+    monkeypatch.setattr(invariance, "HEADS", (4,))
+    path = tmp_path / "rows.json"
+    command = ["bench", "--batch-invariant", "--json", str(path), "--run-lengths", "32"]
+    assert openmla(command) == 0
+    text = capsys.readouterr().out
+    assert "| decode, 4 heads, 3 x 1 over 256 |" in text and "WRONG" not in text
+    assert "projections, 3 tokens" in text and "mqa_paged, us by run length" in text
+    assert len(json.loads(path.read_text())["rows"]) == 7
+
+
 def test_wrong_contenders_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     x = torch.ones(1, 1, 2)
     inputs = Inputs({"x": x}, {}, ())

@@ -132,10 +132,10 @@ def test_a_workspace_holds_what_the_linear_made(
         keys = torch.zeros(9, CONFIG.num_heads, CONFIG.qk_head_dim)
 
     class WithSpace:
-        config, workspace = CONFIG, Space
+        config, workspace, fixed_by = CONFIG, Space, None
 
     class Without:
-        config, workspace = CONFIG, None
+        config, workspace, fixed_by = CONFIG, None, None
 
     one, other = (expand(kv_c, made, plan) for plan in (WithSpace, Without))  # type: ignore[arg-type]
     for left, right in zip(one, other, strict=True):

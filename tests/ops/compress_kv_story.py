@@ -192,11 +192,14 @@ class Story:
     def slot(self, b: int, i: int) -> int:
         return self.blocks[b][i // self.case.BS] * self.case.BS + i % self.case.BS
 
-    def play(self, backend: str, steps: Sequence[Step] | None = None) -> Story:
+    def play(
+        self, backend: str, steps: Sequence[Step] | None = None, *, batch_invariant: bool = False
+    ) -> Story:
         """Run steps, all of them unless told, and see that nothing else changes."""
         for feeds in self.case.steps if steps is None else steps:
             starts = list(self.done)
             inputs = self.step(feeds)
+            inputs.scalars["batch_invariant"] = batch_invariant
             before = page_bytes(self.cache), page_bytes(self.state)
             run_or_skip(compress_kv, inputs, backend)
             after = page_bytes(self.cache), page_bytes(self.state)

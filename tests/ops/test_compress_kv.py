@@ -49,6 +49,23 @@ def test_contract(case: PoolCase, backend: str, device: str) -> None:
         assert used <= 1
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("compress_kv"))
+@pytest.mark.parametrize("more", [{}, {**NARROW_128, "ratio": 16}], ids=["overlap-4", "folded-16"])
+def test_contract_whatever_the_cuts(more: dict[str, Any], backend: str, device: str) -> None:
+    """Batch invariant: tokens one by one, in pieces and at once leave the same bits."""
+    total = 19 if more else 14
+    found = []
+    for edges in ((), range(1, total), (3, total // 2, total - 2)):
+        case = PoolCase("cuts", cut(total, *edges), **more)
+        story = Story(case, device).play(backend, batch_invariant=True)
+        exact, peer = exact_results(story), Story(case, device).play("reference")
+        assert out_budget(story.entries().float(), exact.entries, peer.entries()) <= 2
+        found.append((story.entries(), story.kept_state()))
+    for entries, state in found[1:]:
+        assert torch.equal(entries, found[0][0]) and torch.equal(state, found[0][1])
+
+
 @pytest.mark.parametrize("case", EXACT_CASES, ids=str)
 def test_reference_is_exact_in_float64(case: PoolCase) -> None:
     assert_exact(Story(replace(case, wide=True)).play("reference"))

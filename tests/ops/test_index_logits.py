@@ -65,6 +65,32 @@ def test_contract(case: IndexCase, backend: str, device: str) -> None:
         assert score_budget(actual, exact, peer) <= 1
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("index_logits"))
+@pytest.mark.parametrize("format", ["index_fp8", "index_bf16"])
+def test_contract_of_one_tile(format: str, backend: str, device: str) -> None:
+    """A score's bits are of its token and key: alone, and beside more keys and requests."""
+    case = IndexCase("one tile", (1, 5, 2), (70, 33, 9), HI=17, format=format, dtype=torch.bfloat16)
+    inputs = case.make(device)
+    inputs = Inputs(inputs.tensors, {**inputs.scalars, "batch_invariant": True}, inputs.widen)
+    actual = run_or_skip(index_logits, inputs, backend)
+    exact = inputs.double().run(index_logits, backend="reference")
+    assert unit_budget(actual, exact, magnitudes(inputs), fp8=False) <= 1
+    bounds = [0, *accumulate(case.query_lens)]
+    for b in range(len(case.query_lens)):
+        for t in range(bounds[b], bounds[b + 1]):
+            seen = int(inputs["row_lens"][t])
+            one = {name: inputs[name][t : t + 1].clone() for name in ("q_idx", "w_idx", "row_lens")}
+            one |= {
+                "cache": inputs["cache"],
+                "block_table": inputs["block_table"][b : b + 1],
+                "query_start_loc": start_loc([1], device),
+            }
+            tensors = {name: one[name] for name in inputs.tensors}
+            alone = Inputs(tensors, {**inputs.scalars, "num_keys": seen}, ())
+            assert torch.equal(run_or_skip(index_logits, alone, backend)[0], actual[t, :seen])
+
+
 @pytest.mark.parametrize("case", LOOPED, ids=str)
 def test_reference_equals_loops(case: IndexCase) -> None:
     """The meaning, once more and independently: Python floats, one key and one head at a time."""

@@ -110,6 +110,40 @@ def test_contract_whole_numbers_are_exact(name: str, backend: str, device: str) 
     assert torch.equal(actual, exact.to(actual.dtype))
 
 
+def invariant(inputs: Inputs) -> Inputs:
+    return Inputs(inputs.tensors, {"batch_invariant": True}, inputs.widen)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("project_heads"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    slow_interpreted(list(CASES), set(CASES) - {"16 bits, transposed", "odd widths"}),
+)
+def test_contract_of_one_tile(
+    name: str, wide: bool, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """The same whatever the tokens: each by itself, in any place, from any address."""
+    case = CASES[name]
+    inputs = invariant(make(case, dtype, device))
+    if wide:
+        inputs.tensors["out"] = inputs["out"].float()
+    actual = projected(inputs, backend)
+    exact = projected(make(case, dtype, device).double(), "reference")
+    peer = invariant(make(case, dtype, device))  # rows one by one, as their sums are here
+    if wide:
+        peer.tensors["out"] = peer["out"].float()
+    assert out_budget(actual, exact, projected(peer, "reference")) <= 1
+    for t in range(0, case.T, 7):
+        alone = {
+            name: each[t : t + 1].clone() if name in ("out", "x") else each
+            for name, each in inputs.tensors.items()
+        }
+        assert torch.equal(projected(Inputs(alone, inputs.scalars, ()), backend)[0], actual[t])
+
+
 @pytest.mark.contract
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -202,7 +236,7 @@ BAD: dict[str, tuple[str, Callable[[Tensor], Tensor | None], str]] = {
         "w", lambda t: poison((2, 96, 80), E4M3)[:, :, ::2],
         "w must be contiguous along one of its last two dimensions, got strides (7680, 80, 2).",
     ),
-    "out's dtype": ("out", lambda t: t.float(), "out must be torch.bfloat16 like x, got torch.fl"),
+    "out's dtype": ("out", lambda t: t.double(), "out must be torch.bfloat16 like x, or torch"),
     "x's strides": ("x", lambda t: t.mT.contiguous().mT, "x must be contiguous along its last d"),
 }  # fmt: skip
 

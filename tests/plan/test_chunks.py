@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openmla.plan.chunks import Spans, cut_contexts
+from openmla.plan.chunks import Spans, cut_at_fixed, cut_contexts
 
 
 def check(contexts: Sequence[int], budget: int, align: int) -> None:
@@ -63,3 +63,21 @@ def test_worked_examples() -> None:
     ]
     assert cut_contexts([0, 0], 16, 16) == []
     assert cut_contexts([8, 0, 8], 16, 4) == [Spans(0, (0,), (8,)), Spans(2, (0,), (8,))]
+
+
+def test_fixed_cuts_are_each_contexts_own() -> None:
+    """Every row once and in order, cut at multiples of `cut` alone, whatever is beside it."""
+    for cut, budget in product((1, 2, 3), (0, 3, 5, 100)):
+        for contexts in product(range(6), repeat=3):
+            covered = [0] * len(contexts)
+            for chunk in cut_at_fixed(contexts, cut, budget):
+                assert sum(chunk.lens) <= budget or len(chunk.lens) == 1
+                for offset, (start, length) in enumerate(
+                    zip(chunk.starts, chunk.lens, strict=True)
+                ):
+                    request = chunk.first + offset
+                    assert start == covered[request] and start % cut == 0
+                    assert length == min(cut, contexts[request] - start) > 0
+                    assert start == 0 or offset == 0  # only the first request continues
+                    covered[request] += length
+            assert covered == list(contexts)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.kernels import Variant
 from openmla.backends.reference import rope
 from openmla.backends.reference._rows import look_up
-from openmla.backends.reference.index_write import hadamard_matrix
+from openmla.backends.reference.index_write import hadamard_transform
 from openmla.cache.format import get_format
 
 
 def why_not(problem: Problem) -> str | None:
     return None
+
+
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(run=partial(run, alone=problem.batch_invariant))
+
+
+def kernel_of(problem: Problem) -> str:
+    return "token by token" if problem.batch_invariant else ""
 
 
 class Fold(NamedTuple):
@@ -46,10 +56,12 @@ def run(
     overlap: bool,
     eps: float,
     hadamard: bool,
+    alone: bool = False,
 ) -> None:
     D, wide = norm_weight.shape[0], state.dtype
     bounds, slots = query_start_loc.tolist(), state_slots.tolist()
-    pool = _pool_overlapping if overlap else _pool_folded
+    folded = _pool_alone if alone else _pool_folded
+    pool = _pool_overlapping if overlap else folded
     for b, slot in enumerate(slots):
         begin, end = bounds[b], bounds[b + 1]
         if slot < 0 or begin == end:
@@ -64,7 +76,7 @@ def run(
         turned = v[:, None, D - table.shape[1] :]
         rope.run(turned, entries * ratio, table, pairing="pairs", inverse=False)
         if hadamard:
-            v = v @ hadamard_matrix(D, wide, v.device)
+            v = hadamard_transform(v)
         owner = torch.full((1,), b, device=cache.device)
         where = look_up(entries[None], block_table, owner, cache.shape[1], cache.shape[0])[0]
         layout = get_format(format)
@@ -113,6 +125,22 @@ def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -
         carry = None
     for k, fold in folds.items():
         state[(start + k) % V] = torch.cat(fold)
+    return torch.stack(pooled) if pooled else kv.new_zeros((0, D))
+
+
+def _pool_alone(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
+    """The same a token at a time: no sum knows how many tokens a step has."""
+    V, n, D = state.shape[0], *kv.shape
+    pooled, folds = [], []
+    carry = Fold(*state[(start - 1) % V].clone().chunk(3)) if start % ratio else None
+    for k in range(n):
+        opens_window = (start + k) % ratio == 0
+        carry = _fold(kv[k : k + 1], z[k : k + 1], None if opens_window else carry)
+        folds.append(carry)
+        if (start + k + 1) % ratio == 0:
+            pooled.append(carry.accumulator / carry.running_sum)
+    for k in range(max(n - V, 0), n):
+        state[(start + k) % V] = torch.cat(folds[k])
     return torch.stack(pooled) if pooled else kv.new_zeros((0, D))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.kernels import Variant
 from openmla.cache.format import get_format
 
 PRODUCTS = 2**22  # head products held at once; more queries are taken in chunks
@@ -13,6 +16,14 @@ PRODUCTS = 2**22  # head products held at once; more queries are taken in chunks
 
 def why_not(problem: Problem) -> str | None:
     return None
+
+
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(run=partial(run, alone=problem.batch_invariant))
+
+
+def kernel_of(problem: Problem) -> str:
+    return "row by row" if problem.batch_invariant else ""
 
 
 def run(
@@ -25,6 +36,7 @@ def run(
     *,
     format: str,
     num_keys: int,
+    alone: bool = False,
 ) -> Tensor:
     T, _, DI = q_idx.shape
     BS = cache.shape[1]
@@ -40,6 +52,11 @@ def run(
         places = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[places // BS] * BS + places % BS
         keys = get_format(format).read(cache, slots, one, wide, DI)
+        if alone:  # no product with rows of other tokens, nor with keys that this one does not see
+            for t in range(start, stop):
+                products = (q_idx[t].to(wide, copy=True) @ keys[: lens[t]].T).relu_()  # [HI, S]
+                logits[t, : lens[t]] = w_idx[t].clone() @ products
+            continue
         mine = slice(start, stop)
         none = torch.zeros_like(row_lens[mine])
         score(logits[mine, :S], q_idx[mine], w_idx[mine], keys, none, row_lens[mine])

@@ -37,14 +37,17 @@ def run(
     turned = k[:, None, rope_start : rope_start + R]
     rope.run(turned, positions[written], table, pairing=pairing, inverse=False)
     if hadamard:
-        k = k @ hadamard_matrix(DI, wide, k.device)
+        k = hadamard_transform(k)
     one = torch.ones((), device=cache.device)
     get_format(format).write(cache, slot_mapping[written], k, one)
 
 
-def hadamard_matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The orthonormal n-point Hadamard matrix, n a power of two."""
-    matrix = torch.ones((1, 1), dtype=dtype, device=device)
-    while matrix.shape[0] < n:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix * n**-0.5
+def hadamard_transform(x: Tensor) -> Tensor:
+    """Rows [T, n] times the orthonormal Hadamard matrix, n a power of two: sums and differences of
+    columns, so that a row's bits do not depend on how many rows there are."""
+    n, width = x.shape[-1], 1
+    while width < n:
+        first, second = x.unflatten(-1, (n // (2 * width), 2, width)).unbind(-2)
+        x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        width *= 2
+    return x * n**-0.5

@@ -37,12 +37,13 @@ def run(
         S = keys.stop - keys.start
         if S == 0 or start == stop:
             continue
-        wide_k, wide_v = k[keys].to(wide), v[keys].to(wide)
+        # copies: a product's bits may depend on addresses, a request's on its place then
+        wide_k, wide_v = k[keys].to(wide, copy=True), v[keys].to(wide, copy=True)
         step = max(LOGITS // (H * S), 1)
         for i in range(start, stop, step):
             chunk = slice(i, min(i + step, stop))
             hidden = ~spread_bits(mask[chunk], S)[:, None]  # [n, 1, S]
-            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide), wide_k)
+            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide, copy=True), wide_k)
             logits.masked_fill_(hidden, -torch.inf)
             row_lse = logits.logsumexp(-1)
             lse[chunk] = row_lse

@@ -43,12 +43,13 @@ def run(
         n = query_bounds[b + 1] - start
         if n == 0 or S == 0:
             continue
-        wide_k, wide_v = k[keys].to(wide), v[keys].to(wide)
+        # copies: a product's bits may depend on addresses, a request's on its place then
+        wide_k, wide_v = k[keys].to(wide, copy=True), v[keys].to(wide, copy=True)
         positions = torch.arange(S, device=q.device)
         step = max(LOGITS // (H * S), 1)
         for i in range(0, n, step):
             chunk = slice(start + i, start + min(i + step, n))
-            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide), wide_k)
+            logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide, copy=True), wide_k)
             if causal:
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)

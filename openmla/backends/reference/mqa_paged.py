@@ -44,6 +44,11 @@ def run(
         positions = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[positions // BS] * BS + positions % BS
         rows = get_format(format).read(cache, slots, kv_scale, wide, D)  # [S, D]
+        if run_length:  # a query's bits are its own: one by one, over the keys it sees
+            for t in range(start, stop):
+                seen = rows[: S - stop + 1 + t] if causal else rows
+                out[t], lse[t] = attend_alone(q_latent[t].to(wide, copy=True), seen, scale, C)
+            continue
         step = max(LOGITS // (H * S), 1)
         for i in range(0, n, step):
             chunk = slice(start + i, start + min(i + step, n))
@@ -55,3 +60,17 @@ def run(
             weights = (logits - lse[chunk][:, :, None]).exp()
             out[chunk] = (weights @ rows[:, :C]).to(out.dtype)
     return out, lse
+
+
+def attend_alone(
+    q: Tensor,  # [H, D]
+    rows: Tensor,  # [n, D]
+    scale: float,
+    C: int,
+) -> tuple[Tensor, Tensor]:  # [H, C], [H]
+    """One query over its rows, in products whose shapes nothing else decides."""
+    if rows.shape[0] == 0:
+        return q.new_zeros((q.shape[0], C)), q.new_full((q.shape[0],), -torch.inf)
+    logits = scale * (q @ rows.T)
+    lse = logits.logsumexp(-1)
+    return (logits - lse[:, None]).exp() @ rows[:, :C], lse

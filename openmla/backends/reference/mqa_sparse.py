@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
+from openmla.backends.reference.mqa_paged import attend_alone
 from openmla.cache.format import get_format
 
 ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in chunks
@@ -17,7 +18,8 @@ ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in chun
 
 def prefers_slots(problem: Problem) -> bool:
     """As the kernels do, whose plans are the same then."""
-    return problem.tokens > 256 and problem.format != "fp8_ds_mla"
+    many = problem.tokens > 256 and not problem.run_length
+    return many and problem.format != "fp8_ds_mla"
 
 
 def why_not(problem: Problem) -> str | None:
@@ -41,9 +43,16 @@ def run(
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
     requests = row_requests(query_start_loc, T)
     B = query_start_loc.shape[0] - 1
+    if run_length:  # a token's bits are its own
+        for t in range(T):
+            rows = named_rows(segments, slice(t, t + 1), positions, requests, B, D, wide)
+            attended, lse[t] = attend_alone(q_latent[t].to(wide, copy=True), rows, scale, C)
+            if sink is not None:
+                attended *= kept_by(sink, lse[t])[:, None]
+            out[t] = attended
+        return out, lse
     width = sum(segment.width for segment in segments)
-    # fixed runs promise each token its own bits: a batched product may sum in another order
-    step = 1 if run_length else max(ELEMENTS // max(width * max(D, H), 1), 1)
+    step = max(ELEMENTS // max(width * max(D, H), 1), 1)
     for i in range(0, T, step):
         chunk = slice(i, min(i + step, T))
         parts, masks = [], []
@@ -64,10 +73,34 @@ def run(
         weights = (logits - row_lse[..., None]).exp().masked_fill(~valid[:, None], 0)
         attended = weights @ rows[..., :C]
         if sink is not None:
-            kept = (row_lse - sink.to(wide)).sigmoid()
-            attended *= kept.masked_fill(row_lse == -torch.inf, 0)[..., None]
+            attended *= kept_by(sink, row_lse)[..., None]
         out[chunk] = attended.to(out.dtype)
     return out, lse
+
+
+def kept_by(sink: Tensor, lse: Tensor) -> Tensor:
+    """What a sink leaves of outputs."""
+    kept = (lse - sink.to(lse.dtype)).sigmoid()
+    return kept.masked_fill(lse == -torch.inf, 0)
+
+
+def named_rows(
+    segments: Sequence[Any],
+    token: slice,
+    positions: Tensor,
+    requests: Tensor,
+    B: int,
+    D: int,
+    dtype: torch.dtype,
+) -> Tensor:  # [n, D]
+    """The rows of one token, of both segments, and none of what only fills a table up."""
+    parts = []
+    for segment in segments:
+        slots = listed_slots(segment, token, positions[token], requests[token])[0]
+        slots = slots[slots >= 0] if int(requests[token]) < B else slots[:0]
+        layout = get_format(segment.format)
+        parts.append(layout.read(segment.cache, slots, segment.kv_scale, dtype, D))
+    return torch.cat(parts)
 
 
 def listed_slots(segment: Any, chunk: slice, positions: Tensor, requests: Tensor) -> Tensor:

@@ -1,4 +1,9 @@
-"""project_heads, reference: weights multiplied out, then one product a head."""
+"""project_heads, reference: weights multiplied out, then one product a head.
+
+A library's product of several rows may sum in another order for another number of them. Where bits
+must not depend on it, rows are multiplied one by one, each copied first: its address does not
+depend on its place, either.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.kernels import Variant
 from openmla.backends.reference._weights import scaled
 
 
@@ -13,8 +19,23 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(run=run_rows if problem.batch_invariant else run)
+
+
+def kernel_of(problem: Problem) -> str:
+    return "row by row" if problem.batch_invariant else ""
+
+
 def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
     out.copy_(product(x, w, w_scale))
+
+
+def run_rows(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weights = scaled(w, w_scale, wide)
+    for row, one in zip(out, x, strict=True):
+        row.copy_(torch.bmm(one[:, None].to(wide, copy=True), weights)[:, 0])
 
 
 def product(x: Tensor, w: Tensor, w_scale: Tensor | None) -> Tensor:  # [T, H, N], wide

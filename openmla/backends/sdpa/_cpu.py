@@ -96,8 +96,8 @@ def _heads_apart(
     """Rows [n, H, E], then the columns that all heads share [n, R], filled up with zeros."""
     n, H, E = rows.shape
     heads = rows.transpose(0, 1)
-    if width == E and rows.dtype == dtype:
-        return heads.contiguous()[None]
+    if width == E and rows.dtype == dtype:  # a copy: bits may depend on addresses
+        return heads.clone(memory_format=torch.contiguous_format)[None]
     filled = rows.new_empty((1, H, n, width), dtype=dtype)
     filled[0, :, :, :E] = heads
     if shared is not None:

@@ -24,6 +24,8 @@ def why_not(problem: Problem) -> str | None:
         return None
     if problem.device != "cuda":
         return f"runs on cpu and cuda, this is {problem.device}"
+    if problem.batch_invariant:
+        return "lets torch pick a kernel by the batch on cuda"
     if problem.capability is not None and problem.capability < (8, 0):
         return f"needs SM80, this is SM{problem.capability[0]}{problem.capability[1]}"
     if problem.dtype not in (torch.float16, torch.bfloat16):

@@ -4,8 +4,9 @@ A latent row is key and value at once and all heads share it, so heads become qu
 matmuls read each row, so a few parts at a time are brought into a float32 buffer that stays in the
 processor's cache; in 16 bits torch's matmul would round the logits. Whole pages are gathered, not
 rows; those that follow one another in the cache are a view, and float32 ones are not copied at all.
-Keys are cut at fixed positions, so a row's bits depend neither on where its blocks lie nor on its
-neighbours.
+Keys are cut at fixed positions, so a row's bits depend neither on where its blocks lie nor on other
+requests. With run_length > 0 they do not depend on its own request's other queries, either: each is
+multiplied by itself, with the keys it sees, a part at a time, all of it copied to one address.
 """
 
 from __future__ import annotations
@@ -51,8 +52,10 @@ def run(
     out = q_latent.new_zeros((T, H, C))
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
     bounds, lengths = query_start_loc.tolist(), seq_lens.tolist()  # CPU tensors
-    step = max(QUERY_ROWS // H, 1)
-    pages = _Pages(cache, kv_scale, get_format(format), wide, D, max(lengths, default=0))
+    alone = run_length > 0
+    step = 1 if alone else max(QUERY_ROWS // H, 1)
+    longest = max(lengths, default=0)
+    pages = _Pages(cache, kv_scale, get_format(format), wide, D, longest, alone=alone)
     for b, S in enumerate(lengths):
         start, stop = bounds[b], bounds[b + 1]
         if start == stop or S == 0:
@@ -60,7 +63,7 @@ def run(
         pages.turn_to(block_table[b], S)
         for first in range(start, stop, step):
             chunk = slice(first, min(first + step, stop))
-            q = q_latent[chunk].to(wide).reshape(-1, D)
+            q = q_latent[chunk].to(wide, copy=alone).reshape(-1, D)
             seen = S - stop + chunk.stop if causal else S  # keys that the last query sees
             fewest = S - stop + chunk.start + 1 if causal else S  # and the first
             merge = _Merge()
@@ -152,11 +155,12 @@ class _Pages:
 
     def __init__(
         self, cache: Tensor, kv_scale: Tensor, layout: CacheFormat, dtype: torch.dtype, D: int,
-        longest: int,
+        longest: int, *, alone: bool = False,
     ) -> None:  # fmt: skip
         self.cache, self.kv_scale, self.layout, self.dtype = cache, kv_scale, layout, dtype
         self.D, self.BS = D, cache.shape[1]
-        self.keys = PART * min(max(PARTS, torch.get_num_threads()), MOST_PARTS)  # read at once
+        at_once = 1 if alone else min(max(PARTS, torch.get_num_threads()), MOST_PARTS)
+        self.keys, self.copied = PART * at_once, alone
         self.in_rows = not isinstance(layout, ScalesBehind)  # a row's bytes are neighbours
         in_order = self.in_rows and cache.stride(0) == self.BS * cache.stride(1)
         self.flat = cache.flatten(0, 1) if in_order else None
@@ -188,7 +192,7 @@ class _Pages:
             positions = torch.arange(first, end)
             slots = self.table.long()[positions // self.BS] * self.BS + positions % self.BS
             return self.layout.read(self.cache, slots, self.kv_scale, self.dtype, self.D)
-        if stored.dtype == self.dtype:
+        if stored.dtype == self.dtype and not self.copied:
             return stored
         if self.layout.scaled or self.layout.dtype == torch.uint8:
             return self.layout.decode(stored, self.kv_scale, self.dtype, self.D)

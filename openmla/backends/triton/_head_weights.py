@@ -70,6 +70,23 @@ def config_of(
     return Config(block_m, block_n, block_k, warps, stages)
 
 
+def fixed_config(
+    dtype: torch.dtype, H: int, N: int, K: int, KB: int, *, eight_bits: bool
+) -> Config:
+    """The one tile of weights whose products must not depend on how many tokens there are: 64 rows,
+    WGMMA's least, so that one request reads weights at full speed; 128 where the columns of a
+    linear alone fill the machine."""
+    config = config_of(dtype, False, H, K, N, KB, eight_bits=eight_bits)
+    if dtype == torch.float32:
+        return config
+    block_n = min(max(next_power_of_2(N), 16), 128)
+    while block_n > 32 and H * cdiv(N, block_n) < PROGRAMS:
+        block_n //= 2
+    if H == 1 and block_n == 128:
+        return Config(128, block_n, config.block_k, 8, 3)
+    return Config(64, block_n, config.block_k, 4, 3)
+
+
 def why_not_weights(problem: Problem) -> str | None:
     if problem.dtype not in PRODUCTS:
         return f"takes 16- and 32-bit activations, these are {problem.dtype}"

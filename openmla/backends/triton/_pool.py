@@ -3,7 +3,8 @@
 A state row holds a token of an overlapping window as it came, values and biased scores; or, of
 windows that do not overlap, the window's online softmax up to that token: running max, running sum
 and accumulator. Sums carry their rounding error, so that a window pooled over many steps is as
-precise as one pooled at once.
+precise as one pooled at once. With ALONE they are rounded after every token, as states are: then
+steps may begin anywhere, and no bit changes.
 """
 
 import triton
@@ -85,13 +86,14 @@ def load_tokens(
 @triton.jit
 def accumulate_tokens(
     running_max, running_sum, sum_error, acc, acc_error, kv, score, bias, first, count, kv_stride,
-    score_stride, bias_stride, D: tl.constexpr, RATIO: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    score_stride, bias_stride, D: tl.constexpr, RATIO: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Accumulate `count` of this step's tokens from position `first` on."""
     d = tl.arange(0, BLOCK_D)[None, :]
-    for low in range(0, count, BLOCK_J):
-        j = low + tl.arange(0, BLOCK_J)
+    STEP: tl.constexpr = 1 if ALONE else BLOCK_J
+    for low in range(0, count, STEP):
+        j = low + tl.arange(0, STEP)
         valid = (j < count)[:, None] & (d < D)
         values, z = load_tokens(
             kv, score, bias, first + j, d, valid, kv_stride, score_stride, bias_stride, RATIO
@@ -99,6 +101,9 @@ def accumulate_tokens(
         running_max, running_sum, sum_error, acc, acc_error = accumulate(
             running_max, running_sum, sum_error, acc, acc_error, values, z, (j < count)[:, None]
         )
+        if ALONE:
+            running_sum, sum_error = running_sum + sum_error, tl.zeros([BLOCK_D], tl.float32)
+            acc, acc_error = acc + acc_error, tl.zeros([BLOCK_D], tl.float32)
     return running_max, running_sum, sum_error, acc, acc_error
 
 
@@ -177,8 +182,8 @@ def keep_tokens(
 @triton.jit
 def keep_partials(
     state, kv, score, bias, start, first, end, kv_stride, score_stride, bias_stride, state_row,
-    D: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D: tl.constexpr, V: tl.constexpr, RATIO: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Write the online softmax of a window up to each of the tokens first .. end-1."""
     window = first // RATIO * RATIO
@@ -187,8 +192,8 @@ def keep_partials(
     partial = load_partial(before, window < start, D, BLOCK_D)
     running_max, running_sum, sum_error, acc, acc_error = accumulate_tokens(
         partial[0], partial[1], partial[2], partial[3], partial[4], kv, score, bias, begin,
-        (first - begin).to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO, BLOCK_J,
-        BLOCK_D,
+        (first - begin).to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO, ALONE,
+        BLOCK_J, BLOCK_D,
     )  # fmt: skip
     tl.debug_barrier()  # what is overwritten now has been read
     d = tl.arange(0, BLOCK_D)
@@ -199,7 +204,7 @@ def keep_partials(
             tl.where(opens_window, LOWEST, running_max), tl.where(opens_window, 0.0, running_sum),
             tl.where(opens_window, 0.0, sum_error), tl.where(opens_window, 0.0, acc),
             tl.where(opens_window, 0.0, acc_error), kv, score, bias, p, 1, kv_stride, score_stride,
-            bias_stride, D, RATIO, 1, BLOCK_D,
+            bias_stride, D, RATIO, ALONE, 1, BLOCK_D,
         )  # fmt: skip
         at = state + p % V * state_row
         tl.store(at + d, running_max, mask=d < D)

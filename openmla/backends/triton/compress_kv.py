@@ -16,7 +16,7 @@ No two programs touch the same state, and its owner reads all it needs before it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.kernels import Variant
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
@@ -123,8 +124,9 @@ def _compress_kv_kernel(
     block_table, state_slots, clamped, eps, page, row_stride, state_slot, state_row, kv_stride,
     score_stride, bias_stride, table_stride, position_stride, block_stride, B, N, NS, M,
     D: tl.constexpr, V: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
-    HADAMARD: tl.constexpr, LOG2: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
-    BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
+    HADAMARD: tl.constexpr, ALONE: tl.constexpr, LOG2: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr, BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr,
+    ROPE: tl.constexpr,
     GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
     ASM: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -176,7 +178,7 @@ def _compress_kv_kernel(
                 _, running_sum, sum_error, acc, acc_error = accumulate_tokens(
                     partial[0], partial[1], partial[2], partial[3], partial[4], kv, score, bias,
                     begin, count.to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO,
-                    BLOCK_J, BLOCK_D,
+                    ALONE, BLOCK_J, BLOCK_D,
                 )  # fmt: skip
                 v = tl.div_rn(acc + acc_error, running_sum + sum_error)
             store_entry(
@@ -194,7 +196,7 @@ def _compress_kv_kernel(
             else:
                 keep_partials(
                     state, kv, score, bias, start, first, end, kv_stride, score_stride,
-                    bias_stride, state_row, D, V, RATIO, BLOCK_J, BLOCK_D,
+                    bias_stride, state_row, D, V, RATIO, ALONE, BLOCK_J, BLOCK_D,
                 )  # fmt: skip
 
 
@@ -204,6 +206,14 @@ def why_not(problem: Problem) -> str | None:
     if problem.D > ELEMENTS:
         return f"holds entries of up to {ELEMENTS} values, these are {problem.D}"
     return None
+
+
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(run=partial(run, alone=problem.batch_invariant))
+
+
+def kernel_of(problem: Problem) -> str:
+    return "token by token" if problem.batch_invariant else ""
 
 
 def run(
@@ -226,6 +236,7 @@ def run(
     overlap: bool,
     eps: float,
     hadamard: bool,
+    alone: bool = False,
 ) -> None:
     T, B, D = kv.shape[0], state_slots.shape[0], norm_weight.shape[0]
     if T * B * D == 0:
@@ -233,7 +244,7 @@ def run(
     aligned = is_aligned(cache, layout_of(format, D, cut=D))
     launch = launch_of(
         format, D, table.shape[1], cache.shape[1], state.shape[1], ratio, overlap, hadamard,
-        aligned=aligned, counted=clamped is not None,
+        aligned=aligned, counted=clamped is not None, alone=alone and not overlap,
     )  # fmt: skip
     block_table = inner_contiguous(block_table)
     launch(
@@ -270,8 +281,8 @@ def run(
 
 
 @lru_cache(maxsize=1024)
-def launch_of(*sizes: Any, aligned: bool, counted: bool) -> Launch:
-    constants = constants_of(*sizes, aligned=aligned, counted=counted)
+def launch_of(*sizes: Any, aligned: bool, counted: bool, alone: bool) -> Launch:
+    constants = constants_of(*sizes, aligned=aligned, counted=counted, alone=alone)
     return prepare(
         _compress_kv_kernel, constants, num_warps=num_warps_of(constants), num_stages=1,
         enable_fp_fusion=FP_FUSION,
@@ -280,7 +291,7 @@ def launch_of(*sizes: Any, aligned: bool, counted: bool) -> Launch:
 
 def constants_of(
     format: str, D: int, R: int, BS: int, V: int, ratio: int, overlap: bool, hadamard: bool, *,
-    aligned: bool, counted: bool,
+    aligned: bool, counted: bool, alone: bool,
 ) -> dict[str, Any]:  # fmt: skip
     stored = row_constants(layout_of(format, D, cut=D), D, BS, aligned=aligned)
     del stored["C"]
@@ -295,6 +306,7 @@ def constants_of(
         "RATIO": ratio,
         "OVERLAP": overlap,
         "HADAMARD": hadamard,
+        "ALONE": alone,
         "LOG2": D.bit_length() - 1,
         "COUNTED": counted,
         "UPCAST": interpreted(),
@@ -314,19 +326,21 @@ def builds() -> Iterator[Build]:
         for format in ("fp8_dsv4", "bf16"):
             yield compress_build(capability, format, 512, ratio=4, overlap=True)
             yield compress_build(capability, format, 512, ratio=128, overlap=False)
+        yield compress_build(capability, "fp8_dsv4", 512, ratio=128, overlap=False, alone=True)
         for format in ("index_fp8", "index_bf16"):
             yield compress_build(capability, format, 128, ratio=4, overlap=True)
         yield compress_build(capability, "index_fp8", 128, ratio=4, overlap=True, hadamard=True)
 
 
 def compress_build(
-    capability: int, format: str, D: int, *, ratio: int, overlap: bool, hadamard: bool = False
-) -> Build:
+    capability: int, format: str, D: int, *, ratio: int, overlap: bool, hadamard: bool = False,
+    alone: bool = False,
+) -> Build:  # fmt: skip
     V = state_rows(ratio, overlap=overlap)
     BS = 64 if overlap else 2
     constants = constants_of(
         format, D, 64, BS, V, ratio, overlap, hadamard, aligned=True,
-        counted=get_format(format).scaled,
+        counted=get_format(format).scaled, alone=alone,
     )  # fmt: skip
     types = {
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
@@ -337,7 +351,7 @@ def compress_build(
         "clamped": "*i64",
         "eps": "fp32",
     }
-    name = f"compress-{format}-D{D}-ratio{ratio}{'-hadamard' * hadamard}"
+    name = f"compress-{format}-D{D}-ratio{ratio}{'-hadamard' * hadamard}{'-alone' * alone}"
     return Build(
         name, _compress_kv_kernel, signature_of(_compress_kv_kernel, constants, types), constants,
         num_warps_of(constants), 1, capability, FP_FUSION,

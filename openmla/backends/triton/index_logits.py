@@ -12,7 +12,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.kernels import Variant
 from openmla.backends.triton._build import (
     DO_NOT_SPECIALIZE_ON_ALIGNMENT,
     TARGETS,
@@ -36,6 +37,7 @@ from openmla.backends.triton._index import (
 )
 from openmla.backends.triton._index_tiles import (
     FP8,
+    TOKENS,
     Config,
     PagedInputs,
     Shape,
@@ -107,6 +109,14 @@ def why_not(problem: Problem) -> str | None:
     return why_not_index(problem)
 
 
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(partial(run, fixed=problem.batch_invariant))
+
+
+def kernel_of(problem: Problem) -> str:
+    return "one tile" if problem.batch_invariant else ""
+
+
 def run(
     q_idx: Tensor,
     w_idx: Tensor,
@@ -117,6 +127,7 @@ def run(
     *,
     format: str,
     num_keys: int,
+    fixed: bool = False,  # a prompt's tile, however few tokens there are
 ) -> Tensor:
     T, HI, DI = q_idx.shape
     N, BS, _ = cache.shape
@@ -125,8 +136,8 @@ def run(
     if T == 0 or num_keys == 0:
         return out
     shape, config, launch = launch_of(
-        q_idx.dtype, format, HI, DI, BS, cdiv(T, max(B, 1)), capability_of(q_idx.device),
-        aligned=keys_aligned(cache, format, DI),
+        q_idx.dtype, format, HI, DI, BS, TOKENS if fixed else cdiv(T, max(B, 1)),
+        capability_of(q_idx.device), aligned=keys_aligned(cache, format, DI),
     )  # fmt: skip
     tiles = cdiv(T, launch.fixed["BLOCK_Q"])
     keys = keys_per_program(num_keys, tiles, config, q_idx.device)

@@ -30,7 +30,8 @@ def efficiency(problem: Problem) -> float:
 def prefers_slots(problem: Problem) -> bool:
     """Whether slots, which save a load per row, are worth the launch that maps positions to them.
     Packed rows are decoded once for many tokens, which maps them anyway."""
-    return problem.tokens > MAPPED_TOKENS and problem.format != "fp8_ds_mla"
+    many = problem.tokens > MAPPED_TOKENS and not problem.run_length  # or bits depend on the tokens
+    return many and problem.format != "fp8_ds_mla"
 
 
 def run(

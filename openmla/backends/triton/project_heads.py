@@ -11,7 +11,7 @@ Limits    see why_not()
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import TARGETS, Build, cdiv, signature_of
+from openmla.backends.kernels import Variant
+from openmla.backends.triton._build import TARGETS, TYPES, Build, cdiv, signature_of
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
     config_of,
+    fixed_config,
     project_tile,
     weight_constants,
     weights_of,
@@ -64,13 +66,21 @@ def why_not(problem: Problem) -> str | None:
     return why_not_weights(problem)
 
 
-def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
+def kernel_for(problem: Problem) -> Variant:
+    return Variant(partial(run, fixed=problem.batch_invariant))
+
+
+def kernel_of(problem: Problem) -> str:
+    return "one tile" if problem.batch_invariant else ""
+
+
+def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: bool = False) -> None:
     T, H, N = out.shape
     if T * H * N == 0:
         return
     KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
     launch = launch_of(
-        x.dtype, T <= FEW_TOKENS, H, w.shape[1], N, KB, NB,
+        x.dtype, None if fixed else T <= FEW_TOKENS, H, w.shape[1], N, KB, NB,
         eight_bits=w_scale is not None, by_columns=w.stride(2) == 1,
     )  # fmt: skip
     block_m, block_n = launch.fixed["BLOCK_M"], launch.fixed["BLOCK_N"]
@@ -84,7 +94,7 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
 
 @lru_cache(maxsize=1024)
 def launch_of(
-    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    dtype: torch.dtype, few: bool | None, H: int, K: int, N: int, KB: int, NB: int, *,
     eight_bits: bool, by_columns: bool,
 ) -> Launch:  # fmt: skip
     constants, warps, stages = constants_of(
@@ -97,11 +107,14 @@ def launch_of(
 
 
 def constants_of(
-    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    dtype: torch.dtype, few: bool | None, H: int, K: int, N: int, KB: int, NB: int, *,
     eight_bits: bool, by_columns: bool,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
-    """With the warps and stages that go with them."""
-    config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
+    """With the warps and stages that go with them; `few` is None of the tile for any number."""
+    if few is None:
+        config = fixed_config(dtype, H, N, K, KB, eight_bits=eight_bits)
+    else:
+        config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
     constants = weight_constants(
         dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
@@ -117,23 +130,39 @@ def builds() -> Iterator[Build]:
                 yield project_build(capability, few, H, K, N, by_columns=by_columns)
                 yield project_build(capability, few, H, K, N, 128, by_columns=by_columns)
         yield project_build(capability, True, 128, 128, 512, eight_bits=False, by_columns=True)
+        # whatever the tokens: w_uk, w_uv, kv_b_proj, q_a_proj, and the sum of a row's squares
+        for H, K, N, by_columns in (
+            (128, 128, 512, True), (128, 512, 128, False), (1, 512, 32768, False),
+            (1, 7168, 1536, False),
+        ):  # fmt: skip
+            yield project_build(capability, None, H, K, N, eight_bits=False, by_columns=by_columns)
+        yield project_build(
+            capability, None, 1, 1536, 1, eight_bits=False, by_columns=True, dtype=torch.float32
+        )
+        yield project_build(
+            capability, None, 1, 7168, 1024, eight_bits=False, by_columns=False, wide=True
+        )
 
 
 def project_build(
-    capability: int, few: bool, H: int, K: int, N: int, block: int = 0, *,
-    eight_bits: bool = True, by_columns: bool,
+    capability: int, few: bool | None, H: int, K: int, N: int, block: int = 0, *,
+    eight_bits: bool = True, by_columns: bool, dtype: torch.dtype = torch.bfloat16,
+    wide: bool = False,
 ) -> Build:  # fmt: skip
     KB, NB = (K // block, N // block) if block else (1, 1)
     constants, warps, stages = constants_of(
-        torch.bfloat16, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     )
+    own = "*" + TYPES[dtype]
     types = {
-        **dict.fromkeys(("out", "x"), "*bf16"),
-        "w": "*u8" if eight_bits else "*bf16",
-        "w_scale": "*fp32" if eight_bits else "*bf16",
+        "out": "*fp32" if wide else own,
+        "x": own,
+        "w": "*u8" if eight_bits else own,
+        "w_scale": "*fp32" if eight_bits else own,
     }
-    name = f"project-H{H}-{K}x{N}-{'few' if few else 'many'}"
-    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else "-bf16"
+    tokens = "any" if few is None else "few" if few else "many"
+    name = f"project-H{H}-{K}x{N}-{tokens}{'-wide' * wide}"
+    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else f"-{TYPES[dtype]}"
     return Build(
         name, _project_heads_kernel, signature_of(_project_heads_kernel, constants, types),
         constants, warps, stages, capability, FP_FUSION,

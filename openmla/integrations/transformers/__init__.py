@@ -55,6 +55,7 @@ def attach(
     workspace: int | None = None,
     capture: bool | None = None,
     absorbed_format: str | None = None,
+    batch_invariant: bool = False,
     group: Any = None,
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
@@ -77,6 +78,10 @@ def attach(
     replayed step would not run. On a CPU, where it must be asked for, the step runs over the same
     fixed tensors instead.
 
+    `batch_invariant` is make_plan()'s: what attention gives for a token does not depend on the
+    batch. That is so of the attention alone: the model's linears, its norms and its experts are
+    torch's, whose bits do, and the caller's to replace if whole outputs are to be equal.
+
     `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
     over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
     Every rank runs the whole model on the same tokens, from one thread at a time, and gets the same
@@ -88,7 +93,7 @@ def attach(
     """
     options = Options(
         cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture,
-        absorbed_format, group,
+        absorbed_format, group, batch_invariant,
     )  # fmt: skip
     attachment = check_model(model, options)
     # a recorded step has the group's collectives in it: with a group, only where it is asked for

@@ -15,7 +15,7 @@ from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
 from openmla.config.huggingface import read_config
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError, UnsupportedError, check_kind
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
@@ -38,6 +38,7 @@ class Options(NamedTuple):
     capture: bool | None
     absorbed_format: str | None = None
     group: Any = None
+    batch_invariant: bool = False
 
 
 def check_model(model: nn.Module, options: Options) -> Attachment:
@@ -71,6 +72,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         workspace_tokens=options.workspace,
         may_grow=num_blocks is None,
         absorbed_format=options.absorbed_format,
+        batch_invariant=options.batch_invariant,
         ranks=_ranks_of(options, config, block_size),
     )
     _check_options(options, config, block_size)
@@ -100,6 +102,7 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     if config.indexer is not None:
         index_layout.width(config.indexer.head_dim)
     check_absorbed_format("attach", options.absorbed_format)
+    check_kind("attach", "batch_invariant", options.batch_invariant, bool)
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
@@ -121,6 +124,11 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     group = options.group
     if group is None:
         return None
+    if options.batch_invariant:
+        raise UnsupportedError(
+            "attach: batch_invariant must not be asked for with a group: ranks multiply by "
+            "kv_b_proj as torch does."
+        )
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(

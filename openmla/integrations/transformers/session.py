@@ -422,6 +422,7 @@ class Session:
             dtype=dtype,
             backend=attachment.backend,
             workspace_tokens=None if into else attachment.workspace_tokens,
+            batch_invariant=attachment.batch_invariant,
             into=into,
             beside=beside,
         )

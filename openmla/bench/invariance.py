@@ -1,0 +1,230 @@
+"""What batch_invariant costs: an attention step by the default plan and by the invariant one.
+
+Steps are of DeepSeek-V3's attention without its projections, of 16 heads (one of eight ranks) and
+of 128: rows into the cache, queries into latent space, attention, outputs out of it; or, of a
+prompt, the expansion of its keys. On a GPU both are replayed from graphs. The layer's own linears
+are timed apart, by torch and in one tile. A step whose first request has other bits alone than in
+its batch, or that is outside 16 bits' error of the default one, is WRONG and not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAConfig, Plan, allocate_cache
+from openmla.attention import AbsorbedWeights, Projected, attend_step
+from openmla.attention.absorbed import read_all
+from openmla.attention.products import multiply
+from openmla.bench.harness import (
+    Row,
+    argument_parser,
+    describe_machine,
+    save,
+    time_round_robin,
+)
+from openmla.cli.options import whole
+from openmla.layers.weights import absorb
+from openmla.plan import make_plan
+
+HEADS = (16, 128)
+REQUESTS = (1, 16, 64)
+FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class Sizes(NamedTuple):
+    """Keys of a decoding request; new tokens of all prompts together, context of each."""
+
+    preset: str
+    keys: int
+    prompt: int
+    context: int
+    block_size: int
+
+
+GPU = Sizes("deepseek-v3", 8192, 8192, 1024, 64)
+CPU = Sizes("tiny-v3", 256, 128, 32, 16)
+
+
+class Step:
+    """B requests of n new tokens over a context, their caches filled."""
+
+    def __init__(
+        self, config: MLAConfig, B: int, n: int, context: int, block_size: int, device: str,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        self.config, self.B, self.n, self.context = config, B, n, context
+        self.device, self.dtype = device, dtype
+        S = context + n
+        self.pool = BlockPool(B * (-(-S // block_size)), block_size)
+        self.pool.take(dict.fromkeys(range(B), S))
+        self.cache: LayerCache = allocate_cache(
+            config, num_blocks=self.pool.num_blocks, block_size=block_size,
+            format=FORMATS[dtype], device=device,
+        )  # fmt: skip
+        assert self.cache.latent is not None
+        self.cache.latent.data.normal_()
+        H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+        C, V, T = config.kv_lora_rank, config.v_head_dim, B * n
+        given: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.projected = Projected(
+            torch.randn(T, H, P, **given), torch.randn(T, H, R, **given),
+            torch.randn(T, C, **given), torch.randn(T, R, **given),
+        )  # fmt: skip
+        kv_b = torch.randn(H * (P + V), C, **given) * C**-0.5
+        self.absorbed: AbsorbedWeights = absorb(kv_b, config)
+
+    def plan(self, requests: int, **options: Any) -> Plan:
+        """Of the first so many requests."""
+        S, names = self.context + self.n, list(range(requests))
+        slots = self.pool.slot_mapping([(name, self.context, S) for name in names])
+        table = self.pool.block_table(names)
+        batch = Batch([self.n] * requests, [S] * requests, table, slots)
+        return make_plan(batch, self.config, self.cache, dtype=self.dtype, **options)
+
+    def call(self, plan: Plan) -> Callable[[], Tensor]:
+        projected = Projected(*(part[: plan.num_tokens] for part in self.projected))
+        return lambda: attend_step(projected, self.absorbed, self.cache, plan)
+
+    def wrong(self) -> str:
+        """Why the invariant step is not one, "" if it is."""
+        plain, fixed = self.plan(self.B), self.plan(self.B, batch_invariant=True)
+        expected, actual = self.call(plain)().double(), self.call(fixed)()
+        error = float((actual.double() - expected).norm() / expected.norm())
+        if not error < 16 * torch.finfo(self.dtype).eps:
+            return f"{error:.1e} from the default step"
+        alone = self.call(self.plan(1, batch_invariant=True))()
+        return "" if torch.equal(alone, actual[: self.n]) else "other bits alone than in the batch"
+
+
+def replayed(call: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """The call from a graph, where there are any: what the host takes does not count."""
+    if device != "cuda":
+        return call
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def compare(
+    title: str, plain: Callable[[], Any], fixed: Callable[[], Any], rounds: int, device: str
+) -> Row:
+    """Both, in turns, and a line of the table."""
+    calls = {"default": replayed(plain, device), "invariant": replayed(fixed, device)}
+    times = time_round_robin(calls, rounds, device)
+    medians = {name: statistics.median(each) * 1e6 for name, each in times.items()}
+    cost = medians["invariant"] / medians["default"] - 1
+    print(
+        f"| {title} | {medians['default']:.1f} | {medians['invariant']:.1f} | {cost:+.0%} |",
+        flush=True,
+    )
+    mine = times["invariant"]
+    return Row(
+        title, "invariant", medians["invariant"], min(mine) * 1e6, max(mine) * 1e6,
+        medians["default"] / medians["invariant"], "default", 0.0, 0.0,
+    )  # fmt: skip
+
+
+def time_steps(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) -> list[Row]:
+    rows = []
+    for H in HEADS:
+        config = replace(PRESETS[sizes.preset], num_heads=H)
+        for phase in ("decode", "prefill"):
+            for B in REQUESTS:
+                n, context = 1, sizes.keys
+                if phase == "prefill":
+                    n, context = max(sizes.prompt // B, 1), sizes.context
+                step = Step(config, B, n, context, sizes.block_size, device, dtype)
+                title = f"{phase}, {H} heads, {B} x {n} over {context}"
+                wrong = step.wrong()
+                if wrong:
+                    print(f"| {title} | WRONG: {wrong} | | |", flush=True)
+                    continue
+                plain, fixed = step.plan(B), step.plan(B, batch_invariant=True)
+                rows.append(compare(title, step.call(plain), step.call(fixed), rounds, device))
+    return rows
+
+
+def time_products(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) -> list[Row]:
+    """q_a, q_b, kv_a and o_proj of a layer of 128 heads, one after the other."""
+    config, rows = PRESETS[sizes.preset], []
+    hidden, rank, H = config.hidden_size, config.q_lora_rank or config.hidden_size, config.num_heads
+    shapes = (
+        (rank, hidden), (H * config.qk_head_dim, rank), (config.latent_dim, hidden),
+        (hidden, H * config.v_head_dim),
+    )  # fmt: skip
+    given: dict[str, Any] = {"device": device, "dtype": dtype}
+    weights = [torch.randn(shape, **given) * shape[1] ** -0.5 for shape in shapes]
+    for T in (*REQUESTS, sizes.prompt):
+        inputs = [torch.randn(T, weight.shape[1], **given) for weight in weights]
+        pairs = list(zip(inputs, weights, strict=True))
+
+        def plain(pairs: list[tuple[Tensor, Tensor]] = pairs) -> list[Tensor]:
+            return [x @ weight.T for x, weight in pairs]
+
+        def fixed(pairs: list[tuple[Tensor, Tensor]] = pairs) -> list[Tensor]:
+            return [multiply(x, weight, "auto") for x, weight in pairs]
+
+        rows.append(compare(f"projections, {T} tokens", plain, fixed, rounds, device))
+    return rows
+
+
+def time_runs(
+    sizes: Sizes, lengths: Sequence[int], rounds: int, device: str, dtype: torch.dtype
+) -> None:
+    """mqa_paged alone, its keys split every so many."""
+    print("\nmqa_paged, us by run length, 0: as is fastest")
+    for H in HEADS:
+        config = replace(PRESETS[sizes.preset], num_heads=H)
+        for B in REQUESTS:
+            step = Step(config, B, 1, sizes.keys, sizes.block_size, device, dtype)
+            plan, latent = step.plan(B), step.cache.latent
+            assert plan.decode is not None and latent is not None
+            q = torch.randn(B, H, config.latent_dim, device=device, dtype=dtype)
+            calls = {}
+            for length in (0, *lengths):
+                fixed = replace(plan, run_length=length)
+                call = partial(read_all, q, latent, fixed, plan.decode)
+                calls[str(length)] = replayed(call, device)
+            times = time_round_robin(calls, rounds, device)
+            found = [f"{name}: {statistics.median(t) * 1e6:.1f}" for name, t in times.items()]
+            print(f"  {H} heads, {B} requests of {sizes.keys}: {', '.join(found)}", flush=True)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argument_parser("--batch-invariant")
+    parser.description = __doc__
+    parser.add_argument("--keys", type=whole(1, 2**20), help="of a decoding request")
+    parser.add_argument(
+        "--run-lengths", type=whole(1, 2**20), nargs="+", metavar="N",
+        help="also mqa_paged with keys split every N, to choose by",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = GPU if device == "cuda" else CPU
+    if options.keys is not None:
+        sizes = sizes._replace(keys=options.keys)
+    machine = describe_machine(device)
+    print(f"{machine}\n\n| step | default, us | invariant, us | cost |\n| --- | --- | --- | --- |")
+    with torch.inference_mode():
+        rows = time_steps(sizes, options.rounds, device, dtype)
+        rows += time_products(sizes, options.rounds, device, dtype)
+        if options.run_lengths:
+            time_runs(sizes, options.run_lengths, options.rounds, device, dtype)
+    save(options.json, machine, rows)
+
+
+if __name__ == "__main__":
+    run()
