@@ -23,7 +23,7 @@ from openmla.backends.triton._primitives import decode_e4m3, dot
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 E4M3 = torch.float8_e4m3fn
 LEAST_ROWS = 16  # of a product
-FEW_TOKENS = 16  # one tile of them: what is left to do is reading weights
+FEW_TOKENS, FEW_OF_FIXED = 16, 64  # one tile of them: what is left to do is reading weights
 ROOM = 64 << 10  # bytes of shared memory that every target has
 PROGRAMS = 128  # of one tile of tokens, about one a multiprocessor, where heads are few
 
@@ -70,21 +70,24 @@ def config_of(
     return Config(block_m, block_n, block_k, warps, stages)
 
 
+@lru_cache(maxsize=1024)
 def fixed_config(
-    dtype: torch.dtype, H: int, N: int, K: int, KB: int, *, eight_bits: bool
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool
 ) -> Config:
-    """The one tile of weights whose products must not depend on how many tokens there are: 64 rows,
-    WGMMA's least, so that one request reads weights at full speed; 128 where the columns of a
-    linear alone fill the machine."""
+    """Tiles for a product whose bits must not depend on how many tokens there are: however many,
+    the same instruction (64 tokens are WGMMA's least) sums the same rows in the same order. What
+    may differ is how wide a tile is: narrow for few tokens, so that all multiprocessors read
+    weights."""
     config = config_of(dtype, False, H, K, N, KB, eight_bits=eight_bits)
     if dtype == torch.float32:
         return config
-    block_n = min(max(next_power_of_2(N), 16), 128)
-    while block_n > 32 and H * cdiv(N, block_n) < PROGRAMS:
-        block_n //= 2
-    if H == 1 and block_n == 128:
+    block_n = min(max(next_power_of_2(N), 32), 128)
+    if not few and H == 1 and block_n == 128:
         return Config(128, block_n, config.block_k, 8, 3)
-    return Config(64, block_n, config.block_k, 4, 3)
+    while few and block_n > 32 and H * cdiv(N, block_n) < PROGRAMS:
+        block_n //= 2
+    stages = max(min(5, ROOM // (2 * config.block_k * (64 + block_n)), cdiv(K, config.block_k)), 3)
+    return Config(64, block_n, config.block_k, 4, stages)
 
 
 def why_not_weights(problem: Problem) -> str | None:
@@ -158,15 +161,6 @@ def settle(values):
 
 
 @triton.jit
-def add_compensated(total, lost, part):
-    """total + part in float32, and what rounding lost of it, for the next time: Kahan's sum. Tiles
-    of rows added plainly would lose more bits than torch's sums do."""
-    part -= lost
-    new = total + part
-    return new, (new - total) - part
-
-
-@triton.jit
 def project_tile(
     x, w, w_scale, n, x_token_at, w_line, scale_k, scale_n,
     K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
@@ -178,9 +172,9 @@ def project_tile(
     float32 [BLOCK_M, BLOCK_N]. x, w and w_scale are the head's own."""
     dtype: tl.constexpr = x.dtype.element_ty
     scales_at = w_scale + (n // SCALED_N) * scale_n
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if PRECISION == "ieee":
-        lost = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    # float32 is summed in float64: no order of sums has more bits to lose than another
+    sums: tl.constexpr = tl.float64 if PRECISION == "ieee" else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], sums)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         weights = load_weights(
@@ -191,24 +185,22 @@ def project_tile(
             tokens = tl.load(at)
         else:
             tokens = tl.load(at, mask=(k < K)[None, :], other=0.0)
-        if PRECISION == "ieee" or (EIGHT_BITS and SCALED_K < K):
-            part = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            if PRECISION == "ieee":  # chains of 8 rows: those of a tile lose too many bits
-                first = (k - start < BLOCK_K // 2)[None, :]
-                part = dot(tl.where(first, 0.0, tokens), weights, part, PRECISION, UPCAST)
-                tokens = tl.where(first, tokens, 0.0)
-                part += dot(tokens, weights, tl.zeros_like(part), PRECISION, UPCAST)
-            else:
-                part = dot(tokens, weights, part, PRECISION, UPCAST)
-            if EIGHT_BITS and SCALED_K < K:
-                scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
-                part *= scales[None, :]
-            if PRECISION == "ieee":
-                acc, lost = add_compensated(acc, lost, part)
-            else:
-                acc += part
+        if EIGHT_BITS and SCALED_K < K:
+            scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
+            part = tl.zeros([BLOCK_M, BLOCK_N], sums)
+            acc += multiply(tokens, weights, part, PRECISION, UPCAST) * scales[None, :].to(sums)
         else:
-            acc = dot(tokens, weights, acc, PRECISION, UPCAST)
+            acc = multiply(tokens, weights, acc, PRECISION, UPCAST)
     if EIGHT_BITS and SCALED_K >= K:
-        acc *= tl.load(scales_at, mask=n < N, other=0.0)[None, :]
+        acc *= tl.load(scales_at, mask=n < N, other=0.0)[None, :].to(sums)
+    return acc.to(tl.float32)
+
+
+@triton.jit
+def multiply(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a @ b, in float64 where acc is."""
+    if PRECISION == "ieee":
+        acc = tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
+    else:
+        acc = dot(a, b, acc, PRECISION, UPCAST)
     return acc

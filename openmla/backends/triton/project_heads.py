@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from openmla.backends import Problem
 from openmla.backends.kernels import Variant
 from openmla.backends.triton._build import TARGETS, TYPES, Build, cdiv, signature_of
 from openmla.backends.triton._head_weights import (
+    FEW_OF_FIXED,
     FEW_TOKENS,
     config_of,
     fixed_config,
@@ -36,6 +38,7 @@ from openmla.backends.triton._primitives import round_to
 
 LAUNCHES = 1
 FP_FUSION = True  # the same sums as in project_quantize
+COLUMNS_AT_ONCE = tl.constexpr(8)  # tiles of them
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -48,8 +51,12 @@ def _project_heads_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # programs at work together share tokens and columns, which then come from L2
+    column, token = tl.swizzle2d(
+        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), COLUMNS_AT_ONCE
+    )
+    t = token.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = t < num_tokens
     x_token_at = tl.minimum(t, num_tokens - 1) * x_token  # past the end, the last one again
     acc = project_tile(
@@ -79,9 +86,10 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
     if T * H * N == 0:
         return
     KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
+    few = T <= FEW_OF_FIXED if fixed else T <= FEW_TOKENS
     launch = launch_of(
-        x.dtype, None if fixed else T <= FEW_TOKENS, H, w.shape[1], N, KB, NB,
-        eight_bits=w_scale is not None, by_columns=w.stride(2) == 1,
+        x.dtype, few, H, w.shape[1], N, KB, NB,
+        eight_bits=w_scale is not None, by_columns=w.stride(2) == 1, fixed=fixed,
     )  # fmt: skip
     block_m, block_n = launch.fixed["BLOCK_M"], launch.fixed["BLOCK_N"]
     weights = weights_of(w, w_scale)
@@ -94,11 +102,11 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
 
 @lru_cache(maxsize=1024)
 def launch_of(
-    dtype: torch.dtype, few: bool | None, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool,
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    eight_bits: bool, by_columns: bool, fixed: bool = False,
 ) -> Launch:  # fmt: skip
     constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed
     )
     return prepare(
         _project_heads_kernel, constants, num_warps=warps, num_stages=stages,
@@ -107,14 +115,11 @@ def launch_of(
 
 
 def constants_of(
-    dtype: torch.dtype, few: bool | None, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool,
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
+    eight_bits: bool, by_columns: bool, fixed: bool,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
-    """With the warps and stages that go with them; `few` is None of the tile for any number."""
-    if few is None:
-        config = fixed_config(dtype, H, N, K, KB, eight_bits=eight_bits)
-    else:
-        config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
+    """With the warps and stages that go with them; `fixed`: bits do not depend on the tokens."""
+    config = (fixed_config if fixed else config_of)(dtype, few, H, K, N, KB, eight_bits=eight_bits)
     constants = weight_constants(
         dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
@@ -130,28 +135,32 @@ def builds() -> Iterator[Build]:
                 yield project_build(capability, few, H, K, N, by_columns=by_columns)
                 yield project_build(capability, few, H, K, N, 128, by_columns=by_columns)
         yield project_build(capability, True, 128, 128, 512, eight_bits=False, by_columns=True)
-        # whatever the tokens: w_uk, w_uv, kv_b_proj, q_a_proj, and the sum of a row's squares
-        for H, K, N, by_columns in (
-            (128, 128, 512, True), (128, 512, 128, False), (1, 512, 32768, False),
-            (1, 7168, 1536, False),
+        # whose bits do not depend on the tokens: w_uk, w_uv, kv_b_proj, q_a_proj
+        for few, (H, K, N, by_columns) in product(
+            (True, False),
+            ((128, 128, 512, True), (128, 512, 128, False), (1, 512, 32768, False),
+             (1, 7168, 1536, False)),
         ):  # fmt: skip
-            yield project_build(capability, None, H, K, N, eight_bits=False, by_columns=by_columns)
+            yield project_build(
+                capability, few, H, K, N, eight_bits=False, by_columns=by_columns, fixed=True
+            )
+        # and the sum of a row's squares; a compressor's projection
+        squares = {"by_columns": True, "dtype": torch.float32}
+        yield project_build(capability, False, 1, 1536, 1, eight_bits=False, fixed=True, **squares)
         yield project_build(
-            capability, None, 1, 1536, 1, eight_bits=False, by_columns=True, dtype=torch.float32
-        )
-        yield project_build(
-            capability, None, 1, 7168, 1024, eight_bits=False, by_columns=False, wide=True
-        )
+            capability, False, 1, 7168, 1024, eight_bits=False, by_columns=False, fixed=True,
+            wide=True,
+        )  # fmt: skip
 
 
 def project_build(
-    capability: int, few: bool | None, H: int, K: int, N: int, block: int = 0, *,
+    capability: int, few: bool, H: int, K: int, N: int, block: int = 0, *,
     eight_bits: bool = True, by_columns: bool, dtype: torch.dtype = torch.bfloat16,
-    wide: bool = False,
+    fixed: bool = False, wide: bool = False,
 ) -> Build:  # fmt: skip
     KB, NB = (K // block, N // block) if block else (1, 1)
     constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed
     )
     own = "*" + TYPES[dtype]
     types = {
@@ -160,8 +169,7 @@ def project_build(
         "w": "*u8" if eight_bits else own,
         "w_scale": "*fp32" if eight_bits else own,
     }
-    tokens = "any" if few is None else "few" if few else "many"
-    name = f"project-H{H}-{K}x{N}-{tokens}{'-wide' * wide}"
+    name = f"project-H{H}-{K}x{N}-{'few' if few else 'many'}{'-fixed' * fixed}{'-wide' * wide}"
     name += (f"-blocks{block}" if block else "-fp8") if eight_bits else f"-{TYPES[dtype]}"
     return Build(
         name, _project_heads_kernel, signature_of(_project_heads_kernel, constants, types),
