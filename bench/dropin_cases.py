@@ -393,6 +393,12 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         torch.full((2,), 90, dtype=I32, device=device),
     )
     keys = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
+    flat_q, paged_q, paged_keys, paged_lens = (
+        q[:, 0],
+        q8[:, None],
+        keys[:, :, None],
+        seqlens[:, None],
+    )
 
     def segment(cache: Tensor, format: str) -> Segment:
         return Segment(cache, one, format, "slots", None, listed[:, 0], counts)
@@ -424,7 +430,7 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
             ),
         ),
         "prefill": (
-            lambda: flash_mla.flash_mla_sparse_fwd(q[:, 0], rows, listed, 0.04),
+            lambda: flash_mla.flash_mla_sparse_fwd(flat_q, rows, listed, 0.04),
             lambda: ops.mqa_sparse(
                 q[:, 0], whole, zeros, segment(rows.view(1, -1, 576), "bf16"), C=512, scale=0.04
             ),
@@ -435,7 +441,7 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         ),
         "paged logits": (
             lambda: deep_gemm.fp8_paged_mqa_logits(
-                q8[:, None], keys[:, :, None], w, seqlens[:, None], table, None, 64
+                paged_q, paged_keys, w, paged_lens, table, None, 64
             ),
             lambda: ops.index_logits(
                 q8, w, keys, table, start, seqlens, format="index_fp8", num_keys=64
