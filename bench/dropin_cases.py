@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from openmla import ops
 from openmla.cache.format import FORMATS, get_format
@@ -86,19 +87,26 @@ def lengths(chance: Random, B: int, n: int) -> list[int]:
     return [chance.choice((0, n, n + 1, 63, 64, 65, chance.randrange(n, 3000))) for _ in range(B)]
 
 
-def dense(chance: Random, device: str) -> Case:
-    """Few numbers of heads and tokens, each of which is a kernel of its own."""
-    n, H = chance.choice((1, 1, 2)), chance.choice((16, 64, 128))
-    G = 2 if H == 128 and chance.random() < 0.3 else 1
-    dtype = FP16 if H == 64 and chance.random() < 0.5 else BF16
+# Tokens, heads of queries and of keys, dtype, causal: each has kernels of its own, which take
+# longer to compile than to run. A process may draw from a part of them.
+DENSE_KERNELS = [
+    (1, 128, 1, BF16, False), (2, 128, 1, BF16, True), (1, 64, 1, BF16, False),
+    (1, 16, 1, BF16, True), (2, 128, 2, BF16, False), (1, 64, 1, FP16, True),
+    (2, 16, 1, BF16, True), (1, 128, 2, BF16, False), (2, 64, 1, FP16, False),
+]  # fmt: skip
+FP8_KERNELS = [(n, H, 1, FP8, n == 2) for n in (1, 2) for H in (128, 16)]
+
+
+def dense(chance: Random, device: str, part: slice) -> Case:
+    n, H, G, dtype, causal = chance.choice(DENSE_KERNELS[part])
     lens = lengths(chance, chance.randrange(1, 12), n)
-    return dense_case(lens, n, H, G, dtype, n > 1 and chance.random() < 0.6, device)
+    return dense_case(lens, n, H, G, dtype, causal, device)
 
 
-def dense_fp8(chance: Random, device: str) -> Case:
-    n = chance.choice((1, 2))
+def dense_fp8(chance: Random, device: str, part: slice) -> Case:
+    n, H, G, dtype, causal = chance.choice(FP8_KERNELS[part])
     lens = [max(each, n) for each in lengths(chance, chance.randrange(1, 10), n)]
-    return dense_case(lens, n, chance.choice((16, 64, 128)), 1, FP8, chance.random() < 0.5, device)
+    return dense_case(lens, n, H, G, dtype, causal, device)
 
 
 def stored(format: str, N: int, BS: int, D: int, device: str) -> Tensor:
@@ -153,22 +161,31 @@ def listed_case(
     return Case("flash_mla", title, call, **more)
 
 
-def listed(chance: Random, device: str) -> Case:
-    """V3.2."""
+# Heads, sink; and of V4 whether there are two caches, the second one's page.
+LISTED_KERNELS = [(128, True), (64, True), (64, False), (128, False)]
+V4_KERNELS = [
+    (64, True, True, 2), (128, True, True, 64), (64, False, True, 64), (128, False, False, 64),
+    (64, True, False, 64), (128, True, True, 2), (64, False, True, 2), (128, True, False, 64),
+]  # fmt: skip
+
+
+def listed(chance: Random, device: str, part: slice) -> Case:
+    """V3.2. Lists with lengths are among them, which the original refuses."""
+    H, sink = chance.choice(LISTED_KERNELS[part])
     return listed_case(
-        chance.randrange(1, 40), chance.choice((1, 2, 3)), chance.choice((64, 128)), 576,
+        chance.randrange(1, 40), chance.choice((1, 2, 3)), H, 576,
         [64 * chance.choice((1, 2, 9, 32))], [(chance.randrange(2, 60), 64)], device,
-        sink=chance.random() < 0.5, lens=[chance.random() < 0.3], holes=chance.choice((0, 0.3)),
+        sink=sink, lens=[chance.random() < 0.1], holes=chance.choice((0, 0.3)),
     )  # fmt: skip
 
 
-def listed_v4(chance: Random, device: str) -> Case:
-    two, H = chance.random() < 0.7, chance.choice((64, 128))
-    blocks = [(chance.randrange(2, 40), 64), (chance.randrange(2, 90), 2 if H == 64 else 64)]
+def listed_v4(chance: Random, device: str, part: slice) -> Case:
+    H, sink, two, page = chance.choice(V4_KERNELS[part])
+    blocks = [(chance.randrange(2, 40), 64), (chance.randrange(2, 90), page)]
     return listed_case(
         chance.randrange(1, 40), chance.choice((1, 2, 3)), H, 512,
         [64 * chance.choice((1, 2, 8)) for _ in range(1 + two)], blocks[: 1 + two], device,
-        sink=chance.random() < 0.5, lens=[chance.random() < 0.4 for _ in range(1 + two)],
+        sink=sink, lens=[chance.random() < 0.4 for _ in range(1 + two)],
         holes=chance.choice((0, 0.3)),
     )  # fmt: skip
 
@@ -199,13 +216,18 @@ def prefill_case(
     return Case("flash_mla", title, call, **more)
 
 
-def prefill(chance: Random, device: str) -> Case:
+def prefill(chance: Random, device: str, part: slice) -> Case:
     return prefill_case(
         chance.choice((1, 7, 62)), chance.randrange(50, 2000), chance.choice((64, 128)),
         chance.choice((576, 512)), 128 * chance.choice((1, 2, 4)), device,
         sink=chance.random() < 0.5, lens=chance.random() < 0.5, holes=chance.random() < 0.5,
         log2=chance.choice((None, None, True, False)),
     )  # fmt: skip
+
+
+def tensor_of(found: Any) -> Tensor:
+    """What sgl-deep-gemm returns may be another library's tensor."""
+    return found if isinstance(found, Tensor) else from_dlpack(found)
 
 
 def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: Any) -> Case:
@@ -217,10 +239,11 @@ def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: A
     width = int((ends - begins).max()) if compressed else 0
 
     def call(package: Any, theirs: bool = False) -> Tensor:
-        found: Tensor = package.fp8_mqa_logits(
-            q, (keys, scales), w, begins, ends, clean_logits=not compressed, max_seqlen_k=width
+        return tensor_of(
+            package.fp8_mqa_logits(
+                q, (keys, scales), w, begins, ends, clean_logits=not compressed, max_seqlen_k=width
+            )
         )
-        return found
 
     def exact() -> tuple[Tensor, Tensor]:
         columns = torch.arange(width or S, device=device) + begins[:, None] * bool(width)
@@ -254,10 +277,11 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
         if theirs not in schedules:
             sms = package.get_num_sms()
             schedules[theirs] = package.get_paged_mqa_logits_metadata(context, 64, sms)
-        found: Tensor = package.fp8_paged_mqa_logits(
-            q, pages.unsqueeze(2), w, context, table, schedules[theirs], M
+        return tensor_of(
+            package.fp8_paged_mqa_logits(
+                q, pages.unsqueeze(2), w, context, table, schedules[theirs], M
+            )
         )
-        return found
 
     def exact() -> tuple[Tensor, Tensor]:
         both = [q.new_full((B * n, M), -torch.inf, dtype=torch.float64) for _ in range(2)]
@@ -275,7 +299,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
     return Case("deep_gemm", f"b={B} n={n} H={H} lens={lens[:6]}", call, exact, **more)
 
 
-def logits(chance: Random, device: str) -> Case:
+def logits(chance: Random, device: str, part: slice) -> Case:
     if chance.random() < 0.5:
         T = chance.choice((1, 64, 300))
         return ragged_case(T, T + chance.randrange(1, 2000), 64, chance.random() < 0.5, device)
@@ -369,6 +393,12 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         torch.full((2,), 90, dtype=I32, device=device),
     )
     keys = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
+    flat_q, paged_q, paged_keys, paged_lens = (
+        q[:, 0],
+        q8[:, None],
+        keys[:, :, None],
+        seqlens[:, None],
+    )
 
     def segment(cache: Tensor, format: str) -> Segment:
         return Segment(cache, one, format, "slots", None, listed[:, 0], counts)
@@ -400,7 +430,7 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
             ),
         ),
         "prefill": (
-            lambda: flash_mla.flash_mla_sparse_fwd(q[:, 0], rows, listed, 0.04),
+            lambda: flash_mla.flash_mla_sparse_fwd(flat_q, rows, listed, 0.04),
             lambda: ops.mqa_sparse(
                 q[:, 0], whole, zeros, segment(rows.view(1, -1, 576), "bf16"), C=512, scale=0.04
             ),
@@ -411,7 +441,7 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
         ),
         "paged logits": (
             lambda: deep_gemm.fp8_paged_mqa_logits(
-                q8[:, None], keys[:, :, None], w, seqlens[:, None], table, None, 64
+                paged_q, paged_keys, w, paged_lens, table, None, 64
             ),
             lambda: ops.index_logits(
                 q8, w, keys, table, start, seqlens, format="index_fp8", num_keys=64

@@ -7,19 +7,22 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from openmla.backends import forget_choices
 from openmla.errors import ConfigError, OpenMLAError, ShapeError, UnsupportedError
 
 _LOGGER = logging.getLogger("openmla")
 
-# Tensors that follow from sizes alone, made once. None is ever dropped: a graph may read it.
+# Tensors, or tuples of them, that follow from sizes alone, made once. None is ever dropped: a graph
+# may read it.
 MOST_KEPT = 4096
-_KEPT: dict[Any, Tensor] = {}
+_KEPT: dict[Any, Any] = {}
+Made = TypeVar("Made")
 
 
 class DropInError(ShapeError, RuntimeError, AssertionError):
@@ -39,21 +42,22 @@ def refused(where: str, error: OpenMLAError, names: Mapping[str, str]) -> OpenML
     return DropInError(said)
 
 
-def kept(make: Callable[..., Tensor], like: Tensor, *sizes: int) -> Tensor:
+def kept(make: Callable[..., Made], like: Tensor, *sizes: int) -> Made:
     """make(device, *sizes), once for a device: a launch less at every call. While a graph is
     captured or traced it is made anew, for its memory is the graph's then."""
-    if torch.compiler.is_compiling() or type(like) is not Tensor:
-        return make(like.device, *sizes)
-    key = (make, like.device, *sizes)
-    found = _KEPT.get(key)
+    device = like.device
+    if type(like) is not Tensor or is_compiling():
+        return make(device, *sizes)
+    key = (make, device, sizes)
+    found: Made | None = _KEPT.get(key)
     if found is None:
         with torch.inference_mode(False):
-            found = make(like.device, *sizes)
-        on_gpu = like.device.type == "cuda"
+            found = make(device, *sizes)
+        on_gpu = device.type == "cuda"
         if len(_KEPT) >= MOST_KEPT or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return found
         if on_gpu:  # another stream may be the next to read it
-            torch.cuda.current_stream(like.device).synchronize()
+            torch.cuda.current_stream(device).synchronize()
         _KEPT[key] = found
     return found
 

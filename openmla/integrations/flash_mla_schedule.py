@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,12 +35,15 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
+    # no field: the config and its values, compared as one
+    made_for: ClassVar[tuple[Config | None, tuple[Any, ...]]] = (None, ())
 
     def fill(self, shape: tuple[Any, ...]) -> None:
         """By the first call."""
         if not self.have_initialized:
             self.config = self.Config(*shape)
             self.have_initialized = True
+            vars(self)["made_for"] = (self.config, shape)
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
@@ -93,7 +96,9 @@ def check_schedule(schedule: Any, num_splits: Any, shape: tuple[Any, ...]) -> No
         )
     if schedule.config is None:
         return
-    made_for = tuple(vars(schedule.config).values())
+    config, made_for = schedule.made_for
+    if config is not schedule.config:  # set by someone else
+        made_for = tuple(vars(schedule.config).values())
     if made_for != shape:
         fields = dataclasses.fields(FlashMLASchedMeta.Config)
         field, made, now = next(

@@ -15,39 +15,42 @@ from openmla.errors import UnsupportedError
 class Later(Tensor):
     """What an engine gets and throws away costs nothing; any operation on it computes it first.
 
-    `make` reads `sources`, which must be what they were. Where torch counts writes (outside
-    inference mode) that is checked.
+    make(*sources, *rest) reads `sources`, which must be what they were. Outside inference mode,
+    where torch counts writes, that is checked.
     """
 
-    _make: Callable[[], Tensor]
-    _sources: tuple[tuple[Tensor, int], ...]
-    _made: Tensor | None
+    _todo: tuple[Callable[..., Tensor], tuple[Tensor, ...], tuple[Any, ...], Any] | None
+    _made: Tensor | None = None
 
     @staticmethod
     def __new__(
-        cls: Any, shape: Sequence[int], make: Callable[[], Tensor], sources: Sequence[Tensor]
+        cls: Any,
+        shape: Sequence[int],
+        make: Callable[..., Tensor],
+        sources: tuple[Tensor, ...],
+        *rest: Any,
     ) -> Later:
         # no storage: whatever would read memory raises instead
         new: Later = Tensor._make_wrapper_subclass(
-            cls, tuple(shape), dtype=torch.float32, device=sources[0].device
+            cls, shape, dtype=torch.float32, device=sources[0].device
         )
-        new._make, new._made = make, None
-        new._sources = tuple((each, each._version) for each in sources if not each.is_inference())
+        counted = None if torch.is_inference_mode_enabled() else _versions(sources)
+        new._todo = (make, sources, rest, counted)
         return new
 
     def __init__(self, *_: Any) -> None:
-        super().__init__()
+        pass
 
     def made(self) -> Tensor:
         if self._made is None:
-            if any(each._version != version for each, version in self._sources):
+            assert self._todo is not None
+            make, sources, rest, versions = self._todo
+            if versions is not None and _versions(sources) != versions:
                 raise UnsupportedError(
                     "max_logits: its inputs must not be written to before it is read, for it is "
                     "computed then. Read it first, or hand over copies."
                 )
-            self._made = self._make()
-            self._sources = ()
-            del self._make
+            self._made, self._todo = make(*sources, *rest), None
         return self._made
 
     @classmethod
@@ -65,6 +68,11 @@ class Later(Tensor):
 
     def tolist(self) -> Any:
         return self.made().tolist()
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+    """How often each was written to; -1 where torch does not count."""
+    return [-1 if each.is_inference() else each._version for each in tensors]
 
 
 def _computed(value: Any) -> Any:

@@ -112,7 +112,7 @@ def _few_heads_v4_kernel(
     j = lo + offs_row
     row_id = v4.load_row_ids(rows, j, hi, LISTED)
     next_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
-    block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+    block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
     row, scales_at, valid = find_row(rows, pages, j, block, offset, BS_1, BS_2)
     groups = ()
     for g in gl.static_range(v4.GROUPS):
@@ -120,7 +120,7 @@ def _few_heads_v4_kernel(
     rope = gl.load(row[:, None] + offs_rope)
     scales = gl.load(scales_at, mask=valid, other=0)
     j += BLOCK_N
-    block, offset = v4.look_up(rows, j, next_id, hi, BS_1, BS_2)
+    block, offset = v4.look_up(rows, j, next_id, hi, LISTED, BS_1, BS_2)
     row_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
     # queries; heads past the last are zeros
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY))
@@ -161,7 +161,7 @@ def _few_heads_v4_kernel(
         scales = gl.load(scales_at, mask=next_valid, other=0)
         valid = next_valid
         j += BLOCK_N
-        block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+        block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
         row_id = v4.load_row_ids(rows, j + BLOCK_N, hi, LISTED)
         scored = valid_line.load(few.SCORED_ROWS) != 0
         running_max, running_sum, rescale = few.softmax_step(

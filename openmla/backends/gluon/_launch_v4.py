@@ -19,7 +19,10 @@ from openmla.backends.triton._build import Build
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
 from openmla.backends.triton._prepare import Piece
 
-KINDS = (("window",), ("window", "positions"), ("window", "prefix"))
+KINDS = (
+    ("window",), ("window", "positions"), ("window", "prefix"), ("slots",), ("slots", "slots"),
+)  # fmt: skip
+LISTED = {"prefix": 0, "window": 0, "positions": 1, "slots": 2}  # by the last segment
 FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
 # of 512. With others it spills.
@@ -39,7 +42,8 @@ def why_not_few(problem: Problem) -> str | None:
     if needs_nvidia():
         return needs_nvidia()
     if problem.kinds not in KINDS:
-        return f"takes a window and what may follow it, this is {' and '.join(problem.kinds)}"
+        kinds = " and ".join(problem.kinds)
+        return f"takes a window and what may follow it, or slots, this is {kinds}"
     if (problem.D, problem.C) != (512, 512):
         return f"needs rows of 512 values, this is {problem.D}"
     if problem.dtype != torch.bfloat16:
@@ -88,20 +92,24 @@ def run(
         row_ids, row_lens = inner_contiguous(second.rows), inner_contiguous(second.row_lens)
     q_token, q_head, _ = q.stride()
     tensors: list[Tensor | Piece] = [q]
-    sizes = [scale * LOG2E, q_token, q_head, row_ids.stride(0), row_ids.shape[-1]]
+    listed = 0 if len(segments) == 1 else row_ids.shape[-1]
+    sizes = [scale * LOG2E, q_token, q_head, row_ids.stride(0), listed]
     sizes += [runs.X, runs.length]
     for number, part in enumerate((window, second)):
-        assert part.block_table is not None
-        table = inner_contiguous(part.block_table)
-        columns, span = table.shape[1], part.span
+        # slots have no table: lists and their lengths are in its place and that of positions
+        given = part.rows if part.block_table is None else part.block_table
+        assert given is not None
+        table = inner_contiguous(given)
+        columns, span = table.shape[1], part.span or 1
         if number == len(segments):  # a window alone is followed by a prefix without columns
             columns, span = 0, 1
         tensors += [Piece(part.cache, 0, torch.int32), table]
         sizes += [part.cache.stride(0) // 16, part.cache.shape[0]]  # in units of 16 bytes
         sizes += [columns, span, table.stride(0)]
-    tensors += [row_ids, row_lens, positions.contiguous(), query_start_loc]
+    counts = positions if window.row_lens is None else window.row_lens
+    tensors += [row_ids, row_lens, counts.contiguous(), query_start_loc]
     constants = (
-        ("LISTED", second.kind == "positions"), ("BS_1", window.cache.shape[1]),
+        ("LISTED", LISTED[second.kind]), ("BS_1", window.cache.shape[1]),
         ("BS_2", second.cache.shape[1]),
     )  # fmt: skip
     call = Call(tensors, sizes, constants)
@@ -109,16 +117,16 @@ def run(
 
 
 def few_heads_builds() -> Iterator[Build]:
-    for kind, BS in (("positions", 64), ("prefix", 2)):
-        constants = {"LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": 16}
+    for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
+        constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS, "H": 16}
         constants |= {"SPLIT": True, "SINK": False}
         yield from tile_builds(FEW, f"few-heads-window-{kind}-fp8_dsv4-H16", constants)
 
 
 def many_heads_builds() -> Iterator[Build]:
-    for kind, BS in (("positions", 64), ("prefix", 2)):
+    for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
         for H, split in ((64, False), (128, True)):
-            constants = {"LISTED": kind == "positions", "BS_1": 64, "BS_2": BS, "H": H}
+            constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS, "H": H}
             constants |= {"SPLIT": split, "SINK": not split}
             yield from tile_builds(MANY, f"many-heads-window-{kind}-fp8_dsv4-H{H}", constants)
 

@@ -130,7 +130,7 @@ def load_partition(
     odd_left, odd_right = many.as_words(odd.left), many.as_words(odd.right)
     j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
     row_id = v4.load_row_ids(rows, j, hi, LISTED)
-    block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+    block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
     row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
     row_line.store(row)
     scale_line.store(scales_at)
@@ -142,7 +142,7 @@ def load_partition(
     row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
     for i in tl.range(0, steps, disable_licm=True):
         j += many.STEP
-        block, offset = v4.look_up(rows, j, row_id, hi, BS_1, BS_2)
+        block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
         row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
         named.wait(named.EVEN_LEFT_READ, i)
         store_left(even_left, for_even_left, even_scales, named.EVEN_LEFT_FILLED)

@@ -17,6 +17,8 @@ GROUPS = gl.constexpr(7)
 GROUP_WORDS = gl.constexpr(16)
 ROPE = gl.constexpr(7 * 16)
 SCALE_WORDS = gl.constexpr(2)
+# LISTED: 0 a prefix and 1 positions after a window, 2 one or two lists of slots
+SLOTS = gl.constexpr(2)
 # Change from step to step: their values must not recompile a kernel.
 DO_NOT_SPECIALIZE = (
     "B", "first_token", "page_1", "N_1", "M_1", "span_1", "table_stride_1",
@@ -32,7 +34,8 @@ REBIAS = gl.constexpr(120 - 48)  # of an exponent
 
 class Rows(NamedTuple):
     """A token's rows: n_1 of its window, newest first, then those that row_ids lists or, without a
-    list, a prefix; each segment's row of the block table and its M blocks."""
+    list, a prefix; each segment's row of the block table and its M blocks. Of slots table_1 is the
+    first list."""
 
     row_ids: Any
     n_1: Any
@@ -55,8 +58,13 @@ def token_rows(
     table_2 += request * table_stride_2
     row_ids += t.to(gl.int64) * ids_stride
     position = gl.load(positions + t)
-    n_1 = gl.minimum(gl.minimum(position + 1, span_1), M_1 * BS_1).to(gl.int32)
-    newest = (position % gl.maximum(M_1 * BS_1, 1)).to(gl.int32)
+    if LISTED == SLOTS:  # position is how many slots the first list has
+        table_1 += (t.to(gl.int64) - request) * table_stride_1
+        n_1 = gl.minimum(position, M_1).to(gl.int32)
+        newest = n_1
+    else:
+        n_1 = gl.minimum(gl.minimum(position + 1, span_1), M_1 * BS_1).to(gl.int32)
+        newest = (position % gl.maximum(M_1 * BS_1, 1)).to(gl.int32)
     if LISTED:
         n_2 = gl.minimum(gl.load(row_lens + t), K)
     else:
@@ -69,16 +77,26 @@ def token_rows(
 
 @gluon.jit
 def load_row_ids(rows, j, hi, LISTED: gl.constexpr):
-    """What the second segment lists as a token's j-th rows; -1 where it lists none."""
+    """What the second segment, or with slots either, lists as a token's j-th rows; -1 where it
+    lists none."""
+    if LISTED == SLOTS:
+        at = gl.where(j < rows.n_1, rows.table_1 + j, rows.row_ids + (j - rows.n_1))
+        return gl.load(at, mask=j < hi, other=-1)
     if LISTED:
         return gl.load(rows.row_ids + (j - rows.n_1), mask=(j >= rows.n_1) & (j < hi), other=-1)
     return j - rows.n_1
 
 
 @gluon.jit
-def look_up(rows, j, row_id, hi, BS_1: gl.constexpr, BS_2: gl.constexpr):
+def look_up(
+    rows, j, row_id, hi, LISTED: gl.constexpr, BS_1: gl.constexpr, BS_2: gl.constexpr
+):  # fmt: skip
     """Block and offset of a token's j-th rows, unchecked so that nothing waits for the load yet;
     block -1 where there is none. The window goes backwards from the newest row of its ring."""
+    if LISTED == SLOTS:
+        block = gl.where(j < rows.n_1, row_id // BS_1, row_id // BS_2)
+        offset = gl.where(j < rows.n_1, row_id % BS_1, row_id % BS_2)
+        return gl.where(row_id >= 0, block, -1), offset
     near = rows.newest - j
     near = gl.where(near < 0, near + rows.M_1 * BS_1, near)
     listed = (j < rows.n_1) | ((row_id >= 0) & (row_id < rows.M_2 * BS_2))
