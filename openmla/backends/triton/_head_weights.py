@@ -146,17 +146,19 @@ def load_weights(
         stored = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0)
     if EIGHT_BITS:
         stored = decode_e4m3(stored, dtype, ASM)
-        if ASM and BY_COLUMNS and dtype != tl.float32:
+        if ASM and (BY_COLUMNS or dtype == tl.float32):
             stored = settle(stored)
     return stored
 
 
 @triton.jit
 def settle(values):
-    """16-bit values as they are, computed before they change places between threads: the compiler
-    would rather move bytes, one by one where a product's rows are not contiguous."""
+    """Values as they are, computed before they change places between threads: the compiler would
+    rather move bytes, one by one where a product's rows are not contiguous; and Triton 3.6 cannot
+    place bytes for a product of float64."""
+    PACK: tl.constexpr = 32 // values.dtype.primitive_bitwidth
     return tl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=PACK
     )
 
 

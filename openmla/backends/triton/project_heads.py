@@ -135,6 +135,7 @@ def builds() -> Iterator[Build]:
                 yield project_build(capability, few, H, K, N, by_columns=by_columns)
                 yield project_build(capability, few, H, K, N, 128, by_columns=by_columns)
         yield project_build(capability, True, 128, 128, 512, eight_bits=False, by_columns=True)
+        yield project_build(capability, True, 16, 512, 128, by_columns=False, dtype=torch.float32)
         # whose bits do not depend on the tokens: w_uk, w_uv, kv_b_proj, q_a_proj
         for few, (H, K, N, by_columns) in product(
             (True, False),
@@ -170,7 +171,8 @@ def project_build(
         "w_scale": "*fp32" if eight_bits else own,
     }
     name = f"project-H{H}-{K}x{N}-{'few' if few else 'many'}{'-fixed' * fixed}{'-wide' * wide}"
-    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else f"-{TYPES[dtype]}"
+    name += (f"-blocks{block}" if block else "-fp8") if eight_bits else ""
+    name += "" if eight_bits and dtype == torch.bfloat16 else f"-{TYPES[dtype]}"
     return Build(
         name, _project_heads_kernel, signature_of(_project_heads_kernel, constants, types),
         constants, warps, stages, capability, FP_FUSION,
