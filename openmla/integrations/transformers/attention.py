@@ -107,14 +107,12 @@ def _attend(
             selection.rows.to(query.device),
             plan.sparse.row_lens,
         )
-    return attend_step(
-        projected,
-        absorbed,
-        cache,
-        plan,
-        selection=selection,
-        sink=sink,
-    )
+    out = attend_step(projected, absorbed, cache, plan, selection=selection, sink=sink)
+    if attachment.watcher is not None:
+        rows = torch.cat([kv_c, k_pe], dim=-1)
+        attachment.tell(layer.layer, q, rows, cache, plan, selection, out)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _padding_of(mask: Tensor | None) -> Tensor | None:

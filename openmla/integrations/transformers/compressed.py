@@ -141,7 +141,7 @@ def attend_v4(
         wide = torch.promote_types(q_idx.dtype, torch.float32)
         weights = inputs.index_weights.to(wide) * (HI**-0.5 * DI**-0.5)
         index = IndexInputs(q_idx, weights, None)
-    return attend_compressed(
+    out = attend_compressed(
         q,
         raw,
         cache,
@@ -152,6 +152,8 @@ def attend_v4(
         index=index,
         index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
+    attachment.tell(layer.layer, q, raw, cache, plan, None, out)
+    return out
 
 
 def with_positions(
