@@ -1,8 +1,8 @@
 """Which component of a model's attention is wrong: each compared with float64 on its own inputs.
 
-    dump = record(model, tokens)            # this package's own steps, or read_dump(file)
-    verdicts = compare(model, dump)         # one per layer and component
-    first_wrong(verdicts)                   # None: all of them are within their budgets
+dump = record(model, tokens)            # this package's own steps, or read_dump(file)
+verdicts = compare(model, dump)         # one per layer and component
+first_wrong(verdicts)                   # None: all of them are within their budgets
 """
 
 from __future__ import annotations

@@ -62,7 +62,9 @@ def _cache(layer: Layer, p: Precision) -> Tensor:
     return rows if p.exact else layer.round_trip("cache", rows)
 
 
-def _lse(layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()) -> Tensor:
+def _lse(
+    layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()
+) -> Tensor:
     lse = attend(layer, p, form=form, mistake=mistake).lse
     return lse / torch.tensor(2.0).log().to(lse) if layer.settings.lse_base == "2" else lse
 
@@ -77,7 +79,9 @@ def _out_latent(layer: Layer, p: Precision, mistake: Mistake = Mistake()) -> Ten
     return attend(layer, p, mistake=mistake).out_latent
 
 
-def _out(layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()) -> Tensor:
+def _out(
+    layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()
+) -> Tensor:
     if layer.has("out_latent"):
         return out_of_latent(layer, p)
     return attend(layer, p, form=form, mistake=mistake).out
@@ -116,8 +120,8 @@ def mistakes(config: MLAConfig) -> dict[str, Mistake]:
 
 def dense_components(config: MLAConfig) -> Mapping[str, Component]:
     """By key, in order."""
-    H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-    C, V, E = config.kv_lora_rank, config.v_head_dim, config.qk_head_dim
+    H, R, E = config.num_heads, config.qk_rope_head_dim, config.qk_head_dim
+    C, V = config.kv_lora_rank, config.v_head_dim
     T, tried = TOKENS, mistakes(config)
     queries = [Component("q", "query projection", _q, (T, H, E))]
     if config.q_lora_rank is not None:

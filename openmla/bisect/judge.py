@@ -72,7 +72,10 @@ def _judge_values(layer: Layer, component: Component) -> Verdict:
     peers = [compute(layer, loose) for compute in component.peers or (component.compute,)]
     wrong = _unusable(actual, component)
     if wrong:
-        return Verdict(layer.number, component, math.inf, note=wrong)
+        bad = (~actual.isfinite()).flatten(1).any(1) if actual.dim() > 1 else torch.zeros(0)
+        rows = tuple(bad.nonzero().flatten().tolist())
+        note = explain(layer, component, actual, exact, peers, ())
+        return Verdict(layer.number, component, math.inf, rows=rows, note=note or wrong)
     found = measure(component, actual, exact, peers)
     rows = tuple((found.by_row > 1).nonzero().flatten().tolist())
     note = ""
@@ -146,8 +149,16 @@ def explain(
 ) -> str:
     """A known mistake that gives what was dumped, within the same budget; or nothing."""
     for text, alternative in component.alternatives.items():
-        if _agrees(component, actual, alternative(layer, EXACT), peers, exact):
+        other = alternative(layer, EXACT)
+        if _agrees(component, actual, other, peers, exact):
             return text
+        if 0 < len(rows) < len(exact) and other.shape == exact.shape:
+            mixed = exact.clone()
+            mixed[list(rows)] = other[list(rows)]
+            if _agrees(component, actual, mixed, peers, exact):
+                return f"{text}, in these rows"
+    if not bool(actual.isfinite().all()):
+        return ""
     flat, true = actual.double().flatten(), exact.double().flatten()
     factor = float(flat @ true / (true @ true)) if bool(true.any()) else 0.0
     if factor and _agrees(component, actual, exact * factor, peers, exact):
@@ -159,7 +170,11 @@ def _agrees(
     component: Component, actual: Tensor, other: Tensor, peers: Sequence[Tensor], exact: Tensor
 ) -> bool:
     """Whether an alternative explains the dump: the peers' errors carried over to it."""
-    if other.shape != actual.shape or not bool(other.isfinite().all()):
+    if other.shape != actual.shape or not torch.equal(other == -torch.inf, actual == -torch.inf):
+        return False
+    seen = other != -torch.inf  # queries that see no key
+    actual, other = actual.where(seen, 0), other.where(seen, 0)
+    if not bool(actual.isfinite().all() and other.isfinite().all()):
         return False
     larger = other.abs().max() / exact.abs().max().clamp_min(1e-300)
     moved = [other + (peer.double() - exact) * larger.clamp_min(1.0) for peer in peers]

@@ -144,9 +144,11 @@ class Layer:
             return self.tensors["chosen"].long()
         if self.shared is not None:
             return self.shared
-        if "chosen" not in self.components:
-            raise MissingError("chosen")
-        return self.components["chosen"].compute(self, EXACT)
+        indexer, limits = self.config.indexer, self.num_choices()
+        if indexer is None or int(limits.max()) > indexer.topk:
+            raise MissingError("chosen")  # of keys that score alike, nobody else can say which
+        places = torch.arange(int(limits.max())).expand(self.num_tokens, -1)
+        return places.masked_fill(places >= limits[:, None], -1)
 
     def num_choices(self) -> Tensor:
         """[T] i64: keys, of V4 entries, that each token may choose from."""
@@ -229,7 +231,8 @@ class Layer:
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """As wanted, or with all but the first dimension flattened."""
+    """As wanted, or one of the two with all but the first dimension flattened."""
     if ANY in wanted:
         return len(shape) == len(wanted) and shape[0] == wanted[0]
-    return shape in (wanted, (wanted[0], math.prod(wanted[1:])))
+    flat = 2 in (len(shape), len(wanted)) and shape[:1] == wanted[:1]
+    return shape == wanted or (flat and math.prod(shape[1:]) == math.prod(wanted[1:]))

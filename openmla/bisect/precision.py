@@ -58,11 +58,13 @@ class Precision:
         return result.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Normalised, rounded, then weighted and rounded: the order models are trained with."""
+        """Normalised, rounded, then weighted and rounded: the order models are trained with. Without
+        a weight (V4's queries) transformers rounds the reciprocal root itself."""
         values = self.take(x).to(self.wide)
-        values = values * (values.square().mean(-1, keepdim=True) + eps).rsqrt() * self._root
-        normed = values.to(self.dtype)
-        return normed if weight is None else self.take(weight) * normed
+        root = (values.square().mean(-1, keepdim=True) + eps).rsqrt() * self._root
+        if weight is None:
+            return self.take(x) * root.to(self.dtype)
+        return self.take(weight) * (values * root).to(self.dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         values, wide = self.take(x).to(self.wide), self.wide

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from openmla.attention.select import choose_positions
 from openmla.bisect.dump import DTYPES, Dump, Settings
-from openmla.cache import PagedCache
 from openmla.config import MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.integrations.transformers.attachment import Attended
@@ -31,6 +31,21 @@ OUTPUTS = {
     "indexer.weights_proj": "index_weights",
     "o_proj": "output",
 }
+OUTPUTS_V4 = {
+    "q_a_proj": "q_a",
+    "q_a_norm": "q_a_normed",
+    "q_b_proj": "q",
+    "kv_proj": "kv",
+    "kv_norm": "kv_normed",
+    "compressor.kv_proj": "pool_kv",
+    "compressor.gate_proj": "pool_score",
+    "compressor.indexer.kv_proj": "index_pool_kv",
+    "compressor.indexer.gate_proj": "index_pool_score",
+    "compressor.indexer.q_b_proj": "index_q",
+    "compressor.indexer.scorer.weights_proj": "index_weights",
+    "o_a_proj": "o_a",
+    "o_b_proj": "output",
+}
 
 
 class Recorder:
@@ -40,11 +55,12 @@ class Recorder:
         self.config, self.num_tokens = config, num_tokens
         self.parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.last: dict[int, Attended] = {}
+        names = OUTPUTS if config.compressor is None else OUTPUTS_V4
         self.handles = [
-            part.register_forward_hook(self._keeper(number, OUTPUTS[name]))
+            part.register_forward_hook(self._keeper(number, names[name]))
             for number, module in enumerate(modules)
             for name, part in module.named_modules()
-            if name in OUTPUTS
+            if name in names
         ]
 
     def remove(self) -> None:
@@ -52,11 +68,15 @@ class Recorder:
             handle.remove()
 
     def keep(self, number: int, key: str, rows: Tensor) -> None:
-        self.parts[f"layers.{number}.{key}"].append(rows.detach().cpu())
+        # copied: RoPE of queries is in place
+        self.parts[f"layers.{number}.{key}"].append(rows.detach().to("cpu", copy=True))
 
     def _keeper(self, number: int, key: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            self.keep(number, key, out.flatten(0, 1))
+            rows = out if args[0].dim() == 2 else out.flatten(0, 1)  # V4's are flat here and there
+            self.keep(number, key, rows)
+            if key == "o_a":
+                self.keep(number, "out", args[0].flatten(0, 1).flatten(1))
             if key in ("kv_a", "kv"):
                 self.keep(number, "hidden_in", args[0].flatten(0, 1))
 
@@ -65,6 +85,9 @@ class Recorder:
     def watch(self, step: Attended) -> None:
         """After every layer's step."""
         config, number, plan = self.config, step.layer, step.plan
+        if config.compressor is not None:
+            self._watch_v4(step)
+            return
         self.keep(number, "q_pe", step.queries[..., config.qk_nope_head_dim :])
         self.keep(number, "k_pe", step.rows[:, config.kv_lora_rank :])
         self.keep(number, "slots", plan.slot_mapping)
@@ -76,22 +99,71 @@ class Recorder:
                 fresh[plan.prefill.rows] = plan.seq_lens[0] - plan.num_tokens
             self.parts["fresh_from"].append(fresh)
         indexer = config.indexer
-        if indexer is not None and not indexer.is_shared(number):
-            first = plan.seq_lens[0] - plan.num_tokens
-            seen = torch.arange(first + 1, plan.seq_lens[0] + 1)[:, None]
-            places = torch.arange(indexer.topk).expand(plan.num_tokens, -1)
-            chosen = places.masked_fill(places >= seen, -1).clone()
-            if plan.sparse is not None and step.selection is not None:
-                rows = plan.sparse.rows
-                rows = rows.cpu() if isinstance(rows, Tensor) else rows
-                chosen[rows] = step.selection.positions.cpu().long()
-            self.keep(number, "chosen", chosen)
+        if indexer is None or indexer.is_shared(number):
+            return
+        if step.index is not None:
+            self.keep(number, "index_q_rotated", step.index.q_idx)
+        first = plan.seq_lens[0] - plan.num_tokens
+        chosen = _first_keys(torch.arange(first, plan.seq_lens[0]), indexer.topk, ratio=1)
+        if plan.sparse is not None and step.selection is not None:
+            rows = plan.sparse.rows
+            rows = rows.cpu() if isinstance(rows, Tensor) else rows
+            chosen[rows] = step.selection.positions.cpu().long()
+        self.keep(number, "chosen", chosen)
+
+    def _watch_v4(self, step: Attended) -> None:
+        """Rows as they lie in the window right after the step: later ones take their place."""
+        number, window = step.layer, step.cache.window
+        assert window is not None
+        self.keep(number, "q_rotated", step.queries)
+        self.keep(number, "rows", step.rows)
+        self.keep(number, "attended", step.out)
+        slots, D = step.plan.slot_mapping, self.config.latent_dim
+        self.keep(number, "cache", window.layout.stored(window.data, slots, D))
+        self.last[number] = step
+        if step.cache.index is None:
+            return
+        compressed, index, indexer = step.plan.compressed, step.index, self.config.indexer
+        assert compressed is not None and indexer is not None
+        chosen = _first_keys(compressed.positions.cpu(), indexer.topk, ratio=step.cache.ratio)
+        if index is not None:  # chosen within the step: once more
+            self.keep(number, "index_q_rotated", index.q_idx)
+            given = (index.q_idx, index.w_idx, step.cache.index, step.plan, compressed)
+            chosen = choose_positions(*given).cpu().long()
+        self.keep(number, "chosen", chosen)
+
+    def _dump_v4(self, tensors: dict[str, Tensor], settings: dict[str, str]) -> None:
+        for number, step in self.last.items():
+            assert step.plan.compressed is not None and step.cache.window is not None
+            settings["cache_format"] = step.cache.window.format
+            if step.cache.window.layout.scaled:
+                tensors[f"layers.{number}.kv_scale"] = step.cache.window.kv_scale.cpu()
+            ratio, table = step.cache.ratio, step.plan.compressed.block_table
+            kinds = (("entries", step.cache.compressed), ("index_entries", step.cache.index))
+            for key, made in kinds:
+                if made is None:
+                    continue
+                width = self.config.latent_dim if key == "entries" else _index_width(self.config)
+                places = torch.arange(self.num_tokens // ratio, device=table.device)
+                slots = table[0].long()[places // made.block_size] * made.block_size
+                slots = slots + places % made.block_size
+                rows = made.layout.read(made.data, slots, made.kv_scale, torch.float32, width)
+                tensors[f"layers.{number}.{key}"] = rows.cpu()
+                if key == "index_entries":
+                    settings["index_format"] = made.format
 
     def dump(self, tokens: Tensor, dtype: torch.dtype) -> Dump:
         """Everything, with what the caches hold in the end."""
         tensors = {name: torch.cat(parts) for name, parts in self.parts.items()}
+        for name in [name for name in tensors if name.endswith("index_q_rotated")]:
+            if len(tensors[name]) < self.num_tokens:  # steps in which nobody chose have none
+                del tensors[name]
         tensors["tokens"] = tokens.cpu()
-        config, settings = self.config, {}
+        config = self.config
+        settings: dict[str, str] = {}
+        if config.compressor is not None:
+            self._dump_v4(tensors, settings)
+            return Dump(tensors, _settings(config, dtype, settings))
         for number, step in self.last.items():
             slots = tensors.pop(f"layers.{number}.slots")
             found = {"cache": step.cache.latent, "index_cache": step.cache.index}
@@ -111,6 +183,12 @@ class Recorder:
                     tensors[f"layers.{number}.rope_ratio"] = latent.rope_ratio.cpu()
             settings["block_size"] = str(step.plan.block_size or "")
         return Dump(tensors, _settings(config, dtype, settings))
+
+
+def _first_keys(positions: Tensor, topk: int, ratio: int) -> Tensor:
+    """[T, K] i64: all keys of tokens that see no more than K, -1 behind them."""
+    places = torch.arange(topk).expand(len(positions), -1)
+    return places.masked_fill(places >= (positions[:, None] + 1) // ratio, -1)
 
 
 def _index_width(config: MLAConfig) -> int:

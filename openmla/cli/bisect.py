@@ -89,7 +89,8 @@ def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
 
 def _judged(model: Any, dump: Dump) -> list[Verdict]:
     """Layer by layer, with progress."""
-    reference, verdicts = reference_of(model), []
+    reference = reference_of(model)
+    verdicts: list[Verdict] = []
     numbers = dump.layers
     for verdict in reference.judge(dump):
         if sys.stderr.isatty() and (not verdicts or verdict.layer != verdicts[-1].layer):

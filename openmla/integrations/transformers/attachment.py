@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openmla.attention import Selection
+from openmla.attention import IndexInputs, Selection
 from openmla.backends.asked import Asked
 from openmla.cache import (
     BlockPool,
@@ -62,7 +62,8 @@ class Attended(NamedTuple):
     rows: Tensor  # [T, D], this step's, rotated
     cache: LayerCache
     plan: Plan
-    selection: Selection | None  # of V3.2's kind, where the plan has tokens that choose
+    index: IndexInputs | None  # of the indexer, where the layer has one that was asked
+    selection: Selection | None  # V3.2's, where the plan has tokens that choose
     out: Tensor  # [T, H, V]; V4's still rotated
 
 

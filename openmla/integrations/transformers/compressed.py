@@ -152,7 +152,7 @@ def attend_v4(
         index=index,
         index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
-    attachment.tell(layer.layer, q, raw, cache, plan, None, out)
+    attachment.tell(layer.layer, q, raw, cache, plan, index, None, out)
     return out
 
 
