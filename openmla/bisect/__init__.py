@@ -40,7 +40,7 @@ def reference_of(model: Any) -> Reference:
 
 def record(model: Any, tokens: Any, **options: Any) -> Dump:
     """A dump of this package's own steps over tokens [T], with attach()'s options."""
-    from openmla.bisect.record import record
+    from openmla.bisect.recorder import record
 
     return record(model, tokens, **options)
 

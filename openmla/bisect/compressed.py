@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmla.bisect.indexer import of_indexer, scores
 from openmla.bisect.layer import ANY, ENTRIES, ROW, TOKENS, Component, Layer
-from openmla.bisect.pooled import STALE, entries, index_entries
+from openmla.bisect.pooled import NOT_RESET, STALE, entries, index_entries
 from openmla.bisect.precision import EXACT, Precision
 from openmla.bisect.rope import FAULTS, rotate
 from openmla.config import INDEXED_RATIO, CompressorConfig, MLAConfig
@@ -239,6 +239,7 @@ def _parts_of_entries(config: MLAConfig, ratio: int) -> list[Component]:
         Component(
             "entries", "compressed entries", entries, (ENTRIES, D),
             alternatives={text: partial(entries, fault=text) for text in STALE},
+            first_row=NOT_RESET,
         ),
     ]  # fmt: skip
     if not chooses:
@@ -258,6 +259,7 @@ def _parts_of_entries(config: MLAConfig, ratio: int) -> list[Component]:
         Component(
             "index_entries", "compressed index keys", index_entries, (ENTRIES, DI),
             alternatives={text: partial(index_entries, fault=text) for text in STALE},
+            first_row=NOT_RESET,
         ),
         Component("index_q", "index query projection", _index_q, (T, HI, DI)),
         Component(

@@ -37,6 +37,10 @@ class Verdict:
         return self.judged and self.used > 1
 
 
+# Not computed here; what came before the layer is judged as far as it is numbers.
+INPUT = Component("hidden_in", "input of the layer", lambda layer, p: layer.get("hidden_in", p), ())
+
+
 class Measured(NamedTuple):
     """Errors of the subject and what they may be, all together and row by row."""
 
@@ -48,7 +52,11 @@ class Measured(NamedTuple):
 
 
 def judge_layer(layer: Layer) -> Iterator[Verdict]:
-    """A verdict for every component of the layer, in order."""
+    """A verdict for every component of the layer, in order; of its input only if it is no number."""
+    if layer.has("hidden_in"):
+        wrong = _unusable(layer.dumped("hidden_in"), INPUT)
+        if wrong:
+            yield Verdict(layer.number, INPUT, math.inf, note=wrong)
     for component in layer.components.values():
         if not layer.has(component.name):
             yield Verdict(layer.number, component, math.nan, note="not in the dump")
@@ -68,6 +76,8 @@ def _judge_values(layer: Layer, component: Component) -> Verdict:
     if component.kind == "scores":
         actual = layer.seen_scores(actual)
     exact = component.compute(layer, EXACT)
+    if bool(exact.isnan().any()):
+        return Verdict(layer.number, component, math.nan, note="its inputs are not numbers")
     loose = Precision(layer.dtype)
     peers = [compute(layer, loose) for compute in component.peers or (component.compute,)]
     wrong = _unusable(actual, component)
@@ -159,6 +169,8 @@ def explain(
                 return f"{text}, in these rows"
     if not bool(actual.isfinite().all()):
         return ""
+    if rows == (0,) and component.first_row:
+        return component.first_row
     flat, true = actual.double().flatten(), exact.double().flatten()
     factor = float(flat @ true / (true @ true)) if bool(true.any()) else 0.0
     if factor and _agrees(component, actual, exact * factor, peers, exact):
@@ -211,6 +223,8 @@ def judge_choice(layer: Layer, component: Component) -> Verdict:
     the scores may err. Keys past a token's own, and negative ones, count as none."""
     chosen = layer.dumped("chosen").long()
     exact = layer.get("index_scores", EXACT)
+    if bool(exact.isnan().any()):
+        return Verdict(layer.number, component, math.nan, note="its inputs are not numbers")
     loose = layer.get("index_scores", Precision(layer.dtype)).double()
     given = layer.has("index_scores")  # judged on the subject's own: they have no error
     slack = 0.0 if given else 2 * float((loose - exact).abs().max())

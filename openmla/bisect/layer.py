@@ -43,6 +43,7 @@ class Component:
     kind: str = "values"  # values, lse, scores or choice
     peers: tuple[Compute, ...] = ()
     alternatives: Mapping[str, Compute] = field(default_factory=dict)
+    first_row: str = ""  # what it means if row 0 alone is off
     # the same with one block of cached rows in another's place: (to, from, size)
     reread: Callable[[Layer, Precision, tuple[int, int, int]], Tensor] | None = None
 

@@ -16,6 +16,8 @@ STALE = (
     "as if the compressor's state were lost: nothing of the window before is in the pool",
 )
 
+NOT_RESET = "as if the compressor's state of an earlier request had not been reset"
+
 
 def pool(
     layer: Layer, p: Precision, kv: Tensor, score: Tensor, module: str, fault: str = ""

@@ -21,6 +21,22 @@ from openmla.errors import ConfigError, ShapeError, UnsupportedError
 BEFORE_ATTENTION = "lse"  # the indexer's components come before this one
 
 
+def check_config(config: MLAConfig) -> None:
+    """Raise unless the components of such a model are known here."""
+    family = FAMILIES[config.model_type]
+    beyond = {
+        "gates its output": family.output_gate or config.head_gate,
+        "scales its queries or latents": (config.q_factor, config.latent_factor) != (1, 1),
+        "scales its queries by position": config.llama4_beta != 0,
+        f"has rope of type {config.rope.kind!r}": config.rope.kind not in ("default", "yarn"),
+    }
+    for what, found in beyond.items():
+        if found:
+            raise UnsupportedError(
+                f"bisect: {config.model_type} {what}, which is not compared here yet."
+            )
+
+
 class Reference(NamedTuple):
     """A model as it is judged: its attention modules have the weights."""
 
@@ -29,18 +45,7 @@ class Reference(NamedTuple):
 
     def check(self) -> None:
         """Raise unless every component of the model is known here."""
-        config, family = self.config, FAMILIES[self.config.model_type]
-        beyond = {
-            "gates its output": family.output_gate or config.head_gate,
-            "scales its queries or latents": (config.q_factor, config.latent_factor) != (1, 1),
-            "scales its queries by position": config.llama4_beta != 0,
-            f"has rope of type {config.rope.kind!r}": config.rope.kind not in ("default", "yarn"),
-        }
-        for what, found in beyond.items():
-            if found:
-                raise UnsupportedError(
-                    f"bisect: {config.model_type} {what}, which is not compared here yet."
-                )
+        check_config(self.config)
         for module in self.modules:
             for name, weight in module.named_parameters():
                 if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -117,6 +122,7 @@ def _num_tokens(dump: Dump) -> int:
     """Of the tokens if they are there, else of the first tensor with a row per token."""
     per_token = ("hidden_in", "q_a", "q", "kv_a", "kv_c", "q_pe", "k_pe", "out", "output", "kv")
     found = dump.tensors.get("tokens")
+    found = None if found is None else found.flatten()
     if found is None:
         names = (f"layers.{dump.layers[0]}.{name}" for name in per_token)
         found = next((dump.tensors[name] for name in names if name in dump.tensors), None)

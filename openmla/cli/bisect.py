@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from openmla.bisect import Dump, Verdict, check_prompt, read_dump, record, reference_of
+from openmla.bisect.reference import Reference, check_config
 from openmla.bisect.report import draw, sentence, table
 from openmla.cache import check_formats
 from openmla.cli.checkpoint import check_backend, check_tokens, checked_device, open_checkpoint
@@ -30,6 +31,7 @@ def run_bisect(options: argparse.Namespace) -> int:
     dump = _read_against(options)
     prompt = read_prompt(options, "bisect")
     checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    check_config(checkpoint.config)
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
     check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
@@ -44,10 +46,11 @@ def run_bisect(options: argparse.Namespace) -> int:
         check_prompt(dump, ids)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
+    reference = reference_of(model)
     subject = "this package's own step" if dump is None else Path(options.against).name
     if dump is None:
         dump = _own(model, ids.to(device), options)
-    verdicts = _judged(model, dump)
+    verdicts = _judged(reference, dump)
     print(f"{subject}: {len(ids)} tokens, {len(dump.layers)} layers, against float64\n")
     print(table(verdicts))
     print(f"\n{sentence(verdicts, subject)}")
@@ -63,7 +66,7 @@ def _read_against(options: argparse.Namespace) -> Dump | None:
     """The dump, if one is given; options that say how to make one do not go with it."""
     if options.against is None:
         return None
-    for name in ("cache_format", "kv_scale", "absorbed_format", "save"):
+    for name in ("cache_format", "kv_scale", "save"):
         if getattr(options, name) is not None:
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"bisect: {option} must not be given with --against.")
@@ -71,7 +74,7 @@ def _read_against(options: argparse.Namespace) -> Dump | None:
 
 
 def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
-    note(f"running {len(ids)} tokens, the last ones one by one")
+    note(f"running the prompt, tokens: {len(ids)}, the last ones one by one")
     dump = record(
         model,
         ids,
@@ -79,7 +82,6 @@ def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
         kv_scale=options.kv_scale,
         index_format=options.index_format,
         backend=options.backend,
-        absorbed_format=options.absorbed_format,
     )
     if options.save:
         dump.save(options.save)
@@ -87,9 +89,8 @@ def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
     return dump
 
 
-def _judged(model: Any, dump: Dump) -> list[Verdict]:
+def _judged(reference: Reference, dump: Dump) -> list[Verdict]:
     """Layer by layer, with progress."""
-    reference = reference_of(model)
     verdicts: list[Verdict] = []
     numbers = dump.layers
     for verdict in reference.judge(dump):

@@ -152,10 +152,6 @@ def _add_step(parser: Parser) -> None:
         "checkpoint's, else 1",
     )  # fmt: skip
     parser.add_argument(
-        "--absorbed-format", choices=("fp8",),
-        help="of what decode multiplies by, kv_b_proj; default: as the model",
-    )  # fmt: skip
-    parser.add_argument(
         "--backend", type=backend, default="auto",
         help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
     )  # fmt: skip
@@ -176,6 +172,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
     )
     _add_step(parser)
+    parser.add_argument(
+        "--absorbed-format", choices=("fp8",),
+        help="of what decode multiplies by, kv_b_proj; default: as the model",
+    )  # fmt: skip
     parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,
         help="record the decode step as one CUDA graph; default: on a GPU",

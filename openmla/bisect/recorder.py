@@ -96,7 +96,7 @@ class Recorder:
         if number == 0:
             fresh = torch.full((plan.num_tokens,), self.num_tokens)
             if plan.prefill is not None:  # expanded: its own rows as they were projected
-                fresh[plan.prefill.rows] = plan.seq_lens[0] - plan.num_tokens
+                fresh[_on_host(plan.prefill.rows)] = plan.seq_lens[0] - plan.num_tokens
             self.parts["fresh_from"].append(fresh)
         indexer = config.indexer
         if indexer is None or indexer.is_shared(number):
@@ -106,9 +106,7 @@ class Recorder:
         first = plan.seq_lens[0] - plan.num_tokens
         chosen = _first_keys(torch.arange(first, plan.seq_lens[0]), indexer.topk, ratio=1)
         if plan.sparse is not None and step.selection is not None:
-            rows = plan.sparse.rows
-            rows = rows.cpu() if isinstance(rows, Tensor) else rows
-            chosen[rows] = step.selection.positions.cpu().long()
+            chosen[_on_host(plan.sparse.rows)] = step.selection.positions.cpu().long()
         self.keep(number, "chosen", chosen)
 
     def _watch_v4(self, step: Attended) -> None:
@@ -183,6 +181,11 @@ class Recorder:
                     tensors[f"layers.{number}.rope_ratio"] = latent.rope_ratio.cpu()
             settings["block_size"] = str(step.plan.block_size or "")
         return Dump(tensors, _settings(config, dtype, settings))
+
+
+def _on_host(rows: Any) -> Any:
+    """Rows of a step that a plan names by a slice or a tensor."""
+    return rows.cpu() if isinstance(rows, Tensor) else rows
 
 
 def _first_keys(positions: Tensor, topk: int, ratio: int) -> Tensor:
