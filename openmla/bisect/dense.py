@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from openmla.bisect.attend import Mistake, attend, moved_rows, out_of_latent
+from openmla.bisect.attend import NONE, Mistake, attend, moved_rows, out_of_latent
 from openmla.bisect.layer import ROW, TOKENS, Component, Layer
 from openmla.bisect.precision import Precision
 from openmla.bisect.rope import FAULTS, rotate
@@ -62,9 +62,7 @@ def _cache(layer: Layer, p: Precision) -> Tensor:
     return rows if p.exact else layer.round_trip("cache", rows)
 
 
-def _lse(
-    layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()
-) -> Tensor:
+def _lse(layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = NONE) -> Tensor:
     lse = attend(layer, p, form=form, mistake=mistake).lse
     return lse / torch.tensor(2.0).log().to(lse) if layer.settings.lse_base == "2" else lse
 
@@ -75,13 +73,11 @@ def _other_base(layer: Layer, p: Precision) -> Tensor:
     return lse * ln2 if layer.settings.lse_base == "2" else lse / ln2
 
 
-def _out_latent(layer: Layer, p: Precision, mistake: Mistake = Mistake()) -> Tensor:
+def _out_latent(layer: Layer, p: Precision, mistake: Mistake = NONE) -> Tensor:
     return attend(layer, p, mistake=mistake).out_latent
 
 
-def _out(
-    layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = Mistake()
-) -> Tensor:
+def _out(layer: Layer, p: Precision, form: str = "absorbed", mistake: Mistake = NONE) -> Tensor:
     if layer.has("out_latent"):
         return out_of_latent(layer, p)
     return attend(layer, p, form=form, mistake=mistake).out

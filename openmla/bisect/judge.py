@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 def judge_layer(layer: Layer) -> Iterator[Verdict]:
-    """A verdict for every component of the layer, in order; of its input only if it is no number."""
+    """A verdict for every component of the layer, in order; of its input if it is no number."""
     if layer.has("hidden_in"):
         wrong = _unusable(layer.dumped("hidden_in"), INPUT)
         if wrong:

@@ -58,8 +58,9 @@ class Precision:
         return result.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Normalised, rounded, then weighted and rounded: the order models are trained with. Without
-        a weight (V4's queries) transformers rounds the reciprocal root itself."""
+        """Normalised, rounded, then weighted and rounded: the order models are trained with.
+
+        Without a weight (V4's queries) transformers rounds the reciprocal root itself."""
         values = self.take(x).to(self.wide)
         root = (values.square().mean(-1, keepdim=True) + eps).rsqrt() * self._root
         if weight is None:

@@ -1,5 +1,7 @@
-"""record(): a dump of this package's own steps inside a transformers model: a prompt, then tokens
-one by one, so that prefill and decode are both in it."""
+"""record(): a dump of this package's own steps inside a transformers model.
+
+A prompt, then tokens one by one, so that prefill and decode are both in it.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,8 @@ class Recorder:
         indexer = config.indexer
         if indexer is None or indexer.is_shared(number):
             return
-        if step.index is not None:
-            self.keep(number, "index_q_rotated", step.index.q_idx)
+        if step.index_inputs is not None:
+            self.keep(number, "index_q_rotated", step.index_inputs.q_idx)
         first = plan.seq_lens[0] - plan.num_tokens
         chosen = _first_keys(torch.arange(first, plan.seq_lens[0]), indexer.topk, ratio=1)
         if plan.sparse is not None and step.selection is not None:
@@ -121,7 +123,7 @@ class Recorder:
         self.last[number] = step
         if step.cache.index is None:
             return
-        compressed, index, indexer = step.plan.compressed, step.index, self.config.indexer
+        compressed, index, indexer = step.plan.compressed, step.index_inputs, self.config.indexer
         assert compressed is not None and indexer is not None
         chosen = _first_keys(compressed.positions.cpu(), indexer.topk, ratio=step.cache.ratio)
         if index is not None:  # chosen within the step: once more

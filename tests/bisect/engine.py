@@ -37,7 +37,7 @@ class Engine:
             config.qk_rope_head_dim,
             config.kv_lora_rank,
         )
-        self.K = getattr(config, "index_topk", None)
+        self.K: int | None = getattr(config, "index_topk", None)
 
     def dump(self, tokens: Tensor) -> Dump:
         """A pass over the tokens, with this engine in the place of every attention module."""
@@ -130,7 +130,8 @@ class Engine:
     def _choose(
         self, indexer: Any, hidden: Tensor, q_resid: Tensor, keep: dict[str, Tensor], wrong: str
     ) -> Tensor:
-        T, R = len(hidden), self.R
+        T, R, K = len(hidden), self.R, self.K
+        assert K is not None
         q = keep["index_q"] = indexer.wq_b(q_resid).view(T, indexer.n_heads, -1)
         k = keep["index_k"] = indexer.wk(hidden)
         k = keep["index_k_normed"] = indexer.k_norm(k)
@@ -145,7 +146,7 @@ class Engine:
         scores = torch.einsum("ths,th->ts", products, weights.float()) * scale
         keep["index_scores"] = scores
         hidden_keys = torch.ones(T, T, dtype=torch.bool).triu(1)
-        best = scores.masked_fill(hidden_keys, -math.inf).topk(min(self.K, T), dim=1).indices
+        best = scores.masked_fill(hidden_keys, -math.inf).topk(min(K, T), dim=1).indices
         if wrong == "index rows start off by one":
             best = best + 1
         own = torch.arange(T)[:, None]

@@ -52,7 +52,7 @@ def assert_named(model: Any, dump: Any, layer: int, component: str, said: str) -
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 @pytest.mark.parametrize("options", [{}, {"fp8": True}, {"latent": True}], ids=str)
 def test_a_sound_engine_is_within_its_budgets(
-    family: str, options: dict[str, bool], dtype: torch.dtype
+    family: str, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     make = make_model if family == "deepseek_v3" else make_sparse
     model = in_dtype(make(family), dtype)
@@ -74,7 +74,7 @@ def test_faults_of_a_dense_model(fault: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("fault", {**DENSE, **SPARSE})
+@pytest.mark.parametrize("fault", [*DENSE, *SPARSE])
 def test_faults_of_a_sparse_model(fault: str, dtype: torch.dtype) -> None:
     model = in_dtype(make_sparse("deepseek_v32"), dtype)
     expected = {**DENSE, **SPARSE}[fault]
@@ -162,8 +162,8 @@ def test_stale_state_of_a_compressor() -> None:
     for layer in (1, 3):
         stale = Stale(model, layer, slice(60, 64), sound)
         dump = dump_v4(model, tokens, first=70, between=stale)
-        said = "as if the compressor's state were one window old, in these rows. Rows that are off: 17."
-        assert_named(model, dump, layer, "entries", said)
+        said = "as if the compressor's state were one window old, in these rows."
+        assert_named(model, dump, layer, "entries", f"{said} Rows that are off: 17.")
 
 
 def test_state_that_was_not_reset() -> None:

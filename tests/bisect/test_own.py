@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from openmla import ConfigError, ShapeError, UnsupportedError
+from openmla.attention import attend_step
 from openmla.bisect import Dump, Settings, compare, first_wrong, read_dump, record
 from openmla.bisect.report import sentence
 from openmla.integrations.transformers import attention
@@ -62,7 +63,7 @@ def test_v4(dtype: torch.dtype, options: dict[str, Any]) -> None:
 
 def test_a_fault_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries twice as long, in the attention of one layer."""
-    model, true = model_of("deepseek_v32"), attention.attend_step
+    model, true = model_of("deepseek_v32"), attend_step
     calls = []
 
     def faulty(projected: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ NAMES = {
     "o_a_proj": "o_a",
     "o_b_proj": "output",
 }
+INPUTS = {"kv_proj": "hidden_in", "o_a_proj": "out"}
 
 
 def dump_v4(
@@ -39,28 +40,23 @@ def dump_v4(
 
     parts: defaultdict[str, list[Tensor]] = defaultdict(list)
     past = DynamicCache(config=model.config)
-    handles = []
+    handles: list[Any] = []
 
     def keep(key: str, out: Tensor) -> None:
         parts[key].append(out[0].clone())
 
+    def keeper(i: int, name: str) -> Any:
+        def hook(module: Any, args: Any, out: Tensor) -> None:
+            keep(f"layers.{i}.{NAMES[name]}", out)
+            if name in INPUTS:
+                keep(f"layers.{i}.{INPUTS[name]}", args[0].flatten(2))
+
+        return hook
+
     for i, layer in enumerate(model.model.layers):
         for name, part in layer.self_attn.named_modules():
-            key = NAMES.get(name)
-            if key is not None:
-                handles.append(
-                    part.register_forward_hook(
-                        lambda m, args, out, key=f"layers.{i}.{key}": keep(key, out)
-                    )
-                )
-            if key in ("kv", "o_a"):
-                handles.append(
-                    part.register_forward_pre_hook(
-                        lambda m, args, key=f"layers.{i}.{ {'kv': 'hidden_in', 'o_a': 'out'}[key] }": (
-                            keep(key, args[0].flatten(2))
-                        )
-                    )
-                )
+            if name in NAMES:
+                handles.append(part.register_forward_hook(keeper(i, name)))
     if between is not None and first == 0:
         between(past)
     for chunk in tokens.split([first, len(tokens) - first] if first else [len(tokens)]):
@@ -69,7 +65,7 @@ def dump_v4(
             between(past)
     for handle in handles:
         handle.remove()
-    tensors = {name: _joined(found, len(tokens)) for name, found in parts.items()}
+    tensors = {name: _joined(found) for name, found in parts.items()}
     for i, kept in enumerate(past.layers):
         for name, key in (("compressor", "entries"), ("indexer", "index_entries")):
             made = getattr(kept, "compressed_kv", {}).get(name)
@@ -79,7 +75,7 @@ def dump_v4(
     return Dump(tensors, Settings(model_type="deepseek_v4"))
 
 
-def _joined(parts: list[Tensor], num_tokens: int) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     """Passes one after the other; of fewer entries, padded to those of the last pass."""
     if parts[0].dim() == 2 and len({part.shape[1] for part in parts}) > 1:
         width = max(part.shape[1] for part in parts)

@@ -1,4 +1,4 @@
-"""`openmla bisect`: its verdict, its picture, and one sentence for whatever is wrong with a dump."""
+"""`openmla bisect`: verdict, picture, and a sentence for whatever is wrong with a dump."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Attended(NamedTuple):
     rows: Tensor  # [T, D], this step's, rotated
     cache: LayerCache
     plan: Plan
-    index: IndexInputs | None  # of the indexer, where the layer has one that was asked
+    index_inputs: IndexInputs | None  # of the indexer, where the layer has one that was asked
     selection: Selection | None  # V3.2's, where the plan has tokens that choose
     out: Tensor  # [T, H, V]; V4's still rotated
 
