@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from openmla.errors import ConfigError, ShapeError
 
 Compute = Callable[["Layer", Precision], Tensor]
 STORED = {"cache": "cache_format", "index_cache": "index_format"}  # bytes, and their format
+ALWAYS_WIDE = ("lse", "index_scores", "kv_scale", "rope_ratio", "entries", "index_entries")
 TOKENS, ENTRIES, ROW, ANY = -1, -2, -3, -4  # sizes in shapes: T, entries, a stored row, whatever
 
 
@@ -64,17 +66,20 @@ class Layer:
     shared: Tensor | None = None  # the choice of an earlier layer, where this one has no indexer
     computed: dict[tuple[str, Precision], Tensor] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
-        """What the subject computed in: as it says, or the shortest of its tensors."""
+        """What the subject computed in: as it says, or as the values of its tensors do."""
         if self.settings.dtype:
             return DTYPES[self.settings.dtype]
         found = [
-            tensor.dtype
+            tensor
             for name, tensor in self.tensors.items()
-            if tensor.dtype in DTYPES.values() and name not in STORED
+            if tensor.dtype in DTYPES.values() and name not in STORED and name not in ALWAYS_WIDE
         ]
-        return min(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        for dtype in (torch.bfloat16, torch.float16):  # in fewer bits, or written in more
+            if found and all(torch.equal(part.to(dtype).to(part.dtype), part) for part in found):
+                return dtype
+        return min((part.dtype for part in found), key=lambda d: d.itemsize, default=torch.float32)
 
     def has(self, name: str) -> bool:
         return name in self.tensors

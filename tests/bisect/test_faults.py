@@ -121,6 +121,24 @@ def test_one_wrong_token_is_not_lost_among_many() -> None:
     assert verdict is not None and verdict.component.name == "kv_c" and verdict.rows == (333,)
 
 
+def test_a_scale_that_is_off_by_less_than_fp8_rounds() -> None:
+    model = in_dtype(make_model("deepseek_v3"), torch.bfloat16)
+    dump = Engine(model, fp8=True).dump(TOKENS)
+    dump.tensors["layers.2.kv_scale"].mul_(1.01)
+    assert_named(model, dump, 2, "cache", "as if everything were multiplied by 1.0")
+
+
+def test_a_dump_that_was_written_in_more_bits() -> None:
+    """Values of bf16 in float32 are judged as bf16; a model's own precision makes no difference."""
+    model = in_dtype(make_model("deepseek_v3"), torch.bfloat16)
+    dump = Engine(model).dump(TOKENS)
+    for name, tensor in dump.tensors.items():
+        if tensor.is_floating_point():
+            dump.tensors[name] = tensor.float()  # type: ignore[index]
+    verdicts = compare(model.float(), dump)
+    assert first_wrong(verdicts) is None, sentence(verdicts, "the engine")
+
+
 def test_frequencies_that_were_cast_with_the_model() -> None:
     """What model.to(bf16) does to transformers' rope."""
     model = make_sparse("deepseek_v32").to(torch.bfloat16)
