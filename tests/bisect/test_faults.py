@@ -171,8 +171,9 @@ class Stale:
         kept.overlap_kv["compressor"], kept.overlap_gate["compressor"] = kv, gate
 
 
-def test_stale_state_of_a_compressor() -> None:
-    model, tokens = make_v4(), prompt(150)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_stale_state_of_a_compressor(dtype: torch.dtype) -> None:
+    model, tokens = in_dtype(make_v4(), dtype), prompt(150)
     sound = dump_v4(model, tokens, first=70)
     verdicts = compare(model, sound)
     assert first_wrong(verdicts) is None, sentence(verdicts, "transformers")
@@ -184,8 +185,9 @@ def test_stale_state_of_a_compressor() -> None:
         assert_named(model, dump, layer, "entries", f"{said} Rows that are off: 17.")
 
 
-def test_state_that_was_not_reset() -> None:
-    model, tokens = make_v4(), prompt(60)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_state_that_was_not_reset(dtype: torch.dtype) -> None:
+    model, tokens = in_dtype(make_v4(), dtype), prompt(60)
     earlier = dump_v4(model, prompt(60, seed=9), first=0)
     dump = dump_v4(model, tokens, first=0, between=Stale(model, 3, slice(56, 60), earlier))
     assert_named(model, dump, 3, "entries", "of an earlier request had not been reset")
