@@ -103,7 +103,7 @@ def _index_scores(layer: Layer, p: Precision) -> Tensor:
     if not layer.has("index_entries"):
         keys = layer.round_trip("index_cache", keys)
     q, weights = layer.get("index_q_rotated", p), layer.get("index_weights", p)
-    return layer.seen_scores(scores(q, keys, weights, layer, p))
+    return scores(q, keys, weights, layer, p).where(layer.usable_scores, 0)
 
 
 def _chosen(layer: Layer, p: Precision) -> Tensor:

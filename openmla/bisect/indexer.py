@@ -88,7 +88,7 @@ def _index_scores(layer: Layer, p: Precision) -> Tensor:
     else:
         keys = layer.round_trip("index_cache", layer.get("index_k_rotated", p))
     q, weights = layer.get("index_q_rotated", p), layer.get("index_weights", p)
-    return scores(q, keys, weights, layer, p).tril()
+    return scores(q, keys, weights, layer, p).where(layer.usable_scores, 0)
 
 
 def _chosen(layer: Layer, p: Precision) -> Tensor:

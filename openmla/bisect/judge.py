@@ -72,9 +72,10 @@ def judge_layer(layer: Layer) -> Iterator[Verdict]:
 
 
 def _judge_values(layer: Layer, component: Component) -> Verdict:
+    if component.kind == "scores" and not bool(layer.usable_scores.any()):
+        note = "no token has so many keys that they were scored"
+        return Verdict(layer.number, component, math.nan, note=note)
     actual = layer.dumped(component.name)
-    if component.kind == "scores":
-        actual = layer.seen_scores(actual)
     exact = component.compute(layer, EXACT)
     if bool(exact.isnan().any()):
         return Verdict(layer.number, component, math.nan, note="its inputs are not numbers")

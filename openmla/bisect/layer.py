@@ -97,7 +97,9 @@ class Layer:
         return self.computed[key]
 
     def dumped(self, name: str) -> Tensor:
-        """As values: bytes of a cache are decoded."""
+        """As values: bytes of a cache are decoded, scores that nobody may use are 0."""
+        if name == "index_scores":
+            return self.tensors[name].where(self.usable_scores, 0)
         if name not in STORED:
             return self.tensors[name]
         D = self.row_width(name)
@@ -162,10 +164,17 @@ class Layer:
         compressor = self.config.compressor
         return tokens if compressor is None else tokens // compressor.ratio(self.number)
 
-    def seen_scores(self, scores: Tensor) -> Tensor:
-        """Scores of what nobody may choose set to 0, whatever they were."""
-        places = torch.arange(scores.shape[1])
-        return scores.masked_fill(places >= self.num_choices()[:, None], 0)
+    @cached_property
+    def usable_scores(self) -> Tensor:
+        """[T, S] bool: scores of keys that a token may choose; none of a dumped row without any,
+        as of tokens that see so few keys that nobody scored them."""
+        limits = self.num_choices()[:, None]
+        width = self.num_entries if self.config.compressor is not None else self.num_tokens
+        usable = torch.arange(width) < limits
+        if "index_scores" in self.tensors:
+            found = self.tensors["index_scores"] != -torch.inf
+            usable &= (found & usable).any(1, keepdim=True)
+        return usable
 
     def weight(self, name: str) -> Tensor:
         return self.weights[f"{name}.weight"]

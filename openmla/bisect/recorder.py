@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from openmla.attention.select import choose_positions
+from openmla.attention import IndexInputs
+from openmla.attention.select import choose_positions, score_chunk
 from openmla.bisect.dump import DTYPES, Dump, Settings
 from openmla.config import MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
@@ -109,7 +110,25 @@ class Recorder:
         chosen = _first_keys(torch.arange(first, plan.seq_lens[0]), indexer.topk, ratio=1)
         if plan.sparse is not None and step.selection is not None:
             chosen[_on_host(plan.sparse.rows)] = step.selection.positions.cpu().long()
+        if step.index_inputs is not None:
+            self._keep_scores(step, step.index_inputs, plan.sparse, 1)
         self.keep(number, "chosen", chosen)
+
+    def _keep_scores(
+        self, step: Attended, index: IndexInputs | None, scored: Any, ratio: int
+    ) -> None:
+        """Scores of the tokens that choose, by the op that scored them; -inf of all others."""
+        kept = torch.full((step.plan.num_tokens, self.num_tokens // ratio), -torch.inf)
+        if index is not None and scored is not None:
+            assert step.cache.index is not None
+            rows = torch.arange(step.plan.num_tokens)
+            of_step = getattr(scored, "rows", slice(None))  # V4's are all of them
+            q_idx, w_idx = index.q_idx[of_step], index.w_idx[of_step]
+            rows = rows[_on_host(of_step)]
+            for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
+                given = (q_idx, w_idx, step.cache.index, step.plan, scored, chunk, start_loc)
+                kept[rows[chunk.rows], : chunk.num_keys] = score_chunk(*given).float().cpu()
+        self.keep(step.layer, "index_scores", kept)
 
     def _watch_v4(self, step: Attended) -> None:
         """Rows as they lie in the window right after the step: later ones take their place."""
@@ -130,6 +149,9 @@ class Recorder:
             self.keep(number, "index_q_rotated", index.q_idx)
             given = (index.q_idx, index.w_idx, step.cache.index, step.plan, compressed)
             chosen = choose_positions(*given).cpu().long()
+            self._keep_scores(step, index, compressed, step.cache.ratio)
+        else:
+            self._keep_scores(step, None, None, step.cache.ratio)
         self.keep(number, "chosen", chosen)
 
     def _dump_v4(self, tensors: dict[str, Tensor], settings: dict[str, str]) -> None:
