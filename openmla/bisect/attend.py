@@ -12,7 +12,7 @@ from torch import Tensor
 from openmla.bisect.layer import Layer
 from openmla.bisect.precision import Precision
 
-AT_ONCE = 2**22  # scores held at a time, all heads together
+AT_ONCE = 2**24  # scores held at a time, all heads together
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Attended(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the queries meet: [S, C] and [S, R], as stored and as projected."""
+    """What the queries meet, as stored and as projected: [S, C] and [S, R], or if expanded
+    [H, S, P + R] and [H, S, V]."""
 
     stored: tuple[Tensor, Tensor]
     fresh: tuple[Tensor, Tensor]
@@ -52,7 +53,13 @@ def attend(
     scale = config.scale if mistake.scale is None else mistake.scale
     keys = _keys(layer, precision, mistake)
     kv_b = precision.take(layer.weight("kv_b_proj")).view(H, -1, C)
-    run = _Keyed(kv_b[:, :P], kv_b[:, P:], precision, keys, scale)
+    w_uk, w_uv = kv_b[:, :P], kv_b[:, P:]
+    if form == "expanded":  # of all tokens at once: chunks of queries meet the same keys
+        both = layer.fresh_from is not None
+        stored = _expanded(keys.stored, w_uk, w_uv, precision)
+        fresh_keys = _expanded(keys.fresh, w_uk, w_uv, precision) if both else stored
+        keys = Keys(stored, fresh_keys)
+    run = _Keyed(w_uk, w_uv, precision, keys, scale)
     ways = {"absorbed": run.absorbed, "expanded": run.expanded}
     step = max(AT_ONCE // (H * layer.num_tokens), 1)
     parts = []
@@ -111,6 +118,15 @@ def out_of_latent(layer: Layer, precision: Precision) -> Tensor:
     return precision.product(latent, w_uv.mT).to(precision.dtype).transpose(0, 1)
 
 
+def _expanded(
+    rows: tuple[Tensor, Tensor], w_uk: Tensor, w_uv: Tensor, p: Precision
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of every head, rounded."""
+    k_nope = p.product(rows[0], w_uk.mT).to(p.dtype)
+    k = torch.cat([k_nope, rows[1].expand(len(k_nope), -1, -1)], dim=-1)
+    return k, p.product(rows[0], w_uv.mT).to(p.dtype)
+
+
 class _Keyed(NamedTuple):
     w_uk: Tensor  # [H, P, C]
     w_uv: Tensor  # [H, V, C]
@@ -144,12 +160,10 @@ class _Keyed(NamedTuple):
         q = torch.cat([q_nope, q_pe], dim=-1).transpose(0, 1)  # [H, n, E]
 
         def score(keys: tuple[Tensor, Tensor]) -> Tensor:
-            k_nope = p.product(keys[0], self.w_uk.mT).to(p.dtype)  # [H, S, P]
-            k = torch.cat([k_nope, keys[1].expand(len(k_nope), -1, -1)], dim=-1)
-            return (p.product(q, k.mT).to(p.dtype) * self.scale).to(p.wide)
+            return (p.product(q, keys[0].mT).to(p.dtype) * self.scale).to(p.wide)
 
         def value(probs: Tensor, keys: tuple[Tensor, Tensor]) -> Tensor:
-            return p.product(probs, p.product(keys[0], self.w_uv.mT).to(p.dtype))
+            return p.product(probs, keys[1])
 
         out, lse = self._softmax(score, value, seen, fresh)
         latent = out.new_zeros((*out.shape[:2], self.w_uv.shape[2]))  # it has none

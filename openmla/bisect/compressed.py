@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from openmla.bisect.attend import AT_ONCE
 from openmla.bisect.indexer import of_indexer, scores
 from openmla.bisect.layer import ANY, ENTRIES, ROW, TOKENS, Component, Layer
 from openmla.bisect.pooled import NOT_RESET, STALE, entries, index_entries
@@ -114,10 +115,10 @@ def _chosen(layer: Layer, p: Precision) -> Tensor:
     return best.masked_fill(best >= limits, -1)
 
 
-def _visible(layer: Layer, mistake: Mistake) -> Tensor:
-    """[T, T + n] bool: the window's rows, then entries."""
+def _visible(layer: Layer, rows: slice, mistake: Mistake) -> Tensor:
+    """[rows, T + n] bool: the window's rows, then entries."""
     places = torch.arange(layer.num_tokens)
-    own, span = places[:, None], _compressor(layer).window + mistake.window
+    own, span = places[rows, None], _compressor(layer).window + mistake.window
     seen = (places <= own) & (places > own - span)
     n = layer.num_entries
     if not n:
@@ -125,8 +126,8 @@ def _visible(layer: Layer, mistake: Mistake) -> Tensor:
     finished = (own + 1 + mistake.early) // _ratio(layer)
     ready = torch.arange(n) < finished
     if _ratio(layer) == INDEXED_RATIO and not mistake.everything:
-        chosen = layer.get_chosen()
-        picked = torch.zeros((layer.num_tokens, n + 1), dtype=torch.bool)
+        chosen = layer.get_chosen()[rows]
+        picked = torch.zeros((len(own), n + 1), dtype=torch.bool)
         outside = (chosen < 0) | (chosen >= n)
         ready &= picked.scatter_(1, chosen.masked_fill(outside, n), True)[:, :n]
     return torch.cat([seen, ready], dim=1)
@@ -146,10 +147,29 @@ def _attend(
         found = layer.get("entries", p)
         found = found if layer.has("entries") else layer.round_trip("cache", found)
         keys = torch.cat([keys, found])
+    step = max(AT_ONCE // (layer.config.num_heads * len(keys)), 1)
+    starts = range(0, layer.num_tokens, step)
+    parts = [
+        _attend_rows(layer, p, slice(start, start + step), (q, keys), short, mistake)
+        for start in starts
+    ]
+    out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+    return out, lse
+
+
+def _attend_rows(
+    layer: Layer,
+    p: Precision,
+    rows: slice,
+    given: tuple[Tensor, Tensor],  # q [H, T, D], keys [S, D]
+    short: bool,
+    mistake: Mistake,
+) -> tuple[Tensor, Tensor]:
+    q, keys = given
     scale = layer.config.scale if mistake.scale is None else mistake.scale
-    logits = p.product(q, keys.T) * scale
+    logits = p.product(q[:, rows], keys.T) * scale
     logits = (logits.to(p.dtype) if short else logits).to(p.wide)
-    logits = logits.masked_fill(~_visible(layer, mistake), -torch.inf)
+    logits = logits.masked_fill(~_visible(layer, rows, mistake), -torch.inf)
     lse = logits.logsumexp(-1)
     total = lse
     if mistake.sink:

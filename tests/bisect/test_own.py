@@ -10,7 +10,16 @@ import torch
 
 from openmla import ConfigError, ShapeError, UnsupportedError
 from openmla.attention import attend_step
-from openmla.bisect import Dump, Settings, compare, first_wrong, read_dump, record
+from openmla.bisect import (
+    Dump,
+    Settings,
+    attend,
+    compare,
+    compressed,
+    first_wrong,
+    read_dump,
+    record,
+)
 from openmla.bisect.report import sentence
 from openmla.integrations.transformers import attention
 from tests.bisect.models import in_dtype, prompt
@@ -59,6 +68,17 @@ def test_formats_of_a_sparse_model(index_format: str, dtype: torch.dtype) -> Non
 def test_v4(dtype: torch.dtype, options: dict[str, Any]) -> None:
     head_dim = 128 if options.get("cache_format") == "fp8_dsv4" else 32
     assert_sound(in_dtype(make_v4(head_dim=head_dim), dtype), 150, **options)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_chunks_of_queries_make_no_difference(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_v4() if family == "deepseek_v4" else model_of(family)
+    dump = record(model, prompt(50))
+    whole = [verdict.used for verdict in compare(model, dump) if verdict.judged]
+    for module in (attend, compressed):
+        monkeypatch.setattr(module, "AT_ONCE", 7 * 4 * 60)
+    apart = [verdict.used for verdict in compare(model, dump) if verdict.judged]
+    torch.testing.assert_close(torch.tensor(apart), torch.tensor(whole), rtol=0.1, atol=0.02)
 
 
 def test_a_fault_of_our_own_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
