@@ -15,11 +15,12 @@ from openmla.bisect.reference import Reference, check_config
 from openmla.bisect.report import draw, sentence, table
 from openmla.cache import check_formats
 from openmla.cli.checkpoint import check_backend, check_tokens, checked_device, open_checkpoint
-from openmla.cli.generate import read_prompt
+from openmla.cli.generate import read_prompt, warn_of_context
 from openmla.cli.models import check_attention, load_model, load_tokenizer, note, read_config
 from openmla.errors import ConfigError, UnsupportedError
 
 OUTSIDE = 1  # the exit status where a component is outside its budget
+MANY_TOKENS = 2048
 USUAL_TOKENS = 256  # of the demo's prompt, if none is given
 
 
@@ -41,6 +42,9 @@ def run_bisect(options: argparse.Namespace) -> int:
     check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
     if options.prompt is None:
         tokens = tokens[:USUAL_TOKENS]
+    warn_of_context(len(tokens), 0, checkpoint.config)
+    if len(tokens) > MANY_TOKENS:
+        note(f"warning: {len(tokens)} tokens take long, by their square; a few hundred are enough")
     ids = torch.tensor(tokens)
     if dump is not None:
         check_prompt(dump, ids)
