@@ -36,7 +36,7 @@ MAY_IMPORT = {
     },
     "testing": {"errors", "config", "outputs", "cache", "backends", "ops"},
 }
-ANYTHING = {"bench", "cli", "integrations", "__init__"}
+ANYTHING = {"bench", "bisect", "cli", "integrations", "__init__"}
 
 # Third-party packages, and the only places that may import them. torch is everywhere.
 ONLY_IN = {
@@ -46,16 +46,22 @@ ONLY_IN = {
         "integrations/__init__.py",
         "integrations/transformers/",
         "bench/",
+        "bisect/recorder.py",
         "cli/models.py",
         "cli/eval.py",
     ),
     "vllm": ("integrations/vllm/",),
-    "safetensors": ("cli/models.py", "cli/checkpoint.py", "integrations/scales.py"),
+    "safetensors": (
+        "bisect/dump.py",
+        "cli/models.py",
+        "cli/checkpoint.py",
+        "integrations/scales.py",
+    ),
     "torch.distributed": ("parallel/",),
 }
 
 # Where functions stay short enough to be held in mind; kernels and ops' schemas are long by nature.
-SHORT = ("config", "plan", "attention", "parallel", "layers", "integrations", "cli")
+SHORT = ("config", "plan", "attention", "parallel", "layers", "integrations", "bisect", "cli")
 MOST_LINES, MOST_PARAMETERS = 80, 13
 THEIRS = ("flash_mla_with_kvcache",)  # whose arguments another package decided
 

@@ -99,9 +99,12 @@ class CacheFormat:
         self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
     ) -> Tensor:
         """Rows [n, D] in dtype from slots [n], all valid."""
+        return self.decode(self.stored(cache, slots, D), kv_scale, dtype, D)
+
+    def stored(self, cache: Tensor, slots: Tensor, D: int) -> Tensor:
+        """What is at slots [n], as encode() made it: [n, W]."""
         BS = cache.shape[1]
-        stored = raw_view(cache)[slots // BS, slots % BS].view(self.dtype)
-        return self.decode(stored, kv_scale, dtype, D)
+        return raw_view(cache)[slots // BS, slots % BS].view(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ class ScalesBehind(CacheFormat):
 
     The bytes of one block are BS x values, row after row, then BS x scales. Declared as [N, BS, W],
     but a row's bytes are not neighbours: pages must be contiguous inside, and only write(), move()
-    and read() know where things are. encode() and decode() have a row's values and scales side by
+    and stored() know where things are. encode() and decode() have a row's values and scales side by
     side.
     """
 
@@ -183,12 +186,10 @@ class ScalesBehind(CacheFormat):
         for region in self._regions(cache, D):
             region[targets // BS, targets % BS] = region[sources // BS, sources % BS]
 
-    def read(
-        self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
-    ) -> Tensor:
+    def stored(self, cache: Tensor, slots: Tensor, D: int) -> Tensor:
         BS = cache.shape[1]
         parts = [region[slots // BS, slots % BS] for region in self._regions(cache, D)]
-        return self.decode(torch.cat(parts, -1), kv_scale, dtype, D)
+        return torch.cat(parts, -1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from importlib.util import find_spec
 import torch
 
 from openmla import __version__
-from openmla.cli.options import Parser, calibrate_options, eval_options, generate_options
+from openmla.cli.options import (
+    Parser,
+    bisect_options,
+    calibrate_options,
+    eval_options,
+    generate_options,
+)
 from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 
 COMMANDS = {
@@ -20,6 +26,7 @@ COMMANDS = {
     "generate": "text from a Hugging Face MLA model on disk",
     "eval": "bits per byte for every cache format",
     "calibrate": "scales of a model's fp8 cache, found on a text",
+    "bisect": "which component of a model's attention is wrong",
     "size": "context that fits on some GPUs, and the least time of a decode step",
     "bench": "time the backends of an op, a step, or a whole model",
 }
@@ -83,6 +90,7 @@ def _run(arguments: Sequence[str]) -> int:
         "generate": generate_options,
         "eval": eval_options,
         "calibrate": calibrate_options,
+        "bisect": bisect_options,
     }
     options = readers[chosen.command](chosen.arguments)
     for package in ("transformers", "safetensors"):
@@ -96,6 +104,10 @@ def _run(arguments: Sequence[str]) -> int:
         from openmla.cli.calibrate import run_calibrate
 
         return run_calibrate(options)
+    if chosen.command == "bisect":
+        from openmla.cli.bisect import run_bisect
+
+        return run_bisect(options)
     from openmla.cli.eval import run_eval
 
     return run_eval(options)

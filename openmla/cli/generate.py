@@ -147,19 +147,19 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompt(options: argparse.Namespace) -> str:
+def read_prompt(options: argparse.Namespace, command: str = "generate") -> str:
     """The text to continue: given, in a file, or the demo's."""
     prompt: str | None = options.prompt
     if prompt is None and options.model == "demo":
         return demo_prompt()
     if not prompt:
-        raise ConfigError("generate: --prompt must be given, and not be empty.")
+        raise ConfigError(f"{command}: --prompt must be given, and not be empty.")
     if prompt.startswith("@"):
-        return read_text("generate: --prompt", prompt[1:])
+        return read_text(f"{command}: --prompt", prompt[1:])
     try:
         prompt.encode()
     except UnicodeEncodeError as error:  # bytes of a command line that are no text
-        raise ConfigError(f"generate: --prompt must be text in UTF-8: {error}.") from error
+        raise ConfigError(f"{command}: --prompt must be text in UTF-8: {error}.") from error
     return prompt
 
 

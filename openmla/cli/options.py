@@ -111,7 +111,7 @@ def backend(text: str) -> Asked:
 
 
 def _model_parser(command: str, description: str) -> Parser:
-    """What generate, eval and calibrate have in common."""
+    """What generate, eval, calibrate and bisect have in common."""
     parser = Parser(prog=f"openmla {command}", description=description)
     parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
     parser.add_argument(
@@ -143,6 +143,20 @@ def _add_windows(parser: Parser) -> None:
     )
 
 
+def _add_step(parser: Parser) -> None:
+    """How an attached model's steps run."""
+    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
+    parser.add_argument(
+        "--kv-scale", type=kv_scale, metavar="S",
+        help="of an fp8 cache: a number, or a file that calibrate wrote; default: the "
+        "checkpoint's, else 1",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", type=backend, default="auto",
+        help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
+    )  # fmt: skip
+
+
 def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _model_parser("generate", "Text from a Hugging Face MLA model on disk.")
     parser.add_argument("--prompt", help="the text to continue, or @FILE; the demo has one")
@@ -157,19 +171,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
     )
-    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
-    parser.add_argument(
-        "--kv-scale", type=kv_scale, metavar="S",
-        help="of an fp8 cache: a number, or a file that calibrate wrote; default: the "
-        "checkpoint's, else 1",
-    )  # fmt: skip
+    _add_step(parser)
     parser.add_argument(
         "--absorbed-format", choices=("fp8",),
         help="of what decode multiplies by, kv_b_proj; default: as the model",
-    )  # fmt: skip
-    parser.add_argument(
-        "--backend", type=backend, default="auto",
-        help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
     )  # fmt: skip
     parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,
@@ -202,5 +207,25 @@ def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
         help="a picture of bits per byte along the context, as .png",
+    )  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def bisect_options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _model_parser(
+        "bisect", "Which component of a model's attention is wrong, against float64."
+    )
+    parser.add_argument("--prompt", help="the text to compare on, or @FILE; the demo has one")
+    parser.add_argument(
+        "--against", metavar="DUMP",
+        help="what another engine computed, as docs/bisect.md lays it out; default: this package",
+    )  # fmt: skip
+    _add_step(parser)
+    parser.add_argument(
+        "--save", type=output_file, metavar="FILE", help="write this package's own dump"
+    )
+    parser.add_argument(
+        "--plot", type=picture_file, metavar="FILE",
+        help="a picture of errors by layer and component, as .png",
     )  # fmt: skip
     return parser.parse_args(arguments)

@@ -10,17 +10,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from openmla.attention import IndexInputs, Selection
 from openmla.backends.asked import Asked
 from openmla.cache import (
     BlockPool,
@@ -52,6 +53,22 @@ if TYPE_CHECKING:
 FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
 ROLLBACK = 32  # tokens a V4 sequence can be cropped by
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Attended(NamedTuple):
+    """One layer's step, for whoever looks: what it was given, its caches after it, its output."""
+
+    layer: int
+    queries: Tensor  # [T, H, E], rotated
+    rows: Tensor  # [T, D], this step's, rotated
+    cache: LayerCache
+    plan: Plan
+    index_inputs: IndexInputs | None  # of the indexer, where the layer has one that was asked
+    selection: Selection | None  # V3.2's, where the plan has tokens that choose
+    out: Tensor  # [T, H, V]; V4's still rotated
+
+
+Watcher = Callable[[Attended], None]
 
 
 @dataclass(eq=False)
@@ -128,6 +145,7 @@ class Attachment:
         self._tables: dict[torch.device, Tensor] = {}
         self.cut_off = Clamped()
         self.measured: dict[int, Measured] = {}  # by layer, while calibrate() runs
+        self.watcher: Watcher | None = None  # told of every layer's step, while bisect runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a model that is copied or saved: caches and their requests stay with the original."""
@@ -187,6 +205,11 @@ class Attachment:
                 yield self.pool
         finally:
             self._free_dropped()
+
+    def tell(self, *step: Any) -> None:
+        """Of a layer's step, whoever watches: Attended's fields."""
+        if self.watcher is not None:
+            self.watcher(Attended(*step))
 
     def drop(self, requests: Sequence[int]) -> None:
         """Free a session's requests. The garbage collector calls this, wherever a thread happens to

@@ -87,6 +87,7 @@ def _attend(
     projected = Projected(q_nope, q_pe, kv_c, k_pe)
     if attachment.measured:
         attachment.measured[layer.layer].see_step(projected, absorbed)
+    index = None
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
         layer.index_keys = None
@@ -107,14 +108,12 @@ def _attend(
             selection.rows.to(query.device),
             plan.sparse.row_lens,
         )
-    return attend_step(
-        projected,
-        absorbed,
-        cache,
-        plan,
-        selection=selection,
-        sink=sink,
-    )
+    out = attend_step(projected, absorbed, cache, plan, selection=selection, sink=sink)
+    if attachment.watcher is not None:
+        rows = torch.cat([kv_c, k_pe], dim=-1)
+        attachment.tell(layer.layer, q, rows, cache, plan, index, selection, out)
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _padding_of(mask: Tensor | None) -> Tensor | None:

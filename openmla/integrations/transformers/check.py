@@ -41,6 +41,9 @@ class Options(NamedTuple):
     batch_invariant: bool = False
 
 
+DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
+
+
 def check_model(model: nn.Module, options: Options) -> Attachment:
     """What attach() will set up on a model, if it can be; the model itself is not touched."""
     text_config = getattr(model, "config", None)

@@ -150,8 +150,11 @@ def attend_v4(
         index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
     if isinstance(plan, RankPlan):
-        return attend_over_ranks(given, None, cache, plan, sink=sink.float())
-    return attend_compressed(cache=cache, plan=plan, sink=sink.float(), **vars(given))
+        out = attend_over_ranks(given, None, cache, plan, sink=sink.float())
+    else:
+        out = attend_compressed(cache=cache, plan=plan, sink=sink.float(), **vars(given))
+    attachment.tell(layer.layer, q, raw, cache, plan, index, None, out)
+    return out
 
 
 def with_positions(

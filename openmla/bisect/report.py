@@ -1,0 +1,126 @@
+"""What bisect found, for people: a table, one sentence, and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from openmla.bisect.judge import Verdict
+
+SHOWN_ROWS = 4  # stretches of tokens that are named
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """A line per component: its worst layer, and how many of the layers are outside."""
+    lines = [f"{'component':<18}{'worst layer':>12}{'error':>11}{'budget':>11}{'used':>10}"]
+    for name, found in by_component(verdicts).items():
+        judged = [verdict for verdict in found if verdict.judged]
+        if not judged:
+            lines.append(f"{name:<18}{'-':>12}  {found[0].note}")
+            continue
+        worst = max(judged, key=lambda verdict: verdict.used)
+        wrong = sum(verdict.wrong for verdict in judged)
+        mark = f"  outside in {wrong} of {len(judged)} layers" if wrong else ""
+        numbers = f"{number(worst.error):>11}{number(worst.budget):>11}{number(worst.used):>10}"
+        lines.append(f"{name:<18}{worst.layer:>12}{numbers}{mark}")
+    return "\n".join(lines)
+
+
+def by_component(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
+    """In the order in which a layer computes; layers may differ in what they have."""
+    longest = max(_layers(verdicts).values(), key=len, default=[])
+    found: dict[str, list[Verdict]] = {verdict.component.name: [] for verdict in longest}
+    for verdict in verdicts:
+        found.setdefault(verdict.component.name, []).append(verdict)
+    return found
+
+
+def _layers(verdicts: Sequence[Verdict]) -> dict[int, list[Verdict]]:
+    layers: dict[int, list[Verdict]] = {}
+    for verdict in verdicts:
+        layers.setdefault(verdict.layer, []).append(verdict)
+    return layers
+
+
+def sentence(verdicts: Sequence[Verdict], subject: str) -> str:
+    """Which component leaves its budget first, by how much, and what it looks like."""
+    judged = [verdict for verdict in verdicts if verdict.judged]
+    wrong = next((verdict for verdict in judged if verdict.wrong), None)
+    if not judged:
+        return f"Nothing could be judged: {subject} has no output whose inputs are there, too."
+    if wrong is None:
+        closest = max(judged, key=lambda verdict: verdict.used)
+        layers = len(_layers(judged))
+        return (
+            f"All {len(judged)} components of {layers} layers are within their budgets; the "
+            f"closest is {closest.component.name} of layer {closest.layer} with "
+            f"{number(closest.used)} of it."
+        )
+    component = wrong.component
+    parts = [
+        f"First outside its budget: {component.name} ({component.title}) of layer {wrong.layer}."
+    ]
+    if math.isfinite(wrong.used):
+        parts.append(
+            f"Its error is {number(wrong.error)} where {number(wrong.budget)} is allowed, "
+            f"{number(wrong.used)} times; values are about {number(wrong.size)}."
+        )
+    if wrong.note:
+        parts.append(f"It looks {wrong.note}." if wrong.note.startswith("as if") else
+                     f"{wrong.note[0].upper()}{wrong.note[1:]}.")  # fmt: skip
+    if wrong.rows:
+        parts.append(f"Rows that are off: {stretches(wrong.rows)}.")
+    return " ".join(parts)
+
+
+def stretches(rows: Sequence[int]) -> str:
+    """0 to 15, 32, and so on."""
+    runs: list[list[int]] = []
+    for row in rows:
+        if runs and row == runs[-1][1] + 1:
+            runs[-1][1] = row
+        else:
+            runs.append([row, row])
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    more = len(texts) - SHOWN_ROWS
+    return ", ".join(texts[:SHOWN_ROWS]) + (f" and {more} more stretches" if more > 0 else "")
+
+
+def number(value: float) -> str:
+    """Three digits, whatever the size."""
+    return "any" if math.isinf(value) else f"{value:.3g}"
+
+
+def draw(verdicts: Sequence[Verdict], path: Path, title: str) -> None:
+    """Error by layer and component, as powers of ten of the budget: below 0 is within."""
+    from matplotlib import pyplot
+
+    found = by_component(verdicts)
+    names = [name for name, each in found.items() if any(verdict.judged for verdict in each)]
+    layers = sorted(_layers(verdicts))
+    least, most = -2.0, 2.0
+    grid = [[math.nan] * len(names) for _ in layers]
+    for column, name in enumerate(names):
+        for verdict in found[name]:
+            if verdict.judged:
+                power = math.log10(verdict.used) if verdict.used > 0 else least
+                grid[layers.index(verdict.layer)][column] = min(max(power, least), most)
+    size = (2.5 + 0.55 * len(names), 2.2 + 0.28 * min(len(layers), 80))
+    figure, axes = pyplot.subplots(figsize=size)
+    image = axes.imshow(grid, cmap="RdYlGn_r", vmin=least, vmax=most, aspect="auto")
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+    step = -(-len(layers) // 40)
+    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+    axes.set(ylabel="layer", title=title)
+    wrong = next((verdict for verdict in verdicts if verdict.wrong), None)
+    if wrong is not None:
+        place = (names.index(wrong.component.name), layers.index(wrong.layer))
+        axes.plot(*place, "o", mfc="none", mec="black", ms=13, mew=2, label="first outside")
+        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.28), fontsize=8, frameon=False)
+    bar = figure.colorbar(image, ax=axes, ticks=[-2, -1, 0, 1, 2])
+    bar.ax.set_yticklabels(["1 % or less", "10 %", "all of it", "10 times", "100 times or more"])
+    bar.set_label("error, as a share of its budget")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,107 @@
+"""`openmla bisect`: which component of a model's attention is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openmla.bisect import Dump, Verdict, check_prompt, read_dump, record, reference_of
+from openmla.bisect.reference import Reference, check_config
+from openmla.bisect.report import draw, sentence, table
+from openmla.cache import check_formats
+from openmla.cli.checkpoint import check_backend, check_tokens, checked_device, open_checkpoint
+from openmla.cli.generate import read_prompt, warn_of_context
+from openmla.cli.models import check_attention, load_model, load_tokenizer, note, read_config
+from openmla.errors import ConfigError, UnsupportedError
+
+OUTSIDE = 1  # the exit status where a component is outside its budget
+MANY_TOKENS = 2048
+USUAL_TOKENS = 256  # of the demo's prompt, if none is given
+
+
+def run_bisect(options: argparse.Namespace) -> int:
+    """Check everything, load, compare component by component, and name the first that is wrong."""
+    device = checked_device(options.device)
+    if options.plot and find_spec("matplotlib") is None:
+        raise UnsupportedError('bisect: --plot needs matplotlib: pip install "openmla[plot]".')
+    dump = _read_against(options)
+    prompt = read_prompt(options, "bisect")
+    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    check_config(checkpoint.config)
+    config = read_config(checkpoint.folder)
+    check_attention(options.attention, config)
+    check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
+    check_backend(options.backend, device, options.cache_format)
+    tokenizer = load_tokenizer(checkpoint.folder)
+    tokens = tokenizer.encode(prompt)
+    check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
+    if options.prompt is None:
+        tokens = tokens[:USUAL_TOKENS]
+    warn_of_context(len(tokens), 0, checkpoint.config)
+    if len(tokens) > MANY_TOKENS:
+        note(f"warning: {len(tokens)} tokens take long, by their square; a few hundred are enough")
+    ids = torch.tensor(tokens)
+    if dump is not None:
+        check_prompt(dump, ids)
+    dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
+    model = load_model(checkpoint, device, options.dtype, dense=dense)
+    reference = reference_of(model)
+    subject = "this package's own step" if dump is None else Path(options.against).name
+    if dump is None:
+        dump = _own(model, ids.to(device), options)
+    verdicts = _judged(reference, dump)
+    print(f"{subject}: {len(ids)} tokens, {len(dump.layers)} layers, against float64\n")
+    print(table(verdicts))
+    print(f"\n{sentence(verdicts, subject)}")
+    if options.plot:
+        draw(verdicts, Path(options.plot), f"{checkpoint.folder.name}: {subject} against float64")
+        note(f"wrote {Path(options.plot).name}")
+    if not any(verdict.judged for verdict in verdicts):
+        return 2
+    return OUTSIDE if any(verdict.wrong for verdict in verdicts) else 0
+
+
+def _read_against(options: argparse.Namespace) -> Dump | None:
+    """The dump, if one is given; options that say how to make one do not go with it."""
+    if options.against is None:
+        return None
+    for name in ("cache_format", "kv_scale", "save"):
+        if getattr(options, name) is not None:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"bisect: {option} must not be given with --against.")
+    return read_dump(options.against)
+
+
+def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
+    note(f"running the prompt, tokens: {len(ids)}, the last ones one by one")
+    dump = record(
+        model,
+        ids,
+        cache_format=options.cache_format,
+        kv_scale=options.kv_scale,
+        index_format=options.index_format,
+        backend=options.backend,
+    )
+    if options.save:
+        dump.save(options.save)
+        note(f"wrote {Path(options.save).name}")
+    return dump
+
+
+def _judged(reference: Reference, dump: Dump) -> list[Verdict]:
+    """Layer by layer, with progress."""
+    verdicts: list[Verdict] = []
+    numbers = dump.layers
+    for verdict in reference.judge(dump):
+        if sys.stderr.isatty() and (not verdicts or verdict.layer != verdicts[-1].layer):
+            line = f"\rlayer {numbers.index(verdict.layer) + 1} of {len(numbers)}"
+            print(line, end="", file=sys.stderr, flush=True)
+        verdicts.append(verdict)
+    if sys.stderr.isatty():
+        print(file=sys.stderr, flush=True)
+    return verdicts
