@@ -1,4 +1,4 @@
-"""Products by weights whose bits must not depend on the batch: project_heads, in one tile.
+"""Products by weights whose bits must not depend on the batch: project_heads, in one order of sums.
 
 torch's own products take other kernels for other numbers of rows. One head of project_heads is a
 linear, and a row of ones sums a row's columns: nothing here needs another op.

@@ -3,8 +3,8 @@
 Steps are of DeepSeek-V3's attention without its projections, of 16 heads (one of eight ranks) and
 of 128: rows into the cache, queries into latent space, attention, outputs out of it; or, of a
 prompt, the expansion of its keys. On a GPU both are replayed from graphs. The layer's own linears
-are timed apart, by torch and in one tile. A step whose first request has other bits alone than in
-its batch, or that is outside 16 bits' error of the default one, is WRONG and not timed.
+are timed apart, by torch and in one order of sums. A step whose first request has other bits alone
+than in its batch, or that is outside 16 bits' error of the default one, is WRONG and not timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A layer's own linears: called, or where a row's bits are its own, multiplied in one tile."""
+"""A layer's own linears: called, or where a row's bits are its own, summed in one order."""
 
 from __future__ import annotations
 

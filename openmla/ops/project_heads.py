@@ -14,7 +14,8 @@ values that are exactly w's; a block's scale is multiplied by the sum over its r
 dtype, or is float32 under x of 16 bits. No tokens: nothing is written. out must not overlap x.
 
 With batch_invariant a token's bits do not depend on how many others there are, nor on which of
-them it is: one tile on a GPU, row by row on a CPU. One head is a linear, w its weight transposed.
+them it is: one order of sums on a GPU, row by row on a CPU. One head is a linear, w its weight
+transposed.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def make_plan(
     `batch_invariant`: given equal inputs, a row's output, lse and chosen keys have the same bits
     alone, in any batch, at any place in it, captured or not. Keys of absorbed rows are split every
     FIXED_RUN of the row's own, contexts of expanded ones are cut every `workspace_tokens` (or rows
-    of the workspace) of the request's own, and ops run by kernels that take one tile whatever the
-    batch; explain() names them. With form="absorbed" a prompt in any chunks and token by token
+    of the workspace) of the request's own, and ops run by kernels that sum in one order whatever
+    the batch; explain() names them. With form="absorbed" a prompt in any chunks and token by token
     gives the same bits, too. Between the expanded and the absorbed form they differ. MLAAttention
     and MLAAttentionV4 project so as well; under attach() the model's other linears are the
     caller's. docs/batch-invariance.md has what it costs.
