@@ -121,12 +121,13 @@ def even_partition(
     for r in tl.range(0, part.num_runs, disable_licm=True):
         run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
         zeros, acc, running_max, running_sum = many.initial_state()
-        if FP8:
-            fp8.load_queries(
-                queries, q, run, first_row, q_token, q_head, scales, qk_scale, kv_scale, H
-            )
-        else:
-            load_queries(queries, q, run, first_row, q_token, q_head, H)
+        if parts.new_item(r, unit, FIXED):
+            if FP8:
+                fp8.load_queries(
+                    queries, q, run, first_row, q_token, q_head, scales, qk_scale, kv_scale, H
+                )
+            else:
+                load_queries(queries, q, run, first_row, q_token, q_head, H)
         mbarrier.arrive(queries_ready, count=1)
         for i in tl.range(0, num_steps(run), disable_licm=True):
             scores, more = many.even_scores(

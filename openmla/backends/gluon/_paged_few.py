@@ -186,9 +186,11 @@ def attend_partition(
     first: gl.constexpr = SPAN * VALUE_SPANS // 2 * ODD
     request, item, unit = part.request, part.item, part.unit
     step = 0
+    row_scale = gl.zeros([ROWS], gl.float32, gl.SliceLayout(0, MMA))
     for r in tl.range(0, part.num_runs, disable_licm=True):
         run = parts.find_run(work, part, r, request, item, unit, H, TOKENS, CAUSAL, FIXED)
-        row_scale = qk_scale * load_queries(queries, q, run, first_row, q_token, q_head, ODD, H)
+        if parts.new_item(r, unit, FIXED):
+            row_scale = qk_scale * load_queries(queries, q, run, first_row, q_token, q_head, ODD, H)
         acc = ()
         for _ in gl.static_range(VALUE_SPANS):
             acc += (gl.zeros([SPAN, ROWS], gl.float32, MMA),)

@@ -150,3 +150,13 @@ def next_run(work, request, item, unit, TOKENS: gl.constexpr, FIXED: gl.constexp
             ):
                 request += 1
     return gl.minimum(request, work.B - 1), item, unit
+
+
+@gluon.jit
+def new_item(r, unit, FIXED: gl.constexpr):
+    """Whether a program's run has other queries than the one before it: fixed runs of one item
+    follow each other."""
+    if FIXED:
+        return (r == 0) | (unit == 0)
+    else:
+        return True
