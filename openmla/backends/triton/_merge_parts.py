@@ -25,8 +25,12 @@ FP_FUSION = True
 # Runs, columns, heads.
 FEW_TILE = (8, 512, 4)
 MANY_TILE = (128, 32, 1)
-FIXED_TILE = (16, 128, 1)  # one order of summation, whatever the batch
 FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
+# Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
+FIXED_FEW_ROWS = (128, 1, 1)
+FIXED_MANY_ROWS = (512, 1, 4)
+MANY_ROWS = 1024  # of outputs
+UNROLL = tl.constexpr(8)  # runs whose loads are in flight together
 
 
 class Merge(NamedTuple):
@@ -64,12 +68,11 @@ def prepare_merge(
     slots = max(items * units, 1) if fixed else 2 * programs
     most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
     overlapped = overlapped and most_runs <= FEW_RUNS
-    constants = merge_constants(most_runs, H, C, fixed=fixed)
+    kernel, constants, num_warps = merge_build(most_runs, T, H, C, fixed=fixed)
     options = {"launch_pdl": True} if overlapped else {}
     launch = prepare(
-        _merge_parts_kernel, {**constants, "OVERLAPPED": overlapped},
-        num_warps=8 if constants["HEADS"] > 1 else 4, num_stages=3, enable_fp_fusion=FP_FUSION,
-        **options,
+        kernel, {**constants, "OVERLAPPED": overlapped}, num_warps=num_warps, num_stages=3,
+        enable_fp_fusion=FP_FUSION, **options,
     )  # fmt: skip
     grid = (T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))
     part_lse = cdiv(slots * rows * C, 4) * 16  # all pieces start on 16 bytes
@@ -95,22 +98,29 @@ def merge_parts(merge: Merge, outputs: Outputs) -> None:
     merge.launch(merge.grid, part, part_lse, spans, out, lse, merge.rows)
 
 
-def merge_constants(most_runs: int, H: int, C: int, *, fixed: bool) -> dict[str, Any]:
-    """Many runs: few rows, so that columns have to fill the machine. Few runs: several heads a
-    program, so that one wave of programs sees that there is nothing to merge. No more tiles than
-    that: warm-up compiles them all."""
-    runs, columns, heads = MANY_TILE if most_runs > FEW_RUNS else FEW_TILE
+def merge_build(
+    most_runs: int, T: int, H: int, C: int, *, fixed: bool
+) -> tuple[Any, dict[str, Any], int]:
+    """Kernel, constants and warps. Many runs: few rows, so that columns have to fill the machine.
+    Few runs: several heads a program, so that one wave of programs sees that there is nothing to
+    merge. No more tiles than that: warm-up compiles them all."""
+    constants = {"H": H, "C": C}
     if fixed:
-        runs, columns, heads = FIXED_TILE
+        columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_ROWS else FIXED_FEW_ROWS
+        kernel = _merge_fixed_kernel
+    else:
+        runs, columns, heads = MANY_TILE if most_runs > FEW_RUNS else FEW_TILE
+        kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
+        warps = 8 if heads > 1 else 4
     columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)
-    return {"H": H, "C": C, "FIXED": fixed, "BLOCK_X": runs, "BLOCK_C": columns, "HEADS": heads}
+    return kernel, {**constants, "BLOCK_C": columns, "HEADS": heads}, warps
 
 
 @triton.jit(do_not_specialize=["slot_rows"])
 def _merge_parts_kernel(
     part, part_lse, spans, out, lse, slot_rows,
-    H: tl.constexpr, C: tl.constexpr, FIXED: tl.constexpr, OVERLAPPED: tl.constexpr,
-    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_X: tl.constexpr,
+    BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (H + HEADS - 1) // HEADS
     t, tile = tl.program_id(0) // TILES, tl.program_id(1)
@@ -129,10 +139,8 @@ def _merge_parts_kernel(
     running_max = tl.full([HEADS], float("-inf"), tl.float32)
     for start in range(0, num, BLOCK_X):
         x = start + tl.arange(0, BLOCK_X)
-        if FIXED:
-            slot = first + x
-        else:  # the first part ends with the item, the others begin with it
-            slot = tl.where(x == 0, 2 * first + 1, 2 * (first + x))
+        # the first part ends with the item, the others begin with it
+        slot = tl.where(x == 0, 2 * first + 1, 2 * (first + x))
         rows = slot.to(tl.int64)[None, :] * slot_rows + (token * H + heads)[:, None]
         mask = mask_h[:, None] & (x < num)[None, :]
         run_lse = tl.load(part_lse + rows, mask=mask, other=float("-inf"))
@@ -148,6 +156,14 @@ def _merge_parts_kernel(
         acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         running_max = new_max
+    store_merged(out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C)
+
+
+@triton.jit
+def store_merged(
+    out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
     any_valid = running_sum != 0  # NaN stays NaN
     merged_lse = tl.where(any_valid, running_max + tl.log2(running_sum) * LN2, float("-inf"))
     normalizer = tl.where(any_valid, 1.0 / running_sum, 0.0)
@@ -156,3 +172,48 @@ def _merge_parts_kernel(
     values = (acc * normalizer[:, None]).to(out.dtype.element_ty)
     tl.store(at, values, mask=mask_h[:, None] & (c < C)[None, :])
     tl.store(lse + line, merged_lse, mask=heads < tl.where(tile == 0, H, 0))
+
+
+@triton.jit(do_not_specialize=["slot_rows"])
+def _merge_fixed_kernel(
+    part, part_lse, spans, out, lse, slot_rows,
+    H: tl.constexpr, C: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_C: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Of fixed runs: one after the other for every value, under the largest lse of all of them."""
+    TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    t, tile = tl.program_id(0) // TILES, tl.program_id(1)
+    if OVERLAPPED:
+        gdc_wait()
+    first = tl.load(spans + 3 * t)
+    num = tl.load(spans + 3 * t + 1) - first + 1
+    token = tl.load(spans + 3 * t + 2)
+    if num == 1:
+        return
+    heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
+    mask_h = heads < H
+    c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = first.to(tl.int64) * slot_rows + token * H + heads
+    running_max = tl.full([HEADS], float("-inf"), tl.float32)
+    for start in range(0, num, 32):
+        x = start + tl.arange(0, 32)
+        at = part_lse + row[:, None] + x.to(tl.int64)[None, :] * slot_rows
+        mask = mask_h[:, None] & (x < num)[None, :]
+        run_lse = tl.load(at, mask=mask, other=float("-inf"))
+        running_max = tl.maximum(running_max, tl.max(run_lse, 1))
+    safe_max = finite_max(running_max)
+    acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
+    running_sum = tl.zeros([HEADS], tl.float32)
+    for start in range(0, num, UNROLL):
+        for x in tl.static_range(UNROLL):
+            mask = heads < tl.where(start + x < num, H, 0)
+            run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
+            values = tl.load(
+                part + row[:, None] * C + c[None, :], mask=mask[:, None] & (c < C)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            weight = tl.exp2((run_lse - safe_max) * LOG2E)
+            acc = tl.fma(values, weight[:, None].broadcast_to(HEADS, BLOCK_C), acc)
+            running_sum += weight
+            row += slot_rows
+    store_merged(out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C)

@@ -206,14 +206,11 @@ def builds() -> Iterator[Build]:
                     signature_of(kernel, constants, {**types, "cache": stored}), constants,
                     config.num_warps, config.num_stages, capability, FP_FUSION,
                 )  # fmt: skip
-        for most_runs, fixed in ((8, False), (132, False), (8, True)):
-            constants = merge.merge_constants(most_runs, 128, 512, fixed=fixed)
+        for most_runs, T, fixed in ((8, 64, False), (132, 1, False), (8, 1, True), (8, 64, True)):
+            merging, constants, warps = merge.merge_build(most_runs, T, 128, 512, fixed=fixed)
             constants["OVERLAPPED"] = False
             own = {"out": "*bf16", "spans": "*i32"}
             own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
-            warps = 8 if constants["HEADS"] > 1 else 4
-            yield Build(
-                f"merge-parts-{most_runs}{'-fixed' if fixed else ''}", merge._merge_parts_kernel,
-                signature_of(merge._merge_parts_kernel, constants, own), constants, warps, 3,
-                capability, merge.FP_FUSION,
-            )  # fmt: skip
+            name = f"merge-parts-{most_runs}-T{T}{'-fixed' if fixed else ''}"
+            signature = signature_of(merging, constants, own)
+            yield Build(name, merging, signature, constants, warps, 3, capability, merge.FP_FUSION)
