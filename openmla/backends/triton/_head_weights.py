@@ -26,6 +26,8 @@ LEAST_ROWS = 16  # of a product
 FEW_TOKENS, FEW_OF_FIXED = 16, 64  # one tile of them: what is left to do is reading weights
 ROOM = 64 << 10  # bytes of shared memory that every target has
 PROGRAMS = 128  # of one tile of tokens, about one a multiprocessor, where heads are few
+WIDE_ROOM = 200 << 10  # from SM90 on: elsewhere sums of 128 x 256 spill
+ENOUGH_PROGRAMS = 96  # with up to 8 loads in flight each
 
 
 class Config(NamedTuple):
@@ -72,22 +74,26 @@ def config_of(
 
 @lru_cache(maxsize=1024)
 def fixed_config(
-    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool, room: int
 ) -> Config:
     """Tiles for a product whose bits must not depend on how many tokens there are: however many,
     the same instruction (64 tokens are WGMMA's least) sums the same rows in the same order. What
-    may differ is how wide a tile is: narrow for few tokens, so that all multiprocessors read
-    weights."""
+    may differ is how wide a tile is, narrow for few tokens, so that all multiprocessors read
+    weights, and how many loads are in flight in `room`."""
     config = config_of(dtype, False, H, K, N, KB, eight_bits=eight_bits)
     if dtype == torch.float32:
         return config
-    block_n = min(max(next_power_of_2(N), 32), 128)
+    block_k, block_n = config.block_k, min(max(next_power_of_2(N), 16), 128)
     if not few and H == 1 and block_n == 128:
-        return Config(128, block_n, config.block_k, 8, 3)
-    while few and block_n > 32 and H * cdiv(N, block_n) < PROGRAMS:
+        wide = N >= 256 and room >= WIDE_ROOM
+        return Config(128, 256 if wide else 128, block_k, 8, 3)
+    if few and H == 1:
+        block_n = min(block_n, 64)
+    while few and block_n > 16 and H * cdiv(N, block_n) < ENOUGH_PROGRAMS:
         block_n //= 2
-    stages = max(min(5, ROOM // (2 * config.block_k * (64 + block_n)), cdiv(K, config.block_k)), 3)
-    return Config(64, block_n, config.block_k, 4, stages)
+    room, most = (ROOM, 5) if eight_bits or not few else (room, 8)
+    stages = max(min(most, room // (2 * block_k * (64 + block_n)), cdiv(K, block_k)), 3)
+    return Config(64, block_n, block_k, 4, stages)
 
 
 def why_not_weights(problem: Problem) -> str | None:
@@ -164,14 +170,15 @@ def settle(values):
 
 @triton.jit
 def project_tile(
-    x, w, w_scale, n, x_token_at, w_line, scale_k, scale_n,
+    x, w, w_scale, n, x_token_at, mask_m, w_line, scale_k, scale_n,
     K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
     EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tokens at x + x_token_at [BLOCK_M], all of which can be read, times columns n of a head:
-    float32 [BLOCK_M, BLOCK_N]. x, w and w_scale are the head's own."""
+    float32 [BLOCK_M, BLOCK_N]. x, w and w_scale are the head's own. With MASKED only tokens of
+    mask_m are read."""
     dtype: tl.constexpr = x.dtype.element_ty
     scales_at = w_scale + (n // SCALED_N) * scale_n
     # float32 is summed in float64: no order of sums has more bits to lose than another
@@ -183,7 +190,9 @@ def project_tile(
             w, k, n, w_line, K, N, dtype, EIGHT_BITS, BY_COLUMNS, ASM, BLOCK_K, BLOCK_N
         )
         at = x + x_token_at[:, None] + k[None, :]
-        if K % BLOCK_K == 0:
+        if MASKED:
+            tokens = tl.load(at, mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
+        elif K % BLOCK_K == 0:
             tokens = tl.load(at)
         else:
             tokens = tl.load(at, mask=(k < K)[None, :], other=0.0)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.kernels import Variant
-from openmla.backends.triton._build import TARGETS, TYPES, Build, cdiv, signature_of
+from openmla.backends.triton._build import SHARED_MEMORY, TARGETS, TYPES, Build, cdiv, signature_of
 from openmla.backends.triton._head_weights import (
     FEW_OF_FIXED,
     FEW_TOKENS,
@@ -35,6 +35,7 @@ from openmla.backends.triton._head_weights import (
 )
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import round_to
+from openmla.hardware import shared_memory
 
 LAUNCHES = 1
 FP_FUSION = True  # the same sums as in project_quantize
@@ -47,7 +48,7 @@ def _project_heads_kernel(
     num_tokens, out_token, out_head, x_token, x_head, w_head, w_line, scale_head, scale_k, scale_n,
     K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
     EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(2).to(tl.int64)
@@ -60,9 +61,9 @@ def _project_heads_kernel(
     mask_m = t < num_tokens
     x_token_at = tl.minimum(t, num_tokens - 1) * x_token  # past the end, the last one again
     acc = project_tile(
-        x + h * x_head, w + h * w_head, w_scale + h * scale_head, n, x_token_at, w_line,
+        x + h * x_head, w + h * w_head, w_scale + h * scale_head, n, x_token_at, mask_m, w_line,
         scale_k, scale_n, K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        MASKED, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     at = out + h * out_head + (t * out_token)[:, None] + n[None, :]
     mask = mask_m[:, None] & (n < N)[None, :]
@@ -87,9 +88,10 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
         return
     KB, NB = (1, 1) if w_scale is None else w_scale.shape[1:]
     few = T <= FEW_OF_FIXED if fixed else T <= FEW_TOKENS
+    room = shared_memory(x.device) if fixed else 0
     launch = launch_of(
         x.dtype, few, H, w.shape[1], N, KB, NB,
-        eight_bits=w_scale is not None, by_columns=w.stride(2) == 1, fixed=fixed,
+        eight_bits=w_scale is not None, by_columns=w.stride(2) == 1, fixed=fixed, room=room,
     )  # fmt: skip
     block_m, block_n = launch.fixed["BLOCK_M"], launch.fixed["BLOCK_N"]
     weights = weights_of(w, w_scale)
@@ -103,11 +105,12 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
 @lru_cache(maxsize=1024)
 def launch_of(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool, fixed: bool = False,
+    eight_bits: bool, by_columns: bool, fixed: bool = False, room: int = 0,
 ) -> Launch:  # fmt: skip
     constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed
-    )
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
+        room=room,
+    )  # fmt: skip
     return prepare(
         _project_heads_kernel, constants, num_warps=warps, num_stages=stages,
         enable_fp_fusion=FP_FUSION,
@@ -116,13 +119,18 @@ def launch_of(
 
 def constants_of(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool, fixed: bool,
+    eight_bits: bool, by_columns: bool, fixed: bool, room: int = 0,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
-    """With the warps and stages that go with them; `fixed`: bits do not depend on the tokens."""
-    config = (fixed_config if fixed else config_of)(dtype, few, H, K, N, KB, eight_bits=eight_bits)
+    """With the warps and stages that go with them; `fixed`: bits do not depend on the tokens, and
+    so much shared memory is there for loads in flight."""
+    if fixed:
+        config = fixed_config(dtype, few, H, K, N, KB, eight_bits=eight_bits, room=room)
+    else:
+        config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
     constants = weight_constants(
         dtype, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns
     ) | {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    constants["MASKED"] = fixed
     return constants, config.num_warps, config.num_stages
 
 
@@ -161,8 +169,9 @@ def project_build(
 ) -> Build:  # fmt: skip
     KB, NB = (K // block, N // block) if block else (1, 1)
     constants, warps, stages = constants_of(
-        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed
-    )
+        dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
+        room=SHARED_MEMORY[capability],
+    )  # fmt: skip
     own = "*" + TYPES[dtype]
     types = {
         "out": "*fp32" if wide else own,

@@ -79,8 +79,8 @@ def _project_quantize_kernel(
     x_token_at = tl.minimum(t, num_rows - 1) * x_token
     acc = project_tile(
         x + h * x_head, w + h * w_head, w_scale + h * scale_head,
-        first + tl.arange(0, BLOCK_N), x_token_at, w_line, scale_k, scale_n, K, N, SCALED_K,
-        SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, BLOCK_M, BLOCK_N, BLOCK_K,
+        first + tl.arange(0, BLOCK_N), x_token_at, mask_m, w_line, scale_k, scale_n, K, N, SCALED_K,
+        SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, False, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     tile = widen(round_to(acc, x.dtype.element_ty, ASM))
     row = target_rows(rows, first_row, t, mask_m, LISTED)
