@@ -10,7 +10,7 @@ import torch
 from openmla.cache.format import FORMATS, GROUP
 from openmla.errors import OpenMLAError, UnsupportedError
 from openmla.integrations.drop_in import DropInError
-from openmla.plan.types import FIXED_RUN
+from openmla.plan.types import fixed_run
 
 PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PACKED = {"V32": "fp8_ds_mla", "V32_NO_ROPE": "fp8_ds_mla", "V4": "fp8_dsv4"}
@@ -100,7 +100,7 @@ def plan_of(*call: Any) -> Plan:
         widths[1], batch_invariant,
     )  # fmt: skip
     return Plan(
-        known, D**-0.5, FIXED_RUN if batch_invariant else 0, (B, n, H, D, G), tuple(pages),
+        known, D**-0.5, fixed_run(H) if batch_invariant else 0, (B, n, H, D, G), tuple(pages),
         (widths[0] or 0, widths[1] or 0),
     )  # fmt: skip
 

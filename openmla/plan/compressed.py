@@ -48,7 +48,7 @@ from openmla.plan.sparse import (
     row_lens,
     true_row_lens,
 )
-from openmla.plan.types import FIXED_RUN, CompressedPlan, Plan, ScoreChunk
+from openmla.plan.types import CompressedPlan, Plan, ScoreChunk, fixed_run
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace
 
@@ -81,7 +81,8 @@ def plan_compressed(
     shared = _shared(batch, window) if beside is None else _shared_with(beside)
     chunks = None if into is None else captured_score_chunks(config, cache, into)
     bounds = shared.query_start_loc if beside is None else None
-    slots, run_length = shared.slots, FIXED_RUN if batch_invariant else 0
+    slots = shared.slots
+    run_length = fixed_run(config.num_heads) if batch_invariant else 0
     step = _describe(batch, config, cache, shared, bounds, chunks, uniform, listed=batch_invariant)
     if into is not None:
         step, values = captured_step(batch, cache, step, slots, into)

@@ -101,7 +101,8 @@ def _why(plan: Plan, form: str) -> str:
         if n and b not in plan.bounded:
             bits = max(S, 1).bit_length() - 1
             format, device = problem.format, problem.device
-            most = decode_threshold(config, format, problem.dtype.itemsize, device, bits)
+            itemsize, length = problem.dtype.itemsize, plan.run_length
+            most = decode_threshold(config, format, itemsize, device, bits, length)
             found.append((n / most, n, S, most))
     if not found:
         return "nothing to expand: no new tokens"

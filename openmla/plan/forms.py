@@ -22,8 +22,11 @@ def _balance(device: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def decode_threshold(config: MLAConfig, format: str, itemsize: int, device: str, bits: int) -> int:
+def decode_threshold(
+    config: MLAConfig, format: str, itemsize: int, device: str, bits: int, run_length: int = 0
+) -> int:
     """Most new tokens for which a request of about 2**bits keys is cheaper absorbed than expanded.
+    With a run length the absorbed ones write and merge a partial result for every run.
 
     Requests are taken by the bit length of their key count, so that the answer is found once.
     """
@@ -33,9 +36,8 @@ def decode_threshold(config: MLAConfig, format: str, itemsize: int, device: str,
     low, high = 1, S
     while low < high:
         n = (low + high + 1) // 2
-        if _absorbed(config, n, S, format, itemsize, device) <= _expanded(
-            config, n, S, itemsize, device
-        ):
+        absorbed = _absorbed(config, n, S, format, itemsize, device, run_length)
+        if absorbed <= _expanded(config, n, S, itemsize, device):
             low = n
         else:
             high = n - 1
@@ -50,6 +52,7 @@ def choose_absorbed(
     format: str,
     itemsize: int,
     device: str,
+    run_length: int = 0,
 ) -> list[bool]:
     """Per request: whether its new tokens should stay in latent space."""
     thresholds: dict[int, int] = {}
@@ -57,7 +60,7 @@ def choose_absorbed(
     def threshold(S: int) -> int:
         bits = S.bit_length() - 1
         if bits not in thresholds:
-            thresholds[bits] = decode_threshold(config, format, itemsize, device, bits)
+            thresholds[bits] = decode_threshold(config, format, itemsize, device, bits, run_length)
         return thresholds[bits]
 
     return [n <= 1 or n <= threshold(max(S, 1)) for n, S in zip(query_lens, seq_lens, strict=True)]
@@ -134,12 +137,17 @@ def _masked(
     )
 
 
-def _absorbed(config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str) -> float:
+def _absorbed(
+    config: MLAConfig, n: int, S: int, format: str, itemsize: int, device: str, run_length: int
+) -> float:
     H, C, D = config.num_heads, config.kv_lora_rank, config.latent_dim
     P, V = config.qk_nope_head_dim, config.v_head_dim
     attention = mqa_cost([n], [S], H=H, D=D, C=C, format=format, itemsize=itemsize, causal=True)
     into_and_out_of_latent = 2 * n * H * C * (P + V)
-    return max(attention.flops + into_and_out_of_latent, _balance(device) * attention.bytes)
+    step = max(attention.flops + into_and_out_of_latent, _balance(device) * attention.bytes)
+    runs = S // run_length + 1 if 0 < run_length <= S else 1
+    partial = 0 if runs == 1 else runs * n * H * C * 4  # bytes in float32
+    return step + _balance(device) * 2 * partial  # by a launch of its own: nothing overlaps it
 
 
 def _expanded(config: MLAConfig, n: int, S: int, itemsize: int, device: str) -> float:

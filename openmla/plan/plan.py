@@ -29,7 +29,7 @@ from openmla.plan.problems import cache_kind, calls_of, choose, frozen, latent_o
 from openmla.plan.rows import rope_offsets
 from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
 from openmla.plan.symbolic import symbolic
-from openmla.plan.types import FIXED_RUN, Parts, Plan
+from openmla.plan.types import Parts, Plan, fixed_run
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
 
@@ -66,13 +66,13 @@ def make_plan(
     only.
 
     `batch_invariant`: given equal inputs, a row's output, lse and chosen keys have the same bits
-    alone, in any batch, at any place in it, captured or not. Keys of absorbed rows are split every
-    FIXED_RUN of the row's own, contexts of expanded ones are cut every `workspace_tokens` (or rows
-    of the workspace) of the request's own, and ops run by kernels that sum in one order whatever
-    the batch; explain() names them. With form="absorbed" a prompt in any chunks and token by token
-    gives the same bits, too. Between the expanded and the absorbed form they differ. MLAAttention
-    and MLAAttentionV4 project so as well; under attach() the model's other linears are the
-    caller's. docs/batch-invariance.md has what it costs.
+    alone, in any batch, at any place in it, captured or not. Keys of absorbed rows are split at
+    fixed places of the row's own, contexts of expanded ones are cut every `workspace_tokens` (or
+    rows of the workspace) of the request's own, and ops run by kernels that sum in one order
+    whatever the batch; explain() names them. With form="absorbed" a prompt in any chunks and token
+    by token gives the same bits, too. Between the expanded and the absorbed form they differ.
+    MLAAttention and MLAAttentionV4 project so as well; under attach() the model's other linears are
+    the caller's. docs/batch-invariance.md has what it costs.
 
     V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
     `beside` is another kind's plan of this batch: positions, tables and slots are taken from it.
@@ -141,12 +141,13 @@ def _plan_latent(
     if dtype is None:
         layout = latent.layout
         dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, latent.data.device)
         # which op attends to a request must not follow from how short it is, or was
         everyone_chooses = uniform or batch_invariant
-        routes = _routes(batch, config, latent, dtype, form, everyone_chooses)
+        routes = _routes(batch, config, latent, dtype, form, everyone_chooses, run_length)
         rows_at_once = _rows_at_once(
             batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
         )
@@ -161,7 +162,6 @@ def _plan_latent(
         name = "absorbed" if parts.sparse is None else "chosen"
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
-    run_length = FIXED_RUN if batch_invariant else 0
     calls = calls_of(parts.decode, parts.prefill, parts.sparse, output)
     kind = cache_kind([latent], cache.index)
     choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
@@ -215,9 +215,10 @@ def _routes(
     dtype: torch.dtype,
     form: str,
     uniform: bool,
+    run_length: int,
 ) -> Mapping[str, Sequence[int]]:
     """Which request takes which form; `uniform` absorbed ones all choose, however short."""
-    absorbed = _forms(batch, config, latent, dtype, form)
+    absorbed = _forms(batch, config, latent, dtype, form, run_length)
     # of a part of the keys, how few it has says nothing about how many there are
     everyone = form == "chosen" or not batch.causal
     choosing = choosing_requests(batch, config, everyone=everyone)
@@ -307,8 +308,9 @@ def _parts(
 
 
 def _forms(
-    batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str
-) -> list[bool]:
+    batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str,
+    run_length: int,
+) -> list[bool]:  # fmt: skip
     """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
     whose length only the device knows cannot be cut into chunks."""
     bounded = batch.bounded
@@ -330,6 +332,7 @@ def _forms(
         format=latent.format,
         itemsize=dtype.itemsize,
         device=latent.data.device.type,
+        run_length=run_length,
     )
     if not bounded:
         return cheaper

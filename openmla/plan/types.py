@@ -14,13 +14,16 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.workspace import Workspace
 
-FIXED_RUN = 1024  # keys per run when a row's bits must not depend on its neighbours
-
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
 Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialise on alignment
 
-
 Part = TypeVar("Part")
+
+
+def fixed_run(num_heads: int) -> int:
+    """Keys per run where a row's bits must not depend on its neighbours. One request wants short
+    runs, to be on all multiprocessors; many want few partial results, which grow with the heads."""
+    return 512 if num_heads <= 32 else 1024
 
 
 class _Part:

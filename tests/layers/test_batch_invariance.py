@@ -72,8 +72,8 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits and parts of a few keys, so that short contexts have several."""
     run = 128 if torch.cuda.is_available() else 32
-    monkeypatch.setattr(plan, "FIXED_RUN", run)
-    monkeypatch.setattr(compressed, "FIXED_RUN", run)
+    monkeypatch.setattr(plan, "fixed_run", lambda num_heads: run)
+    monkeypatch.setattr(compressed, "fixed_run", lambda num_heads: run)
     monkeypatch.setattr(sdpa, "PART", 16)
 
 
