@@ -206,7 +206,7 @@ def _dense(
     descale_q: Tensor | None,
     descale_k: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    (B, n, H, D, G), ((format, as_bytes, _),) = plan.dims, plan.pages
+    (B, n, H, D, G), ((format, as_bytes),) = plan.dims, plan.pages
     # one token sees all keys either way
     causal, tokens = n > 1 and plan.shape[5], n
     if causal and q.device.type == "cpu" and bool((cache_seqlens < n).any()):
@@ -263,10 +263,10 @@ def _listed(
     T, (K, extra_K) = B * n, plan.widths
     one, begins, zeros, lens, extra_lens = kept(_listed_constants, q, T, K, extra_K)
     unit = one if descale_k is None else descale_k.reshape(())
-    format, as_bytes, shape = plan.pages[0]
+    format, as_bytes = plan.pages[0]
     if topk_length is not None:
         lens = topk_length if n == 1 else topk_length.repeat_interleave(n, output_size=T)
-    pages = k_cache.view(shape)
+    pages = k_cache.squeeze(2)  # a third of the time of view()
     first = Segment(
         pages.view(torch.uint8) if as_bytes else pages, unit, format, "slots", None,
         indices.reshape(T, K), lens,
@@ -274,14 +274,14 @@ def _listed(
     second = None
     if extra_k_cache is not None:
         assert extra_indices is not None
-        format, as_bytes, shape = plan.pages[1]
+        format, as_bytes = plan.pages[1]
         if extra_topk_length is not None:
             extra_lens = (
                 extra_topk_length
                 if n == 1
                 else extra_topk_length.repeat_interleave(n, output_size=T)
             )
-        pages = extra_k_cache.view(shape)
+        pages = extra_k_cache.squeeze(2)
         second = Segment(
             pages.view(torch.uint8) if as_bytes else pages, unit, format, "slots", None,
             extra_indices.reshape(T, extra_K), extra_lens,

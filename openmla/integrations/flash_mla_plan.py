@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     scale: float
     run_length: int
     dims: tuple[int, int, int, int, int]  # requests, tokens of each, heads, values, heads of keys
-    pages: tuple[tuple[str, bool, Any], ...]  # of each cache: format, seen as bytes, its rank 3
+    pages: tuple[tuple[str, bool], ...]  # of each cache: format, seen as bytes
     widths: tuple[int, int]
 
 
@@ -93,7 +93,7 @@ def plan_of(*call: Any) -> Plan:
     for shape, kind in caches:
         format = _format_of(kind, shape[3], D, kv_format)
         packed = format in PACKED.values() and kind != torch.uint8
-        pages.append((format, packed, shape[:2] + shape[3:]))
+        pages.append((format, packed))
     widths = [None if each is None else each[-1] for each in (indices, extra_indices)]
     known = (
         B, n, H, page, G, causal, eight_bits, widths[0], None if extra is None else extra[0][1],
