@@ -36,7 +36,7 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.integrations import Scales, attach, calibrate, detach
+from openmla.integrations import Scales, attach, calibrate, detach, expect_scales
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
 from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
@@ -88,6 +88,7 @@ __all__ = [
     "calibrate",
     "decode_output",
     "detach",
+    "expect_scales",
     "make_output",
     "make_plan",
     "make_selection",

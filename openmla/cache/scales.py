@@ -20,6 +20,9 @@ _NAME = re.compile(rf"(?:.*?\.)?({_PLACE})(?:\.(?!indexer\b)\w+)*\.(q|k|v|kv|k_p
 _OUTPUT = re.compile(rf"(?:.*?\.)?({_PLACE})\.([qkv])_proj\.output_scale")
 _OF_A_LAYER = re.compile(r"(?:(?!indexer\b)\w+\.)*(q|k|v|kv|k_pe)_scale")
 
+# What read_name() takes, for others to search names with.
+SCALE_PATTERNS = tuple(rf"^(?!mtp\.){name.pattern}$" for name in (_NAME, _OUTPUT))
+
 
 class ScaleName(NamedTuple):
     """What the name of a tensor in a checkpoint says: the layer it belongs to, and its scale."""

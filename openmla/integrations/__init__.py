@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from openmla.cache import LayerScales
 from openmla.errors import UnsupportedError
-from openmla.integrations.scales import Scales
+from openmla.integrations.scales import Scales, expect_scales
 from openmla.layers import MLAAttention
 from openmla.layers.measure import HEADROOM, calibrate_layer, check_headroom
 
-__all__ = ["Scales", "attach", "calibrate", "detach"]
+__all__ = ["Scales", "attach", "calibrate", "detach", "expect_scales"]
 
 Model = TypeVar("Model")
 

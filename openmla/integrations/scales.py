@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.scales import LayerScales, check_scale, place_of, read_name
+from openmla.cache.scales import SCALE_PATTERNS, LayerScales, check_scale, place_of, read_name
 from openmla.errors import ConfigError, UnsupportedError, check_kind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -105,6 +105,20 @@ def checkpoint_scales(folder: Path) -> Scales | None:
     """Of a checkpoint's own weights, if it has any; None too where they are no safetensors."""
     has_any = any((folder / name).is_file() for name in (SINGLE, INDEX))
     return read_scales(_files(folder)) if has_any else None
+
+
+def expect_scales(model_class: Any) -> None:
+    """Have a transformers class expect scales in its checkpoints: from_pretrained(), also an
+    AutoModel's, then lists them no more among the keys it does not know. attach() reads them with
+    or without this."""
+    known = getattr(model_class, "_keys_to_ignore_on_load_unexpected", ())
+    if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
+        raise ConfigError(
+            "expect_scales: model_class must be a class with from_pretrained(), as "
+            f"DeepseekV3ForCausalLM, got {model_class!r}."
+        )
+    patterns = [*(known or ()), *SCALE_PATTERNS]
+    model_class._keys_to_ignore_on_load_unexpected = list(dict.fromkeys(patterns))
 
 
 def _files(path: Path) -> list[Path]:

@@ -15,8 +15,10 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from openmla import ConfigError, LayerScales, Scales, attach, calibrate, detach
+import openmla
+from openmla import ConfigError, LayerScales, Scales, attach, calibrate, detach, expect_scales
 from openmla.backends import requirements
+from openmla.cache.scales import SCALE_PATTERNS
 from openmla.integrations.transformers import attachment_of
 from tests.integrations.models import IDS, MAKERS, MODELS, SPARSE, make_model, make_v4, model_of
 
@@ -95,6 +97,33 @@ def test_latents_of_any_size(family: str, factor: float, capture: bool, device: 
         for model, scales in zip((plain, scaled), found, strict=True)
     ]
     torch.testing.assert_close(*outs, rtol=0, atol=0 if device == "cpu" else 1e-5)
+
+
+def test_the_demos_rows_err_no_more_than_at_scale_1() -> None:
+    """Over text it was not calibrated with. Bits per byte say so too, but for their noise."""
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(openmla.__file__).parent / "demo"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = torch.tensor(list((folder / "heldout.txt").read_bytes()[:1024]))[None]
+    scales = calibrate(model, [text[:, :512]])
+    assert isinstance(scales, Scales)
+    attach(model, cache_format="fp32")
+    model(text[:, 512:], use_cache=True)
+    C = model.config.kv_lora_rank
+    for layer, cache in attachment_of(model).caches.items():
+        assert cache.latent is not None
+        rows = cache.latent.data.flatten(0, 1)
+        found = scales.layers[f"layers.{layer}.self_attn"]
+        assert found.row != 1 and found.rope_ratio != 1
+        by_column = torch.full((rows.shape[1],), found.row)
+        by_column[C:] *= found.rope_ratio
+
+        def error(scale: Tensor, rows: Tensor = rows) -> float:
+            stored = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            return float((stored.float() * scale - rows).norm() / rows.norm())
+
+        assert error(by_column) <= error(torch.ones(())), layer
 
 
 def test_masked_tokens_are_not_measured() -> None:
@@ -205,6 +234,35 @@ def test_a_checkpoints_own_scales(tmp_path: Path, warnings_said: Any) -> None:
     attach(model, cache_format="fp8", kv_scale=tmp_path)  # its folder says the same
     assert attachment_of(model).scales[2] == LayerScales(1.5, 1.5)
     assert warnings_said() == []
+
+
+def test_a_class_can_expect_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """from_pretrained lists scales as unexpected keys, unless its class was told of them."""
+    from transformers import AutoModelForCausalLM
+
+    ignored = "_keys_to_ignore_on_load_unexpected"
+    kind = type(with_scales(tmp_path, k=0.5))
+    before = getattr(kind, ignored)
+    monkeypatch.setattr(kind, ignored, before)  # and back, after the test
+
+    def unexpected() -> set[str]:
+        _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        return set(info["unexpected_keys"])
+
+    assert len(unexpected()) == 3
+    expect_scales(kind)
+    expect_scales(kind)
+    assert unexpected() == set()
+    assert getattr(kind, ignored) == [*(before or ()), *SCALE_PATTERNS]
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.0.self_attn.other_scale"] = torch.ones(())
+    save_file(weights, file, metadata={"format": "pt"})
+    assert unexpected() == {"model.layers.0.self_attn.other_scale"}
+    for what in (kind.config_class, "deepseek_v3", int):
+        if not hasattr(what, "from_pretrained"):
+            with pytest.raises(ConfigError, match="must be a class with from_pretrained"):
+                expect_scales(what)
 
 
 def test_no_scales_are_told_once(warnings_said: Any) -> None:
