@@ -117,8 +117,9 @@ def expect_scales(model_class: Any) -> None:
             "expect_scales: model_class must be a class with from_pretrained(), as "
             f"DeepseekV3ForCausalLM, got {model_class!r}."
         )
+    told: Any = model_class
     patterns = [*(known or ()), *SCALE_PATTERNS]
-    model_class._keys_to_ignore_on_load_unexpected = list(dict.fromkeys(patterns))
+    told._keys_to_ignore_on_load_unexpected = list(dict.fromkeys(patterns))
 
 
 def _files(path: Path) -> list[Path]:
