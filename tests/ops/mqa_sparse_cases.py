@@ -136,6 +136,10 @@ CASES = [
     # more tokens and heads than 16 heads at a time would do
     SparseCase("v3-prompt", **PROMPT, first=LISTED_16, H=64, sink=SINKS, padding=2),
     SparseCase("v3-slots-100-heads", **MANY, first=replace(LISTED_16, kind="slots", K=129), H=100),
+    SparseCase("rows-of-512-prompt", **{**PROMPT, "R": 0}, first=LISTED_16, H=64, sink=SINKS),
+    SparseCase(
+        "rows-of-512-slots", **{**MANY, "R": 0}, first=replace(LISTED_16, kind="slots"), H=128
+    ),
     SparseCase("packed-v3-prompt", **PROMPT, first=PACKED, H=64, sink=SINKS, padding=2),
     SparseCase("packed-v3-100-heads", **MANY, first=replace(PACKED, kind="slots", K=129), H=100),
     SparseCase(
@@ -184,7 +188,8 @@ IN_ONE_RUN = (
 # What SM90's kernels of 64 heads are for, which are not interpreted: the same as fewer heads there.
 MANY_HEADS = (
     "v3-prompt", "packed-v3-prompt", "v4-prompt", "v4-prompt-prefix", "v4-33-heads",
-    "v3-slots-100-heads", "packed-v3-100-heads", "v4-100-heads",
+    "v3-slots-100-heads", "packed-v3-100-heads", "v4-100-heads", "rows-of-512-prompt",
+    "rows-of-512-slots",
 )  # fmt: skip
 LOOPED = [case for case in CASES if sum(case.query_lens) < 50 and case.first.K < 500]
 

@@ -1,9 +1,11 @@
-"""Latent attention over listed rows of 512 + 64: 16 heads a program, or on SM90 64."""
+"""Latent attention over listed rows of 512 + 64: 16 heads a program, or on SM90 64; these also over
+bf16 rows of 512 alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64
 MANY = {
     "bf16": Tile(
         many_heads_v3._many_heads_v3_kernel, 64, 128,
-        {"PACKED": False, "ODD_REGISTERS": 224, "LOAD_REGISTERS": 56}, (90,),
+        {"PACKED": False, "ODD_REGISTERS": 232, "LOAD_REGISTERS": 48}, (90,),
     ),
     "fp8_ds_mla": Tile(
         many_heads_v3._many_heads_v3_kernel, 64, 128,
@@ -37,7 +39,6 @@ MANY = {
 # H200, 2048 rows, 64 heads: 13.6, 15.0 and 14.6 us for 1, 2 and 4 tokens, 16 at a time 10.8, 12.8
 # and 16.7.
 BUSY_FRACTION = 12
-WORDS = {"bf16": 288, "fp8_ds_mla": 164}  # of a row
 
 
 def why_not_listed(problem: Problem) -> str | None:
@@ -46,7 +47,8 @@ def why_not_listed(problem: Problem) -> str | None:
         return needs_nvidia()
     if len(problem.kinds) != 1 or problem.kinds[0] not in ("slots", "positions"):
         return f"takes one segment of listed rows, this is {' and '.join(problem.kinds)}"
-    if (problem.D, problem.C) != (576, 512):
+    widths = (576, 512) if problem.format == "bf16" else (576,)
+    if problem.D not in widths or problem.C != 512:
         return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
     if problem.dtype != torch.bfloat16:
         return f"takes bf16 queries, this is {problem.dtype}"
@@ -106,24 +108,31 @@ def run(
         [q, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc, table],
         [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1],
          runs.X, runs.length],
-        (("ROW", part.cache.stride(1) * part.cache.itemsize // 4), ("BS", BS)),
+        constants_of(tile, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2]),
     )  # fmt: skip
     return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
+
+
+def constants_of(tile: Tile, row: int, BS: int, D: int) -> tuple[tuple[str, Any], ...]:
+    """`row` is the words from one row to the next."""
+    rope = () if tile.block_h == 16 else (("ROPE", D > 512),)
+    return (("ROW", row), ("BS", BS), *rope)
 
 
 def few_heads_builds() -> Iterator[Build]:
     for format, tile in FEW.items():
         for kind, BS in (("slots", 0), ("positions", 64)):
-            constants = {"ROW": WORDS[format], "BS": BS, "H": 16, "SPLIT": True, "SINK": False}
+            constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False}
             yield from tile_builds(tile, f"few-heads-{kind}-{format}-H16", constants)
 
 
 def many_heads_builds() -> Iterator[Build]:
-    for format, tile in MANY.items():
+    for format, D, words in (("bf16", 576, 288), ("bf16", 512, 256), ("fp8_ds_mla", 576, 164)):
+        tile = MANY[format]
         for kind, BS, split in (("slots", 0, False), ("positions", 64, True)):
-            constants = {"ROW": WORDS[format], "BS": BS, "H": 128}
-            constants |= {"SPLIT": split, "SINK": not split}
-            yield from tile_builds(tile, f"many-heads-{kind}-{format}-H128", constants)
+            constants = dict(constants_of(tile, words, BS, D))
+            constants |= {"H": 128, "SPLIT": split, "SINK": not split}
+            yield from tile_builds(tile, f"many-heads-{kind}-{format}-{D}-H128", constants)
 
 
 FEW_HEADS = Kernel(

@@ -1,10 +1,11 @@
-"""Latent attention of many heads over rows of 512 + 64, fp8_ds_mla or 16 bits; Gluon, SM90.
+"""Latent attention of many heads over rows of 512 + 64, fp8_ds_mla or 16 bits, or of 512 alone in
+16 bits; Gluon, SM90.
 
 Computes  what _latent.py does, for a segment of slots or positions, 64 heads a program
 Grid      (cdiv(H, 64), T, X): one program owns one token, 64 heads, one run of its rows; a grid
           holds 65535 tokens, more take several launches
-Reads     q [T, H, 576]; rows as 32-bit words, ROW from one to the next; row_ids [T, K]: slots, or
-          with BS > 0 positions, which table [B, M] maps to blocks
+Reads     q [T, H, 576], without ROPE [T, H, 512]; rows as 32-bit words, ROW from one to the next;
+          row_ids [T, K]: slots, or with BS > 0 positions, which table [B, M] maps to blocks
 Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
 
 Warp groups and their schedule are _many_heads.py's. Of packed rows (PACKED) 512 columns are
@@ -145,8 +146,9 @@ def decode_partition(
 
 @gluon.jit
 def copy_partition(
-    even, odd, key_bias, row_line, filled, rows, lo, hi, steps, ROW: gl.constexpr, BS: gl.constexpr
-):
+    even, odd, key_bias, row_line, filled, rows, lo, hi, steps, ROPE: gl.constexpr,
+    ROW: gl.constexpr, BS: gl.constexpr,
+):  # fmt: skip
     """Rows of 16 bits: the copy of half a tile is issued as soon as the half was read."""
     even_left_filled, even_right_filled, odd_left_filled, odd_right_filled = filled
     words = rows.words
@@ -162,11 +164,13 @@ def copy_partition(
         async_copy.mbarrier_arrive(even_left_filled, increment_count=False)
         named.wait(named.ODD_RIGHT_READ, i)
         copy_columns(odd.right, words, row_line, 1, 256, 256, ROW)
-        copy_columns(odd.rope, words, row_line, 1, 512, 64, ROW)
+        if ROPE:
+            copy_columns(odd.rope, words, row_line, 1, 512, 64, ROW)
         async_copy.mbarrier_arrive(odd_right_filled, increment_count=False)
         named.wait(named.EVEN_RIGHT_READ, i)
         copy_columns(even.right, words, row_line, 0, 256, 256, ROW)
-        copy_columns(even.rope, words, row_line, 0, 512, 64, ROW)
+        if ROPE:
+            copy_columns(even.rope, words, row_line, 0, 512, 64, ROW)
         async_copy.mbarrier_arrive(even_right_filled, increment_count=False)
         named.wait(named.ODD_LEFT_READ, i)
         copy_columns(odd.left, words, row_line, 1, 0, 256, ROW)
@@ -177,13 +181,13 @@ def copy_partition(
 @gluon.jit
 def load_partition(
     even, odd, key_bias, row_line, filled, rows, lo, hi, steps, PACKED: gl.constexpr,
-    ROW: gl.constexpr, BS: gl.constexpr,
+    ROPE: gl.constexpr, ROW: gl.constexpr, BS: gl.constexpr,
 ):  # fmt: skip
     if PACKED:
         copied = (filled[1], filled[3])
         decode_partition(even, odd, key_bias, row_line, copied, rows, lo, hi, steps, ROW, BS)
     else:
-        copy_partition(even, odd, key_bias, row_line, filled, rows, lo, hi, steps, ROW, BS)
+        copy_partition(even, odd, key_bias, row_line, filled, rows, lo, hi, steps, ROPE, ROW, BS)
 
 
 @gluon.jit(
@@ -194,8 +198,8 @@ def _many_heads_v3_kernel(
     q, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,
     B, first_token, num_blocks, qk_scale, q_token, q_head, ids_stride, table_stride, K, M, X,
     run_length,
-    PACKED: gl.constexpr, ROW: gl.constexpr, BS: gl.constexpr, H: gl.constexpr,
-    SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
+    PACKED: gl.constexpr, ROPE: gl.constexpr, ROW: gl.constexpr, BS: gl.constexpr,
+    H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     first_head, t, t64, x = primitives.program(first_token, many.BLOCK_H)
@@ -225,7 +229,7 @@ def _many_heads_v3_kernel(
     epilogue = many.Epilogue(out, lse, sink, line, first_head)
     COPIED: gl.constexpr = not PACKED
     SCALE: gl.constexpr = v3.DECODE_SCALE if PACKED else 1.0
-    ROPE_TILE: gl.constexpr = True
+    ROPE_TILE: gl.constexpr = ROPE
     DECODED: gl.constexpr = 512
     if PACKED:
         qk_scale = qk_scale * v3.INV_DECODE_SCALE
@@ -243,7 +247,7 @@ def _many_heads_v3_kernel(
             )),
             (load_partition, (
                 even, odd, key_bias, row_line, (even_left, even_right, odd_left, odd_right), rows,
-                lo, hi, steps, PACKED, ROW, BS,
+                lo, hi, steps, PACKED, ROPE, ROW, BS,
             )),
         ],
         [4, 4],

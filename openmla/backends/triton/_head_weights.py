@@ -26,7 +26,7 @@ LEAST_ROWS = 16  # of a product
 FEW_TOKENS, FEW_OF_FIXED = 16, 64  # one tile of them: what is left to do is reading weights
 ROOM = 64 << 10  # bytes of shared memory that every target has
 PROGRAMS = 128  # of one tile of tokens, about one a multiprocessor, where heads are few
-WIDE_ROOM = 200 << 10  # from SM90 on: elsewhere sums of 128 x 256 spill
+WIDE_ROOM = 200 << 10  # from SM90 on: elsewhere sums of 128 x 256 spill, on SM100 in float32
 ENOUGH_PROGRAMS = 96  # with up to 8 loads in flight each
 
 
@@ -74,18 +74,19 @@ def config_of(
 
 @lru_cache(maxsize=1024)
 def fixed_config(
-    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool, room: int
-) -> Config:
+    dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool, room: int,
+    whole: bool = False,
+) -> Config:  # fmt: skip
     """Tiles for a product whose bits must not depend on how many tokens there are: however many,
     the same instruction (64 tokens are WGMMA's least) sums the same rows in the same order. What
     may differ is how wide a tile is, narrow for few tokens, so that all multiprocessors read
-    weights, and how many loads are in flight in `room`."""
+    weights, and how many loads are in flight in `room`. `whole`: sums are stored in float32."""
     config = config_of(dtype, False, H, K, N, KB, eight_bits=eight_bits)
     if dtype == torch.float32:
         return config
     block_k, block_n = config.block_k, min(max(next_power_of_2(N), 16), 128)
     if not few and H == 1 and block_n == 128:
-        wide = N >= 256 and room >= WIDE_ROOM
+        wide = N >= 256 and room >= WIDE_ROOM and not whole
         return Config(128, 256 if wide else 128, block_k, 8, 3)
     if few and H == 1:
         block_n = min(block_n, 64)
