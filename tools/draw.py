@@ -10,7 +10,8 @@ from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 STYLE = """
-    text { font-family: Helvetica, Arial, "DejaVu Sans", sans-serif; font-size: 14px; fill: #24303c }
+    text { font-family: Helvetica, Arial, "DejaVu Sans", sans-serif; font-size: 14px }
+    text { fill: #24303c }
     .title { font-size: 17px; font-weight: bold }
     .bold { font-weight: bold }
     .note { fill: #566573; font-style: italic }
@@ -39,9 +40,9 @@ class Picture:
             f'  <rect width="{width}" height="{height}" fill="#fcfcfc"/>',
         ]
 
-    def rect(self, x: float, y: float, w: float, h: float, fill: str = WHITE, round: int = 4) -> None:
+    def rect(self, x: float, y: float, w: float, h: float, fill: str = WHITE, rx: int = 4) -> None:
         self.parts.append(
-            f'  <rect x="{x}" y="{y}" width="{w}" height="{h}" rx="{round}" fill="{fill}" '
+            f'  <rect x="{x}" y="{y}" width="{w}" height="{h}" rx="{rx}" fill="{fill}" '
             'stroke="#6b7a89" stroke-width="1.2"/>'
         )
 
@@ -55,9 +56,7 @@ class Picture:
             f'  <text x="{x}" y="{y}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
-    def box(
-        self, x: float, y: float, w: float, h: float, *lines: str, fill: str = WHITE
-    ) -> None:
+    def box(self, x: float, y: float, w: float, h: float, *lines: str, fill: str = WHITE) -> None:
         """A rectangle with lines in its middle, the first one bold."""
         self.rect(x, y, w, h, fill)
         first = y + h / 2 - 9 * (len(lines) - 1) + 5
@@ -145,7 +144,7 @@ def latent_cache() -> Picture:
     p.text(24, 378, "request A: 150 tokens")
     p.text(24, 462, "request B: 90 tokens,")
     p.text(24, 480, "64 of them A's")
-    for name, y, blocks in (("A", 360, (3, 0, 5)), ("B", 450, (3, 6))):
+    for y, blocks in ((360, (3, 0, 5)), (450, (3, 6))):
         for column, block in enumerate(blocks):
             p.rect(230 + 44 * column, y, 44, 32, BLUE, 1)
             p.text(252 + 44 * column, y + 21, str(block), "bold", "middle")
@@ -158,7 +157,12 @@ def latent_cache() -> Picture:
         p.box(x, y, 90, 64, f"block {block}", used or "free", fill=PURPLE if used else WHITE)
     p.arrow((362, 376), (462, 376))
     p.arrow((318, 466), (462, 476))
-    p.text(24, 540, "A prefix that requests share is stored once; a request grows block by block.", "note")
+    p.text(
+        24,
+        540,
+        "A prefix that requests share is stored once; a request grows block by block.",
+        "note",
+    )
     return p
 
 
@@ -214,7 +218,12 @@ def v4() -> Picture:
         p.line((x, 92), (x + 30, 150))
         p.line((x + 4 * wide - 4, 92), (x + 46, 150))
         p.rect(x + 28, 152, 20, 44, GREEN if number in picked else WHITE, 2)
-    p.text(left, 220, "every 4 tokens are pooled into one entry; an indexer picks the K best (green)", "small")
+    p.text(
+        left,
+        220,
+        "every 4 tokens are pooled into one entry; an indexer picks the K best (green)",
+        "small",
+    )
 
     p.text(24, 268, "entries,", "bold")
     p.text(24, 286, "ratio 128", "bold")
@@ -225,11 +234,25 @@ def v4() -> Picture:
     p.text(left, 310, "(a layer has ratio 4, ratio 128, or a window alone)", "note small")
 
     p.box(24, 350, 130, 76, "query", "all heads", fill=BLUE)
-    p.box(230, 350, 300, 76, "mqa_sparse", "window and entries in one softmax,", "and a sink for each head", fill=GREEN)
+    p.box(
+        230,
+        350,
+        300,
+        76,
+        "mqa_sparse",
+        "window and entries in one softmax,",
+        "and a sink for each head",
+        fill=GREEN,
+    )
     p.box(606, 350, 264, 76, "output", "rotated back, then projected", fill=BLUE)
     p.arrow((154, 388), (228, 388))
     p.arrow((530, 388), (604, 388))
-    p.text(24, 452, "584 bytes an entry; V4-Flash keeps 3.8 KiB a token of context in all its layers.", "note")
+    p.text(
+        24,
+        452,
+        "584 bytes an entry; V4-Flash keeps 3.8 KiB a token of context in all its layers.",
+        "note",
+    )
     return p
 
 
@@ -254,8 +277,21 @@ def ranks() -> Picture:
         p.box(x + 14, 300, 168, 40, "(out, lse)", fill=BLUE)
         p.arrow((x + 98, 278), (x + 98, 298))
         p.arrow((x + 98, 352), (x + 98, 392))
-    p.box(24, 394, 853, 50, "merge_over_ranks", "out, weighted by exp(lse): exact, whoever holds what", fill=YELLOW)
-    p.text(24, 476, "The cache never leaves its rank: only outputs and lse are sent. Four ranks hold four times the context.", "note small")
+    p.box(
+        24,
+        394,
+        853,
+        50,
+        "merge_over_ranks",
+        "out, weighted by exp(lse): exact, whoever holds what",
+        fill=YELLOW,
+    )
+    p.text(
+        24,
+        476,
+        "The cache stays where it is; only outputs and lse are sent. Four ranks hold four times as much.",
+        "note small",
+    )
     return p
 
 

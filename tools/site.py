@@ -1,7 +1,8 @@
-"""A hook of mkdocs: links from pages to files outside docs/ show those files as pages of the site.
+"""Hooks of mkdocs: links to files outside docs/, and words behind a fence's language.
 
 Pages link to `../examples/engine.py`, as people read them in the repository. The site has no such
-file, so each that is linked becomes a page with its text, and the link goes there.
+file, so each that is linked becomes a page with its text, and the link goes there. What a fence
+says to tests/docs ("slow", "not run: ...") is nothing for readers and is taken away.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>[\w./-]+)\)")
+FENCE = re.compile(r"^(```\w+) .+$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json"}
 
 
 def outside(uri: str, link: re.Match[str]) -> str | None:
     """The path from the repository's root of what a page's link names, if it is not in docs/."""
-    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), link["up"] + link["path"]))
+    path = posixpath.normpath(
+        posixpath.join("docs", posixpath.dirname(uri), link["up"] + link["path"])
+    )
     return None if path.startswith("docs/") else path
 
 
@@ -47,4 +51,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = outside(page.file.src_uri, link)
         return f"]({posixpath.relpath(f'source/{path}.md', here)})" if path else link[0]
 
-    return OUTSIDE.sub(target, markdown)
+    return OUTSIDE.sub(target, FENCE.sub(r"\1", markdown))

@@ -7,6 +7,7 @@ Tests fail while they are stale.
 
 from __future__ import annotations
 
+import inspect
 import json
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +22,7 @@ from openmla.plan.sizes import Step, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
+OPS_PAGE = ROOT / "docs" / "api" / "ops.md"
 RESULTS = ROOT / "bench" / "results"
 COMPATIBILITY = RESULTS / "compatibility.json"
 
@@ -164,24 +166,52 @@ def versions_table() -> str:
     return table(columns, rows)
 
 
+def signature_of(function: Any) -> str:
+    """One line per parameter."""
+    lines, starred = [f"{function.__name__}("], False
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            lines, starred = [*lines, "    *,"], True
+        value = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {parameter.name}: {parameter.annotation}{value},")
+    return "\n".join([*lines, f") -> {signature.return_annotation}"])
+
+
+def contracts() -> str:
+    """Every op's signature and docstring, which is its specification."""
+    parts = []
+    for op in BACKENDS:
+        module = import_module(f"openmla.ops.{op}")
+        name, _, contract = (module.__doc__ or "").strip().partition(": ")
+        parts += [f"## {name}", f"```text\n{signature_of(getattr(module, op))}\n```"]
+        parts += [f"```text\n{contract}\n```"]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+# What stands between markers, by page: "<!-- models: make table -->" and "<!-- end of models -->".
 TABLES = {
-    "models": families_table,
-    "presets": presets_table,
-    "gpus": gpus_table,
-    "formats": formats_table,
-    "ops": ops_table,
-    "versions": versions_table,
+    PAGE: {
+        "models": families_table,
+        "presets": presets_table,
+        "gpus": gpus_table,
+        "formats": formats_table,
+        "ops": ops_table,
+        "versions": versions_table,
+    },
+    OPS_PAGE: {"contracts": contracts},
 }
 
 
-def with_tables(page: str) -> str:
-    """The page's text with the parts between the markers replaced."""
-    for name, make in TABLES.items():
-        begin, end = f"<!-- table of {name}: make table -->", f"<!-- end of {name} -->"
+def with_tables(path: Path) -> str:
+    """A page's text with the parts between its markers replaced."""
+    page = path.read_text()
+    for name, make in TABLES[path].items():
+        begin, end = f"<!-- {name}: make table -->", f"<!-- end of {name} -->"
         head, found, rest = page.partition(begin)
         _, closed, tail = rest.partition(end)
         if not (found and closed):
-            raise ValueError(f"{PAGE.name} has no place for the table of {name}: {begin} ... {end}")
+            raise ValueError(f"{path.name} has no place for {name}: {begin} ... {end}")
         page = f"{head}{begin}\n{make()}\n{end}{tail}"
     return page
 
@@ -189,5 +219,6 @@ def with_tables(page: str) -> str:
 if __name__ == "__main__":
     from openmla.bench.report import write_benchmarks_page
 
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for page in TABLES:
+        page.write_text(with_tables(page))
     write_benchmarks_page(RESULTS, ROOT / "docs")
