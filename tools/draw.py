@@ -289,7 +289,7 @@ def ranks() -> Picture:
     p.text(
         24,
         476,
-        "The cache stays where it is; only outputs and lse are sent. Four ranks hold four times as much.",
+        "The cache stays where it is; outputs and lse are sent. Four ranks hold 4 times as much.",
         "note small",
     )
     return p
