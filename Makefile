@@ -91,7 +91,7 @@ table: setup
 # The site, into site/; an unknown link or a page that nothing leads to fails.
 docs:
 	@$(PYTHON) -m tools.setup_docs
-	.venv-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 setup:
@@ -101,4 +101,4 @@ setup-vllm:
 	@$(PYTHON) -m tools.setup_vllm
 
 clean:
-	rm -rf .venv .venv-* .vllm-tests .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venv-* .vllm-tests .pytest_cache .mypy_cache .ruff_cache .hypothesis
