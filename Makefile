@@ -91,7 +91,7 @@ table: setup
 # The site, into site/; an unknown link or a page that nothing leads to fails.
 docs:
 	@$(PYTHON) -m tools.setup_docs
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "open site/index.html"
 
 setup:
