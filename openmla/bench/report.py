@@ -435,13 +435,13 @@ SECTIONS = (
     (
         "Dense decode against heads",
         "Bound by memory up to 64 heads, by arithmetic at 128. Large even batches are slower than "
-        "FlashMLA, by up to 13 %; single long requests are faster.",
+        "FlashMLA's, single long requests faster.",
         "bench-dense-decode",
     ),
     (
         "Sparse prompts against context",
-        "Gathering chosen rows costs the same at any context, masking all keys grows with it; "
-        "the planner took the faster route in all ten.",
+        "Gathering chosen rows costs the same at any context, masking all keys grows with it. "
+        "The planner takes either by cost (`python3 -m bench.routes`).",
         "bench-context",
     ),
 )
