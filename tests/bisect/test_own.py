@@ -23,7 +23,7 @@ from openmla.bisect import (
 from openmla.bisect.report import sentence
 from openmla.integrations.transformers import attention
 from tests.bisect.models import in_dtype, prompt
-from tests.integrations.models import MODELS, SPARSE, make_model, make_v4, model_of
+from tests.integrations.models import MODELS, SPARSE, make_model, make_sparse, make_v4, model_of
 
 REFUSED = ("minicpm3-longrope", "longcat_flash", "mistral4", "kimi_linear", "axk2", "hy_v4")
 TAKEN = sorted({*MODELS, *SPARSE} - {*REFUSED})
