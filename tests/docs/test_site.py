@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import openmla
-from openmla.bench.report import PLOTS, Results, benchmarks_page, digest
+from openmla.bench.report import PLOTS, Results, benchmarks_page, digest, write_benchmarks_page
+from openmla.errors import UnsupportedError
 from openmla.parallel import __all__ as over_ranks
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks
 from tools.draw import IMAGES, PICTURES
@@ -78,6 +80,23 @@ def test_the_benchmarks_page_is_fresh() -> None:
         assert f"data {digest(plot.data(results))}" in drawn, (
             f"{name}.svg is stale, run: make table"
         )
+
+
+def test_the_page_is_written_with_its_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "images").mkdir()
+    write_benchmarks_page(RESULTS, tmp_path)
+    assert (tmp_path / "benchmarks.md").read_text() == (DOCS / "benchmarks.md").read_text()
+    for name in PLOTS:
+        drawn = (tmp_path / "images" / f"{name}.svg").read_text()
+        assert drawn.startswith("<?xml") and "<text" in drawn
+
+
+def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match=r'matplotlib.*pip install "openmla\[plot\]"'):
+        write_benchmarks_page(RESULTS, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_pictures_are_drawn_by_their_script() -> None:
