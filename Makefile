@@ -26,7 +26,7 @@ FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test
 	tests/test_readme.py tests/integrations/test_masks.py
 
 .PHONY: demo test test-fast test-all test-parallel lint mutants table setup clean test-gpu bench-gpu \
-	demo-vllm test-vllm test-vllm-all setup-vllm
+	demo-vllm test-vllm test-vllm-all setup-vllm docs
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -84,9 +84,15 @@ bench-gpu:
 mutants: setup
 	$(BIN)/python tools/mutants.py
 
-# Writes the tables of README.md anew.
+# Writes what pages have from the code and from bench/results/ anew: tables, plots.
 table: setup
-	$(BIN)/python tools/support_table.py
+	$(BIN)/python -m tools.support_table
+
+# The site, into site/; an unknown link or a page that nothing leads to fails.
+docs:
+	@$(PYTHON) -m tools.setup_docs
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@echo "open site/index.html"
 
 setup:
 	@$(PYTHON) tools/setup_env.py $(VERSIONS)
@@ -95,4 +101,4 @@ setup-vllm:
 	@$(PYTHON) -m tools.setup_vllm
 
 clean:
-	rm -rf .venv .venv-* .vllm-tests .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf site .venv .venv-* .vllm-tests .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,6 @@ import pytest
 
 from openmla.backends import BACKENDS
 from tools.gpu_tests import FOLDERS, WITHOUT_A_GPU, contracts
-from tools.support_table import README, with_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "openmla"
@@ -230,10 +229,6 @@ def test_gpu_tests_knows_which_files_use_one() -> None:
         for path in (ROOT / folder).glob("test_*.py")
         if not any(uses_one(marks, arguments) for _, marks, arguments in declared_tests(path))
     }
-
-
-def test_readme_table_is_fresh() -> None:
-    assert README.read_text() == with_tables(README.read_text()), "run: make table"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)

@@ -1,58 +1,224 @@
-"""Writes the tables of README.md: ops and backends from the tree, versions from a results file.
+"""Writes the tables of docs/support.md from the code: models, GPUs, formats, ops, versions.
+
+    python -m tools.support_table        # also the benchmarks page; `make table`
 
 Tests fail while they are stale.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from openmla.backends import BACKENDS, all_backends
+from openmla.cache.format import FORMATS
+from openmla.cli.doctor import MULTIPROCESSORS, ops_of
+from openmla.config import PRESETS, MLAConfig
+from openmla.config.families import FAMILIES, REFUSED
+from openmla.plan.sizes import Step, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-COMPATIBILITY = ROOT / "bench" / "results" / "compatibility.json"
-SUPPORT = "<!-- support table: make table -->", "<!-- end of support table -->"
-VERSIONS = "<!-- versions: make table -->", "<!-- end of versions -->"
+PAGE = ROOT / "docs" / "support.md"
+OPS_PAGE = ROOT / "docs" / "api" / "ops.md"
+RESULTS = ROOT / "bench" / "results"
+COMPATIBILITY = RESULTS / "compatibility.json"
+
+# What people call the model types; every type of the table of families must be here.
+NAMES = {
+    "axk1": "A.X-K1",
+    "axk2": "A.X-K2",
+    "bailing_hybrid": "Ling 3.0",
+    "deepseek_v2": "DeepSeek V2, V2-Lite, V2.5",
+    "deepseek_v3": "DeepSeek V3, R1, V3.1",
+    "deepseek_v32": "DeepSeek V3.2",
+    "deepseek_v4": "DeepSeek V4",
+    "glm4_moe_lite": "GLM-4.7-Flash",
+    "glm_moe_dsa": "GLM-5.x",
+    "hy_v4": "HY V4",
+    "kimi_k2": "Kimi K2",
+    "kimi_linear": "Kimi-Linear",
+    "longcat_flash": "LongCat-Flash",
+    "minicpm3": "MiniCPM3",
+    "mistral4": "Mistral 4",
+    "youtu": "Youtu",
+}
+HYBRID = ("kimi_linear", "bailing_hybrid")  # their other layers keep no rows
+CARDS = {
+    "sm_80": "A100",
+    "sm_86": "RTX 3090, A6000",
+    "sm_89": "RTX 4090, L40S, L4",
+    "sm_90": "H100, H200, H20",
+    "sm_100": "B200",
+    "sm_120": "RTX 5090, RTX PRO 6000",
+}
+RAN = ("sm_90",)  # an H200; compatibility.json has the run
+# What a step does, and the row of `openmla doctor` that answers for it.
+WORK = {
+    "prompts": "mha_ragged",
+    "dense decode": "mqa_paged",
+    "sparse decode": "mqa_sparse fp8_ds_mla",
+    "V4 decode": "mqa_sparse fp8_dsv4",
+    "indexer": "index_logits",
+    "writing the cache": "latent_write",
+}
+SCALES = {
+    "fp8": "one per layer ([calibrate](scales.md))",
+    "fp8_ds_mla": "one per 128 values, powers of two",
+    "fp8_ds_mla_exact": "one per 128 values",
+    "fp8_dsv4": "one per 64 values, powers of two",
+    "index_fp8": "one per key, powers of two",
+    "index_fp8_exact": "one per key",
+}
 
 
-def support_table() -> str:
+def table(head: list[str], rows: list[list[str]], *, right: int = 0) -> str:
+    """A Markdown table whose last `right` columns are numbers."""
+    left = len(head) - right
+    lines = [head, ["---"] * left + ["--:"] * right, *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def families_table() -> str:
+    """One row per model type, from the table of families."""
+    rows = []
+    for name, family in FAMILIES.items():
+        kind = "dense" if family.indexer_pairing is None else "sparse"
+        kind = "V4" if family.compressed else kind
+        layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
+        attached = f"loaded as `{family.reads_as}`" if family.reads_as else "yes"
+        rows.append([NAMES[name], f"`{name}`", kind, attached, "" if family.output_gate else layer])
+    rows += [["", f"`{name}`", "", f"refused: {why}", ""] for name, why in REFUSED.items()]
+    return table(["model", "`model_type`", "attention", "`attach`", "layer"], rows)
+
+
+def presets_table() -> str:
+    """Released models: what a token of context takes, all layers together."""
+    rows = []
+    for name, config in PRESETS.items():
+        if name.startswith("tiny-") or config.model_type in HYBRID:
+            continue
+        packed = "fp8_dsv4" if config.compressor else "fp8_ds_mla"
+        sizes = [token_bytes(Step(config, format)).total / 1024 for format in ("bf16", packed)]
+        expanded = "" if config.compressor else f"{expanded_bytes(config) / 1024:,.0f}"
+        counts = [str(config.num_heads), str(config.num_layers)]
+        rows.append([f"`{name}`", *counts, *(f"{size:.1f}" for size in sizes), packed, expanded])
+    head = ["preset", "heads", "layers", "bf16", "packed", "as", "K and V of all heads"]
+    return table(head, rows, right=6)
+
+
+def expanded_bytes(config: MLAConfig) -> int:
+    """A token's keys and values for every head in 16 bits, which MLA does not need to keep."""
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    return 2 * config.num_layers * config.num_heads * width
+
+
+def gpus_table() -> str:
+    """Which backend takes each kind of work, for DeepSeek's shapes in bf16, without FlashMLA."""
+    rows = [["CPU (x86)", "", *taken("cpu", None, 0), "run"]]
+    for target, number in MULTIPROCESSORS.items():
+        cells = taken("cuda", divmod(int(target.removeprefix("sm_")), 10), number)
+        rows.append([CARDS[target], target, *cells, "run" if target in RAN else "compiled"])
+    rows.append(["AMD MI300X", "gfx942", *["triton"] * len(WORK), "compiled"])
+    return table(["GPU", "", *WORK, "here"], rows)
+
+
+def taken(device: str, capability: tuple[int, int] | None, multiprocessors: int) -> list[str]:
+    found = ops_of(device, capability, multiprocessors)
+    return [
+        next(name for name, cell in found[op].items() if cell[:3] == "yes" and name != "flashmla")
+        for op in WORK.values()
+    ]
+
+
+def formats_table() -> str:
+    """Bytes of one row: of V3 and V2 (576 values), of V4 (512), of an indexer key (128)."""
+    rows = []
+    for name, layout in FORMATS.items():
+        width = 128 if layout.holds == "index" else 512 if name == "fp8_dsv4" else 576
+        dtype = "bytes" if layout.packed else str(layout.dtype).removeprefix("torch.")
+        number = str(layout.row_bytes(width))
+        rows.append([f"`{name}`", layout.holds, dtype, SCALES.get(name, ""), str(width), number])
+    return table(["format", "holds", "dtype", "scales", "values", "bytes"], rows, right=2)
+
+
+def ops_table() -> str:
     """One row per op, one column per backend: what the tree holds."""
     backends = all_backends()
-    lines = ["| op | what it does | " + " | ".join(f"`{name}`" for name in backends) + " |"]
-    lines.append("| --- | --- |" + " :-: |" * len(backends))
+    rows = []
     for op, names in BACKENDS.items():
         first_line = (import_module(f"openmla.ops.{op}").__doc__ or "").splitlines()[0]
         purpose = first_line.partition(": ")[2].rstrip(".")
-        cells = " | ".join("yes" if name in names else "" for name in backends)
-        lines.append(f"| `{op}` | {purpose} | {cells} |")
-    return "\n".join(lines)
+        rows.append([f"`{op}`", purpose, *("yes" if name in names else "" for name in backends)])
+    return table(["op", "what it does", *(f"`{name}`" for name in backends)], rows)
 
 
-def compatibility_table() -> str:
+def versions_table() -> str:
     """One row per run: versions, machine, the command, and what it said."""
     runs: list[dict[str, Any]] = json.loads(COMPATIBILITY.read_text())["runs"]
-    columns = ("python", "torch", "triton", "transformers", "machine", "command", "result")
-    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
-    for run in runs:
-        cells = [
-            f"`{run[name]}`" if name == "command" and run[name] else run[name] for name in columns
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    columns = ["python", "torch", "triton", "transformers", "machine", "command", "result"]
+    rows = [
+        [f"`{run[name]}`" if name == "command" and run[name] else run[name] for name in columns]
+        for run in runs
+    ]
+    return table(columns, rows)
 
 
-def with_tables(readme: str) -> str:
-    """README's text with the parts between the markers replaced."""
-    for (begin, end), table in ((SUPPORT, support_table()), (VERSIONS, compatibility_table())):
-        head, _, rest = readme.partition(begin)
-        _, _, tail = rest.partition(end)
-        readme = f"{head}{begin}\n{table}\n{end}{tail}"
-    return readme
+def signature_of(function: Any) -> str:
+    """One line per parameter."""
+    lines, starred = [f"{function.__name__}("], False
+    signature = inspect.signature(function)
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            lines, starred = [*lines, "    *,"], True
+        value = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        lines.append(f"    {parameter.name}: {parameter.annotation}{value},")
+    return "\n".join([*lines, f") -> {signature.return_annotation}"])
+
+
+def contracts() -> str:
+    """Every op's signature and docstring, which is its specification."""
+    parts = []
+    for op in BACKENDS:
+        module = import_module(f"openmla.ops.{op}")
+        name, _, contract = (module.__doc__ or "").strip().partition(": ")
+        parts += [f"## {name}", f"```text\n{signature_of(getattr(module, op))}\n```"]
+        parts += [f"```text\n{contract}\n```"]
+    return "\n" + "\n\n".join(parts) + "\n"
+
+
+# What stands between markers, by page: "<!-- models: make table -->" and "<!-- end of models -->".
+TABLES = {
+    PAGE: {
+        "models": families_table,
+        "presets": presets_table,
+        "gpus": gpus_table,
+        "formats": formats_table,
+        "ops": ops_table,
+        "versions": versions_table,
+    },
+    OPS_PAGE: {"contracts": contracts},
+}
+
+
+def with_tables(path: Path) -> str:
+    """A page's text with the parts between its markers replaced."""
+    page = path.read_text()
+    for name, make in TABLES[path].items():
+        begin, end = f"<!-- {name}: make table -->", f"<!-- end of {name} -->"
+        head, found, rest = page.partition(begin)
+        _, closed, tail = rest.partition(end)
+        if not (found and closed):
+            raise ValueError(f"{path.name} has no place for {name}: {begin} ... {end}")
+        page = f"{head}{begin}\n{make()}\n{end}{tail}"
+    return page
 
 
 if __name__ == "__main__":
-    README.write_text(with_tables(README.read_text()))
+    from openmla.bench.report import write_benchmarks_page
+
+    for page in TABLES:
+        page.write_text(with_tables(page))
+    write_benchmarks_page(RESULTS, ROOT / "docs")

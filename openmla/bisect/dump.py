@@ -89,7 +89,11 @@ class Dump:
     def save(self, path: str) -> None:
         """Write the file that read_dump() reads."""
         said = {each.name: getattr(self.settings, each.name) for each in fields(self.settings)}
-        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
+        # copies: a file's tensors must not share memory, as unrounded index keys and their cache do
+        tensors = {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in self.tensors.items()
+        }
         save_file(tensors, path, metadata={name: value for name, value in said.items() if value})
 
 

@@ -23,7 +23,7 @@ from openmla.bisect import (
 from openmla.bisect.report import sentence
 from openmla.integrations.transformers import attention
 from tests.bisect.models import in_dtype, prompt
-from tests.integrations.models import MODELS, SPARSE, make_model, make_v4, model_of
+from tests.integrations.models import MODELS, SPARSE, make_model, make_sparse, make_v4, model_of
 
 REFUSED = ("minicpm3-longrope", "longcat_flash", "mistral4", "kimi_linear", "axk2", "hy_v4")
 TAKEN = sorted({*MODELS, *SPARSE} - {*REFUSED})
@@ -109,8 +109,9 @@ def test_a_model_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(model(prompt(9)[None]).logits, before)
 
 
-def test_a_file_says_the_same(tmp_path: Path) -> None:
-    model = make_model("deepseek_v3")
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_a_file_says_the_same(family: str, tmp_path: Path) -> None:
+    model = make_model(family) if family == "deepseek_v3" else make_sparse(family)
     dump = record(model, prompt(20), cache_format="fp8")
     dump.save(str(tmp_path / "dump.safetensors"))
     again = read_dump(str(tmp_path / "dump.safetensors"))

@@ -37,7 +37,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs" / "size.md").read_text()
-    command, shown = re.findall(r"```\n(.*?)```", page, re.DOTALL)[:2]
+    command, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)[:2]
     arguments = command.replace("\\\n", " ").split()
     assert arguments[0] == "openmla" and main(arguments[1:]) == 0
     printed = capsys.readouterr().out

@@ -1,0 +1,531 @@
+"""The benchmarks page of the site: tables and plots from the JSON of bench/results/.
+
+Numbers are only ever compared within one file, which is one run. `roof` lines are the ops' own
+cost() at the bandwidth and the bf16 throughput that the GPU's maker publishes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openmla.cli.gpus import GPUS
+from openmla.config import PRESETS
+from openmla.errors import UnsupportedError
+from openmla.ops.mqa_paged import cost as paged_cost
+from openmla.ops.mqa_sparse import cost as sparse_cost
+from openmla.plan.roofline import roof
+
+Data = dict[str, Any]
+PEERS = {
+    "flashmla": "FlashMLA",
+    "gather+flashmla": "gather and FlashMLA",
+    "cuDNN, padded": "cuDNN, padded",
+    "cuDNN, one by one": "cuDNN, one by one",
+    "deep_gemm": "DeepGEMM",
+    "torch.topk": "torch.topk",
+    "torch.topk, unsorted": "torch.topk, unsorted",
+    "deep_gemm, torch.topk": "DeepGEMM and torch.topk",
+    "deep_gemm, unsorted": "DeepGEMM and torch.topk, unsorted",
+    "transformers": "transformers",
+    "two ops": "two ops of ours",
+    "torch's quantiser": "torch's quantiser",
+    "bf16, torch.bmm": "torch.bmm in bf16",
+    "bf16, torch.bmm and cat": "torch.bmm and cat in bf16",
+}
+# Ours, what is taken by itself before the others.
+OURS = ("captured", "openmla", "gluon", "triton", "one op", "fp8, a scale per head")
+OURS_COLOUR, PEER_COLOUR, ROOF_COLOUR = "#3b5bbf", "#d9822b", "#7a8794"
+
+
+class Duel(NamedTuple):
+    """One shape of one run: our time, and that of the fastest peer in it."""
+
+    shape: str
+    ours: float
+    peer: float
+    against: str
+
+    @property
+    def ratio(self) -> float:
+        return self.peer / self.ours
+
+
+class Group(NamedTuple):
+    """Rows of a results file that are told of together."""
+
+    title: str
+    file: str
+    pattern: str  # of shapes, all of it
+    command: str
+    what: str = ""  # of files that have several kinds of rows for a shape
+
+
+GROUPS = (
+    Group("sparse decode, fp8_ds_mla, top 2048", "triton_latent_h200", r"sparse-decode.*",
+          "python3 -m bench.latent"),
+    Group("V4 decode, window and entries", "triton_latent_h200", r"v4-decode.*",
+          "python3 -m bench.latent"),
+    Group("dense decode, bf16", "latent_dense_h200", r"dense-decode.*", "python3 -m bench.latent"),
+    Group("dense decode, 2 or 4 tokens a request", "latent_dense_h200", r"dense-verify.*",
+          "python3 -m bench.latent"),
+    Group("dense decode, fp8 rows", "latent_dense_fp8_h200", r".*",
+          "python3 -m bench.latent --only dense-decode-fp8"),
+    Group("sparse prefill, top 2048", "sparse_prefill_h200", r".*", "python3 -m bench.latent"),
+    Group("prompts, expanded keys and values", "mha_h200", r".*", "python3 -m bench.mha"),
+    Group("indexer: scores", "indexer_h200", r".*", "python3 -m bench.indexer", "scores"),
+    Group("indexer: choice", "indexer_h200", r".*", "python3 -m bench.indexer", "choice"),
+    Group("indexer: both", "indexer_h200", r".*", "python3 -m bench.indexer", "both"),
+    Group("quantised outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
+    Group("weights in eight bits", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
+    Group("a whole model, decode", "generate_h200", r".*",
+          "python3 -m bench.generate --model v2-lite --keys 32768 --batch 8"),
+)  # fmt: skip
+
+
+class Results:
+    """The JSON files of a folder, read once each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+
+    def file(self, name: str) -> Any:
+        if name not in self._files:
+            self._files[name] = json.loads((self.folder / f"{name}.json").read_text())
+        return self._files[name]
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        found = self.file(name)
+        return list(found["rows"] if isinstance(found, dict) else found)
+
+    def others(self) -> list[str]:
+        """Files that no group is about, and that hold times."""
+        names = {path.stem for path in self.folder.glob("*.json")}
+        return sorted(names - {group.file for group in GROUPS} - {"compatibility"})
+
+    def times(self, group: Group) -> dict[str, dict[str, float]]:
+        """shape -> contender -> microseconds."""
+        found: dict[str, dict[str, float]] = {}
+        for row in self.rows(group.file):
+            asked = not group.what or row["what"] == group.what
+            if asked and re.fullmatch(group.pattern, row["shape"]):
+                found.setdefault(row["shape"], {})[row["contender"]] = _us(row)
+        return found
+
+    def duels(self, group: Group) -> list[Duel]:
+        duels = []
+        for shape, times in self.times(group).items():
+            ours = next(times[name] for name in OURS if name in times)
+            against = min((name for name in times if name in PEERS), key=times.__getitem__)
+            duels.append(Duel(shape, ours, times[against], PEERS[against]))
+        return duels
+
+
+def _us(row: dict[str, Any]) -> float:
+    return float(row["us"] if "us" in row else row["median_us"])
+
+
+# Plots: what is drawn, as plain numbers, and how. Their digest is in the picture, so that a test
+# can tell a stale one without drawing.
+
+
+def _against_transformers(results: Results) -> Data:
+    rows = {row["contender"]: row for row in results.rows("generate_h200")}
+    batch, keys = 8, 32768
+    if rows["captured"]["shape"] != f"{batch} tokens of the whole model, each over {keys} keys":
+        raise ValueError(f"generate_h200.json: unexpected shape {rows['captured']['shape']!r}")
+    config = PRESETS["deepseek-v2-lite"]
+    width = config.qk_head_dim + config.v_head_dim
+    cache = {"bf16": 2 * config.latent_dim, "fp8_ds_mla": 656}
+    gb = {name: batch * keys * config.num_layers * row / 1e9 for name, row in cache.items()}
+    return {
+        "speed": {
+            "plain transformers": batch / rows["transformers"]["median_us"] * 1e6,
+            "openmla": batch / rows["captured"]["median_us"] * 1e6,
+        },
+        "memory": {
+            "plain transformers": [gb["bf16"], batch * keys * config.num_heads * width * 2 / 1e9],
+            "openmla, bf16": [gb["bf16"], 0.0],
+            "openmla, fp8_ds_mla": [gb["fp8_ds_mla"], 0.0],
+        },
+        "machine": results.file("generate_h200")["machine"].split(", commit")[0],
+    }
+
+
+def _draw_against_transformers(figure: Any, data: Data) -> None:
+    speed, memory = figure.subplots(1, 2, gridspec_kw={"width_ratios": [2, 3]})
+    bars = speed.bar(data["speed"].keys(), data["speed"].values(), width=0.55,
+                     color=[PEER_COLOUR, OURS_COLOUR])  # fmt: skip
+    speed.bar_label(bars, fmt="%.0f")
+    speed.set_ylim(0, 1.15 * max(data["speed"].values()))
+    ratio = data["speed"]["openmla"] / data["speed"]["plain transformers"]
+    speed.set_title(f"Decode: {ratio:.1f} times as fast", fontsize=11)
+    speed.set_ylabel("tokens a second (measured)")
+    names = list(data["memory"])
+    cache, expanded = ([data["memory"][name][i] for name in names] for i in (0, 1))
+    colours = [PEER_COLOUR, OURS_COLOUR, OURS_COLOUR]
+    memory.bar(names, cache, width=0.55, color=colours)
+    memory.bar(names[:1], expanded[:1], bottom=cache[:1], width=0.55, color="white",
+               edgecolor=PEER_COLOUR, hatch="///")  # fmt: skip
+    note = "keys and values of one\nlayer, expanded anew\nat every token"
+    memory.text(0.36, cache[0] + 1.6, note, fontsize=8)
+    for place, name in enumerate(names):
+        total = sum(data["memory"][name])
+        memory.text(place, total + 0.15, f"{total:.1f} GB", ha="center")
+    memory.set_title("Memory of attention", fontsize=11)
+    memory.set_ylabel("GB beside the weights (computed)")
+    memory.set_ylim(0, 13)
+    figure.suptitle(
+        "DeepSeek-V2-Lite's dimensions, 8 requests of 32,768 tokens, bf16, one H200", fontsize=12
+    )
+
+
+def _ratios(results: Results) -> Data:
+    return {group.title: [d.ratio for d in results.duels(group)] for group in GROUPS}
+
+
+def _draw_ratios(figure: Any, data: Data) -> None:
+    axes = figure.subplots()
+    names = list(data)[::-1]
+    for place, name in enumerate(names):
+        values = data[name]
+        colours = [OURS_COLOUR if value >= 1 else PEER_COLOUR for value in values]
+        axes.scatter(values, [place] * len(values), c=colours, s=26, alpha=0.65, linewidths=0)
+    axes.axvline(1, color=ROOF_COLOUR, linewidth=1.2)
+    axes.set_xscale("log")
+    ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 8]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_xlabel("time of the fastest peer over ours, H200; right of 1 ours is faster")
+    axes.set_title("Every shape that was timed beside a peer, a dot each", fontsize=12)
+
+
+def _curves(results: Results, group: int, pattern: str, x: int, panel: int, cost: Any) -> Data:
+    """panel -> {"ours", "FlashMLA", "roof"}: lists of (x, us); x and panel are groups of
+    `pattern`."""
+    panels: Data = {}
+    for duel in results.duels(GROUPS[group]):
+        found = re.fullmatch(pattern, duel.shape)
+        if found is None:
+            continue
+        least = roof(cost(*map(int, found.groups())), GPUS["h200"]) * 1e6
+        lines = panels.setdefault(found[panel], {"openmla": [], duel.against: [], "roof": []})
+        for name, us in (("openmla", duel.ours), (duel.against, duel.peer), ("roof", least)):
+            lines.setdefault(name, []).append([int(found[x]), us])
+    return panels
+
+
+def _draw_curves(figure: Any, panels: Data, titles: str, xlabel: str, title: str) -> None:
+    colours = {"openmla": OURS_COLOUR, "roof": ROOF_COLOUR}
+    for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
+                                   panels.items(), strict=True):  # fmt: skip
+        for line, points in lines.items():
+            xs, ys = zip(*sorted(points), strict=True)
+            style = "--" if line == "roof" else "-"
+            label = "roof (computed)" if line == "roof" else line
+            axes.plot(xs, ys, style, marker="" if line == "roof" else "o", markersize=4,
+                      color=colours.get(line, PEER_COLOUR), label=label)  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        crowded = len(panels) > 3
+        shown = [value for value in xs if not crowded or 2 * value not in xs]
+        axes.set_xticks(shown, [str(value) for value in shown])
+        axes.minorticks_off()
+        low, high = axes.get_ylim()
+        digits = (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)
+        places = [digit * 10**power for power in range(4) for digit in digits]
+        ticks = [place for place in places if low <= place <= high]
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.grid(alpha=0.3)
+        axes.set_title(titles.format(name), fontsize=10)
+        axes.set_xlabel(xlabel)
+    figure.axes[0].set_ylabel("microseconds")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle(title, fontsize=12)
+
+
+def _sparse(results: Results) -> Data:
+    def cost(H: int, B: int) -> Any:
+        return sparse_cost(2048 * B, B, H=H, D=576, C=512, format="fp8_ds_mla", itemsize=2)
+
+    return _curves(results, 0, r"sparse-decode-fp8_ds_mla-h(\d+)-b(\d+)", 2, 1, cost)
+
+
+def _v4(results: Results) -> Data:
+    def cost(H: int, B: int, K: int) -> Any:
+        return sparse_cost((128 + K) * B, B, H=H, D=512, C=512, format="fp8_dsv4", itemsize=2)
+
+    return _curves(results, 1, r"v4-decode-h(\d+)-b(\d+)-k(\d+)", 2, 1, cost)
+
+
+def _dense_heads(results: Results) -> Data:
+    def cost(H: int, B: int, S: int) -> Any:
+        return paged_cost([1] * B, [S] * B, H=H, D=576, C=512, causal=True, format="bf16",
+                          itemsize=2)  # fmt: skip
+
+    shapes = {"64 requests of 4096": r"64)x(4096", "1 request of 131072": r"1)x(131072",
+              "128 requests of 2048": r"128)x(2048"}  # fmt: skip
+    return {
+        name: panel
+        for name, shape in shapes.items()
+        for panel in _curves(
+            results, 2, rf"dense-decode-bf16-h(\d+)-({shape})", 1, 3, cost
+        ).values()
+    }
+
+
+def _routes(results: Results) -> Data:
+    panels: Data = {}
+    for row in results.rows("routes_h200"):
+        H, _, after = map(int, re.findall(r"\d+", row["shape"])[:3])
+        lines = panels.setdefault(str(H), {"gathered": [], "masked": []})
+        lines["gathered"].append([after, row["absorbed"] / 1e3])
+        lines["masked"].append([after, row["expanded"] / 1e3])
+    return panels
+
+
+def _draw_routes(figure: Any, panels: Data) -> None:
+    colours = {"gathered": OURS_COLOUR, "masked": "#6aa84f"}
+    for axes, (name, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for line, points in lines.items():
+            xs, ys = zip(*sorted(points), strict=True)
+            axes.plot(xs, ys, "o-", markersize=4, color=colours[line], label=line)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(xs, [f"{value}k" for value in xs])
+        ticks = [3, 5, 10, 30] if name == "16" else [15, 30, 100, 250]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.set_title(f"{name} heads", fontsize=10)
+        axes.set_xlabel("tokens of context before the prompt")
+    figure.axes[0].set_ylabel("milliseconds")
+    figure.axes[0].legend(fontsize=8)
+    figure.suptitle("A sparse prompt of 8192 tokens by both routes, H200", fontsize=12)
+
+
+class Plot(NamedTuple):
+    data: Callable[[Results], Data]
+    draw: Callable[[Any, Data], None]
+    size: tuple[float, float]
+
+
+def _curve_plot(data: Callable[[Results], Data], *words: str) -> Plot:
+    return Plot(data, lambda figure, panels: _draw_curves(figure, panels, *words), (9, 3.4))
+
+
+PLOTS = {
+    "against-transformers": Plot(_against_transformers, _draw_against_transformers, (9, 3.6)),
+    "bench-ratios": Plot(_ratios, _draw_ratios, (9, 4.6)),
+    "bench-sparse-decode": _curve_plot(
+        _sparse, "{} heads", "requests", "Sparse decode, 2048 chosen rows each, fp8_ds_mla, H200"
+    ),
+    "bench-dense-decode": _curve_plot(
+        _dense_heads, "{} keys", "heads", "Dense decode by heads, bf16, H200"
+    ),
+    "bench-v4-decode": _curve_plot(
+        _v4, "{} heads", "requests", "V4 decode, window and chosen entries, fp8_dsv4, H200"
+    ),
+    "bench-context": Plot(_routes, _draw_routes, (9, 3.4)),
+}
+
+
+def digest(data: Data) -> str:
+    """Of a plot's numbers, which its picture carries."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw_plots(results: Results, folder: Path) -> None:
+    """Every plot as SVG."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "bench report: plots need matplotlib, which is not installed. "
+            'Run: pip install "openmla[plot]".'
+        ) from error
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "openmla",
+        "axes.facecolor": "#fcfcfc",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    for name, plot in PLOTS.items():
+        data = plot.data(results)
+        with matplotlib.rc_context(style):
+            figure = Figure(figsize=plot.size, facecolor="#fcfcfc", layout="constrained")
+            plot.draw(figure, data)
+            told = {"Date": None, "Description": f"data {digest(data)}"}
+            figure.savefig(folder / f"{name}.svg", metadata=told)
+
+
+# The page.
+
+
+def benchmarks_page(results: Results) -> str:
+    """Its Markdown."""
+    lines = [*_opening(), *_summary(results)]
+    for title, text, picture in SECTIONS:
+        lines += ["", f"## {title}", "", text, "", f"![{title}](images/{picture}.svg)"]
+    lines += ["", *_whole_models(results), "", "## All rows", ""]
+    lines += [
+        "Microseconds by contender; the last column is the fastest peer's time over ours.",
+        "",
+    ]
+    for group in GROUPS:
+        lines += list(_all_rows(results, group))
+    for name in results.others():
+        lines += list(_other_rows(results, name))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _opening() -> list[str]:
+    return [
+        "# Benchmarks",
+        "",
+        "After this page you know where openmla is faster than its peers on an H200, where it is",
+        "slower, and which command prints each number. It is written from `bench/results/*.json`",
+        "(`make table`), misses and all.",
+        "",
+        "A ratio is the fastest peer's time over ours, both measured in one process, in turns,",
+        "after a check of every result: above 1 ours is faster. Two runs are never compared.",
+        "The roof is what memory bandwidth (4.8 TB/s) or bf16 throughput (989 TFLOP/s) allow.",
+        "",
+        "## Wins and misses",
+        "",
+        "![Ratios to the fastest peer, a dot per shape](images/bench-ratios.svg)",
+        "",
+    ]
+
+
+def _summary(results: Results) -> Iterator[str]:
+    yield "| | shapes | faster | ratio: worst | median | best | fastest peer | command |"
+    yield "| --- | --: | --: | --: | --: | --: | --- | --- |"
+    for group in GROUPS:
+        duels = sorted(results.duels(group), key=lambda duel: duel.ratio)
+        middle = duels[len(duels) // 2].ratio
+        faster = sum(duel.ratio >= 1 for duel in duels)
+        peers = ", ".join(sorted({duel.against for duel in duels}))
+        worst, best = duels[0].ratio, duels[-1].ratio
+        numbers = f"{len(duels)} | {faster} | {worst:.2f} | {middle:.2f} | {best:.2f}"
+        yield f"| {group.title} | {numbers} | {peers} | `{group.command}` |"
+
+
+SECTIONS = (
+    (
+        "Sparse decode against batch",
+        "Keys are split over the GPU's multiprocessors, so that one request is fast, too. "
+        "FlashMLA takes 64 or 128 heads; fewer are padded for it.",
+        "bench-sparse-decode",
+    ),
+    (
+        "V4 decode against batch",
+        "A window of 128 rows and 512 chosen entries (128 heads: 1024), with a sink.",
+        "bench-v4-decode",
+    ),
+    (
+        "Dense decode against heads",
+        "Bound by memory up to 64 heads, by arithmetic at 128. Large even batches are slower than "
+        "FlashMLA's, single long requests faster.",
+        "bench-dense-decode",
+    ),
+    (
+        "Sparse prompts against context",
+        "Gathering chosen rows costs the same at any context, masking all keys grows with it. "
+        "The planner takes either by cost (`python3 -m bench.routes`).",
+        "bench-context",
+    ),
+)
+
+
+def _whole_models(results: Results) -> Iterator[str]:
+    yield "## Whole models"
+    yield ""
+    yield "Decode, DeepSeek-V2-Lite's dimensions with 8 of its experts, random weights:"
+    yield ""
+    yield "![Tokens a second, memory; beside transformers](images/against-transformers.svg)"
+    yield ""
+    yield "Memory is computed from shapes: the cache of all layers and, in transformers, the keys"
+    yield "and values of one layer, which it makes anew at every token. Time to the first token,"
+    yield "ms, and its ratio (above 1 is faster; `python3 -m bench.first_token`):"
+    yield ""
+    yield "| prompts | openmla | transformers | ratio |"
+    yield "| --- | --: | --: | --: |"
+    for row in results.rows("first_token_h200"):
+        ours, theirs = (row[name]["median_ms"] for name in ("openmla", "transformers"))
+        yield f"| {row['case']} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |"
+    yield ""
+    yield "Host time of one op call outside a graph, us (`python3 -m bench.host`):"
+    yield ""
+    yield "| call | openmla | FlashMLA | ratio |"
+    yield "| --- | --: | --: | --: |"
+    cases: dict[str, dict[str, float]] = {}
+    for row in results.rows("host_h200"):
+        cases.setdefault(row["case"], {})[row["contender"]] = row["us"]
+    for case, times in cases.items():
+        ours, theirs = times["openmla"], times["flashmla"]
+        yield f"| {case} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} |"
+
+
+def _all_rows(results: Results, group: Group) -> Iterator[str]:
+    times = results.times(group)
+    names = list(dict.fromkeys(name for found in times.values() for name in found))
+    machine = results.file(group.file)["machine"]
+    yield f'<details markdown="1"><summary>{group.title}</summary>'
+    yield ""
+    yield f"`{group.file}.json`: {machine}"
+    yield ""
+    yield f"| shape | {' | '.join(names)} | ratio |"
+    yield "| --- |" + " --: |" * (len(names) + 1)
+    ratios = {duel.shape: duel.ratio for duel in results.duels(group)}
+    for shape, found in times.items():
+        cells = " | ".join(f"{found[name]:.1f}" if name in found else "" for name in names)
+        yield f"| {shape} | {cells} | {ratios[shape]:.2f} |"
+    yield ""
+    yield "</details>"
+    yield ""
+
+
+def _other_rows(results: Results, name: str) -> Iterator[str]:
+    """A file as it is, one line per row; numbers of a part of a row have its name before theirs."""
+    rows = [dict(_flat(row)) for row in results.rows(name)]
+    names = list(dict.fromkeys(key for row in rows for key in row))
+    found = results.file(name)
+    machine = found.get("machine", "") if isinstance(found, dict) else ""
+    yield f'<details markdown="1"><summary>{name}.json</summary>'
+    yield ""
+    if machine:
+        yield machine
+        yield ""
+    yield f"| {' | '.join(names)} |"
+    yield "| --- |" + " --: |" * (len(names) - 1)
+    for row in rows:
+        yield f"| {' | '.join(row.get(key, '') for key in names)} |"
+    yield ""
+    yield "</details>"
+    yield ""
+
+
+def _flat(row: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key} ")
+        else:
+            yield before + key, f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_benchmarks_page(results_dir: Path, docs_dir: Path) -> None:
+    """docs_dir/benchmarks.md and its plots, in docs_dir/images, from results_dir/*.json."""
+    results = Results(results_dir)
+    page = benchmarks_page(results)  # before anything is written
+    draw_plots(results, docs_dir / "images")
+    (docs_dir / "benchmarks.md").write_text(page)
