@@ -1,5 +1,4 @@
-"""Latent attention over listed rows of 512 + 64: 16 heads a program, or on SM90 64; these also over
-bf16 rows of 512 alone."""
+"""Latent attention over listed rows of 512 + 64, or of 512: 16 heads a program, on SM90 also 64."""
 
 from __future__ import annotations
 

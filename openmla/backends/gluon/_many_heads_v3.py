@@ -1,5 +1,4 @@
-"""Latent attention of many heads over rows of 512 + 64, fp8_ds_mla or 16 bits, or of 512 alone in
-16 bits; Gluon, SM90.
+"""Latent attention of many heads over rows of 512 + 64, fp8_ds_mla or 16 bits, or 512; Gluon, SM90.
 
 Computes  what _latent.py does, for a segment of slots or positions, 64 heads a program
 Grid      (cdiv(H, 64), T, X): one program owns one token, 64 heads, one run of its rows; a grid
