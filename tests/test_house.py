@@ -51,6 +51,7 @@ ONLY_IN = {
         "cli/eval.py",
     ),
     "vllm": ("integrations/vllm/",),
+    "rich": ("cli/terminal.py", "plan/explanation.py"),
     "safetensors": (
         "bisect/dump.py",
         "cli/models.py",

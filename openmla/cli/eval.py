@@ -25,9 +25,9 @@ from openmla.cli.models import (
     demo_text,
     load_model,
     load_tokenizer,
-    note,
     read_config,
 )
+from openmla.cli.terminal import note
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations import Scales
