@@ -26,7 +26,6 @@ from openmla.cli.prompts import Messages, check_chat, encode, encode_chat, messa
 from openmla.cli.streaming import PrefillProgress, Watch
 from openmla.cli.terminal import note, quiet, show, warn
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
@@ -257,8 +256,6 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     temperature = options.temperature
     if temperature is None:
         temperature = DEMO_TEMPERATURE if options.model == "demo" else 0.0
-    if temperature == 0 and (options.top_k or options.top_p < 1):
-        raise ConfigError("generate: --top-k and --top-p need a --temperature above 0.")
     arguments: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "do_sample": temperature > 0,

@@ -28,22 +28,27 @@ def stay_offline(name: str) -> None:
 
 def fetched(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
     """The folder with an id's files. Weights come after the config has been understood."""
-    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub import hf_hub_download, logging, snapshot_download
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # each failed attempt would have a line
+    note(f"{name} is no folder here: asking the hub, or its cache on this disk")
     try:
         config = hf_hub_download(name, "config.json", revision=revision)
         read_config(Path(config).parent, rotated=True)
-        note(f"files of {name} from the hub or its cache on this disk")
         patterns = FILES + (PICKLES if allow_pickle else [])
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except OpenMLAError:
         raise
     except Exception as error:  # of many kinds: no network, no such id, no permission, no room
         reason = str(error).strip().splitlines() or [type(error).__name__]
+        first = reason[0].split(". ")[0].rstrip(".")
         raise ConfigError(
-            f"--model must be demo, a folder with config.json or an id that a hub has, got "
-            f"{name!r}: no such folder, and the hub's answer was: {reason[0].rstrip('.')}."
+            "--model must be demo, a folder with config.json or an id that a hub has, "
+            f"got {name!r}: {first}."
         ) from error
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def called(folder: Path) -> str:

@@ -252,6 +252,9 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--system-prompt needs --chat")
     if options.device_map is not None and options.device is not None:
         parser.error("--device-map must not be given with --device")
+    sampled = options.temperature or (options.temperature is None and options.model == "demo")
+    if not sampled and (options.top_k or options.top_p < 1):
+        parser.error("--top-k and --top-p need a --temperature above 0")
     if options.quiet and options.compare:
         parser.error("--compare has nothing to print with --quiet")
     return options

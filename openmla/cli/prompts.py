@@ -45,9 +45,7 @@ def read_prompt(prompt: str | None, command: str) -> str:
         except UnicodeEncodeError as error:  # bytes of a command line that are no text
             raise ConfigError(f"{command}: --prompt must be text in UTF-8: {error}.") from error
     if not text.strip():
-        raise ConfigError(
-            f"{command}: --prompt must hold more than white space, got {text[:40]!r}."
-        )
+        raise ConfigError(f"{command}: --prompt must hold more than white space.")
     return text
 
 
