@@ -1,4 +1,4 @@
-"""`openmla bench <name>`: times the backends of an op, a decode step, or a whole model."""
+"""`openmla bench <name>`: times the backends of an op, a step, a whole model; writes the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from openmla.backends import BACKENDS
 from openmla.cli.options import Parser
-from openmla.errors import UnsupportedError
+from openmla.cli.terminal import note
+from openmla.errors import ConfigError, UnsupportedError
 
 WHOLE = {
     "step": "one decode step of a layer, against transformers' module and expanded caches",
@@ -18,7 +19,7 @@ WHOLE = {
 }
 
 
-INVARIANT = "--batch-invariant"
+INVARIANT, REPORT = "--batch-invariant", "report"
 
 
 def names() -> tuple[str, ...]:
@@ -33,11 +34,15 @@ def run_bench(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == INVARIANT:
         import_module("openmla.bench.invariance").run(arguments[1:])
         return 0
+    if arguments and arguments[0] == REPORT:
+        return run_report(arguments[1:])
     listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
     listed.append(f"  {INVARIANT:<21}what make_plan(batch_invariant=True) costs")
+    listed.append(f"  {REPORT:<21}the benchmarks page of the documents, from results on disk")
     parser = Parser(
         prog="openmla bench",
-        description="Contenders are checked, then timed in turns in one process.",
+        description="Contenders are checked, then timed in turns in one process. Kernels of "
+        "FlashMLA, FlashInfer, DeepGEMM and vLLM take part wherever they are installed.",
         epilog="names, each with a --help of its own:\n" + "\n".join(listed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,4 +54,27 @@ def run_bench(arguments: Sequence[str]) -> int:
             f'bench: {chosen.name} needs transformers: pip install "openmla[hf]".'
         )
     import_module(f"openmla.bench.{chosen.name}").run(chosen.arguments)
+    return 0
+
+
+def run_report(arguments: Sequence[str]) -> int:
+    """The benchmarks page, from the JSON files of earlier runs."""
+    parser = Parser(
+        prog="openmla bench report",
+        description="Writes benchmarks.md and its pictures from the JSON files of a folder.",
+    )
+    parser.add_argument("--results", default="bench/results", metavar="DIR", help="of JSON files")
+    parser.add_argument("--docs", default="docs", metavar="DIR", help="where the page goes")
+    options = parser.parse_args(arguments)
+    results, docs = Path(options.results), Path(options.docs)
+    for option, folder in (("--results", results), ("--docs", docs)):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"bench report: {option} must be a folder that is there, got {str(folder)!r}. "
+                "Without it the folder of a clone is taken."
+            )
+    if not any(results.glob("*.json")):
+        raise ConfigError(f"bench report: --results must hold JSON files, got {str(results)!r}.")
+    import_module("openmla.bench.report").write_benchmarks_page(results, docs)
+    note(f"wrote {docs / 'benchmarks.md'}")
     return 0

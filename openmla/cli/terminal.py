@@ -74,7 +74,10 @@ def progress(total: int) -> Iterator[Advance]:
         from rich.progress import TimeRemainingColumn as Remaining
 
         columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        screen = Console(stderr=True)
+        with Progress(
+            *columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False
+        ) as bar:
             task = bar.add_task("", total=total)
             yield lambda what, done: bar.update(task, description=what, completed=done)
 
