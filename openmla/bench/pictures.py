@@ -21,7 +21,7 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
     shapes = list(dict.fromkeys(row.shape for row in rows))
     names = list(dict.fromkeys(row.contender for row in rows))
     height = 1.2 + 0.3 * (len(rows) + len(shapes))
-    figure, axes = pyplot.subplots(figsize=(9, max(height, 2.5)))
+    figure, axes = pyplot.subplots(figsize=(10, max(height, 2.5)))
     place, ticks = 0.0, []
     for shape in shapes:
         first = place
@@ -41,7 +41,7 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** 0.5)  # room for what the bars say
     axes.set_title(f"{title}\n{machine}", fontsize=9)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     _close(figure, path)
 
 

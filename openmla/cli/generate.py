@@ -298,18 +298,17 @@ def generate_once(setting: Setting, tokens: list[int], *, shown: bool = False) -
     finally:
         progress.remove()
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    times = watch.times
+    times, used = watch.times, cache_bytes(model, out.past_key_values)
     return Run(
-        watch.tokens, times[1] - times[0], times[-1] - times[1], cache_bytes(model, out), peak,
-        len(tokens), watch.text,
+        watch.tokens, times[1] - times[0], times[-1] - times[1], used, peak, len(tokens), watch.text
     )  # fmt: skip
 
 
-def cache_bytes(model: Any, out: Any) -> int:
+def cache_bytes(model: Any, past: Any) -> int:
     """What the cache object really holds: our used blocks, or the sum of its tensors."""
     if any(hasattr(module, "openmla") for module in model.modules()):
         return attachment_of(model).used_bytes()
-    layers = out.past_key_values.layers
+    layers = past.layers
     # V4 keeps one tensor as keys and as values: by address, so that it counts once
     parts = {part.data_ptr(): part for part in tensors_in([vars(layer) for layer in layers])}
     return sum(part.numel() * part.element_size() for part in parts.values())

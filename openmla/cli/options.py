@@ -282,7 +282,8 @@ def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
-        help="a picture of bits per byte along the context, as .png",
+        help="a picture of cache bytes against bits per byte, beside plain transformers, as .png; "
+        "of a sparse model also FILE-keys: which keys each layer chose, and their attention",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
