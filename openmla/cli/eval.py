@@ -93,12 +93,13 @@ def run_eval(options: argparse.Namespace) -> int:
         if options.plot:
             results.append(measure(model, windows.to(device), attention, PLAIN))
         if options.plot and attention == "sparse":
-            title = f"{called(checkpoint.folder)}: keys that a token's layers choose"
+            title = f"{called(checkpoint.folder)}: which keys each layer chooses"
             draw_keys(model, windows[0], checkpoint.config, options, title)
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
-        tokens = f"{windows.shape[0]} windows of {windows.shape[1]} tokens"
+        count, context = windows.shape
+        tokens = f"{count} window{'s' * (count > 1)} of {context} tokens"
         title = f"{called(checkpoint.folder)}: what a cache format costs, {tokens}"
         draw(results, num_bytes, Path(options.plot), title)
     return 0

@@ -126,7 +126,7 @@ def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
     T = len(found[0].share)
     for axes, looked in zip(places, shown, strict=False):
         image = axes.imshow(
-            heat(looked), extent=(0, T, T, 0), vmin=0, vmax=1, cmap="viridis", aspect="auto",
+            heat(looked).tolist(), extent=(0, T, T, 0), vmin=0, vmax=1, aspect="auto",
             interpolation="nearest",
         )  # fmt: skip
         mean = looked.share[first_choice(looked) :].mean().item()

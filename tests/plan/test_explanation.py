@@ -23,16 +23,16 @@ TOLD = Explanation(
 def test_text_is_the_lines() -> None:
     assert isinstance(TOLD, str)
     assert TOLD.splitlines() == [
-            "absorbed  2 requests",
-            "  why     cost: <8 & no more",
-            "  holds     1 MiB",
-            "cache     in blocks",
-            "  ratio  layers",
-            "      4      12",
-            "mqa_paged    triton (not gluon: needs SM90)",
-            "context of 3 tokens",
-            "  rope         triton",
-        ]
+        "absorbed  2 requests",
+        "  why     cost: <8 & no more",
+        "  holds     1 MiB",
+        "cache     in blocks",
+        "  ratio  layers",
+        "      4      12",
+        "mqa_paged    triton (not gluon: needs SM90)",
+        "context of 3 tokens",
+        "  rope         triton",
+    ]
     holds = Explanation([Line("", "x", below=(Line("holds", "1 MiB", width=DETAIL),))])
     assert holds == "x\n  holds   1 MiB"
 
