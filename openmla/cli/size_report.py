@@ -326,7 +326,8 @@ def _draw_memory(axes: Any, report: Report) -> None:
     for (token, fixed), formats in sizes.items():
         gib = [(fixed + batch * S * token) / 2**30 for S in contexts]
         style = "o-" if step.format in formats else "-"
-        axes.plot(contexts, gib, style, markersize=3, label=", ".join(formats))
+        too = " (as plain transformers)" if "bf16" in formats else ""
+        axes.plot(contexts, gib, style, markersize=3, label=f"{', '.join(formats)}{too}")
     name = "expanded keys and values, 16 bits"
     values = config.num_heads * (config.qk_head_dim + config.v_head_dim)
     if config.compressor is not None:

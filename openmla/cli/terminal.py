@@ -75,11 +75,18 @@ def progress(total: int) -> Iterator[Advance]:
 
         columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
         screen = Console(stderr=True)
+        # results on the same screen go above the bar; elsewhere they are none of its business
+        both = sys.stdout.isatty()
+        # drawn when told, not by a thread of its own: what is measured in between is left alone
         with Progress(
-            *columns, console=screen, transient=True, redirect_stdout=False, redirect_stderr=False
+            *columns, console=screen, transient=True, auto_refresh=False, redirect_stdout=both
         ) as bar:
             task = bar.add_task("", total=total)
-            yield lambda what, done: bar.update(task, description=what, completed=done)
+
+            def draw(what: str, done: int) -> None:
+                bar.update(task, description=what, completed=done, refresh=True)
+
+            yield draw
 
 
 def show(value: object, stream: TextIO | None = None) -> None:
