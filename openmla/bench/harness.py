@@ -99,7 +99,8 @@ def main(
     output.draw_bars(f"{op.__name__} by backend")
 
 
-def argument_parser(name: str) -> argparse.ArgumentParser:
+def argument_parser(name: str, *, scripted: bool = False) -> argparse.ArgumentParser:
+    """`scripted`: of a script that prints as it likes, and has no Output."""
     parser = Parser(
         prog=f"openmla bench {name}",
         description=f"{__doc__} Kernels of FlashMLA, FlashInfer, DeepGEMM and vLLM take part "
@@ -108,6 +109,9 @@ def argument_parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds", type=whole(MIN_ROUNDS, 10**6), default=MIN_ROUNDS, help="15 or more"
     )
+    if scripted:
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="the rows, too")
+        return parser
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", nargs="?", const=STANDARD_OUTPUT,
         help="write the rows there too; without FILE print JSON and nothing else",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -73,8 +74,15 @@ def run_report(arguments: Sequence[str]) -> int:
                 f"bench report: {option} must be a folder that is there, got {str(folder)!r}. "
                 "Without it the folder of a clone is taken."
             )
-    if not any(results.glob("*.json")):
+    files = sorted(results.glob("*.json"))
+    if not files:
         raise ConfigError(f"bench report: --results must hold JSON files, got {str(results)!r}.")
+    for file in files:
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"bench report: {file.name} must be JSON: {error}.") from error
+    (docs / "images").mkdir(exist_ok=True)
     import_module("openmla.bench.report").write_benchmarks_page(results, docs)
     note(f"wrote {docs / 'benchmarks.md'}")
     return 0

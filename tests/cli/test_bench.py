@@ -33,13 +33,16 @@ def test_every_op_has_a_tiny_benchmark(
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over several contexts, which makes a picture of lines."""
     pytest.importorskip("transformers")
-    path = tmp_path / "rows.json"
-    assert openmla(["bench", "step", "--keys", "300", "--json", str(path)]) == 0
+    path, picture = tmp_path / "rows.json", tmp_path / "step.svg"
+    arguments = ["bench", "step", "--keys", "300", "64", "--plot", str(picture)]
+    assert openmla([*arguments, "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert "8.9 x as many" in text and "71.1 x as many" in text and "WRONG" not in text
     saved = json.loads(path.read_text())
-    assert len(saved["rows"]) == 4 and saved["plan_us"] > 0
+    assert len(saved["rows"]) == 8 and saved["plan_us"] > 0
+    assert "<svg" in picture.read_text()
 
 
 def test_batch_invariant(
@@ -83,15 +86,6 @@ def test_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_lines_over_several_contexts(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    picture, rows = tmp_path / "step.svg", tmp_path / "rows.json"
-    arguments = ["bench", "step", "--keys", "64", "128", "--plot", str(picture), "--json"]
-    assert openmla([*arguments, str(rows)]) == 0
-    assert len(json.loads(rows.read_text())["rows"]) == 8
-    assert "<svg" in picture.read_text()
-
-
 def test_no_code_of_a_shape_in_words() -> None:
     from openmla.bench.titles import in_words
 
@@ -114,6 +108,9 @@ def test_report(
     given = ["bench", "report", "--results", str(tmp_path), "--docs", str(tmp_path)]
     assert openmla(given) == 2
     assert "--results must hold JSON files" in capsys.readouterr().err
+    (tmp_path / "a.json").write_text("{")
+    assert openmla(given) == 2
+    assert "a.json must be JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
     (tmp_path / "a.json").write_text("{}")
     assert openmla(given) == 0 and seen == [(tmp_path, tmp_path)]
     assert openmla([*given[:-1], str(tmp_path / "none")]) == 2
