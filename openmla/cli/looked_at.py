@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from openmla.bisect import record
-from openmla.bisect.dump import Dump
 from openmla.cli.terminal import note, progress
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.integrations.transformers.check import DEFAULTS, check_model
+from openmla.integrations.transformers import attach, attachment_of, detach
+from openmla.integrations.transformers.attachment import Attended
 
 LOOKED = 2048  # tokens, at most
 CELLS = 64  # of a heat map's side
@@ -34,47 +35,69 @@ class Looked(NamedTuple):
     best: Tensor  # of as many keys, those that hold most
 
 
+class Seen(NamedTuple):
+    """What a layer of some tokens computes with: [H, T, E], [H or 1, S, E], [T, K]."""
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    chosen: Tensor
+
+
 @torch.no_grad()
 def look(model: Any, tokens: Tensor, config: MLAConfig, **options: Any) -> list[Looked]:
     """Run tokens [T] with attach()'s options; every layer whose tokens choose keys."""
-    dump = record(model, tokens, **options)
-    modules = check_model(model, DEFAULTS).modules
-    found, shared = [], None
-    with progress(len(dump.layers)) as tell:
-        for place, number in enumerate(dump.layers):
-            tell(f"attention of layer {number}", place)
-            tensors = dump.layer(number)
-            shared = tensors.get("chosen", shared)
-            ratio = 1 if config.compressor is None else config.compressor.ratio(number)
-            if shared is not None and ratio in (1, INDEXED_RATIO):
-                q, keys = _queries_and_keys(dump, number, config, modules[number])
-                found.append(_looked(number, q, keys, shared, ratio, config))
+    seen = _entries if config.compressor is not None else _rows
+    found = []
+    with progress(config.num_layers) as tell:
+        for each in seen(model, tokens, config, options):
+            tell(f"attention of layer {each.layer}", each.layer)
+            found.append(_looked(each, config))
     return found
 
 
-def _queries_and_keys(
-    dump: Dump, number: int, config: MLAConfig, module: Any
-) -> tuple[Tensor, Tensor]:
-    """[H, T, E] and [H or 1, S, E], rotated, as the scores of the layer are made."""
-    tensors, H = dump.layer(number), config.num_heads
-    if config.compressor is not None:
-        q, entries = tensors["q_rotated"], tensors["entries"]
-        return q.view(len(q), H, -1).transpose(0, 1).float(), entries[None].float()
-    P = config.qk_nope_head_dim
-    T = len(tensors["kv_c"])
-    q_nope = tensors["q"].view(T, H, -1)[..., :P]
-    q = torch.cat([q_nope, tensors["q_pe"].view(T, H, -1)], -1).float()
-    device = next(module.kv_b_proj.parameters()).device
-    expanded = module.kv_b_proj(tensors["kv_c"].to(device)).cpu().view(T, H, -1)
-    k_pe = tensors["k_pe"].view(T, 1, -1).expand(-1, H, -1)
-    keys = torch.cat([expanded[..., :P], k_pe], -1).float()
-    return q.transpose(0, 1), keys.transpose(0, 1)
+def _entries(
+    model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]
+) -> Iterator[Seen]:
+    """Of V4, layers whose entries are chosen."""
+    dump = record(model, tokens, **options)
+    for number in dump.layers:
+        tensors = dump.layer(number)
+        if "chosen" in tensors:
+            q = tensors["q_rotated"].view(len(tokens), config.num_heads, -1).transpose(0, 1)
+            yield Seen(number, q, tensors["entries"][None], tensors["chosen"])
 
 
-def _looked(
-    number: int, q: Tensor, keys: Tensor, chosen: Tensor, ratio: int, config: MLAConfig
-) -> Looked:
+def _rows(model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]) -> Iterator[Seen]:
+    """Of all others, layer by layer from one pass; keys expanded by the layer itself."""
+    T, H, P, C = len(tokens), config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
+
+    def watch(step: Attended) -> None:
+        assert step.plan.sparse is not None and step.selection is not None  # more than K tokens
+        given = (step.queries, step.rows, step.selection.positions)
+        queries, rows, chosen = (part.to("cpu", copy=True) for part in given)
+        steps.append((step.layer, queries, rows, chosen))
+
+    attach(model, capture=False, **options)
+    attachment = attachment_of(model)
+    attachment.watcher = watch
+    try:
+        model(tokens[None], past_key_values=DynamicCache(config=model.config), use_cache=True)
+    finally:
+        detach(model)
+    for number, queries, rows, chosen in steps:
+        linear: Any = attachment.modules[number].kv_b_proj
+        latents = rows[:, :C].to(next(linear.parameters()).device)
+        expanded = linear(latents).cpu().view(T, H, -1)[..., :P]
+        keys = torch.cat([expanded, rows[:, None, C:].expand(-1, H, -1)], -1)
+        yield Seen(number, queries.view(T, H, -1).transpose(0, 1), keys.transpose(0, 1), chosen)
+
+
+def _looked(seen: Seen, config: MLAConfig) -> Looked:
     assert config.indexer is not None
+    q, keys, chosen = seen.queries.float(), seen.keys.float(), seen.chosen
+    ratio = 1 if config.compressor is None else INDEXED_RATIO
     T, S, K = q.shape[1], keys.shape[1], config.indexer.topk
     visible = torch.arange(1, T + 1) // ratio
     picked = torch.zeros(T, S + 1, dtype=torch.bool)
@@ -92,7 +115,7 @@ def _looked(
         shares.append(torch.stack([(held * picks).sum(-1), (held * recent).sum(-1), best]))
     share, recent_share, best_share = torch.cat(shares, 1)
     return Looked(
-        number, picked[:, :S], visible, K, ratio, share, recent_share, best_share
+        seen.layer, picked[:, :S], visible, K, ratio, share, recent_share, best_share
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from openmla.cli.__main__ import main
 from openmla.cli.checkpoint import open_checkpoint
 from openmla.cli.looked_at import CELLS, Looked, heat, look
 from openmla.cli.models import load_model
+from openmla.integrations.transformers.check import DEFAULTS, check_model
+from tests.integrations.models import SPARSE, make_sparse
 
 T = 150  # the tiny models choose 32 keys, or entries of 4 tokens
 
@@ -47,6 +49,20 @@ def test_shares_are_those_of_transformers_own_attention(tiny: dict[str, Path]) -
     window = torch.ones(T, T).tril().bool() & ~torch.ones(T, T).tril(-K).bool()
     torch.testing.assert_close(looked.recent, (held * window).sum(-1), atol=1e-5, rtol=1e-4)
     assert (looked.share[K:] < 0.999).all() and (looked.share <= looked.best + 1e-5).all()
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_every_sparse_family(family: str) -> None:
+    """Layers that share a choice have the one that was made; a choice is better than chance."""
+    model = make_sparse(family, vocab_size=256)
+    config = check_model(model, DEFAULTS).config
+    tokens = torch.randint(0, 256, (T,), generator=torch.Generator().manual_seed(0))
+    found = look(model, tokens, config)
+    assert [looked.layer for looked in found] == [0, 1, 2] and config.indexer is not None
+    for looked in found:
+        assert (looked.chosen.sum(1) == looked.visible.clamp(max=config.indexer.topk)).all()
+        assert (looked.share > 0).all() and (looked.share <= looked.best + 1e-5).all()
+    assert found[1].chosen.equal(found[0].chosen) == config.indexer.is_shared(1)
 
 
 def test_entries_of_v4(tiny: dict[str, Path]) -> None:
