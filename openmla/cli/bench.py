@@ -82,6 +82,8 @@ def run_report(arguments: Sequence[str]) -> int:
             json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"bench report: {file.name} must be JSON: {error}.") from error
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError('bench report: needs matplotlib: pip install "openmla[plot]".')
     (docs / "images").mkdir(exist_ok=True)
     import_module("openmla.bench.report").write_benchmarks_page(results, docs)
     note(f"wrote {docs / 'benchmarks.md'}")

@@ -112,6 +112,10 @@ def test_report(
     assert openmla(given) == 2
     assert "a.json must be JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
     (tmp_path / "a.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr("openmla.cli.bench.find_spec", lambda name: None)
+        assert openmla(given) == 2 and not (tmp_path / "images").exists()
+        assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
     assert openmla(given) == 0 and seen == [(tmp_path, tmp_path)]
     assert openmla([*given[:-1], str(tmp_path / "none")]) == 2
     assert "--docs must be a folder that is there" in capsys.readouterr().err
