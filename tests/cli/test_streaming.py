@@ -190,7 +190,8 @@ def test_device_map(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     texts = []
     for more in ([], ["--device-map", "cpu"], ["--device-map", "auto"]):
-        assert main(["generate", str(folder), "--prompt", "hello", "-q", *more]) == 0
+        asked = ["generate", str(folder), "--prompt", "hello", "-q", "--max-tokens", "8", *more]
+        assert main(asked) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] == texts[2] != "\n"
     assert main(["generate", "demo", "--prompt", "x", "--device-map", "nowhere"]) == 2
