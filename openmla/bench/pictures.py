@@ -27,7 +27,8 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
         first = place
         for row in (row for row in rows if row.shape == shape):
             colour = COLOURS[names.index(row.contender) % len(COLOURS)]
-            label = row.contender if row.shape == shapes[0] else None
+            first_of_it = next(each for each in rows if each.contender == row.contender)
+            label = row.contender if row is first_of_it else None
             axes.barh(place, row.median_us, 0.8, color=colour, label=label)
             told = f" {row.median_us:,.1f} us, {row.ratio:.2f} x {row.baseline}"
             axes.annotate(told, (row.median_us, place), va="center", fontsize=7)
