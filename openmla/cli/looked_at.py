@@ -196,6 +196,7 @@ def _draw_shares(axes: Any, found: Sequence[Looked]) -> None:
     axes.set_xticks(layers[:: -(-len(layers) // 12)])
     axes.set_ylim(0, 1.35)
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    axes.set_title(f"attention that {K} keys of a token hold", fontsize=9)
+    what = "keys of a token hold" if found[0].ratio == 1 else "entries hold, of all entries'"
+    axes.set_title(f"attention that {K} {what}", fontsize=9)
     axes.set_xlabel("layer", fontsize=8)
     axes.legend(fontsize=7, loc="upper center", ncols=2)
