@@ -261,7 +261,7 @@ def measure(name: str, shape: Shape, num_layers: int, rounds: int, device: str) 
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argument_parser("compile")
+    parser = argument_parser("compile", scripted=True)
     parser.prog = "bench.compile"
     parser.add_argument("shapes", nargs="*", help=f"of: {', '.join(SHAPES)}; default: all")
     parser.add_argument("--tiny", action="store_true", help="small ones instead")

@@ -106,7 +106,7 @@ def measure(decode: Decode, title: str, rounds: int) -> list[Row]:
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
-    parser = argument_parser("cpu_decode")
+    parser = argument_parser("cpu_decode", scripted=True)
     parser.prog = "bench.cpu_decode"
     parser.add_argument("--heads", type=int, nargs="+", default=[16])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8])

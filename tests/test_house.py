@@ -48,8 +48,10 @@ ONLY_IN = {
         "bisect/recorder.py",
         "cli/models.py",
         "cli/eval.py",
+        "cli/looked_at.py",
     ),
     "vllm": ("integrations/vllm/",),
+    "rich": ("cli/terminal.py", "plan/explanation.py"),
     "safetensors": (
         "bisect/dump.py",
         "cli/models.py",

@@ -65,6 +65,7 @@ WITHOUT_A_GPU = {
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_output.py": "what is decided and refused; tests/attention runs it there",
     "tests/plan/test_compressed.py": "host integers",
+    "tests/plan/test_explanation.py": "texts and tables",
     "tests/plan/test_exact.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_forms.py": "host integers, of devices that are pretended",
     "tests/plan/test_host_cost.py": "operations, counted; bench.plans times them there",

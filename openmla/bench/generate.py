@@ -10,8 +10,6 @@ in its own cache. Then all decode the same next tokens in turns.
 from __future__ import annotations
 
 import copy
-import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,16 +17,18 @@ import torch
 from torch import Tensor
 
 from openmla.bench.harness import (
+    LeftOut,
+    Output,
     argument_parser,
     describe_machine,
-    measure_roofs,
-    save,
-    tabulate,
+    make_rows,
     time_round_robin,
 )
 from openmla.cli.options import whole
+from openmla.cli.terminal import progress
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.ops import cache_gather
+from openmla.ops._register import Cost
 
 PREFILL = 1024
 # How far logits may be from transformers'. Seen: 0.016 to 0.035 in bf16 (H200, 27 layers), 2e-6 in
@@ -86,14 +86,14 @@ def small() -> Any:
 
 
 def prefill(model: Any, ids: Tensor) -> Any:
-    """The attached model's cache of a prompt, made in chunks with a line of progress."""
+    """The attached model's cache of a prompt, made in chunks with a bar of progress."""
     past = None
-    for start in range(0, ids.shape[1], PREFILL):
-        chunk = ids[:, start : start + PREFILL]
-        past = model(chunk, past_key_values=past, use_cache=True, logits_to_keep=1).past_key_values
-        done = start + chunk.shape[1]
-        print(f"\rprefill {done} of {ids.shape[1]} tokens", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+    with progress(ids.shape[1]) as tell:
+        for start in range(0, ids.shape[1], PREFILL):
+            tell("prefill", start)
+            chunk = ids[:, start : start + PREFILL]
+            out = model(chunk, past_key_values=past, use_cache=True, logits_to_keep=1)
+            past = out.past_key_values
     return past
 
 
@@ -140,7 +140,7 @@ def decode_as_generate_does(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-def print_memory(calls: dict[str, Callable[[], Tensor]], attached: Any) -> None:
+def tell_memory(calls: dict[str, Callable[[], Tensor]], attached: Any, output: Output) -> None:
     """What a step takes beside weights and caches, which stay, and what its graph holds."""
     graph = attachment_of(attached).memory().graph_bytes
     for name, call in calls.items():
@@ -151,61 +151,79 @@ def print_memory(calls: dict[str, Callable[[], Tensor]], attached: Any) -> None:
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before
         held = f", {(graph or 0) / 2**20:.1f} MiB in its graph's pool" if name == "captured" else ""
-        print(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches{held}")
+        output.say(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches{held}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("generate")
-    parser.add_argument("--keys", type=whole(1, 2**20), default=8192, help="of each prompt")
+    parser.add_argument(
+        "--keys", type=whole(1, 2**20), nargs="+", default=[8192], metavar="N",
+        help="of each prompt; several: one after the other",
+    )  # fmt: skip
     parser.add_argument("--batch", type=whole(1, 4096), default=1, help="prompts")
     parser.add_argument("--model", choices=("small", "v2-lite"), default="small")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    machine, roofs = describe_machine(device), measure_roofs(device)
-    print(machine)
+    output, B = Output(options, describe_machine(device)), options.batch
+    rates: dict[str, dict[int, float]] = {}
     with torch.inference_mode():
-        B, S = options.batch, options.keys
         plain = make_model(options.model, device, dtype)
-        attached = weightless_copy(plain)
-        attach(attached, capture=True)
-        print(f"{sum(p.numel() for p in plain.parameters()) / 1e9:.2f} B parameters, {dtype}")
-        ids = torch.randint(1, 8192, (B, S + 1), device=device)
-        ours = prefill(attached, ids[:, :-1])
-        theirs = plain_cache(attached, ours, B, S)
-        decode_as_generate_does(plain)
-        decode_as_generate_does(attached)
-        positions = torch.full((B, 1), S, device=device)
+        size = sum(p.numel() for p in plain.parameters()) / 1e9
+        output.say(f"{size:.2f} B parameters, {dtype}")
+        for S in options.keys:
+            for name, rate in time_keys(plain, B, S, options.rounds, output).items():
+                rates.setdefault(name, {})[S] = rate
+                output.say(f"  {name:<14} {rate:.1f} tokens/s")
+    output.close(tokens_per_s=rates)
+    prompts = f"{B} prompts" if B > 1 else "one prompt"
+    name = "DeepSeek-V2-Lite (8 of its experts)" if options.model == "v2-lite" else "A small model"
+    title = f"{name}, decode of {prompts}, {size:.1f} B parameters"
+    output.draw_lines(title, "tokens per second", rates)
 
-        def step(model: Any, past: Any, forward: Any) -> Tensor:
-            out = forward(
-                input_ids=ids[:, -1:], position_ids=positions, past_key_values=past, use_cache=True
-            )
-            past.crop(-1)
-            logits: Tensor = out.logits
-            return logits
 
-        calls: dict[str, Callable[[], Tensor]] = {
-            "openmla": lambda: step(attached, ours, attached.forward.forward),
-            "captured": lambda: step(attached, ours, attached.forward),
-            "transformers": lambda: step(plain, theirs, plain.forward),
-        }
-        expected = calls["transformers"]().double()
-        limit, errors = LIMITS[dtype], {"transformers": 0.0}
-        for name in ("openmla", "captured"):
-            error = float((calls[name]().double() - expected).norm() / expected.norm())
-            errors[name] = error
-            if error > limit:
-                print(f"  {name} WRONG: {error:.1e} from transformers, at most {limit:.1e}")
-                del calls[name]
-        if device == "cuda":
-            print_memory(calls, attached)
-        times = time_round_robin(calls, options.rounds, device)
+def time_keys(plain: Any, B: int, S: int, rounds: int, output: Output) -> dict[str, float]:
+    """Tokens a second of B prompts of S tokens each, by contender."""
+    device, dtype = plain.device.type, plain.dtype
+    attached = weightless_copy(plain)
+    attach(attached, capture=True)
+    ids = torch.randint(1, 8192, (B, S + 1), device=device)
+    ours = prefill(attached, ids[:, :-1])
+    theirs = plain_cache(attached, ours, B, S)
+    decode_as_generate_does(plain)
+    decode_as_generate_does(attached)
+    positions = torch.full((B, 1), S, device=device)
+
+    def step(past: Any, forward: Any) -> Tensor:
+        out = forward(
+            input_ids=ids[:, -1:], position_ids=positions, past_key_values=past, use_cache=True
+        )
+        past.crop(-1)
+        logits: Tensor = out.logits
+        return logits
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "openmla": lambda: step(ours, attached.forward.forward),
+        "captured": lambda: step(ours, attached.forward),
+        "transformers": lambda: step(theirs, plain.forward),
+    }
     title = f"{B} tokens of the whole model, each over {S} keys"
-    rows = tabulate(title, times, "transformers", None, roofs, errors)
-    for name, seen in times.items():
-        print(f"  {name:<14} {B / statistics.median(seen):.1f} tokens/s")
-    save(options.json, machine, rows)
+    expected, limit = calls["transformers"]().double(), LIMITS[dtype]
+    errors, left_out = {"transformers": 0.0}, []
+    for name in ("openmla", "captured"):
+        error = float((calls[name]().double() - expected).norm() / expected.norm())
+        errors[name] = error
+        if error > limit:
+            why = f"WRONG: {error:.1e} from transformers, at most {limit:.1e}"
+            left_out.append(LeftOut(title, name, why))
+            del calls[name]
+    if device == "cuda":
+        tell_memory(calls, attached, output)
+    with progress(rounds + 2) as tell:
+        times = time_round_robin(calls, rounds, device, lambda turn: tell(title, turn))
+    rows = make_rows(title, times, "transformers", None, Cost(1, 1), errors)
+    output.add(title, rows, left_out)
+    return {row.contender: 1e6 * B / row.median_us for row in rows}
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ needs over what this machine was just seen to do.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,22 @@ from typing import Any
 import torch
 
 from openmla.backends import BACKENDS
-from openmla.cli.options import Parser, output_file, whole
+from openmla.bench.output import STANDARD_OUTPUT, LeftOut, Output, Row, save
+from openmla.bench.peers import Peer, peers_of
+from openmla.cli.options import Parser, output_file, picture_file, whole
+from openmla.cli.terminal import progress
 from openmla.errors import UnsupportedError
 from openmla.ops._register import Cost
 from openmla.testing import Inputs
 
+__all__ = [
+    "Job", "LeftOut", "Output", "Row", "able_backends", "argument_parser", "describe_machine",
+    "main", "make_rows", "measure_roofs", "save", "tabulate", "time_once", "time_round_robin",
+]  # fmt: skip
 MIN_ROUNDS = 15
+OURS = ("reference", "triton", "gluon", "sdpa")  # whose failures are errors of this package
 Check = Callable[[Inputs, str], float]
+Calls = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -39,21 +47,6 @@ class Job:
     inputs: Inputs
     cost: Cost
     check: Check  # inputs, backend -> share of the budget used
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a result table; times in microseconds."""
-
-    shape: str
-    contender: str
-    median_us: float
-    min_us: float
-    max_us: float
-    ratio: float  # baseline's median over this one's
-    baseline: str
-    roof: float
-    error: float  # share of the error budget used
 
 
 def main(
@@ -68,67 +61,160 @@ def main(
     parser.add_argument("--all", action="store_true", help="every shape, big ones included")
     parser.add_argument("--baseline", choices=BACKENDS[op.__name__], default="reference")
     options = parser.parse_args(arguments)
+    if options.json in shapes:
+        parser.error(f"shapes must come before --json, which would write a file {options.json!r}")
     unknown = [shape for shape in options.shapes if shape not in shapes]
     if unknown:
         parser.error(f"unknown shape {unknown[0]!r}; known: {known}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = list(shapes) if options.all else options.shapes
     chosen = chosen or [shape for shape in shapes if shape.startswith("tiny")]
-    machine, roofs = describe_machine(device), measure_roofs(device)
-    print(machine)
-    print(f"seen here: {roofs.bytes / 1e9:.0f} GB/s, {roofs.flops / 1e9:.0f} GFLOP/s")
-    rows: list[Row] = []
-    with torch.inference_mode():
-        for shape in chosen:
+    output, roofs = Output(options, describe_machine(device)), measure_roofs(device)
+    output.say(f"seen here: {roofs.bytes / 1e9:.0f} GB/s, {roofs.flops / 1e9:.0f} GFLOP/s")
+    peers = []
+    for peer in peers_of(op.__name__):
+        reason = peer.absent(device)
+        if reason is None:
+            peers.append(peer)
+        else:
+            output.say(f"without {peer.name}: {reason}")
+    with torch.inference_mode(), progress(len(chosen) * (options.rounds + 2)) as tell:
+        for number, shape in enumerate(chosen):
+            done = number * (options.rounds + 2)
+            tell(f"{op.__name__}, {shape}: making inputs, checking", done)
             job = shapes[shape](device)
-            calls, used = able_backends(op, job)
-            times = time_round_robin(calls, options.rounds, device)
-            rows += tabulate(shape, times, options.baseline, job.cost, roofs, used)
-    save(options.json, machine, rows)
+            calls, used, left_out = able_backends(op, job, shape)
+            left_out += add_peers(op, job, shape, peers, calls, used)
+
+            def turn(turns: int, shape: str = shape, done: int = done) -> None:
+                tell(f"{op.__name__}, {shape}: timing", done + turns)
+
+            guests = [name for name in calls if name not in OURS]
+            failed: dict[str, str] = {}
+            times = time_round_robin(calls, options.rounds, device, turn, guests, failed)
+            left_out += [LeftOut(shape, name, f"failed: {why}") for name, why in failed.items()]
+            rows = make_rows(shape, times, options.baseline, job.cost, roofs, used)
+            output.add(shape, rows, left_out)
+    output.close()
+    output.draw_bars(f"{op.__name__} by backend")
 
 
-def argument_parser(name: str) -> argparse.ArgumentParser:
-    parser = Parser(prog=f"openmla bench {name}", description=__doc__)
+def argument_parser(name: str, *, scripted: bool = False) -> argparse.ArgumentParser:
+    """`scripted`: of a script that prints as it likes, and has no Output."""
+    parser = Parser(
+        prog=f"openmla bench {name}",
+        description=f"{__doc__} Kernels of FlashMLA, FlashInfer, DeepGEMM and vLLM take part "
+        "wherever they are installed and fit.",
+    )
     parser.add_argument(
         "--rounds", type=whole(MIN_ROUNDS, 10**6), default=MIN_ROUNDS, help="15 or more"
     )
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the rows there too")
+    if scripted:
+        parser.add_argument("--json", type=output_file, metavar="FILE", help="the rows, too")
+        return parser
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", nargs="?", const=STANDARD_OUTPUT,
+        help="write the rows there too; without FILE print JSON and nothing else",
+    )  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
+    parser.add_argument(
+        "--plot", type=picture_file, metavar="FILE", help="draw the results, as .png, .svg or .pdf"
+    )
     return parser
 
 
 def able_backends(
-    op: Callable[..., Any], job: Job
-) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
-    """Calls to time, and each one's share of the error budget; says why others are missing."""
-    calls: dict[str, Callable[[], Any]] = {}
+    op: Callable[..., Any], job: Job, shape: str = ""
+) -> tuple[Calls, dict[str, float], list[LeftOut]]:
+    """Calls to time, each one's share of the error budget, and why others are missing."""
+    calls: Calls = {}
     used: dict[str, float] = {}
+    left_out = []
     for backend in BACKENDS[op.__name__]:
+        why = ""
         try:
             used[backend] = job.check(job.inputs, backend)
         except UnsupportedError as reason:
-            print(f"  {str(reason).splitlines()[1].strip()}")
-            continue
-        if used[backend] > 1:
-            print(f"  {backend:<12} WRONG: {used[backend]:.2f} times its error budget")
-            continue
-        calls[backend] = partial(job.inputs.run, op, backend=backend)
-    return calls, used
+            why = str(reason).splitlines()[1].strip().removeprefix(backend).strip()
+        except Exception as error:  # another package's
+            if backend in OURS:
+                raise
+            why = f"failed: {one_line(error)}"
+        else:
+            if used[backend] > 1:
+                why = f"WRONG: {used[backend]:.2f} times its error budget"
+        if why:
+            left_out.append(LeftOut(shape, backend, why))
+        else:
+            calls[backend] = partial(job.inputs.run, op, backend=backend)
+    return calls, used, left_out
+
+
+def add_peers(
+    op: Callable[..., Any],
+    job: Job,
+    shape: str,
+    peers: Sequence[Peer],
+    calls: Calls,
+    used: dict[str, float],
+) -> list[LeftOut]:
+    """Kernels of other packages beside the backends; who cannot, is wrong or fails is told."""
+    left_out = []
+    for peer in peers:
+        why = peer.suits(job.inputs)
+        if why is None:
+            try:
+                prepared = peer.prepare(job.inputs)
+                result = prepared.result(prepared.call())
+                exact = job.inputs.double().run(op, backend="reference")
+                reference = job.inputs.run(op, backend="reference")
+                used[peer.name] = peer.judge(result, exact, reference)
+                calls[peer.name] = prepared.call
+                if used[peer.name] > 1:
+                    why = f"WRONG: {used[peer.name]:.2f} times its error budget"
+                    del calls[peer.name]
+            except Exception as error:  # another package's: its row says so, the run goes on
+                why = f"failed: {one_line(error)}"
+        if why is not None:
+            left_out.append(LeftOut(shape, peer.name, why))
+    return left_out
+
+
+def one_line(error: Exception) -> str:
+    """An exception of a package that is not ours, short."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:160]}".rstrip(": ")
 
 
 def time_round_robin(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, device: str
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    device: str,
+    tell: Callable[[int], None] | None = None,
+    guests: Sequence[str] = (),
+    failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call, contenders taking turns; two more rounds go first to warm up."""
+    """Seconds per call, contenders taking turns; two more rounds go first to warm up. Guests that
+    fail are left out, and told in `failed`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
-        for name, call in calls.items():
-            seconds = time_once(call, device)
+        if tell is not None:
+            tell(turn)
+        for name in list(times):
+            try:
+                seconds = time_once(calls[name], device)
+            except Exception as error:
+                if name not in guests or failed is None:
+                    raise
+                failed[name] = one_line(error)
+                del times[name]
+                continue
             if turn >= 2:
                 times[name].append(seconds)
     return times
 
 
-def tabulate(
+def make_rows(
     shape: str,
     times: Mapping[str, Sequence[float]],
     baseline: str,
@@ -136,8 +222,7 @@ def tabulate(
     roofs: Cost,
     errors: Mapping[str, float],
 ) -> list[Row]:
-    """Print one shape's table and return its rows."""
-    print(f"\n{shape}")
+    """One shape's rows."""
     rows = []
     medians = {name: statistics.median(each) for name, each in times.items()}
     for name, median in medians.items():
@@ -153,19 +238,22 @@ def tabulate(
             roof=floor / median,
             error=errors[name],
         )
-        of_roof = f"  {row.roof:>6.1%} of roof" if cost else ""
-        print(
-            f"  {name:<28}{row.median_us:>11.1f} us  ({row.min_us:.1f} to {row.max_us:.1f})"
-            f"  {row.ratio:>7.2f} x {baseline}{of_roof}  error {row.error:.2g}"
-        )
         rows.append(row)
     return rows
 
 
-def save(path: str | None, machine: str, rows: Sequence[Row], **more: Any) -> None:
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine, "rows": [asdict(row) for row in rows], **more}, file)
+def tabulate(
+    shape: str,
+    times: Mapping[str, Sequence[float]],
+    baseline: str,
+    cost: Cost | None,
+    roofs: Cost,
+    errors: Mapping[str, float],
+) -> list[Row]:
+    """Print one shape's table and return its rows."""
+    rows = make_rows(shape, times, baseline, cost, roofs, errors)
+    print("\n".join([f"\n{shape}", *(row.text() for row in rows)]))
+    return rows
 
 
 def time_once(call: Callable[[], Any], device: str) -> float:

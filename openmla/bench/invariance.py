@@ -23,10 +23,10 @@ from openmla.attention import AbsorbedWeights, Projected, attend_step
 from openmla.attention.absorbed import read_all
 from openmla.attention.products import multiply
 from openmla.bench.harness import (
+    Output,
     Row,
     argument_parser,
     describe_machine,
-    save,
     time_round_robin,
 )
 from openmla.cli.options import whole
@@ -118,17 +118,20 @@ def replayed(call: Callable[[], Any], device: str) -> Callable[[], Any]:
 
 
 def compare(
-    title: str, plain: Callable[[], Any], fixed: Callable[[], Any], rounds: int, device: str
+    title: str,
+    plain: Callable[[], Any],
+    fixed: Callable[[], Any],
+    rounds: int,
+    device: str,
+    output: Output,
 ) -> Row:
     """Both, in turns, and a line of the table."""
     calls = {"default": replayed(plain, device), "invariant": replayed(fixed, device)}
     times = time_round_robin(calls, rounds, device)
     medians = {name: statistics.median(each) * 1e6 for name, each in times.items()}
     cost = medians["invariant"] / medians["default"] - 1
-    print(
-        f"| {title} | {medians['default']:.1f} | {medians['invariant']:.1f} | {cost:+.0%} |",
-        flush=True,
-    )
+    told = f"{medians['default']:.1f} | {medians['invariant']:.1f} | {cost:+.0%}"
+    output.say(f"| {title} | {told} |")
     mine = times["invariant"]
     return Row(
         title, "invariant", medians["invariant"], min(mine) * 1e6, max(mine) * 1e6,
@@ -136,7 +139,9 @@ def compare(
     )  # fmt: skip
 
 
-def time_steps(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) -> list[Row]:
+def time_steps(
+    sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, output: Output
+) -> list[Row]:
     rows = []
     for H in HEADS:
         config = replace(PRESETS[sizes.preset], num_heads=H)
@@ -149,14 +154,17 @@ def time_steps(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) -> li
                 title = f"{phase}, {H} heads, {B} x {n} over {context}"
                 wrong = step.wrong()
                 if wrong:
-                    print(f"| {title} | WRONG: {wrong} | | |", flush=True)
+                    output.say(f"| {title} | WRONG: {wrong} | | |")
                     continue
                 plain, fixed = step.plan(B), step.plan(B, batch_invariant=True)
-                rows.append(compare(title, step.call(plain), step.call(fixed), rounds, device))
+                calls = step.call(plain), step.call(fixed)
+                rows.append(compare(title, *calls, rounds, device, output))
     return rows
 
 
-def time_products(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) -> list[Row]:
+def time_products(
+    sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, output: Output
+) -> list[Row]:
     """q_a, q_b, kv_a and o_proj of a layer of 128 heads, one after the other."""
     config, rows = PRESETS[sizes.preset], []
     hidden, rank, H = config.hidden_size, config.q_lora_rank or config.hidden_size, config.num_heads
@@ -176,15 +184,20 @@ def time_products(sizes: Sizes, rounds: int, device: str, dtype: torch.dtype) ->
         def fixed(pairs: list[tuple[Tensor, Tensor]] = pairs) -> list[Tensor]:
             return [multiply(x, weight, "auto") for x, weight in pairs]
 
-        rows.append(compare(f"projections, {T} tokens", plain, fixed, rounds, device))
+        rows.append(compare(f"projections, {T} tokens", plain, fixed, rounds, device, output))
     return rows
 
 
 def time_runs(
-    sizes: Sizes, lengths: Sequence[int], rounds: int, device: str, dtype: torch.dtype
+    sizes: Sizes,
+    lengths: Sequence[int],
+    rounds: int,
+    device: str,
+    dtype: torch.dtype,
+    output: Output,
 ) -> None:
     """mqa_paged alone, its keys split every so many."""
-    print("\nmqa_paged, us by run length, 0: as is fastest")
+    output.say("\nmqa_paged, us by run length, 0: as is fastest")
     for H in HEADS:
         config = replace(PRESETS[sizes.preset], num_heads=H)
         for B in REQUESTS:
@@ -199,7 +212,7 @@ def time_runs(
                 calls[str(length)] = replayed(call, device)
             times = time_round_robin(calls, rounds, device)
             found = [f"{name}: {statistics.median(t) * 1e6:.1f}" for name, t in times.items()]
-            print(f"  {H} heads, {B} requests of {sizes.keys}: {', '.join(found)}", flush=True)
+            output.say(f"  {H} heads, {B} requests of {sizes.keys}: {', '.join(found)}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
@@ -216,14 +229,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
     sizes = GPU if device == "cuda" else CPU
     if options.keys is not None:
         sizes = sizes._replace(keys=options.keys)
-    machine = describe_machine(device)
-    print(f"{machine}\n\n| step | default, us | invariant, us | cost |\n| --- | --- | --- | --- |")
+    output = Output(options, describe_machine(device))
+    output.say("\n| step | default, us | invariant, us | cost |\n| --- | --- | --- | --- |")
     with torch.inference_mode():
-        rows = time_steps(sizes, options.rounds, device, dtype)
-        rows += time_products(sizes, options.rounds, device, dtype)
+        output.rows += time_steps(sizes, options.rounds, device, dtype, output)
+        output.rows += time_products(sizes, options.rounds, device, dtype, output)
         if options.run_lengths:
-            time_runs(sizes, options.run_lengths, options.rounds, device, dtype)
-    save(options.json, machine, rows)
+            time_runs(sizes, options.run_lengths, options.rounds, device, dtype, output)
+    output.close()
+    output.draw_bars("an attention step, batch-invariant")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,16 @@ from torch import Tensor
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAAttention, allocate_cache, make_plan
 from openmla.attention import Projected
 from openmla.bench.harness import (
+    LeftOut,
+    Output,
     argument_parser,
     describe_machine,
+    make_rows,
     measure_roofs,
-    save,
-    tabulate,
     time_round_robin,
 )
 from openmla.cli.options import whole
+from openmla.cli.terminal import progress
 from openmla.ops import latent_write
 from openmla.ops._register import Cost
 from openmla.ops.mqa_paged import cost as mqa_cost
@@ -221,39 +223,58 @@ def cache_bytes() -> list[str]:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("step")
-    parser.add_argument("--keys", type=whole(1, 2**20), default=16384, help="of the context")
+    parser.add_argument(
+        "--keys", type=whole(1, 2**20), nargs="+", default=[16384], metavar="N",
+        help="of the context; several: one after the other",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    machine, roofs = describe_machine(device), measure_roofs(device)
-    print(machine)
-    print("cache")
-    print("\n".join(cache_bytes()))
+    output, roofs = Output(options, describe_machine(device)), measure_roofs(device)
+    output.say("\n".join(["cache", *cache_bytes()]))
     planning = plan_time(device, options.rounds)
-    print(f"plan\n  Batch and make_plan of {PLAN_REQUESTS} decoding requests: {planning:.0f} us")
-    with torch.inference_mode():
-        decode = Decode(options.keys, device, dtype)
-        calls: dict[str, Callable[[], Tensor]] = {
-            "openmla": decode.openmla,
-            "transformers": decode.transformers,
-            "expanded, sdpa": decode.expanded_sdpa,
-            "expanded, eager": decode.expanded_eager,
-        }
-        expected = decode.transformers().double()
-        errors = {
-            name: float((call().double() - expected).norm() / expected.norm())
-            for name, call in calls.items()
-        }
-        limit = 100 * torch.finfo(dtype).eps
-        wrong = {name: error for name, error in errors.items() if error > limit}
-        for name, error in wrong.items():
-            print(f"  {name:<28} WRONG: {error:.1e} from transformers, at most {limit:.1e}")
+    output.say(
+        f"plan\n  Batch and make_plan of {PLAN_REQUESTS} decoding requests: {planning:.0f} us"
+    )
+    points: dict[str, dict[int, float]] = {}
+    with torch.inference_mode(), progress(len(options.keys)) as tell:
+        for number, keys in enumerate(options.keys):
+            tell(f"a layer over {keys} keys", number)
+            for name, us in time_keys(keys, options.rounds, device, dtype, roofs, output).items():
+                points.setdefault(name, {})[keys] = us
+    output.close(plan_us=planning)
+    output.draw_lines("One decode step of a DeepSeek-V2-Lite layer", "us per token", points)
+
+
+def time_keys(
+    keys: int, rounds: int, device: str, dtype: torch.dtype, roofs: Cost, output: Output
+) -> dict[str, float]:
+    """Microseconds of a step over so many keys, by contender."""
+    decode = Decode(keys, device, dtype)
+    title = f"V2-Lite layer, one token over {keys} keys, {dtype}"
+    calls: dict[str, Callable[[], Tensor]] = {
+        "openmla": decode.openmla,
+        "transformers": decode.transformers,
+        "expanded, sdpa": decode.expanded_sdpa,
+        "expanded, eager": decode.expanded_eager,
+    }
+    expected = decode.transformers().double()
+    errors = {
+        name: float((call().double() - expected).norm() / expected.norm())
+        for name, call in calls.items()
+    }
+    limit = 100 * torch.finfo(dtype).eps
+    left_out = []
+    for name, error in errors.items():
+        if error > limit:
+            why = f"WRONG: {error:.1e} from transformers, at most {limit:.1e}"
+            left_out.append(LeftOut(title, name, why))
             del calls[name]
-        times = time_round_robin(calls, options.rounds, device)
+    times = time_round_robin(calls, rounds, device)
     config = decode.config
     needed: Cost = mqa_cost(
         [1],
-        [options.keys + 1],
+        [keys + 1],
         H=config.num_heads,
         D=config.latent_dim,
         C=config.kv_lora_rank,
@@ -261,9 +282,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
         itemsize=dtype.itemsize,
         causal=True,
     )
-    title = f"V2-Lite layer, one token over {options.keys} keys, {dtype}"
-    rows = tabulate(title, times, "transformers", needed, roofs, errors)
-    save(options.json, machine, rows, plan_us=planning)
+    rows = make_rows(title, times, "transformers", needed, roofs, errors)
+    output.add(title, rows, left_out)
+    return {row.contender: row.median_us for row in rows}
 
 
 if __name__ == "__main__":

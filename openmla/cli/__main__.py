@@ -23,7 +23,7 @@ from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 
 COMMANDS = {
     "doctor": "what this machine can run, and why not the rest",
-    "generate": "text from a Hugging Face MLA model on disk",
+    "generate": "text from a Hugging Face MLA model, as it comes",
     "eval": "bits per byte for every cache format",
     "calibrate": "scales of a model's fp8 cache, found on a text",
     "bisect": "which component of a model's attention is wrong",
@@ -96,6 +96,9 @@ def _run(arguments: Sequence[str]) -> int:
     for package in ("transformers", "safetensors"):
         if find_spec(package) is None:
             raise UnsupportedError(f'{chosen.command}: needs {package}: pip install "openmla[hf]".')
+    from openmla.cli.hub import stay_offline
+
+    stay_offline(options.model)
     if chosen.command == "generate":
         from openmla.cli.generate import run_generate
 

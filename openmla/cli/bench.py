@@ -1,8 +1,9 @@
-"""`openmla bench <name>`: times the backends of an op, a decode step, or a whole model."""
+"""`openmla bench <name>`: times the backends of an op, a step, a whole model; writes the page."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from openmla.backends import BACKENDS
 from openmla.cli.options import Parser
-from openmla.errors import UnsupportedError
+from openmla.cli.terminal import note
+from openmla.errors import ConfigError, UnsupportedError
 
 WHOLE = {
     "step": "one decode step of a layer, against transformers' module and expanded caches",
@@ -18,7 +20,7 @@ WHOLE = {
 }
 
 
-INVARIANT = "--batch-invariant"
+INVARIANT, REPORT = "--batch-invariant", "report"
 
 
 def names() -> tuple[str, ...]:
@@ -33,11 +35,15 @@ def run_bench(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == INVARIANT:
         import_module("openmla.bench.invariance").run(arguments[1:])
         return 0
+    if arguments and arguments[0] == REPORT:
+        return run_report(arguments[1:])
     listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
     listed.append(f"  {INVARIANT:<21}what make_plan(batch_invariant=True) costs")
+    listed.append(f"  {REPORT:<21}the benchmarks page of the documents, from results on disk")
     parser = Parser(
         prog="openmla bench",
-        description="Contenders are checked, then timed in turns in one process.",
+        description="Contenders are checked, then timed in turns in one process. Kernels of "
+        "FlashMLA, FlashInfer, DeepGEMM and vLLM take part wherever they are installed.",
         epilog="names, each with a --help of its own:\n" + "\n".join(listed),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,4 +55,36 @@ def run_bench(arguments: Sequence[str]) -> int:
             f'bench: {chosen.name} needs transformers: pip install "openmla[hf]".'
         )
     import_module(f"openmla.bench.{chosen.name}").run(chosen.arguments)
+    return 0
+
+
+def run_report(arguments: Sequence[str]) -> int:
+    """The benchmarks page, from the JSON files of earlier runs."""
+    parser = Parser(
+        prog="openmla bench report",
+        description="Writes benchmarks.md and its pictures from the JSON files of a folder.",
+    )
+    parser.add_argument("--results", default="bench/results", metavar="DIR", help="of JSON files")
+    parser.add_argument("--docs", default="docs", metavar="DIR", help="where the page goes")
+    options = parser.parse_args(arguments)
+    results, docs = Path(options.results), Path(options.docs)
+    for option, folder in (("--results", results), ("--docs", docs)):
+        if not folder.is_dir():
+            raise ConfigError(
+                f"bench report: {option} must be a folder that is there, got {str(folder)!r}. "
+                "Without it the folder of a clone is taken."
+            )
+    files = sorted(results.glob("*.json"))
+    if not files:
+        raise ConfigError(f"bench report: --results must hold JSON files, got {str(results)!r}.")
+    for file in files:
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"bench report: {file.name} must be JSON: {error}.") from error
+    if find_spec("matplotlib") is None:
+        raise UnsupportedError('bench report: needs matplotlib: pip install "openmla[plot]".')
+    (docs / "images").mkdir(exist_ok=True)
+    import_module("openmla.bench.report").write_benchmarks_page(results, docs)
+    note(f"wrote {docs / 'benchmarks.md'}")
     return 0

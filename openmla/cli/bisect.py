@@ -15,8 +15,16 @@ from openmla.bisect.reference import Reference, check_config
 from openmla.bisect.report import draw, sentence, table
 from openmla.cache import check_formats
 from openmla.cli.checkpoint import check_backend, check_tokens, checked_device, open_checkpoint
-from openmla.cli.generate import read_prompt, warn_of_context
-from openmla.cli.models import check_attention, load_model, load_tokenizer, note, read_config
+from openmla.cli.generate import warn_of_context
+from openmla.cli.models import (
+    check_attention,
+    demo_prompt,
+    load_model,
+    load_tokenizer,
+    read_config,
+)
+from openmla.cli.prompts import read_prompt
+from openmla.cli.terminal import note, warn
 from openmla.errors import ConfigError, UnsupportedError
 
 OUTSIDE = 1  # the exit status where a component is outside its budget
@@ -30,7 +38,8 @@ def run_bisect(options: argparse.Namespace) -> int:
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('bisect: --plot needs matplotlib: pip install "openmla[plot]".')
     dump = _read_against(options)
-    prompt = read_prompt(options, "bisect")
+    own = options.prompt is None and options.model == "demo"
+    prompt = demo_prompt() if own else read_prompt(options.prompt, "bisect")
     checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
     check_config(checkpoint.config)
     config = read_config(checkpoint.folder)
@@ -44,7 +53,7 @@ def run_bisect(options: argparse.Namespace) -> int:
         tokens = tokens[:USUAL_TOKENS]
     warn_of_context(len(tokens), 0, checkpoint.config)
     if len(tokens) > MANY_TOKENS:
-        note(f"warning: {len(tokens)} tokens take long, by their square; a few hundred are enough")
+        warn(f"{len(tokens)} tokens take long, by their square; a few hundred are enough")
     ids = torch.tensor(tokens)
     if dump is not None:
         check_prompt(dump, ids)

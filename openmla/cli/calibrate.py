@@ -17,9 +17,9 @@ from openmla.cli.models import (
     demo_text,
     load_model,
     load_tokenizer,
-    note,
     read_config,
 )
+from openmla.cli.terminal import note
 from openmla.errors import ConfigError
 from openmla.integrations import Scales, calibrate
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from openmla.backends import all_backends, why_not
 from openmla.backends.asked import Asked, check_asked
+from openmla.cli.hub import called, fetched, is_hub_id
 from openmla.config import MLAConfig
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError
@@ -32,9 +33,15 @@ class Checkpoint(NamedTuple):
     num_bytes: int
 
 
-def open_checkpoint(name: str, *, allow_pickle: bool = False) -> Checkpoint:
-    """The checkpoint behind --model: "demo", or a folder. No tensor is read."""
+def open_checkpoint(
+    name: str, *, allow_pickle: bool = False, revision: str | None = None
+) -> Checkpoint:
+    """The checkpoint behind --model: "demo", a folder, or an id of a hub. No tensor is read."""
     folder = DEMO if name == "demo" else Path(name)
+    if is_hub_id(name):
+        folder = fetched(name, revision=revision, allow_pickle=allow_pickle)
+    elif revision is not None:
+        raise ConfigError(f"--revision must be of a model of a hub, got one for {name!r}.")
     if not os.path.isfile(folder / "config.json"):  # False also for names no file can have
         raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
     config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
@@ -44,8 +51,8 @@ def open_checkpoint(name: str, *, allow_pickle: bool = False) -> Checkpoint:
         shapes.update(_shapes(file))
     if files and config.num_layers > len(shapes):  # modules are made for each of them
         raise ConfigError(
-            f"{folder.name}: config.json must have no more layers than the weights have tensors, "
-            f"got {config.num_layers} and {len(shapes)}."
+            f"{called(folder)}: config.json must have no more layers than the weights have "
+            f"tensors, got {config.num_layers} and {len(shapes)}."
         )
     return Checkpoint(folder, config, files, shapes, sum(file.stat().st_size for file in files))
 
@@ -59,15 +66,15 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
         for file in files:
             if not file.is_file():
                 raise ConfigError(
-                    f"{folder.name}: {INDEX} must name files that are there, got {file.name!r}. "
+                    f"{called(folder)}: {INDEX} must name files that are there, got {file.name!r}. "
                     "Copy the missing file."
                 )
         return files
     if not any((folder / name).exists() for name in PICKLES):
-        raise ConfigError(f"{folder.name}: weights must be {SINGLE} or {INDEX}, got neither.")
+        raise ConfigError(f"{called(folder)}: weights must be {SINGLE} or {INDEX}, got neither.")
     if not allow_pickle:
         raise UnsupportedError(
-            f"{folder.name}: weights are pickles only, and a pickle can run any code. "
+            f"{called(folder)}: weights are pickles only, and a pickle can run any code. "
             "Give --allow-pickle if you trust them."
         )
     return ()
@@ -83,7 +90,7 @@ def _shards(index: Path) -> list[str]:
         raise ConfigError(f"{index.name} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
-            f"{index.parent.name}: {index.name} must hold a weight_map of tensors to files: "
+            f"{called(index.parent)}: {index.name} must hold a weight_map of tensors to files: "
             f"{error!r}."
         ) from error
     return names
@@ -98,7 +105,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
-            f"{file.parent.name}: {file.name} must be a whole safetensors file: {error}. "
+            f"{called(file.parent)}: {file.name} must be a whole safetensors file: {error}. "
             "Copy it again."
         ) from error
 

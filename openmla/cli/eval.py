@@ -18,6 +18,9 @@ from transformers import DynamicCache
 from openmla.cache import check_formats, latent_formats
 from openmla.cli.calibrate import calibrate_on
 from openmla.cli.checkpoint import checked_device, open_checkpoint, read_text
+from openmla.cli.generate import cache_bytes
+from openmla.cli.hub import called
+from openmla.cli.looked_at import LOOKED, draw_looked, look
 from openmla.cli.models import (
     attentions,
     check_attention,
@@ -25,13 +28,13 @@ from openmla.cli.models import (
     demo_text,
     load_model,
     load_tokenizer,
-    note,
     read_config,
 )
-from openmla.config import MLAConfig
+from openmla.cli.terminal import note, shows_progress, warn
+from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations import Scales
-from openmla.integrations.transformers import attach, attachment_of, detach
+from openmla.integrations.transformers import attach, detach
 from openmla.layers.measure import HEADROOM
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8_dsv4")
@@ -39,6 +42,7 @@ SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
 EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
+PLAIN = "transformers"  # a row of its own beside a picture: the model as it is, with its own cache
 
 
 class Result(NamedTuple):
@@ -86,11 +90,38 @@ def run_eval(options: argparse.Namespace) -> int:
             detach(model)
         if options.formats is None and checkpoint.config.compressor is None:
             results.append(measure_eight_bits(model, windows.to(device), attention, options))
+        if options.plot:
+            results.append(measure(model, windows.to(device), attention, PLAIN))
+        if options.plot and attention == "sparse":
+            title = f"{called(checkpoint.folder)}: which keys each layer chooses"
+            draw_keys(model, windows[0], checkpoint.config, options, title)
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
-        draw(results, Path(options.plot))
+        count, context = windows.shape
+        tokens = f"{count} window{'s' * (count > 1)} of {context} tokens"
+        title = f"{called(checkpoint.folder)}: what a cache format costs, {tokens}"
+        draw(results, num_bytes, Path(options.plot), title)
     return 0
+
+
+def draw_keys(
+    model: Any, window: Tensor, config: MLAConfig, options: argparse.Namespace, title: str
+) -> None:
+    """A second picture of a sparse model, beside the first: what it looks at."""
+    assert config.indexer is not None
+    tokens = window[:LOOKED].to(model.device)
+    first = Path(options.plot)
+    path = first.with_name(f"{first.stem}-keys{first.suffix}")
+    ratio = 1 if config.compressor is None else INDEXED_RATIO
+    if len(tokens) <= config.indexer.topk * ratio:
+        warn(
+            f"no picture of chosen keys: {len(tokens)} tokens see no more than the "
+            f"{config.indexer.topk} that a layer may choose. Give a longer --context"
+        )
+        return
+    found = look(model, tokens, config, index_format=options.index_format)
+    draw_looked(found, path, f"{title}, {len(tokens)} tokens")
 
 
 def chosen_formats(named: str | None, index_format: str, config: MLAConfig) -> list[str]:
@@ -124,10 +155,10 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
         losses = F.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
         parts.append(losses.view(targets.shape).cpu() / math.log(2))
         done = min(start + CHUNK, context)
-        if done == context or sys.stderr.isatty():
+        if done == context or shows_progress():
             line = f"\r{attention} {format}: {done} of {context} tokens"
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
-    used = attachment_of(model).used_bytes() / windows.numel()
+    used = cache_bytes(model, past) / windows.numel()
     return Result(attention, format, torch.cat(parts, 1), used)
 
 
@@ -147,11 +178,11 @@ def print_table(results: list[Result], num_bytes: int) -> None:
     windows, tokens = first.bits.shape
     print(f"\n{windows} windows of {tokens + 1} tokens, {CHUNK} at a time, context from the cache")
     against = f"against {first.attention} {first.format}"
-    print(f"{'attention':<11}{'cache':<12}{'bytes/token':>12}{'bits/byte':>11}  {against}")
+    print(f"{'attention':<11}{'cache':<14}{'bytes/token':>12}{'bits/byte':>11}  {against}")
     for result in results:
         bits = result.bits.sum().item()
         print(
-            f"{result.attention:<11}{result.format:<12}{result.bytes_per_token:>12.1f}"
+            f"{result.attention:<11}{result.format:<14}{result.bytes_per_token:>12.1f}"
             f"{bits / num_bytes:>11.4f}  {100 * (bits / base - 1):+.3f} %"
         )
 
@@ -173,22 +204,47 @@ def print_curves(results: list[Result]) -> None:
     for result, each in zip(results, curves, strict=True):
         drawn = "".join(bars[min(int(value / top * 8), 7)] * 3 for value in each.values())
         numbers = "  ".join(f"{value:.2f}" for value in each.values())
-        print(f"{result.attention + ' ' + result.format:<20}{drawn}  {numbers}")
+        print(f"{result.attention + ' ' + result.format:<22}{drawn}  {numbers}")
 
 
-def draw(results: list[Result], path: Path) -> None:
-    """The same as a picture."""
+COLOURS = ("#3b5bbf", "#d9822b", "#2e8b57", "#8e44ad", "#c0392b", "#16a2b8", "#b8860b", "#444444")
+
+
+def draw(results: list[Result], num_bytes: int, path: Path, title: str) -> None:
+    """Bytes of cache against bits per byte: a mark per format, beside plain transformers.
+
+    Marks are rings, the later ones smaller: formats that coincide are seen within each other.
+    """
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.8))
+    names = list(dict.fromkeys(result.format for result in results))
+    marks = {"dense": "o", "sparse": "s"}
+    sizes = {name: 17 - 13 * i / max(len(names) - 1, 1) for i, name in enumerate(names)}
+    given = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     for result in results:
-        each = curve(result)
-        style = "o-" if result.attention == "dense" else "o--"
-        label = f"{result.attention} {result.format}"
-        axes.plot(list(each), list(each.values()), style, markersize=3, label=label)
-    axes.set(xscale="log", xlabel="position in the context", ylabel="bits per token")
-    axes.set_xticks(list(curve(results[0])), [str(edge) for edge in curve(results[0])])
-    axes.legend(fontsize=8)
+        bits, name = result.bits.sum().item() / num_bytes, result.format
+        axes.plot(
+            result.bytes_per_token, bits, marks[result.attention], mfc="none", mew=1.8,
+            mec=given[name], ms=sizes[name],
+        )  # fmt: skip
+    legend = [
+        Line2D([], [], ls="", marker="o", mfc="none", mew=1.8, mec=given[name], ms=sizes[name],
+               label="plain transformers" if name == PLAIN else name)
+        for name in names
+    ]  # fmt: skip
+    for attention in dict.fromkeys(result.attention for result in results):
+        mark = {"marker": marks[attention], "mfc": "none", "mec": "black"}
+        legend.append(Line2D([], [], ls="", **mark, label=f"{attention} attention"))
+    axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1), labelspacing=1.1)
+    axes.set_xlim(0, 1.1 * max(result.bytes_per_token for result in results))
+    axes.margins(y=0.12)
+    axes.ticklabel_format(useOffset=False)
+    axes.set(xlabel="cache, bytes per token of context, all layers", ylabel="bits per byte of text")
+    axes.set_title(f"{title}\n(left and low is better)", fontsize=9)
+    axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
+    pyplot.close(figure)
     note(f"wrote {path.name}")

@@ -1,12 +1,12 @@
-"""`openmla generate`: text from a Hugging Face MLA model on disk, and how it compares."""
+"""`openmla generate`: text from a Hugging Face MLA model, as it comes, and how it compares."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,23 +14,18 @@ from torch import Tensor
 
 from openmla.cache import check_formats
 from openmla.cli.checkpoint import (
+    Checkpoint,
     check_backend,
     check_tokens,
     checked_device,
     open_checkpoint,
-    read_text,
 )
-from openmla.cli.models import (
-    ByteTokenizer,
-    check_attention,
-    demo_prompt,
-    load_model,
-    load_tokenizer,
-    note,
-    read_config,
-)
+from openmla.cli.hub import called
+from openmla.cli.models import check_attention, load_model, load_tokenizer, read_config
+from openmla.cli.prompts import Messages, check_chat, encode, encode_chat, messages, read_prompts
+from openmla.cli.streaming import PrefillProgress, Watch
+from openmla.cli.terminal import note, quiet, show, warn
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
@@ -38,6 +33,10 @@ PREFILL_CHUNK = 1024
 SHOWN = 300  # characters of a long prompt
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
 BOLD, DIM = "1", "2"  # of a terminal's escape sequences
+COUNTS = (
+    "prefill: all tokens of a prompt over the time until the first new one is there; decode: new "
+    "tokens after the first over the time after it. Loading and a first short pass do not count."
+)
 
 
 class Run(NamedTuple):
@@ -48,67 +47,86 @@ class Run(NamedTuple):
     decode_s: float
     cache_bytes: int
     peak_bytes: int  # 0 on a CPU, where the whole process counts, both runs together
+    prompt_tokens: int = 0
+    text: str = ""
+    decoded: int | None = None  # tokens that came in decode_s; None: all but the first
+
+    @property
+    def prefill_rate(self) -> float:
+        return self.prompt_tokens / self.prefill_s
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second, None where there was but one."""
+        count = len(self.tokens) - 1 if self.decoded is None else self.decoded
+        return count / self.decode_s if self.decode_s else None
 
 
-class Watch:
-    """A streamer that prints text as it comes and keeps the time of every token."""
+def together(runs: Sequence[Run]) -> Run:
+    """Several prompts as one: tokens and times added up, memory the largest."""
+    return Run(
+        [token for run in runs for token in run.tokens],
+        sum(run.prefill_s for run in runs),
+        sum(run.decode_s for run in runs),
+        max(run.cache_bytes for run in runs),
+        max(run.peak_bytes for run in runs),
+        sum(run.prompt_tokens for run in runs),
+        decoded=sum(len(run.tokens) - 1 for run in runs),
+    )
 
-    def __init__(self, tokenizer: Any, *, shown: bool, num_tokens: int) -> None:
-        self.tokenizer, self.shown, self.num_tokens = tokenizer, shown, num_tokens
-        self.tokens: list[int] = []
-        self.times = [time.perf_counter()]
-        self.decoder = tokenizer.stream() if isinstance(tokenizer, ByteTokenizer) else None
-        self.decoded = ""
-        self.prompt_passed = False
 
-    def put(self, value: Tensor) -> None:
-        if not self.prompt_passed:  # generate() sends the prompt first
-            self.prompt_passed = True
-            return
-        self.times.append(time.perf_counter())
-        new = value.flatten().tolist()
-        self.tokens += new
-        if self.shown:
-            print(self._text(new), end="", flush=True)
-        elif sys.stderr.isatty():
-            line = f"\r{len(self.tokens)} of {self.num_tokens} tokens"
-            print(line, end="", file=sys.stderr, flush=True)
+class Setting(NamedTuple):
+    """What stays the same from prompt to prompt."""
 
-    def _text(self, new: list[int]) -> str:
-        if self.decoder is not None:
-            text: str = self.decoder.decode(bytes(token % 256 for token in new))
-            return text
-        whole: str = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if whole.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""  # half a character
-        fresh, self.decoded = whole[len(self.decoded) :], whole
-        return fresh
-
-    def end(self) -> None:
-        if self.shown:
-            print(flush=True)
-        elif sys.stderr.isatty():
-            print(file=sys.stderr, flush=True)
+    model: Any
+    tokenizer: Any
+    choice: dict[str, Any]  # generate()'s sampling options, and the seed
+    device: torch.device
 
 
 def run_generate(options: argparse.Namespace) -> int:
     """Check everything, load, generate, and close with a short table."""
-    prompt = read_prompt(options)
-    device = checked_device(options.device)
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
-    config = read_config(checkpoint.folder)
-    check_attention(options.attention, config)
-    check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
-    check_backend(options.backend, device, options.cache_format)
-    tokenizer = load_tokenizer(checkpoint.folder)
-    tokens = tokenizer.encode(prompt)
-    check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
-    warn_of_context(len(tokens), options.max_new_tokens, checkpoint.config)
+    with quiet(options.quiet):
+        prompts = read_prompts(options)
+        device = checked_device(options.device)
+        checkpoint = open_checkpoint(
+            options.model, allow_pickle=options.allow_pickle, revision=options.revision
+        )
+        config = read_config(checkpoint.folder)
+        check_attention(options.attention, config)
+        check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
+        check_backend(options.backend, device, options.cache_format)
+        tokenizer = load_tokenizer(checkpoint.folder)
+        if options.chat:
+            check_chat(tokenizer, called(checkpoint.folder))
+        encoded = [encode(tokenizer, prompt, options) for prompt in prompts]
+        vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+        for tokens in encoded:
+            check_tokens(tokens, vocab_size)
+            warn_of_context(len(tokens), options.max_new_tokens, checkpoint.config)
+        setting = prepared(options, checkpoint, device, tokenizer, encoded)
+        if not prompts:
+            return hold_chat(setting, options)
+        return generate_all(setting, options, prompts, encoded)
+
+
+def prepared(
+    options: argparse.Namespace,
+    checkpoint: Checkpoint,
+    device: str,
+    tokenizer: Any,
+    encoded: Sequence[list[int]],
+) -> Setting:
+    """The model loaded, run for a moment, and attached."""
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
-    model = load_model(checkpoint, device, options.dtype, dense=dense)
-    ids = torch.tensor([tokens], device=device)
-    model(ids[:, :8], use_cache=False)  # the first pass of a process is slow, whoever runs it
-    choice = sampling(options)
+    model = load_model(
+        checkpoint, device, options.dtype, dense=dense, device_map=options.device_map
+    )
+    where = input_device(model)
+    # the first pass of a process is slow, whoever runs it
+    first = encoded[0][:8] if encoded else encode_chat(tokenizer, messages("hello", None))[:8]
+    model(torch.tensor([first], device=where), use_cache=False)
+    setting = Setting(model, tokenizer, sampling(options), where)
     attach(
         model,
         cache_format=options.cache_format,
@@ -118,28 +136,55 @@ def run_generate(options: argparse.Namespace) -> int:
         capture=options.capture,
         absorbed_format=options.absorbed_format,
     )
-    first_ones = {**choice, "arguments": {**choice["arguments"], "max_new_tokens": 2}}
-    timed_on_gpu = options.compare and device.startswith("cuda")
+    return setting
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its tokens; what is offloaded comes back to where it runs."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    places = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
+    return torch.device(places[0] if places else "cpu")
+
+
+def generate_all(
+    setting: Setting, options: argparse.Namespace, prompts: list[str], encoded: list[list[int]]
+) -> int:
+    """Every prompt with openmla, then with plain transformers if asked, and what was seen."""
+    model, report = setting.model, not (options.json or options.quiet)
+    two = {**setting.choice, "arguments": {**setting.choice["arguments"], "max_new_tokens": 2}}
+    timed_on_gpu = options.compare and setting.device.type == "cuda"
     if timed_on_gpu:
         note("two tokens beforehand, while which kernels are compiled")
-        generate_once(model, ids, tokenizer, first_ones)
-    print_prompt(prompt)
-    ours = generate_once(model, ids, tokenizer, choice, shown=True)
-    plan = attachment_of(model).last_plan
-    explanation = attachment_of(model).explain()
-    memory = attachment_of(model).memory()
+        generate_once(setting._replace(choice=two), encoded[0])
+    ours = []
+    for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
+        if report:
+            print("\n" * (number > 0), end="")
+            print_prompt(prompt)
+        ours.append(generate_once(setting, tokens, shown=not options.json))
+    attachment = attachment_of(model)
+    plan, explanation, memory = attachment.last_plan, attachment.explain(), attachment.memory()
     detach(model)
-    runs = {"openmla": ours}
+    theirs = []
     if options.compare:
         note("the same again with plain transformers")
         if timed_on_gpu:
-            generate_once(model, ids, tokenizer, first_ones)
-        runs["transformers"] = generate_once(model, ids, tokenizer, choice)
+            generate_once(setting._replace(choice=two), encoded[0])
+        theirs = [generate_once(setting, tokens) for tokens in encoded]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    if options.json:
+        found = as_json(options.model, dtype, setting, prompts, ours, theirs)
+        print(json.dumps({**found, "explain": str(explanation).splitlines()}, indent=2))
+    if not report:
+        return 0
+    runs = {"openmla": together(ours)} | ({"transformers": together(theirs)} if theirs else {})
     print(f"\n{heading('times')}")
-    print_table(runs, ids.shape[1])
+    print_table(runs)
     print(f"\nmemory beside weights, with openmla\n{memory}")
-    print(f"\nlast step ({dtype})\n{explanation}")
+    print(f"\nlast step ({dtype})")
+    show(explanation)
     if isinstance(plan, Plan) and plan.sparse is not None:
         print(f"\n{keys_attended(plan)}")
     if options.compare:
@@ -147,27 +192,32 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
-def read_prompt(options: argparse.Namespace, command: str = "generate") -> str:
-    """The text to continue: given, in a file, or the demo's."""
-    prompt: str | None = options.prompt
-    if prompt is None and options.model == "demo":
-        return demo_prompt()
-    if not prompt:
-        raise ConfigError(f"{command}: --prompt must be given, and not be empty.")
-    if prompt.startswith("@"):
-        return read_text(f"{command}: --prompt", prompt[1:])
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:  # bytes of a command line that are no text
-        raise ConfigError(f"{command}: --prompt must be text in UTF-8: {error}.") from error
-    return prompt
+def hold_chat(setting: Setting, options: argparse.Namespace) -> int:
+    """Turn by turn with whoever is at the terminal, until the input ends (Ctrl-D)."""
+    history: Messages = []
+    while True:
+        try:
+            said = input("> ")
+        except EOFError:
+            print()
+            return 0
+        if not said.strip():
+            continue
+        if not history:
+            history = messages(said, options.system_prompt)
+        else:
+            history.append({"role": "user", "content": said})
+        run = generate_once(setting, encode_chat(setting.tokenizer, history), shown=True)
+        history.append({"role": "assistant", "content": run.text})
+        rate = "" if run.decode_rate is None else f", decode {run.decode_rate:.1f} tok/s"
+        note(f"prefill {run.prompt_tokens} tokens, {run.prefill_rate:.1f} tok/s{rate}")
 
 
 def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
     """Past a model's context text gets worse."""
     if prompt + new > config.max_positions:
-        note(
-            f"warning: {prompt + new} tokens with the prompt, more than the model's context of "
+        warn(
+            f"{prompt + new} tokens with the prompt, more than the model's context of "
             f"{config.max_positions}"
         )
 
@@ -212,63 +262,53 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     }
     arguments["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
     if temperature > 0:
-        arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        arguments |= {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
         note(f"choosing at temperature {temperature}, seed {options.seed}")
     return {"seed": options.seed, "arguments": arguments}
 
 
-def generate_once(
-    model: Any, ids: Tensor, tokenizer: Any, choice: dict[str, Any], *, shown: bool = False
-) -> Run:
+def generate_once(setting: Setting, tokens: list[int], *, shown: bool = False) -> Run:
     """One generation, prefill and decode timed apart, with progress while prefilling."""
-    on_gpu = ids.device.type == "cuda"
+    model, choice = setting.model, setting.choice
+    ids = torch.tensor([tokens], device=setting.device)
+    on_gpu = setting.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    progress = model.register_forward_pre_hook(PrefillProgress(ids.shape[1]), with_kwargs=True)
-    watch = Watch(tokenizer, shown=shown, num_tokens=choice["arguments"]["max_new_tokens"])
+    counter = PrefillProgress(len(tokens), PREFILL_CHUNK)
+    progress = model.register_forward_pre_hook(counter, with_kwargs=True)
+    num_tokens = choice["arguments"]["max_new_tokens"]
+    watch = Watch(setting.tokenizer, shown=shown, num_tokens=num_tokens)
     options: dict[str, Any] = {}
-    if ids.shape[1] > PREFILL_CHUNK:
+    if len(tokens) > PREFILL_CHUNK:
         options["prefill_chunk_size"] = PREFILL_CHUNK
     torch.manual_seed(choice["seed"])
-    with torch.no_grad():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            streamer=watch,
-            return_dict_in_generate=True,
-            **choice["arguments"],
-            **options,
-        )
-    progress.remove()
+    try:
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                streamer=watch,
+                return_dict_in_generate=True,
+                **choice["arguments"],
+                **options,
+            )
+    except KeyboardInterrupt:
+        watch.end()  # what is there, and a line of its own for what comes
+        raise
+    finally:
+        progress.remove()
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    times = watch.times
+    times, used = watch.times, cache_bytes(model, out.past_key_values)
     return Run(
-        watch.tokens, times[1] - times[0], times[-1] - times[1], cache_bytes(model, out), peak
-    )
+        watch.tokens, times[1] - times[0], times[-1] - times[1], used, peak, len(tokens), watch.text
+    )  # fmt: skip
 
 
-class PrefillProgress:
-    """Says how far a long prompt is, on the error stream."""
-
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens, self.seen = num_tokens, 0
-
-    def __call__(self, model: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        ids = kwargs.get("input_ids")
-        self.seen += 0 if ids is None else ids.shape[1]
-        done = self.seen == self.num_tokens
-        shown = self.seen <= self.num_tokens and (done or sys.stderr.isatty())
-        if self.num_tokens > PREFILL_CHUNK and shown:
-            end = "\n" if done else ""
-            text = f"\rprefill {self.seen} of {self.num_tokens} tokens"
-            print(text, end=end, file=sys.stderr, flush=True)
-
-
-def cache_bytes(model: Any, out: Any) -> int:
+def cache_bytes(model: Any, past: Any) -> int:
     """What the cache object really holds: our used blocks, or the sum of its tensors."""
     if any(hasattr(module, "openmla") for module in model.modules()):
         return attachment_of(model).used_bytes()
-    layers = out.past_key_values.layers
+    layers = past.layers
     # V4 keeps one tensor as keys and as values: by address, so that it counts once
     parts = {part.data_ptr(): part for part in tensors_in([vars(layer) for layer in layers])}
     return sum(part.numel() * part.element_size() for part in parts.values())
@@ -283,21 +323,53 @@ def tensors_in(holder: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def print_table(runs: dict[str, Run], prompt: int) -> None:
+def print_table(runs: dict[str, Run]) -> None:
     print(f"{'':<24}" + "".join(f"{name:>16}" for name in runs))
     each = list(runs.values())
-    decoded = [
-        f"{(len(run.tokens) - 1) / run.decode_s:.1f} tok/s" if run.decode_s else "-" for run in each
-    ]
+    rates = [run.decode_rate for run in each]
     rows = {
-        f"prefill {prompt} tokens": [f"{prompt / run.prefill_s:.1f} tok/s" for run in each],
-        "decode": decoded,
+        f"prefill {each[0].prompt_tokens} tokens": [f"{r.prefill_rate:.1f} tok/s" for r in each],
+        "decode": ["-" if rate is None else f"{rate:.1f} tok/s" for rate in rates],
         "cache": [f"{run.cache_bytes / 2**20:.2f} MiB" for run in each],
     }
     if all(run.peak_bytes for run in each):
         rows["peak memory"] = [f"{run.peak_bytes / 2**20:.0f} MiB" for run in each]
     for name, cells in rows.items():
         print(f"{name:<24}" + "".join(f"{cell:>16}" for cell in cells))
+    print(textwrap.fill(COUNTS, 100))
+
+
+def as_json(
+    name: str, dtype: str, setting: Setting, prompts: list[str], ours: list[Run], theirs: list[Run]
+) -> dict[str, Any]:
+    """For programs: a result for each prompt, in order; times in seconds."""
+    ends = setting.model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    results = []
+    for number, (prompt, run) in enumerate(zip(prompts, ours, strict=True)):
+        found = {"prompt": prompt, **_run_json(run)}
+        found["finish_reason"] = "stop" if run.tokens[-1] in ends else "length"
+        if theirs:
+            other = theirs[number]
+            same = sum(a == b for a, b in zip(run.tokens, other.tokens, strict=False))
+            found["transformers"] = {**_run_json(other), "same_tokens": same}
+        results.append(found)
+    device = str(setting.device)
+    return {"model": name, "dtype": dtype, "device": device, "results": results, "counts": COUNTS}
+
+
+def _run_json(run: Run) -> dict[str, Any]:
+    return {
+        "text": run.text,
+        "tokens": run.tokens,
+        "prompt_tokens": run.prompt_tokens,
+        "prefill_seconds": run.prefill_s,
+        "decode_seconds": run.decode_s,
+        "prefill_tokens_per_second": run.prefill_rate,
+        "decode_tokens_per_second": run.decode_rate,
+        "cache_bytes": run.cache_bytes,
+        "peak_bytes": run.peak_bytes or None,
+    }
 
 
 def verdict(ours: Run, theirs: Run) -> str:

@@ -1,14 +1,8 @@
-"""Models of the command line: a folder on disk, or the demo checkpoint in the package. Offline."""
+"""Models of the command line: a folder on disk, or the demo checkpoint in the package."""
 
 from __future__ import annotations
 
-import os
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers loads: nothing is ever downloaded
-
 import argparse
-import codecs
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +22,8 @@ from transformers.utils import logging
 from openmla.cache.scales import read_name
 from openmla.cli.checkpoint import DEMO, Checkpoint, check_tokens, open_checkpoint
 from openmla.cli.doctor import cpu_bf16_works
+from openmla.cli.hub import called
+from openmla.cli.terminal import note, progress, shows_progress, warn
 from openmla.config import MLAConfig
 from openmla.config.schema import require_size
 from openmla.errors import ConfigError, UnsupportedError
@@ -47,9 +43,6 @@ class ByteTokenizer:
     def decode(self, tokens: list[int], **kwargs: Any) -> str:
         return bytes(token % 256 for token in tokens).decode(errors="replace")
 
-    def stream(self) -> codecs.IncrementalDecoder:
-        return codecs.getincrementaldecoder("utf-8")(errors="replace")
-
 
 def read_config(folder: Path) -> Any:
     """transformers' config of a model that attach() takes."""
@@ -60,14 +53,16 @@ def read_config(folder: Path) -> Any:
             known = quantised is None or AutoHfQuantizer.supports_quant_method(quantised)
     except Exception as error:  # of many kinds: whatever a field was not
         raise ConfigError(
-            f"{folder.name}: transformers cannot read config.json: {type(error).__name__}: {error}"
+            f"{called(folder)}: transformers cannot read config.json: {type(error).__name__}: "
+            f"{error}"
         ) from error
-    vocab_size = getattr(supported_text_config(config, folder.name), "vocab_size", None)
+    vocab_size = getattr(supported_text_config(config, called(folder)), "vocab_size", None)
     if vocab_size is not None:
         require_size("vocab_size", vocab_size, most=2**31)
     if not known:
         raise UnsupportedError(
-            f"{folder.name}: quantization_config must be one transformers knows, got {quantised!r}."
+            f"{called(folder)}: quantization_config must be one transformers knows, "
+            f"got {quantised!r}."
         )
     return config
 
@@ -117,8 +112,10 @@ def load_model(
     dtype_name: str | None = None,
     *,
     dense: bool = False,
+    device_map: str | None = None,
 ) -> Any:
-    """A causal language model, for inference. `dense`: a V3.2 checkpoint without its indexer."""
+    """A causal language model, for inference. `dense`: a V3.2 checkpoint without its indexer.
+    `device_map`: where transformers shall put its parts, instead of all on `device`."""
     if isinstance(checkpoint, Path):
         checkpoint = open_checkpoint(str(checkpoint))
     folder = checkpoint.folder
@@ -128,15 +125,17 @@ def load_model(
     stripped = dense and hasattr(config, "index_topk")
     if stripped and getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"{folder.name}: quantised weights cannot leave their indexer. Use --attention sparse."
+            f"{called(folder)}: quantised weights cannot leave their indexer. "
+            "Use --attention sparse."
         )
     kind = f"{config.model_type}, dense" if stripped else config.model_type
     size = f", {checkpoint.num_bytes / 2**30:.1f} GiB" if checkpoint.num_bytes >= LONG else ""
     name = str(wanted).removeprefix("torch.")
-    note(f"loading {folder.name} ({kind}{size}) as {name} on {device}")
+    place = f"devices by {device_map}" if device_map else device
+    note(f"loading {called(folder)} ({kind}{size}) as {name} on {place}")
     cls = model_class("deepseek_v3" if stripped else config.model_type)
     try:
-        with _only_errors(bars=checkpoint.num_bytes >= LONG):
+        with _only_errors(bars=checkpoint.num_bytes >= LONG and shows_progress()):
             if stripped:
                 config = _without_indexer(config)
                 _check_shapes(cls, config, checkpoint)
@@ -145,6 +144,7 @@ def load_model(
                     config=config,
                     state_dict=_weights_without_indexer(checkpoint),
                     dtype=wanted,
+                    device_map=device_map,
                     output_loading_info=True,
                 )
                 model.name_or_path = str(folder)  # where attach() looks for scales
@@ -154,6 +154,7 @@ def load_model(
                     folder,
                     config=config,
                     dtype=wanted,
+                    device_map=device_map,
                     use_safetensors=bool(checkpoint.files),
                     output_loading_info=True,
                 )
@@ -161,10 +162,10 @@ def load_model(
         raise
     except Exception as error:  # torch's, safetensors' and those of packages that decode weights
         raise UnsupportedError(
-            f"{folder.name}: transformers cannot load it: {type(error).__name__}: {error}"
+            f"{called(folder)}: transformers cannot load it: {type(error).__name__}: {error}"
         ) from error
     _check_loaded(folder, info)
-    return model.to(device).eval().requires_grad_(False)
+    return (model if device_map else model.to(device)).eval().requires_grad_(False)
 
 
 def _check_shapes(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
@@ -177,7 +178,7 @@ def _check_shapes(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
         found = checkpoint.shapes.get(name, shape)
         if found != shape:
             raise ConfigError(
-                f"{checkpoint.folder.name}: {name} must be {list(shape)} by config.json, "
+                f"{called(checkpoint.folder)}: {name} must be {list(shape)} by config.json, "
                 f"got {list(found)} in the weights."
             )
 
@@ -192,19 +193,23 @@ def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
     unused = sorted(name for name in info["unexpected_keys"] if read_name(name) is None)
     if missing:
         raise ConfigError(
-            f"{folder.name}: weights must hold every tensor of the model, got none for "
+            f"{called(folder)}: weights must hold every tensor of the model, got none for "
             f"{len(missing)} of them, the first {missing[0]}."
         )
     if unused:
-        note(f"warning: {len(unused)} tensors are not used, the first {unused[0]}")
+        warn(f"{len(unused)} tensors are not used, the first {unused[0]}")
 
 
 def _weights_without_indexer(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if not checkpoint.files:
         raise UnsupportedError(
-            f"{checkpoint.folder.name}: weights must be safetensors to leave the indexer out."
+            f"{called(checkpoint.folder)}: weights must be safetensors to leave the indexer out."
         )
-    weights = {name: value for file in checkpoint.files for name, value in load_file(file).items()}
+    weights: dict[str, torch.Tensor] = {}
+    with progress(len(checkpoint.files)) as tell:
+        for number, file in enumerate(checkpoint.files):
+            tell(f"reading {file.name}", number)
+            weights |= load_file(file)
     return {name: tensor for name, tensor in weights.items() if ".indexer." not in name}
 
 
@@ -239,7 +244,7 @@ def load_tokenizer(folder: Path) -> Any:
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of many kinds, by the kind of tokenizer
         raise ConfigError(
-            f"{folder.name}: transformers cannot load the tokenizer: {type(error).__name__}: "
+            f"{called(folder)}: transformers cannot load the tokenizer: {type(error).__name__}: "
             f"{error}"
         ) from error
 
@@ -262,7 +267,7 @@ def cut_windows(
             f"{command}: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
         )
     if context > limit:
-        note(f"warning: windows of {context} tokens, more than the model's context of {limit}")
+        warn(f"windows of {context} tokens, more than the model's context of {limit}")
     starts = torch.linspace(0, len(ids) - context, options.windows).long()
     return torch.stack([ids[start : start + context] for start in starts.tolist()])
 
@@ -280,8 +285,3 @@ def _only_errors(bars: bool = False) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
-
-
-def note(text: str) -> None:
-    """A line about what is being done, on the error stream."""
-    print(f"openmla: {text}", file=sys.stderr, flush=True)

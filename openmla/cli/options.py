@@ -14,6 +14,13 @@ from openmla.config.schema import MAX_POSITIONS
 from openmla.errors import ConfigError
 
 DTYPES = ("fp32", "bf16", "fp16")
+DTYPE_NAMES = {
+    "float32": "fp32",
+    "float": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+}
 PICTURES = (".png", ".svg", ".pdf")
 COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
 
@@ -23,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix("openmla").strip()
-        sentence = re.sub(r"^argument (\S+): must", r"\1 must", message).rstrip(".")
+        sentence = re.sub(r"^argument ([^\s/]+)(/\S+)?: must", r"\1 must", message).rstrip(".")
         raise ConfigError(f"{where + ': ' if where else ''}{sentence}. See {self.prog} --help.")
 
 
@@ -50,6 +57,23 @@ def temperature(text: str) -> float:
             f"must be 0 or a number from {COOLEST} to {HOTTEST:.0f}, got {text[:40]!r}"
         )
     return value
+
+
+def probability(text: str) -> float:
+    """A type of option: a share of what is likely."""
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text[:40]!r}")
+    return value
+
+
+def dtype(text: str) -> str | None:
+    """A type of option: a dtype as here, or as transformers and vLLM call it."""
+    name = DTYPE_NAMES.get(text, text)
+    if name != "auto" and name not in DTYPES:
+        known = ", ".join(("auto", *DTYPES, *DTYPE_NAMES))
+        raise argparse.ArgumentTypeError(f"must be one of {known}, got {text[:40]!r}")
+    return None if name == "auto" else name
 
 
 def headroom(text: str) -> float:
@@ -113,7 +137,10 @@ def backend(text: str) -> Asked:
 def _model_parser(command: str, description: str) -> Parser:
     """What generate, eval, calibrate and bisect have in common."""
     parser = Parser(prog=f"openmla {command}", description=description)
-    parser.add_argument("--model", required=True, help="demo, or a folder with config and weights")
+    parser.add_argument(
+        "--model", required=command != "generate",
+        help="demo, a folder with config and weights, or an id of a hub, as owner/model",
+    )  # fmt: skip
     parser.add_argument(
         "--attention",
         choices=("dense", "sparse"),
@@ -122,7 +149,9 @@ def _model_parser(command: str, description: str) -> Parser:
     )
     if command != "calibrate":
         parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, if it runs")
+    parser.add_argument(
+        "--dtype", type=dtype, help=f"{', '.join(DTYPES)}; default: the checkpoint's, if it runs"
+    )
     parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument(
         "--allow-pickle",
@@ -158,10 +187,25 @@ def _add_step(parser: Parser) -> None:
 
 
 def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _model_parser("generate", "Text from a Hugging Face MLA model on disk.")
-    parser.add_argument("--prompt", help="the text to continue, or @FILE; the demo has one")
+    parser = _model_parser(
+        "generate",
+        "Text from a Hugging Face MLA model, printed as it comes. Results go to standard output, "
+        "progress to the error stream.",
+    )
+    parser.add_argument("named", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
-        "--max-new-tokens", type=whole(1, MAX_POSITIONS), default=128, metavar="N",
+        "--prompt", action="append", metavar="TEXT",
+        help="the text to continue, @FILE, or - for standard input, which is read anyway where no "
+        "prompt is given and it is no terminal; several: one after the other; the demo has one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="as a message of a user, by the tokenizer's chat template; in a terminal without "
+        "--prompt turn by turn",
+    )  # fmt: skip
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what a chat begins with")
+    parser.add_argument(
+        "--max-new-tokens", "--max-tokens", type=whole(1, MAX_POSITIONS), default=128, metavar="N",
         help="default: 128",
     )  # fmt: skip
     parser.add_argument(
@@ -169,8 +213,25 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="0 takes the likeliest token; default: 0, the demo 0.7",
     )  # fmt: skip
     parser.add_argument(
+        "--top-p", type=probability, default=1.0, metavar="P", help="likeliest tokens of this share"
+    )
+    parser.add_argument(
+        "--top-k", type=whole(0, 2**31), default=0, metavar="K", help="so many likeliest; 0: all"
+    )
+    parser.add_argument(
         "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
     )
+    parser.add_argument(
+        "--device-map", metavar="MAP",
+        help="where transformers puts parts of the model: auto, balanced, sequential or a device",
+    )  # fmt: skip
+    parser.add_argument("--revision", help="branch, tag or commit of a hub's model")
+    told = parser.add_mutually_exclusive_group()
+    told.add_argument(
+        "--json", action="store_true",
+        help="print one JSON object at the end: texts, tokens, tokens per second",
+    )  # fmt: skip
+    told.add_argument("--quiet", "-q", action="store_true", help="print the new text only")
     _add_step(parser)
     parser.add_argument(
         "--absorbed-format", choices=("fp8",),
@@ -181,7 +242,22 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="record the decode step as one CUDA graph; default: on a GPU",
     )  # fmt: skip
     parser.add_argument("--compare", action="store_true", help="run plain transformers too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.named is not None and options.model is not None:
+        parser.error("--model must be given once")
+    options.model = options.model or options.named
+    if options.model is None:
+        parser.error("the following arguments are required: --model")
+    if options.system_prompt is not None and not options.chat:
+        parser.error("--system-prompt needs --chat")
+    if options.device_map is not None and options.device is not None:
+        parser.error("--device-map must not be given with --device")
+    sampled = options.temperature or (options.temperature is None and options.model == "demo")
+    if not sampled and (options.top_k or options.top_p < 1):
+        parser.error("--top-k and --top-p need a --temperature above 0")
+    if options.quiet and options.compare:
+        parser.error("--compare has nothing to print with --quiet")
+    return options
 
 
 def calibrate_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -206,7 +282,8 @@ def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
-        help="a picture of bits per byte along the context, as .png",
+        help="a picture of cache bytes against bits per byte, beside plain transformers, as .png; "
+        "of a sparse model also FILE-keys: which keys each layer chose, and their attention",
     )  # fmt: skip
     return parser.parse_args(arguments)
 

@@ -110,7 +110,12 @@ def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     option("--layers", type=whole(1, 10000), help="those with MLA; default: the model's")
     option("--json", action="store_true", help="print one JSON object")
-    option("--plot", type=picture_file, metavar="FILE", help="a picture of the table, as .png")
+    option(
+        "--plot",
+        type=picture_file,
+        metavar="FILE",
+        help="a picture of memory over context by format, and of the table, as .png",
+    )
     return parser.parse_args(arguments)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from openmla.cache import shown_bytes
+from openmla.cache import latent_formats, shown_bytes
 from openmla.plan.roofline import Machine, Predicted
-from openmla.plan.sizes import Step, TokenBytes
+from openmla.plan.sizes import Split, Step, TokenBytes, room, token_bytes
 
 
 class Row(NamedTuple):
@@ -274,15 +275,17 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
 
 
 def draw(report: Report, path: str) -> None:
-    """Context and time over ranks, both on logarithmic axes."""
+    """Memory over context by format; context and time over ranks; logarithmic axes."""
     from matplotlib import pyplot
 
     rows = [(row.ranks, row.fits, row.step) for row in report.rows if row.step is not None]
     ranks = [size for size, _, _ in rows]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot(ranks, [max(fits, 1) for _, fits, _ in rows], "o-", markersize=3)
-    left.axhline(report.wanted, color="grey", linestyle=":", label="tokens of this step")
-    left.set(title="tokens of context that fit", xlabel="ranks")
+    figure, (first, left, right) = pyplot.subplots(1, 3, figsize=(15, 4.4))
+    _draw_memory(first, report)
+    fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
+    left.plot(ranks, fitting, "o-", markersize=3, label="that fit")
+    left.axhline(report.wanted, color="grey", linestyle=":", label="of this step")
+    left.set(title="Context that fits", xlabel="ranks", ylabel="tokens, of all requests together")
     for name, times in (
         ("step", [step.time for _, _, step in rows]),
         ("weights", [step.weights_time for _, _, step in rows]),
@@ -293,7 +296,7 @@ def draw(report: Report, path: str) -> None:
             style = "ko-" if name == "step" else "o--"
             us = [1e6 * time or math.nan for time in times]  # nothing to draw on such an axis
             right.plot(ranks, us, style, markersize=3, label=name)
-    right.set(title="least time of a decode step, us", xlabel="ranks")
+    right.set(title="Least time of a decode step", xlabel="ranks", ylabel="us")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -307,3 +310,40 @@ def draw(report: Report, path: str) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_memory(axes: Any, report: Report) -> None:
+    """Bytes of the step's requests, all layers, by format; what others keep, and what there is."""
+    step = report.step
+    config, batch = step.config, step.batch
+    longest = max(config.max_positions, step.context, 2048)
+    contexts = [2**n for n in range(10, longest.bit_length()) if 2**n < longest] + [longest]
+    sizes: dict[tuple[float, int], list[str]] = {}  # formats that take the same share a line
+    for format in latent_formats(config):
+        each = replace(step, format=format, ranks=Split())
+        key = token_bytes(each).total, room(each, report.block_size).fixed
+        sizes.setdefault(key, []).append(format)
+    for (token, fixed), formats in sizes.items():
+        gib = [(fixed + batch * S * token) / 2**30 for S in contexts]
+        style = "o-" if step.format in formats else "-"
+        too = " (as plain transformers)" if "bf16" in formats else ""
+        axes.plot(contexts, gib, style, markersize=3, label=f"{', '.join(formats)}{too}")
+    name = "expanded keys and values, 16 bits"
+    values = config.num_heads * (config.qk_head_dim + config.v_head_dim)
+    if config.compressor is not None:
+        name, values = "a row per token, not compressed, 16 bits", config.latent_dim
+    gib = [batch * S * config.num_layers * 2 * values / 2**30 for S in contexts]
+    axes.plot(contexts, gib, "k--", label=name)
+    W = step.ranks.size
+    usable = W * max(report.memory_share * report.machine.memory - report.gpu_weights, 0) / 2**30
+    if usable:
+        there = "of one GPU" if W == 1 else f"of {W} GPUs"
+        axes.axhline(usable, color="grey", linestyle=":", label=f"room for a cache, {there}")
+    axes.set(title=f"Cache of {batch} request{'s' * (batch > 1)}", ylabel="GiB", yscale="log")
+    axes.set(xlabel="tokens of context of each")
+    axes.set_xscale("log", base=2)
+    ticks = contexts[:: -(-len(contexts) // 8)]
+    axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks], fontsize=7)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** 0.55)  # room for the legend
+    axes.legend(fontsize=7, loc="upper left")

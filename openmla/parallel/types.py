@@ -14,7 +14,8 @@ from openmla.parallel.gathered_entries import GatheredEntries
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import choose_schedule, sent_bytes
 from openmla.parallel.ranks import Ranks
-from openmla.plan import CompressedPlan, Plan, SparsePlan
+from openmla.plan import CompressedPlan, Explanation, Plan, SparsePlan
+from openmla.plan.explanation import Line
 from openmla.plan.rows import num_rows
 from openmla.plan.types import Rows
 
@@ -115,7 +116,7 @@ class RankPlan:
         each = self.candidates * (scores.itemsize + 4)
         return (self.ranks.shard.size - 1) * num_rows(self.chosen.rows) * each
 
-    def explain(self, *, finished: bool = False) -> str:
+    def explain(self, *, finished: bool = False) -> Explanation:
         """What runs on this rank and what is exchanged, part by part."""
         shard, dtype = self.ranks.shard, self.step.problem("cache_write").dtype
         owned = (
@@ -125,13 +126,11 @@ class RankPlan:
         )
         v4 = self.config.compressor is not None
         dealt = "entries in whole blocks" if v4 else f"positions in runs of {shard.interleave}"
-        lines = [
-            f"rank      {shard.rank} of {shard.size}, {dealt}, "
-            f"{owned}, {shown_bytes(self.sent_bytes(dtype))} sent a layer"
-        ]
+        sent = shown_bytes(self.sent_bytes(dtype))
+        told = f"{shard.rank} of {shard.size}, {dealt}, {owned}, {sent} sent a layer"
+        lines = [Line("rank", told)]
         if v4:  # geometries differ from ratio to ratio
             mine = self.step if self.entries is None else self.entries.plan
-            told = replace(mine, geometry=None).explain(finished=finished).splitlines()
             what = "on every rank, merged last"
             if self.entries is not None:
                 what = (
@@ -139,24 +138,25 @@ class RankPlan:
                     f"each, {shown_bytes(self.entries.num_bytes)} together: cheaper than attending "
                     "to them in place and merging"
                 )
-            lines += [what, *(f"  {line}" for line in told)]
+            below = replace(mine, geometry=None).explain(finished=finished).lines
+            lines.append(Line("", what, below=below))
         for name, part in self.parts.items():
             merged = "nothing is merged over ranks"
             if name != "new":
                 merged = f"merged over ranks by {self.schedule_of(part, dtype)}"
-            lines.append(f"{name} of {num_rows(part.rows)} tokens, {merged}")
+            below, why = part.plan.explain(finished=finished).lines, ""
             if name == "chosen":
-                lines.append(
-                    f"  of {self.candidates} candidates a rank and token, "
-                    f"{shown_bytes(self.selection_bytes())} sent where a layer chooses"
-                )
+                sent = shown_bytes(self.selection_bytes())
+                of = f"of {self.candidates} candidates a rank and token, {sent} sent where a layer"
+                below = (Line("", f"{of} chooses"), *below)
             if name == "context":
-                lines.append("  why     attended to in place, which is cheaper than gathering it")
-            lines += [f"  {line}" for line in part.plan.explain(finished=finished).splitlines()]
+                why = "attended to in place, which is cheaper than gathering it"
+            lines.append(
+                Line("", f"{name} of {num_rows(part.rows)} tokens, {merged}", why, below=below)
+            )
         if self.gathered is not None:
             chunks, rows = len(self.gathered.chunks), self.gathered.sent_rows
-            lines += [
-                f"context   gathered from all ranks in {chunks} chunks, {rows} rows from each",
-                "  why     cheaper than attending to it in place and merging",
-            ]
-        return "\n".join(lines)
+            what = f"gathered from all ranks in {chunks} chunks, {rows} rows from each"
+            why = "cheaper than attending to it in place and merging"
+            lines.append(Line("context", what, why))
+        return Explanation(lines)

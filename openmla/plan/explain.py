@@ -6,6 +6,7 @@ from openmla.backends import BACKENDS, kernel_of, launches, slower, why_not
 from openmla.cache import cache_bytes, shown_bytes
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO
+from openmla.plan.explanation import DETAIL, OP, Explanation, Line
 from openmla.plan.forms import decode_threshold
 from openmla.plan.rows import num_rows
 from openmla.plan.types import CompressedPlan, Plan, PrefillPlan, SparsePlan
@@ -19,18 +20,16 @@ _INVARIANT = (
 _PARTS = ("entries", "padding", "window", "state", "total")
 
 
-def explain(plan: Plan, finished: bool) -> str:
+def explain(plan: Plan, finished: bool) -> Explanation:
     """`finished`: rows come normalised and rotated, as an attached model's and an engine's do."""
     finished = finished or plan.config.is_external
-    lines = []
+    lines: list[Line] = []
     if plan.decode is not None:
-        lines += [
-            f"absorbed  {len(plan.decode.seq_lens)} requests, up to {plan.decode.max_query_len} "
-            f"queries each{_few_keys(plan)}",
-            f"  why     {_why(plan, 'absorbed')}",
-        ]
+        decode = plan.decode
+        what = f"{len(decode.seq_lens)} requests, up to {decode.max_query_len} queries each"
+        lines.append(Line("absorbed", f"{what}{_few_keys(plan)}", _why(plan, "absorbed")))
     if plan.prefill is not None:
-        lines += _expanded(plan, plan.prefill)
+        lines.append(_expanded(plan, plan.prefill))
     if plan.sparse is not None:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
@@ -40,11 +39,12 @@ def explain(plan: Plan, finished: bool) -> str:
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
     if plan.padding:
-        lines.append(f"padding   {plan.padding} tokens of no request: nothing read, outputs 0")
-    return "\n".join([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
+        what = f"{plan.padding} tokens of no request: nothing read, outputs 0"
+        lines.append(Line("padding", what))
+    return Explanation([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
 
 
-def _invariant(plan: Plan, finished: bool) -> str:
+def _invariant(plan: Plan, finished: bool) -> Line:
     """By which kernels a row's bits are its own, and where its keys are cut."""
     parts = []
     for op in _INVARIANT:
@@ -52,20 +52,21 @@ def _invariant(plan: Plan, finished: bool) -> str:
             name = plan.backends[op]
             kernel = kernel_of(plan.problem(op), name)
             parts.append(f"{op} by {name}{f' ({kernel})' if kernel else ''}")
-    return (
-        f"invariant a row's bits are its own: keys in runs of {plan.run_length}, contexts cut at "
-        f"their own positions; {', '.join(parts)}"
+    return Line(
+        "invariant",
+        f"a row's bits are its own: keys in runs of {plan.run_length}, contexts cut at their own "
+        f"positions; {', '.join(parts)}",
     )
 
 
-def _output(plan: Plan, output: str) -> str:
+def _output(plan: Plan, output: str) -> Line:
     """Which op ends the tokens of each form."""
     parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
     gated = ", after the gate" if plan.config.head_gate else ""
-    return f"output    {output}: {', '.join(parts) or 'no tokens'}{gated}"
+    return Line("output", f"{output}: {', '.join(parts) or 'no tokens'}{gated}")
 
 
-def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
+def _expanded(plan: Plan, prefill: PrefillPlan) -> Line:
     config, dtype = plan.config, plan.problem("cache_write").dtype
     chunks = prefill.chunks if prefill.one_shot is None else (prefill.one_shot,)
     gathered = max((chunk.num_keys for chunk in chunks), default=0)
@@ -75,12 +76,14 @@ def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
-    return [
-        f"expanded  {prefill.query_start_loc.shape[0] - 1} requests, up to "
-        f"{prefill.max_query_len} queries each, {prefill.route}{count}{_few_keys(plan)}",
-        f"  why     {_why(plan, 'expanded')}",
-        f"  holds   {shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}",
-    ]
+    what = f"{shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}"
+    return Line(
+        "expanded",
+        f"{prefill.query_start_loc.shape[0] - 1} requests, up to {prefill.max_query_len} queries "
+        f"each, {prefill.route}{count}{_few_keys(plan)}",
+        _why(plan, "expanded"),
+        below=(Line("holds", what, width=DETAIL),),
+    )
 
 
 def _few_keys(plan: Plan) -> str:
@@ -126,7 +129,7 @@ def _forced(plan: Plan, form: str) -> str:
     return ""
 
 
-def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
+def _sparse(plan: Plan, sparse: SparsePlan) -> list[Line]:
     assert plan.config.indexer is not None
     K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
     keys = max((chunk.num_keys for chunk in sparse.chunks), default=max(plan.seq_lens, default=0))
@@ -138,92 +141,102 @@ def _sparse(plan: Plan, sparse: SparsePlan) -> list[str]:
             f"(bound {_mib(LOGITS_BYTES)})"
         )
     lines = [
-        f"sparse    {sparse.num_rows} tokens choose {K} of up to {keys} keys each",
-        f"scores    {scores}",
+        Line("sparse", f"{sparse.num_rows} tokens choose {K} of up to {keys} keys each"),
+        Line("scores", scores),
     ]
     if sparse.num_absorbed:
-        lines += [
-            f"chosen    {sparse.num_absorbed} tokens, absorbed, over their own rows, in "
-            f"{len(sparse.query_chunks)} chunks",
-            f"  why     {forced or f'cost: {K} rows gathered for each are cheaper than all keys'}",
-        ]
+        what = (
+            f"{sparse.num_absorbed} tokens, absorbed, over their own rows, in "
+            f"{len(sparse.query_chunks)} chunks"
+        )
+        why = forced or f"cost: {K} rows gathered for each are cheaper than all keys"
+        lines.append(Line("chosen", what, why))
     if expanded:
         rows = max(chunk.num_keys for chunk in sparse.masked)
         why = _forced(plan, "masked") or f"cheaper than {K} rows gathered for each"
-        lines.append(
-            f"masked    {expanded} tokens, expanded: {why}; "
+        what = (
+            f"{expanded} tokens, expanded: {why}; "
             f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
             f"mask at most (bound {_mib(MASK_BYTES)})"
         )
+        lines.append(Line("masked", what))
     parts = {name: size for name, size in plan.sparse_bytes().items() if size}
     listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
     total = _mib(sum(parts.values()))
-    lines.append(f"workspace {total} at most, beside what a backend holds: {listed}")
+    lines.append(Line("workspace", f"{total} at most, beside what a backend holds: {listed}"))
     return lines
 
 
-def _compressed(plan: Plan, step: CompressedPlan) -> list[str]:
+def _compressed(plan: Plan, step: CompressedPlan) -> list[Line]:
     config = plan.config
     assert config.compressor is not None
     requests = step.query_start_loc.shape[0] - 1
     lines = [
-        f"window    {step.num_rows} tokens of {requests} requests, each its last "
-        f"{config.compressor.window} rows",
-        "  why     absorbed is the only form: the latent is key and value",
+        Line(
+            "window",
+            f"{step.num_rows} tokens of {requests} requests, each its last "
+            f"{config.compressor.window} rows",
+            "absorbed is the only form: the latent is key and value",
+        )
     ]
     if step.ratio and step.chunks:
         assert config.indexer is not None
         lines += [
-            f"entries   one per {step.ratio} tokens, {config.indexer.topk} of up to "
-            f"{step.max_entries} chosen by each token",
-            f"scores    in {len(step.chunks)} chunks of {_mib(step.score_bytes)} at most "
-            f"(bound {_mib(LOGITS_BYTES)}), selection "
-            f"{_mib(4 * config.indexer.topk * step.num_rows)}",
+            Line(
+                "entries",
+                f"one per {step.ratio} tokens, {config.indexer.topk} of up to "
+                f"{step.max_entries} chosen by each token",
+            ),
+            Line(
+                "scores",
+                f"in {len(step.chunks)} chunks of {_mib(step.score_bytes)} at most "
+                f"(bound {_mib(LOGITS_BYTES)}), selection "
+                f"{_mib(4 * config.indexer.topk * step.num_rows)}",
+            ),
         ]
     elif step.ratio:
         few = ""
         if step.ratio == INDEXED_RATIO and config.indexer is not None:
             few = f" (no more than {config.indexer.topk})"
-        lines.append(
-            f"entries   one per {step.ratio} tokens, all of up to {step.max_entries}{few}: "
-            "no list is made"
-        )
+        what = f"one per {step.ratio} tokens, all of up to {step.max_entries}{few}"
+        lines.append(Line("entries", f"{what}: no list is made"))
     return lines + _caches(plan)
 
 
-def _caches(plan: Plan) -> list[str]:
+def _caches(plan: Plan) -> list[Line]:
     """What all layers of a V4 model keep, by kind."""
     if plan.geometry is None:
         return []
     geometry = plan.geometry
     kinds = cache_bytes(plan.config, geometry)
     tokens = geometry.num_blocks * geometry.block_size
+    what = (
+        f"{tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
+        f"{geometry.index_format}; windows and states of {geometry.num_states} requests"
+    )
     lines = [
-        f"cache     {tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
-        f"{geometry.index_format}; windows and states of {geometry.num_states} requests",
-        "  ratio layers  B/token        entries      padding       window        state"
-        "          total",
+        "ratio layers  B/token        entries      padding       window        state          total"
     ]
     for kind in kinds:
         lines.append(
-            f"  {kind.ratio:>5} {kind.num_layers:>6} {kind.token_bytes:>8g} "
+            f"{kind.ratio:>5} {kind.num_layers:>6} {kind.token_bytes:>8g} "
             f"{kind.entries:>14} {kind.padding:>12} {kind.window:>12} {kind.state:>12} "
             f"{kind.total:>14}"
         )
     each = sum(kind.num_layers * kind.token_bytes for kind in kinds)
     sums = [sum(getattr(kind, name) for kind in kinds) for name in _PARTS]
     lines.append(
-        f"  total {sum(kind.num_layers for kind in kinds):>6} {each:>8g} "
+        f"total {sum(kind.num_layers for kind in kinds):>6} {each:>8g} "
         f"{sums[0]:>14} {sums[1]:>12} {sums[2]:>12} {sums[3]:>12} {sums[4]:>14}"
     )
     lines.append(
-        f"  entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
+        f"entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
         f"window and state, {_mib(sums[2] + sums[3])}, do not; {sums[4] / 2**30:.2f} GiB in all"
     )
-    return lines
+    return [Line("cache", what, below=tuple(Line("", line) for line in lines))]
 
 
-def _reads(plan: Plan) -> list[str]:
+def _reads(plan: Plan) -> list[Line]:
     """Bytes of cache that one layer's attention reads, by who reads them."""
     if plan.compressed is not None:
         return []
@@ -250,10 +263,10 @@ def _reads(plan: Plan) -> list[str]:
     listed = ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items())
     most = " at most" if plan.bounded else ""
     total = shown_bytes(sum(sizes.values()))
-    return [f"reads     {total} of cache a layer{most}{f': {listed}' if listed else ''}"]
+    return [Line("reads", f"{total} of cache a layer{most}{f': {listed}' if listed else ''}")]
 
 
-def _ops(plan: Plan, finished: bool) -> list[str]:
+def _ops(plan: Plan, finished: bool) -> list[Line]:
     """The ops that run, by whom, and why not by a better one."""
     lines = []
     for problem in plan.problems:
@@ -266,11 +279,11 @@ def _ops(plan: Plan, finished: bool) -> list[str]:
                 lost = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
             kernel = kernel_of(problem, chosen)
             ran = f"{chosen}, {kernel}" if kernel else chosen
-            lines.append(f"{problem.op:<12} {ran}" + (f" ({lost})" if lost else ""))
+            lines.append(Line(problem.op, ran, lost, width=OP))
     return lines
 
 
-def _launches(plan: Plan, finished: bool) -> list[str]:
+def _launches(plan: Plan, finished: bool) -> list[Line]:
     """How many kernels a layer launches for its attention, as far as they are ours."""
     calls = {problem.op: _calls(plan, problem.op, finished) for problem in plan.problems}
     counts = {op: launches(op, plan.backends[op]) for op, called in calls.items() if called}
@@ -280,7 +293,8 @@ def _launches(plan: Plan, finished: bool) -> list[str]:
     others = [op for op, count in counts.items() if count is None]
     beside = f"; beside them what torch launches for {', '.join(others)}" if others else ""
     listed = ", ".join(f"{op} {count}" for op, count in known.items())
-    return [f"launches  up to {sum(known.values())} a layer and step: {listed}{beside}"]
+    told = f"up to {sum(known.values())} a layer and step: {listed}{beside}"
+    return [Line("launches", told)]
 
 
 def _in_one_launch(plan: Plan) -> bool:

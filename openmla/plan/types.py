@@ -12,6 +12,7 @@ from openmla.backends import Problem
 from openmla.cache import Geometry, LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
+from openmla.plan.explanation import Explanation
 from openmla.plan.workspace import Workspace
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
@@ -323,9 +324,10 @@ class Plan:
             f"{', '.join(counts) or 'no requests'}; {attending})"
         )
 
-    def explain(self, *, finished: bool = False) -> str:
+    def explain(self, *, finished: bool = False) -> Explanation:
         """What runs where, why so and why not something better, in how many bytes.
 
+        Text for print(); a table where a terminal or a notebook shows the value itself.
         `finished`: of rows that come normalised and rotated, as an attached model's do.
         """
         from openmla.plan.explain import explain  # which is about this class

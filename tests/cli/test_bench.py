@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from openmla.bench.harness import Job, able_backends
 from openmla.cli.__main__ import main as openmla
 from openmla.ops import rope
 from openmla.ops._register import Cost
-from openmla.testing import Inputs
+from openmla.testing import PAGED_SHAPES, RAGGED_SHAPES, SPARSE_SHAPES, Inputs
 
 
 @pytest.mark.parametrize("op", BACKENDS)
@@ -30,13 +33,16 @@ def test_every_op_has_a_tiny_benchmark(
 
 
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over several contexts, which makes a picture of lines."""
     pytest.importorskip("transformers")
-    path = tmp_path / "rows.json"
-    assert openmla(["bench", "step", "--keys", "300", "--json", str(path)]) == 0
+    path, picture = tmp_path / "rows.json", tmp_path / "step.svg"
+    arguments = ["bench", "step", "--keys", "300", "64", "--plot", str(picture)]
+    assert openmla([*arguments, "--json", str(path)]) == 0
     text = capsys.readouterr().out
     assert "8.9 x as many" in text and "71.1 x as many" in text and "WRONG" not in text
     saved = json.loads(path.read_text())
-    assert len(saved["rows"]) == 4 and saved["plan_us"] > 0
+    assert len(saved["rows"]) == 8 and saved["plan_us"] > 0
+    assert "<svg" in picture.read_text()
 
 
 def test_batch_invariant(
@@ -55,11 +61,64 @@ def test_batch_invariant(
     assert len(json.loads(path.read_text())["rows"]) == 7
 
 
-def test_wrong_contenders_are_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_contenders_are_not_timed() -> None:
     x = torch.ones(1, 1, 2)
     inputs = Inputs({"x": x}, {}, ())
-    calls, _ = able_backends(rope, Job(inputs, Cost(1, 1), lambda _, backend: 1.5))
-    assert calls == {} and "WRONG: 1.50 times its error budget" in capsys.readouterr().out
+    calls, _, left_out = able_backends(rope, Job(inputs, Cost(1, 1), lambda _, backend: 1.5))
+    assert calls == {} and left_out[-1].why == "WRONG: 1.50 times its error budget"
+
+
+def test_json_alone_prints_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert openmla(["bench", "rope", "tiny-64x4-pairs", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows"][0]["shape"] == "tiny-64x4-pairs"
+    assert {each["contender"] for each in found["left_out"]} <= set(BACKENDS["rope"])
+    assert openmla(["bench", "rope", "--json", "tiny-64x4-pairs"]) == 2
+    assert "shapes must come before --json" in capsys.readouterr().err
+
+
+def test_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "rope.png"
+    assert openmla(["bench", "rope", "--markdown", "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    assert "**tiny, 64 tokens x 4, pairs**" in text
+    assert re.search(r"^\| reference \| [\d.]+ \| [\d.]+ to [\d.]+ \| 1.00 \|", text, re.M)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_code_of_a_shape_in_words() -> None:
+    from openmla.bench.titles import in_words
+
+    assert in_words("v3-tp8-decode-b64-s8k") == (
+        "DeepSeek-V3, heads of one of 8 GPUs, decode, 64 requests, 8k keys each"
+    )
+    assert in_words("v32-score-2k-on-32k") == "DeepSeek-V3.2, scores, 2k new tokens over 32k keys"
+    assert in_words("one token over 300 keys") == "one token over 300 keys"
+    for shape in (*PAGED_SHAPES, *RAGGED_SHAPES, *SPARSE_SHAPES):
+        assert not re.search(r"\b[bsk]\d|\btp\d|\bc\d|v32", in_words(shape)), shape
+
+
+def test_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[Path, ...]] = []
+    module = ModuleType("openmla.bench.report")
+    module.__dict__["write_benchmarks_page"] = lambda *folders: seen.append(folders)
+    monkeypatch.setitem(sys.modules, "openmla.bench.report", module)
+    given = ["bench", "report", "--results", str(tmp_path), "--docs", str(tmp_path)]
+    assert openmla(given) == 2
+    assert "--results must hold JSON files" in capsys.readouterr().err
+    (tmp_path / "a.json").write_text("{")
+    assert openmla(given) == 2
+    assert "a.json must be JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
+    (tmp_path / "a.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr("openmla.cli.bench.find_spec", lambda name: None)
+        assert openmla(given) == 2 and not (tmp_path / "images").exists()
+        assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
+    assert openmla(given) == 0 and seen == [(tmp_path, tmp_path)]
+    assert openmla([*given[:-1], str(tmp_path / "none")]) == 2
+    assert "--docs must be a folder that is there" in capsys.readouterr().err
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:

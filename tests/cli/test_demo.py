@@ -91,7 +91,9 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     }
     assert set(bits) == {
         "fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8-weights",
+        "transformers",
     }  # fmt: skip
+    assert abs(bits["transformers"] / bits["fp32"] - 1) < 1e-4
     assert 0.5 < bits["fp32"] < 2.0
     assert abs(bits["bf16"] / bits["fp32"] - 1) < 1e-3
     assert abs(bits["fp16"] / bits["fp32"] - 1) < 1e-3

@@ -42,7 +42,8 @@ from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
 from openmla.parallel import RankPlan, Ranks, rank_cache
-from openmla.plan import Plan
+from openmla.plan import Explanation, Plan
+from openmla.plan.explanation import Line
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.captured import CapturedDecode
@@ -359,14 +360,15 @@ class Attachment:
         )
         return torch.cat([angles.cos(), angles.sin()], dim=1) * rotary.compress_attention_scaling
 
-    def explain(self) -> str:
+    def explain(self) -> Explanation:
         """What the last pass did in each layer and why, in lines for people."""
         if self.last_plan is None:
-            return "no pass has run yet"
-        told = [self.last_plan.explain(finished=True)]
+            return Explanation([Line("", "no pass has run yet")])
+        lines = [*self.last_plan.explain(finished=True).lines]
         if self.absorbed_format is not None:
-            told += [line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED)]
-        return "\n".join([*told, *self.cut_off.lines(self._caches())])
+            told = (line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED))
+            lines += [Line("absorbed", line.removeprefix(ABSORBED)) for line in told]
+        return Explanation([*lines, *(Line("", t) for t in self.cut_off.lines(self._caches()))])
 
     def clamped(self) -> dict[int, int]:
         """How many values of which layers fp8 has cut off so far: too large for their scales.

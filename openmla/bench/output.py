@@ -1,0 +1,123 @@
+"""What a benchmark tells: lines or Markdown as it goes, JSON and a picture at the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from openmla.bench.titles import in_words
+from openmla.cli.terminal import Table, note
+from openmla.errors import UnsupportedError
+
+STANDARD_OUTPUT = "-"  # where --json without a file goes, and then nothing else does
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a result table; times in microseconds."""
+
+    shape: str
+    contender: str
+    median_us: float
+    min_us: float
+    max_us: float
+    ratio: float  # baseline's median over this one's
+    baseline: str
+    roof: float
+    error: float  # share of the error budget used
+
+    def text(self) -> str:
+        of_roof = f"  {self.roof:>6.1%} of roof" if self.roof else ""
+        return (
+            f"  {self.contender:<28}{self.median_us:>11.1f} us  "
+            f"({self.min_us:.1f} to {self.max_us:.1f})"
+            f"  {self.ratio:>7.2f} x {self.baseline}{of_roof}  error {self.error:.2g}"
+        )
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Who did not take part in a shape, and why: cannot, is wrong, or failed."""
+
+    shape: str
+    contender: str
+    why: str
+
+
+class Output:
+    """Where rows go, by the options of argument_parser()."""
+
+    def __init__(self, options: argparse.Namespace, machine: str) -> None:
+        if options.plot and find_spec("matplotlib") is None:
+            raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
+        self.options, self.machine = options, machine
+        self.rows: list[Row] = []
+        self.left_out: list[LeftOut] = []
+        self.say(machine)
+
+    def say(self, text: str) -> None:
+        """A line for people, unless JSON is all that is asked for."""
+        if self.options.json != STANDARD_OUTPUT:
+            print(text, flush=True)
+
+    def add(self, shape: str, rows: Sequence[Row], left_out: Sequence[LeftOut] = ()) -> None:
+        """One shape's table."""
+        self.rows += rows
+        self.left_out += left_out
+        if self.options.markdown:
+            self.say(f"\n**{in_words(shape)}**\n\n{table(rows, left_out).markdown()}")
+            return
+        self.say(f"\n{shape}")
+        for row in rows:
+            self.say(row.text())
+        for each in left_out:
+            self.say(f"  {each.contender:<12} {each.why}")
+
+    def close(self, **more: Any) -> None:
+        """JSON, where it is asked for."""
+        left_out = [asdict(each) for each in self.left_out]
+        save(self.options.json, self.machine, self.rows, left_out=left_out, **more)
+
+    def draw_bars(self, title: str) -> None:
+        if self.options.plot:
+            from openmla.bench.pictures import draw_bars
+
+            draw_bars(self.rows, title, self.machine, self.options.plot)
+            note(f"wrote {self.options.plot}")
+
+    def draw_lines(self, title: str, unit: str, points: Mapping[str, Mapping[int, float]]) -> None:
+        """`points`: of each contender, a value at every number of keys."""
+        if self.options.plot:
+            from openmla.bench.pictures import draw_lines
+
+            draw_lines(points, title, unit, self.machine, self.options.plot)
+            note(f"wrote {self.options.plot}")
+
+
+def table(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> Table:
+    """Of one shape, for Markdown."""
+    against = f"x {rows[0].baseline}" if rows else "ratio"
+    header = ["contender", "median us", "min to max us", against, "of roof", "error"]
+    lines = [
+        [
+            row.contender, f"{row.median_us:.1f}", f"{row.min_us:.1f} to {row.max_us:.1f}",
+            f"{row.ratio:.2f}", f"{row.roof:.1%}" if row.roof else "-", f"{row.error:.2g}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    lines += [[each.contender, "-", each.why, "-", "-", "-"] for each in left_out]
+    return Table(header, lines)
+
+
+def save(path: str | None, machine: str, rows: Sequence[Row], **more: Any) -> None:
+    """Rows as JSON, into a file or onto standard output."""
+    found = {"machine": machine, "rows": [asdict(row) for row in rows], **more}
+    if path == STANDARD_OUTPUT:
+        print(json.dumps(found))
+    elif path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(found, file)

@@ -1,0 +1,202 @@
+"""What a sparse model looks at: the keys its layers chose, and the attention that they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from openmla.bisect import record
+from openmla.cli.terminal import note, progress
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.integrations.transformers import attach, attachment_of, detach
+from openmla.integrations.transformers.attachment import Attended
+
+LOOKED = 2048  # tokens, at most
+CELLS = 64  # of a heat map's side
+SHOWN = 11  # layers drawn, at most
+ROWS = 128  # queries whose attention is computed at a time
+
+
+class Looked(NamedTuple):
+    """One layer. Shares are of what all keys before a token hold, means over heads, [T]."""
+
+    layer: int
+    chosen: Tensor  # [T, S] bool
+    visible: Tensor  # [S of each token] i64
+    topk: int
+    ratio: int  # tokens of a key: V4's entries stand for several
+    share: Tensor
+    recent: Tensor  # of as many keys, the last ones
+    best: Tensor  # of as many keys, those that hold most
+
+
+class Seen(NamedTuple):
+    """What a layer of some tokens computes with: [H, T, E], [H or 1, S, E], [T, K]."""
+
+    layer: int
+    queries: Tensor
+    keys: Tensor
+    chosen: Tensor
+
+
+@torch.no_grad()
+def look(model: Any, tokens: Tensor, config: MLAConfig, **options: Any) -> list[Looked]:
+    """Run tokens [T] with attach()'s options; every layer whose tokens choose keys."""
+    seen = _entries if config.compressor is not None else _rows
+    found = []
+    with progress(config.num_layers) as tell:
+        for each in seen(model, tokens, config, options):
+            tell(f"attention of layer {each.layer}", each.layer)
+            found.append(_looked(each, config))
+    return found
+
+
+def _entries(
+    model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]
+) -> Iterator[Seen]:
+    """Of V4, layers whose entries are chosen."""
+    dump = record(model, tokens, **options)
+    for number in dump.layers:
+        tensors = dump.layer(number)
+        if "chosen" in tensors:
+            q = tensors["q_rotated"].view(len(tokens), config.num_heads, -1).transpose(0, 1)
+            yield Seen(number, q, tensors["entries"][None], tensors["chosen"])
+
+
+def _rows(model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]) -> Iterator[Seen]:
+    """Of all others, layer by layer from one pass; keys expanded by the layer itself."""
+    T, H, P, C = len(tokens), config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank
+    steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
+
+    def watch(step: Attended) -> None:
+        assert step.plan.sparse is not None and step.selection is not None  # more than K tokens
+        given = (step.queries, step.rows, step.selection.positions)
+        queries, rows, chosen = (part.to("cpu", copy=True) for part in given)
+        steps.append((step.layer, queries, rows, chosen))
+
+    attach(model, capture=False, **options)
+    attachment = attachment_of(model)
+    attachment.watcher = watch
+    try:
+        model(tokens[None], past_key_values=DynamicCache(config=model.config), use_cache=True)
+    finally:
+        detach(model)
+    for number, queries, rows, chosen in steps:
+        linear: Any = attachment.modules[number].kv_b_proj
+        latents = rows[:, :C].to(next(linear.parameters()).device)
+        expanded = linear(latents).cpu().view(T, H, -1)[..., :P]
+        keys = torch.cat([expanded, rows[:, None, C:].expand(-1, H, -1)], -1)
+        yield Seen(number, queries.view(T, H, -1).transpose(0, 1), keys.transpose(0, 1), chosen)
+
+
+def _looked(seen: Seen, config: MLAConfig) -> Looked:
+    assert config.indexer is not None
+    q, keys, chosen = seen.queries.float(), seen.keys.float(), seen.chosen
+    ratio = 1 if config.compressor is None else INDEXED_RATIO
+    T, S, K = q.shape[1], keys.shape[1], config.indexer.topk
+    visible = torch.arange(1, T + 1) // ratio
+    picked = torch.zeros(T, S + 1, dtype=torch.bool)
+    picked.scatter_(1, torch.where((chosen < 0) | (chosen >= S), S, chosen.long()), True)
+    places, shares = torch.arange(S), []
+    for start in range(0, T, ROWS):
+        rows = slice(start, min(start + ROWS, T))
+        limits = visible[rows, None]
+        scores = config.scale * q[:, rows] @ keys.mT
+        scores.masked_fill_(places >= limits, -torch.inf)
+        held = scores.softmax(-1).nan_to_num_().mean(0)  # [rows, S]; none where none is seen
+        recent = (places < limits) & (places >= limits - K)
+        picks = picked[rows, :S] & (places < limits)
+        best = held.topk(min(K, S), -1).values.sum(-1)
+        shares.append(torch.stack([(held * picks).sum(-1), (held * recent).sum(-1), best]))
+    share, recent_share, best_share = torch.cat(shares, 1)
+    return Looked(
+        seen.layer, picked[:, :S], visible, K, ratio, share, recent_share, best_share
+    )  # fmt: skip
+
+
+def heat(looked: Looked) -> Tensor:
+    """[cells, cells]: of the keys that a stretch of tokens sees in a stretch of the context, the
+    share that was chosen; NaN where it sees none."""
+    T, S = looked.chosen.shape
+    seen = torch.arange(S) < looked.visible[:, None]
+    sides = [torch.arange(n) * CELLS // n for n in (T, S)]
+    total, chosen = (
+        torch.zeros(CELLS, S).index_add_(0, sides[0], part.float()) for part in
+        (seen, looked.chosen & seen)
+    )  # fmt: skip
+    total, chosen = (
+        torch.zeros(CELLS, CELLS).index_add_(1, sides[1], part) for part in (total, chosen)
+    )
+    return torch.where(total > 0, chosen / total, torch.nan)
+
+
+def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
+    """A heat map for each layer, or some of many; then the share of attention of every layer."""
+    from matplotlib import pyplot
+
+    step = -(-len(found) // SHOWN)
+    shown = list(found)[::step]
+    columns = min(len(shown) + 1, 3 if len(shown) < 6 else 4)
+    lines = -(-(len(shown) + 1) // columns)
+    size = (3.3 * columns + 0.9, 3.1 * lines + 0.9)
+    figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
+    places = list(grid.flat)
+    T = len(found[0].share)
+    for axes, looked in zip(places, shown, strict=False):
+        image = axes.imshow(
+            heat(looked).tolist(), extent=(0, T, T, 0), vmin=0, vmax=1, aspect="auto",
+            interpolation="nearest",
+        )  # fmt: skip
+        mean = looked.share[first_choice(looked) :].mean().item()
+        axes.set_title(f"layer {looked.layer}: {mean:.0%} of attention", fontsize=9)
+        axes.set_xlabel("position of the key", fontsize=8)
+        axes.set_ylabel("position of the query", fontsize=8)
+    _draw_shares(places[len(shown)], found)
+    for axes in places[len(shown) + 1 :]:
+        axes.set_axis_off()
+    for axes in places:
+        axes.tick_params(labelsize=7)
+    some = f", one of {step} layers" if step > 1 else ""
+    figure.suptitle(f"{title}{some}", fontsize=10)
+    figure.tight_layout(rect=(0, 0, 0.92, 1))
+    bar = figure.colorbar(image, cax=figure.add_axes((0.93, 0.15, 0.012, 0.7)))
+    bar.set_label("keys chosen, of those that a query sees", fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    note(f"wrote {path.name}")
+
+
+def first_choice(looked: Looked) -> int:
+    """The first token that sees more keys than it may choose."""
+    return min(looked.topk * looked.ratio, len(looked.share) - 1)
+
+
+def _draw_shares(axes: Any, found: Sequence[Looked]) -> None:
+    """Means over tokens that have to choose, beside other choices of as many keys."""
+    K, layers = found[0].topk, [looked.layer for looked in found]
+
+    def means(values: Sequence[Tensor]) -> list[float]:
+        pairs = zip(found, values, strict=True)
+        return [each[first_choice(looked) :].mean().item() for looked, each in pairs]
+
+    axes.bar(layers, means([looked.share for looked in found]), color="#3b5bbf", label="chosen")
+    others = (
+        ("best possible", "_", "#2e8b57", [looked.best for looked in found]),
+        ("the last ones", "o", "#d9822b", [looked.recent for looked in found]),
+        ("at random", "x", "#c0392b", [K / looked.visible.clamp(min=K) for looked in found]),
+    )
+    for name, mark, colour, values in others:
+        axes.plot(layers, means(values), mark, color=colour, ms=9, mew=2, label=name)
+    axes.set_xticks(layers[:: -(-len(layers) // 12)])
+    axes.set_ylim(0, 1.35)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
+    what = "keys of a token hold" if found[0].ratio == 1 else "entries hold, of all entries'"
+    axes.set_title(f"attention that {K} {what}", fontsize=9)
+    axes.set_xlabel("layer", fontsize=8)
+    axes.legend(fontsize=7, loc="upper center", ncols=2)

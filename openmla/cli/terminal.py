@@ -1,0 +1,143 @@
+"""What a command tells beside its results: notes and bars on the error stream, tables on either."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TextIO
+
+_LOGGER = logging.getLogger("openmla.cli")
+Advance = Callable[[str, int], None]  # what is being done, and how much of the whole is done
+
+
+class _ErrorStream(logging.Handler):
+    """On whatever is the error stream when a note is made."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = "warning: " if record.levelno >= logging.WARNING else ""
+        print(f"openmla: {kind}{record.getMessage()}", file=sys.stderr, flush=True)
+
+
+_LOGGER.propagate = False
+_LOGGER.setLevel(logging.INFO)
+_LOGGER.addHandler(_ErrorStream())
+
+
+def note(text: str) -> None:
+    """A line about what is being done, on the error stream."""
+    _LOGGER.info("%s", text)
+
+
+def warn(text: str) -> None:
+    """A line that --quiet does not leave out."""
+    _LOGGER.warning("%s", text)
+
+
+@contextmanager
+def quiet(wanted: bool = True) -> Iterator[None]:
+    """Neither notes nor bars; warnings and errors all the same."""
+    before = _LOGGER.level
+    if wanted:
+        _LOGGER.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        _LOGGER.setLevel(before)
+
+
+def shows_progress() -> bool:
+    """Whether somebody watches the error stream and has not asked for silence."""
+    return sys.stderr.isatty() and _LOGGER.isEnabledFor(logging.INFO)
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Advance]:
+    """A bar while a terminal watches, by rich where it is installed; else nothing."""
+    if not shows_progress():
+        yield lambda what, done: None
+    elif find_spec("rich") is None:
+
+        def tell(what: str, done: int) -> None:
+            filled = "#" * round(30 * done / max(total, 1))
+            print(f"\r[{filled:<30}] {what[:44]:<44}", end="", file=sys.stderr, flush=True)
+
+        try:
+            yield tell
+        finally:
+            print("\r" + " " * 78 + "\r", end="", file=sys.stderr, flush=True)
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import TimeRemainingColumn as Remaining
+
+        columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
+        screen = Console(stderr=True)
+        # results on the same screen go above the bar; elsewhere they are none of its business
+        both = sys.stdout.isatty()
+        # drawn when told, not by a thread of its own: what is measured in between is left alone
+        with Progress(
+            *columns, console=screen, transient=True, auto_refresh=False, redirect_stdout=both
+        ) as bar:
+            task = bar.add_task("", total=total)
+
+            def draw(what: str, done: int) -> None:
+                bar.update(task, description=what, completed=done, refresh=True)
+
+            yield draw
+
+
+def show(value: object, stream: TextIO | None = None) -> None:
+    """Print a value: as rich would in a terminal, if it can, else as text."""
+    stream = sys.stdout if stream is None else stream
+    if hasattr(value, "__rich__") and stream.isatty() and find_spec("rich") is not None:
+        from rich.console import Console
+
+        Console(file=stream).print(value)
+    else:
+        print(str(value), file=stream, flush=True)
+
+
+class Table:
+    """A header and rows of text: aligned columns, or Markdown. Numbers stand to the right."""
+
+    def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self.header, self.rows = list(header), [list(row) for row in rows]
+
+    def _right(self, column: int) -> bool:
+        """Whether a column holds numbers, judged by its first cell that holds something."""
+        cells = [row[column] for row in self.rows if row[column] not in ("", "-")]
+        return bool(cells) and cells[0][:1].isdigit()
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        rights = [self._right(column) for column in range(len(widths))]
+        shown = (
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(line, widths, rights, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+        return "\n".join(shown)
+
+    def markdown(self) -> str:
+        marks = ["---:" if self._right(column) else "---" for column in range(len(self.header))]
+        lines = [self.header, marks, *self.rows]
+        escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+        return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+    def __rich__(self) -> object:
+        from rich import box
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column, name in enumerate(self.header):
+            table.add_column(Text(name), justify="right" if self._right(column) else "left")
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
