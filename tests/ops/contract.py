@@ -53,6 +53,20 @@ def check_attention(op: Callable[..., Any], inputs: Inputs, backend: str) -> Non
         assert_within_budget(actual, exact, peer)  # says what errs
 
 
+def check_e4m3(op: Callable[..., Any], inputs: Inputs, backend: str) -> None:
+    """The contract with e4m3 queries: tensor cores add their products up in fewer bits than the
+    interpreter and the reference do."""
+    actual = run_or_skip(op, inputs, backend)
+    exact = inputs.double().run(op, backend="reference")
+    peer = inputs.run(op, backend="reference")
+    assert actual[0].dtype == peer[0].dtype == torch.bfloat16
+    assert actual[1].dtype == peer[1].dtype == torch.float32
+    assert all(part.is_contiguous() for part in (*actual, *peer))
+    columns = inputs["q_latent"].shape[-1] if actual[0].is_cuda else 0
+    used = budget_used(actual, exact, peer, columns)
+    assert max(used) <= 1, f"errs {used.out:.2f} and {used.lse:.2f} times its budget"
+
+
 def broken(base: Inputs, **changes: Any) -> Inputs:
     """Inputs with one argument replaced, or a tensor changed by a function of itself."""
     tensors, scalars = dict(base.tensors), dict(base.scalars)

@@ -39,7 +39,7 @@ def latent_build(
         "q": "*bf16",
         "positions": "*i64",
         **dict.fromkeys(("cache_1", "cache_2"), stored),
-        **dict.fromkeys(("out", "sink", "lse", "kv_scale_1", "kv_scale_2"), "*fp32"),
+        **dict.fromkeys(("out", "sink", "lse", "q_scale", "kv_scale_1", "kv_scale_2"), "*fp32"),
         **dict.fromkeys(
             ("query_start_loc", "rows_1", "row_lens_1", "table_1",
              "rows_2", "row_lens_2", "table_2"), "*i32"),
