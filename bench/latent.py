@@ -209,6 +209,12 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
             "openmla bf16": partial(attend, "gluon", copy),
             "triton": partial(attend, "triton"),
         }
+        eight, scales = q.to(torch.float8_e4m3fn), torch.ones(q.shape[:2], device="cuda")
+        for name, backend in (("openmla e4m3", "gluon"), ("triton e4m3", "triton")):
+            contenders[name] = partial(
+                mqa_paged, eight, cache, one, table, seq_lens, start_loc, scales, format=format,
+                C=C, scale=SCALE, causal=True, max_query_len=new, backend=backend,
+            )  # fmt: skip
         if find_spec("flash_mla") is not None:
             contenders["flashmla"] = _flash_paged_fp8(q, cache, table, seq_lens, new)
     return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
@@ -492,6 +498,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         checked = checked_ones(title, shape)
         right = {name: run for name, run in shape.contenders.items() if name in checked}
         limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probabilities in fp8
+        limits |= {name: 8e-3 for name in right if name.endswith("e4m3")}  # products in fp8
         right = {
             name: run for name, run in right.items() if checked[name][0] < limits.get(name, 4e-3)
         }
