@@ -34,6 +34,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "quantize_out": ("triton", "reference"),
+    "quantize_queries": ("triton", "reference"),
     "project_heads": ("triton", "reference"),
     "project_quantize": ("triton", "reference"),
     "rope": ("triton", "reference"),

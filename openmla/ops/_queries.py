@@ -7,10 +7,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from openmla.errors import ShapeError
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.hardware import capability
 
 E4M3 = torch.float8_e4m3fn
 EIGHT_BITS = ("fp8", "fp8_ds_mla", "fp8_ds_mla_exact")  # formats of rows that they multiply
+
+
+def check_chip(where: str, device: torch.device) -> None:
+    """Raise on a GPU that has no products of fp8: widening queries there would only lose bits."""
+    found = capability(device)
+    if device.type == "cuda" and found is not None and found < (8, 9):
+        raise UnsupportedError(
+            f"{where}: fp8 queries must be on SM89 or newer, which multiply fp8, "
+            f"got SM{found[0]}{found[1]}."
+        )
 
 
 def out_dtype(queries: torch.dtype) -> torch.dtype:
@@ -37,6 +48,7 @@ def check_queries(op: str, q: Tensor, q_scale: Tensor | None, formats: Sequence[
         raise ShapeError(
             f"{op}: q_scale must be float32 on {q.device}, got {q_scale.dtype} on {q_scale.device}."
         )
+    check_chip(op, q.device)
     if q_scale.shape not in ((), (T, H)):
         raise ShapeError(
             f"{op}: q_scale must be [] or [T, H] with T={T}, H={H}, got {tuple(q_scale.shape)}."

@@ -126,8 +126,9 @@ def _fake(*tensors: Any, format: str, C: int, **_: object) -> tuple[Tensor, Tens
 
 _OP = register(
     "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
-    " Tensor seq_lens, Tensor query_start_loc, Tensor? q_scale, *, str format, int C, float scale, bool causal,"
-    " SymInt max_query_len, int run_length, str backend) -> (Tensor, Tensor)",
+    " Tensor seq_lens, Tensor query_start_loc, Tensor? q_scale, *, str format, int C,"
+    " float scale, bool causal, SymInt max_query_len, int run_length, str backend)"
+    " -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,

@@ -114,7 +114,7 @@ def _decide(
     backend: str,
 ) -> Decided:
     parts = _segments(flat[:-2], formats, kinds, spans)
-    dims = _check(q_latent, query_start_loc, positions, parts, *flat[-2:], C)
+    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
     check_scale("mqa_sparse", scale)
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
@@ -159,7 +159,7 @@ def _fake(
     **_: object,
 ) -> tuple[Tensor, Tensor]:
     parts = _segments(flat[:-2], formats, kinds, spans)
-    dims = _check(q_latent, query_start_loc, positions, parts, *flat[-2:], C)
+    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
     lse_dtype = torch.promote_types(out_dtype(q_latent.dtype), torch.float32)
     return (
         q_latent.new_empty((dims["T"], dims["H"], C), dtype=out_dtype(q_latent.dtype)),

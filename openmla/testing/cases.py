@@ -25,7 +25,7 @@ LATENT_FORMATS, INDEX_FORMATS = (
 class Inputs:
     """Arguments of one op call: tensors in order, keyword scalars, and which tensors to widen."""
 
-    tensors: dict[str, Any]
+    tensors: dict[str, Tensor]
     scalars: dict[str, Any]
     widen: tuple[str, ...]
 
@@ -49,7 +49,7 @@ class Inputs:
     def run(self, op: Callable[..., Any], *, backend: str) -> Any:
         return op(*self.tensors.values(), **self.scalars, backend=backend)
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
 
 
@@ -144,7 +144,9 @@ class PagedCase:
         kv_scale = torch.tensor(self.kv_scale, dtype=torch.float32, device=device)
         columns = torch.ones(D)
         columns[:: max(D // 4, 1)] = self.outliers
-        rows = [(torch.randn(S, D, generator=generator) * columns).to(device) for S in self.seq_lens]
+        rows = [
+            (torch.randn(S, D, generator=generator) * columns).to(device) for S in self.seq_lens
+        ]
         cache, table = paged_rows(
             rows,
             D=D,

@@ -41,7 +41,8 @@ V3_CASES = [
 # e4m3 queries, over the same
 E4M3: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "format": "fp8", "kv_scale": 0.037}
 V3_E4M3: dict[str, Any] = {**E4M3, **V3_ROWS}
-ONE, EACH = {"q_scale": "tensor"}, {"q_scale": "heads"}
+ONE: dict[str, Any] = {"q_scale": "tensor"}
+EACH: dict[str, Any] = {"q_scale": "heads"}
 E4M3_CASES = [
     PagedCase("e4m3", (1, 2), (33, 70), **E4M3, **ONE),
     PagedCase("e4m3-heads", (1, 0, 3), (33, 0, 70), H=17, padding=2, **E4M3, **EACH),

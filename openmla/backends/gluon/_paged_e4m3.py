@@ -10,12 +10,12 @@ Writes    out [T, H, 512] and lse [T, H] where an item is one run; else part and
           and, for the merge, spans [T, 3]
 
 Four warp groups. One issues bulk copies of 64 keys into a ring of tiles. One multiplies queries and
-keys in fp8, straight from shared memory, keeps the softmax and hands probs, in fp16, and the factor
-that rescales accumulators to the other two. Each of these owns half of the output's columns: it
-decodes its half of the values from the ring into registers, which are WGMMA's first operand, so that
-products are transposed, values.T @ probs.T, and nothing decoded is stored. WGMMA takes two keys of
-a column as one register: prmt pairs the bytes of two rows, and byte b of all words is one operand,
-which has columns b, 4 + b, 8 + b, ... as its rows.
+keys in fp8, straight from shared memory, keeps the softmax and hands probs, in fp16, and what
+rescales accumulators to the other two. Each of these owns half of the output's columns: it decodes
+its half of the values from the ring into registers, which are WGMMA's first operand, so products
+are transposed, values.T @ probs.T, and nothing decoded is stored. WGMMA takes two keys of a column
+as one register: prmt pairs the bytes of two rows, and byte b of all words is one operand, which has
+columns b, 4 + b, 8 + b, ... as its rows.
 """
 
 from typing import Any, NamedTuple
@@ -198,7 +198,9 @@ def score_partition(
             running_max = new_max
             probs = gl.exp2(logits - new_max[:, None])
             running_sum = running_sum * rescale + gl.sum(probs, 1)
-            halves = gl.permute(gl.reshape(probs.to(gl.float16), [BLOCK_H, 2, HALF_KEYS]), (0, 2, 1))
+            halves = gl.permute(
+                gl.reshape(probs.to(gl.float16), [BLOCK_H, 2, HALF_KEYS]), (0, 2, 1)
+            )
             first, last = gl.split(halves)
             buffer = step & 1
             mbarrier.wait(exchange.probs_read.index(buffer), ((step >> 1) & 1) ^ 1)
