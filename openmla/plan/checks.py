@@ -70,6 +70,14 @@ def check_query_dtype(
     check_chip(where, device)
 
 
+def check_planned_queries(config: MLAConfig, cache: LayerCache, query_dtype: str) -> None:
+    """The same of a plan."""
+    part = next(iter(cache.parts), None)
+    device = torch.device("cpu") if part is None else part.data.device
+    format = None if cache.latent is None else cache.latent.format
+    check_query_dtype("plan", config, query_dtype, format, device)
+
+
 def check_planned_output(config: MLAConfig, output: str) -> None:
     """A format that this model's outputs can be quantised to."""
     if config.compressor is not None:

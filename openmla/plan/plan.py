@@ -19,7 +19,7 @@ from openmla.plan.checks import (
     check_batch,
     check_cache,
     check_planned_output,
-    check_query_dtype,
+    check_planned_queries,
     check_room_for_keys,
     check_workspace,
 )
@@ -90,14 +90,11 @@ def make_plan(
     and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
     """
     _check_kinds(batch, config, cache, compiled, batch_invariant)
-    if into is not None:
-        check_buffers("plan", "into", into)
-    if compiled and into is not None:
-        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+    _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
-    format = None if cache.latent is None else cache.latent.format
-    check_query_dtype("plan", config, query_dtype, format, cache.parts[0].data.device)
+    if query_dtype is not None:
+        check_planned_queries(config, cache, query_dtype)
     latent = partial(_plan_latent, output=output, query_dtype=query_dtype)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
@@ -128,6 +125,13 @@ def _check_kinds(
         raise ConfigError(
             f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
         )
+
+
+def _check_into(into: dict[str, Tensor] | None, compiled: bool) -> None:
+    if into is not None:
+        check_buffers("plan", "into", into)
+    if compiled and into is not None:
+        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
 
 
 def _plan_latent(
