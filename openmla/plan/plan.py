@@ -156,9 +156,7 @@ def _plan_latent(
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    if dtype is None:
-        layout = latent.layout
-        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    dtype = _default_dtype(latent) if dtype is None else dtype
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, latent.data.device)
@@ -216,6 +214,12 @@ def _plan_latent(
         form=form,
         routes=routes,
     )
+
+
+def _default_dtype(latent: PagedCache) -> torch.dtype:
+    """Of queries, by the cache they read."""
+    layout = latent.layout
+    return torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
 
 
 def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:
