@@ -11,7 +11,7 @@ from openmla.errors import ShapeError, UnsupportedError
 from openmla.hardware import capability
 
 E4M3 = torch.float8_e4m3fn
-EIGHT_BITS = ("fp8", "fp8_ds_mla", "fp8_ds_mla_exact")  # formats of rows that they multiply
+EIGHT_BITS = ("fp8", "fp8_ds_mla")  # formats of rows that they multiply
 
 
 def check_chip(where: str, device: torch.device) -> None:

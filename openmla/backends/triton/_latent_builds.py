@@ -9,7 +9,15 @@ import torch
 from openmla.backends.triton import _latent as kernels
 from openmla.backends.triton import _launch, _runs
 from openmla.backends.triton._build import TARGETS, Build, signature_of
-from openmla.backends.triton._tiles import PLAIN, STORED_AS, config_of, constants_of, shape_of
+from openmla.backends.triton._tiles import (
+    E4M3,
+    EIGHT_BITS_ON,
+    PLAIN,
+    STORED_AS,
+    config_of,
+    constants_of,
+    shape_of,
+)
 
 
 def latent_builds(*kinds: str) -> Iterator[Build]:
@@ -22,21 +30,25 @@ def latent_builds(*kinds: str) -> Iterator[Build]:
                 D, C = (512, 512) if len(parts) > 1 else (576, 512)
                 for H in (16, 128):
                     yield latent_build(capability, parts, format, H, D, C)
+                    if capability in EIGHT_BITS_ON and parts == ["slots"] and format != "bf16":
+                        yield latent_build(capability, parts, format, H, D, C, E4M3)
 
 
 def latent_build(
-    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int
-) -> Build:
-    shape = shape_of(torch.bfloat16, [format], H, D, C)
+    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Build:  # fmt: skip
+    shape = shape_of(dtype, [format], H, D, C)
     config = config_of(shape, capability, [(kind, format) for kind in kinds])
     BS = 1 if kinds == ["slots"] else 64  # as flattened() makes it
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
-        sink=False, split=True,
+        sink=False, split=True, scales=2 * shape.eight_bits,
     )  # fmt: skip
+    kernel = _launch.kernel_of(shape, [(kind, format) for kind in kinds])
     stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
-        "q": "*bf16",
+        "q": "*u8" if shape.eight_bits else "*bf16",
         "positions": "*i64",
         **dict.fromkeys(("cache_1", "cache_2"), stored),
         **dict.fromkeys(("out", "sink", "lse", "q_scale", "kv_scale_1", "kv_scale_2"), "*fp32"),
@@ -46,9 +58,9 @@ def latent_build(
         "qk_scale": "fp32",
     }  # fmt: skip
     return Build(
-        f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel,
-        signature_of(kernels._latent_kernel, constants, types), constants, config.num_warps,
-        config.num_stages, capability, _launch.FP_FUSION,
+        f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * shape.eight_bits}-H{H}-D{D}", kernel,
+        signature_of(kernel, constants, types), constants, config.num_warps, config.num_stages,
+        capability, _launch.FP_FUSION,
     )  # fmt: skip
 
 

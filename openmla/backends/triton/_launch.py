@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton._build import capability_of, cdiv
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
@@ -19,6 +20,7 @@ from openmla.backends.triton._tiles import (
     PACKED,
     STORED_AS,
     V4,
+    Shape,
     config_of,
     constants_of,
     shape_of,
@@ -124,10 +126,16 @@ def work_of(
         aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split, scales=scales,
     )  # fmt: skip
     launch = prepare(
-        kernels._latent_kernel, constants, num_warps=config.num_warps,
+        kernel_of(shape, kinds), constants, num_warps=config.num_warps,
         num_stages=config.num_stages, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     return Work(launch, cdiv(H, config.block_h), runs)
+
+
+def kernel_of(shape: Shape, kinds: Sequence[tuple[str, str]]) -> Any:
+    """e4m3 queries over packed rows are multiplied group by group."""
+    packed = STORED_AS[kinds[0][1]] == PACKED
+    return groups._latent_groups_kernel if shape.eight_bits and packed else kernels._latent_kernel
 
 
 def flattened(part: Segment) -> Segment:

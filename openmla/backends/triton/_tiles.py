@@ -54,6 +54,7 @@ PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 E4M3 = torch.float8_e4m3fn
 EIGHT_BITS_ON = (89, 90, 100, 120)  # targets with products of e4m3
 LEAST_COLUMNS = 16  # of a product; 32 of eight bits
+MOST_GROUPED = 512  # columns of packed rows that e4m3 queries are multiplied with
 WIDEST = 1024  # columns of a row, held as tiles of a power of two
 FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all
 MMA_ROWS = 16  # a warp's rows of a product
@@ -153,9 +154,14 @@ def why_not_eight_bits(problem: Problem) -> str | None:
         return "takes 16- and 32-bit queries on this device"
     if problem.capability is not None and problem.capability < (8, 9):
         return "multiplies fp8 from SM89 on, this is SM{}{}".format(*problem.capability)
-    if any(STORED_AS.get(format) != FP8 for format in problem.format.split()):
-        return f"takes e4m3 queries over fp8, not {problem.format}"
-    return None
+    if problem.format == "fp8_ds_mla":
+        if packed_main(problem.D) != problem.C:
+            return f"takes e4m3 queries over {problem.format} for its e4m3 columns alone"
+        if problem.C > MOST_GROUPED:
+            return f"takes e4m3 queries over values of up to {MOST_GROUPED} columns"
+        one = len(problem.kinds) < 2
+        return None if one else "takes e4m3 queries over one segment of fp8_ds_mla"
+    return None if problem.format == "fp8" else f"takes e4m3 queries over fp8, not {problem.format}"
 
 
 def why_not_latent(problem: Problem) -> str | None:

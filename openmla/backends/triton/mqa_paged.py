@@ -208,7 +208,7 @@ def builds() -> Iterator[Build]:
     for capability in TARGETS:
         cases = [(torch.bfloat16, format) for format in ("bf16", "fp8", "fp8_ds_mla")]
         if capability in EIGHT_BITS_ON:
-            cases.append((E4M3, "fp8"))
+            cases += [(E4M3, "fp8"), (E4M3, "fp8_ds_mla")]
         for dtype, format in cases:
             stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
             eight = dtype == E4M3
