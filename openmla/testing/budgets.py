@@ -65,12 +65,12 @@ def e4m3_slack(lse: Tensor, columns: int) -> float:
     """What logits of so many e4m3 products may lose on a tensor core, as a fraction.
 
     It keeps about 13 bits behind the leading one of what it adds up (as measured by others on
-    SM90), 32 columns at a time, and truncates: on average half of the last bit at each step, of a
-    sum whose size the largest lse stands for.
+    SM90), 32 columns at a time, and truncates: up to the last bit at each step, of a sum whose size
+    the largest lse stands for.
     """
     finite = lse[lse.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
-    return -(-columns // 32) * 2.0**-14 * max(largest, 1.0)
+    return -(-columns // 32) * 2.0**-13 * max(largest, 1.0)
 
 
 def budget_used(actual: Attended, exact: Attended, peer: Attended, e4m3: int = 0) -> Budget:

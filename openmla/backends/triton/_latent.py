@@ -220,7 +220,7 @@ def load_query(
     products. Bytes are e4m3 and stay so, but in the interpreter, which has none."""
     c = tl.arange(0, BLOCK)
     mask = mask_h[:, None] & (c < USED)[None, :]
-    values = tl.load(q_at[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
+    values = tl.load(q_at[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
     if values.dtype == tl.uint8 and ASM:
         values = values.to(tl.float8e4nv, bitcast=True)
     elif values.dtype == tl.uint8:

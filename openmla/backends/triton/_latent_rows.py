@@ -102,7 +102,7 @@ def load_stored(
     mask = valid[:, None]
     if USED < BLOCK:
         mask = mask & (c < USED)[None, :]
-    return tl.load(cache + row[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
+    return tl.load(cache + row[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def load_main(
         mask = valid[:, None]
     else:
         mask = valid[:, None] & (c < BYTES)[None, :]
-    tile = tl.load(cache + row[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
+    tile = tl.load(cache + row[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
     if FORMAT == FP8:
         tile = decode_e4m3(tile, dtype, ASM)
     if FORMAT == PACKED or FORMAT == V4:
