@@ -78,6 +78,7 @@ class Problem:
     max_query_len: int = 0  # tokens of a request, at most
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
+    head_scales: bool = False  # of e4m3 queries: one per token and head, not one for all
     run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
     # of ops without runs: a row's bits must not depend on what else is in the call
     batch_invariant: bool = False

@@ -14,10 +14,16 @@ E4M3 = torch.float8_e4m3fn
 EIGHT_BITS = ("fp8", "fp8_ds_mla")  # formats of rows that they multiply
 
 
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device is a GPU that has products of fp8."""
+    found = capability(device)
+    return device.type == "cuda" and found is not None and found >= (8, 9)
+
+
 def check_chip(where: str, device: torch.device) -> None:
     """Raise on a GPU that has no products of fp8: widening queries there would only lose bits."""
     found = capability(device)
-    if device.type == "cuda" and found is not None and found < (8, 9):
+    if device.type == "cuda" and found is not None and not multiplies_fp8(device):
         raise UnsupportedError(
             f"{where}: fp8 queries must be on SM89 or newer, which multiply fp8, "
             f"got SM{found[0]}{found[1]}."

@@ -32,7 +32,7 @@ from openmla.backends import Problem, bucketed, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._queries import check_queries, out_dtype
+from openmla.ops._queries import E4M3, check_queries, out_dtype
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_query_lens, check_start_loc
 
@@ -68,11 +68,13 @@ def _check_values(
 def problem(
     device: torch.device, dtype: torch.dtype, format: str, *, H: int, D: int, C: int, BS: int,
     tokens: int, max_query_len: int, run_length: int, aligned: frozenset[str],
+    head_scales: bool = True,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it."""
+    """A call, as backends are asked about it; `head_scales` of e4m3 queries."""
     return problem_on(
         device, "mqa_paged", dtype=dtype, format=format, H=H, D=D, C=C, BS=BS, aligned=aligned,
         tokens=bucketed(tokens), max_query_len=bucketed(max_query_len), run_length=run_length,
+        head_scales=head_scales and dtype == E4M3,
     )  # fmt: skip
 
 
@@ -95,6 +97,7 @@ def _decide(
         q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
         tokens=dims["T"], max_query_len=max_query_len, run_length=run_length,
         aligned=alignment([cache]) | query_alignment(q_latent),
+        head_scales=tensors[6] is not None and tensors[6].dim() > 0,
     )  # fmt: skip
     return decided(dims, asked, backend)
 

@@ -44,7 +44,7 @@ MANY_FP8 = Tile("many-rows", _paged._paged_kernel, 64, (192, 112), True)
 FEW_FP8 = Tile("few-rows", _paged_few._paged_few_kernel, 16, (168, 152), False)
 E4M3 = tuple(
     Tile("e4m3", _paged_e4m3._paged_e4m3_kernel, rows, registers, False)
-    for rows, registers in ((16, (152, 120, 88)), (32, (168, 104, 72)), (64, (192, 88, 40)))
+    for rows, registers in ((16, (152, 120, 88)), (32, (168, 104, 72)), (64, (192, 80, 48)))
 )
 
 
