@@ -39,6 +39,7 @@ SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
 EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
+QUERIES = "fp8-queries"  # and one of what meets fp8+scales
 
 
 class Result(NamedTuple):
@@ -86,6 +87,7 @@ def run_eval(options: argparse.Namespace) -> int:
             detach(model)
         if options.formats is None and checkpoint.config.compressor is None:
             results.append(measure_eight_bits(model, windows.to(device), attention, options))
+            results.append(measure_queries(model, windows.to(device), attention, options))
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
@@ -137,6 +139,20 @@ def measure_eight_bits(
     """The model's own cache format, and kv_b_proj in eight bits wherever it is absorbed."""
     attach(model, index_format=options.index_format, absorbed_format="fp8")
     result = measure(model, windows, attention, EIGHT_BITS)
+    detach(model)
+    return result
+
+
+def measure_queries(
+    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
+) -> Result:
+    """fp8 rows with calibrated scales, and absorbed queries in fp8 as well."""
+    scales = calibrate_on(model, windows[:1].cpu(), HEADROOM)
+    attach(
+        model, cache_format="fp8", kv_scale=scales, index_format=options.index_format,
+        query_dtype="fp8",
+    )  # fmt: skip
+    result = measure(model, windows, attention, QUERIES)
     detach(model)
     return result
 

@@ -111,6 +111,8 @@ PAGED_SM80 = Config(32, 64, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_32 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_32_PACKED = Config(32, 32, 8, 1, 256, hoist=False)
 PAGED_FP8_SM90 = Config(64, 64, 8, 2, hoist=False)
+E4M3_SM90 = Config(64, 32, 8, 2, hoist=False)  # with 64 keys it spills
+E4M3_16_SM90 = Config(16, 32, 8, 2, 256)  # with 4 warps
 PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
 PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)
 TILES = {
@@ -223,7 +225,10 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
         case = "positions"
     else:
         case = "two segments" if len(segments) > 1 else f"{paged}plain"
-    return TILES[case, shape.H > FEW_HEADS][nearest_target(capability)]
+    target, many = nearest_target(capability), shape.H > FEW_HEADS
+    if shape.eight_bits and target == 90 and (many or case == "paged fp8"):
+        return E4M3_SM90 if many else E4M3_16_SM90
+    return TILES[case, many][target]
 
 
 def constants_of(
