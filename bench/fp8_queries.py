@@ -31,8 +31,8 @@ CASES = {
 
 
 def attend(inputs: Inputs, q: Tensor, q_scale: Tensor | None, backend: str) -> Any:
-    others = [inputs[name] for name in inputs.tensors if name not in ("q_latent", "q_scale")]
-    return mqa_paged(q, *others, q_scale, **inputs.scalars, backend=backend)
+    others: dict[str, Any] = {name: inputs[name] for name in inputs.tensors if name != "q_latent"}
+    return mqa_paged(q, **others, q_scale=q_scale, **inputs.scalars, backend=backend)
 
 
 def errors(case: PagedCase, device: str) -> dict[str, tuple[float, float]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton import _launch, _runs
 from openmla.backends.triton._build import TARGETS, Build, signature_of
 from openmla.backends.triton._tiles import (
@@ -45,7 +47,9 @@ def latent_build(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
         sink=False, split=True, scales=2 * shape.eight_bits,
     )  # fmt: skip
-    kernel = _launch.kernel_of(shape, [(kind, format) for kind in kinds])
+    kernel: Any = kernels._latent_kernel
+    if _launch.is_grouped(shape, [(kind, format) for kind in kinds]):
+        kernel = groups._latent_groups_kernel
     stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
         "q": "*u8" if shape.eight_bits else "*bf16",

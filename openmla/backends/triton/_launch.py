@@ -125,17 +125,19 @@ def work_of(
         shape, config, [(*kind, BS) for kind, BS in zip(kinds, blocks, strict=True)],
         aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split, scales=scales,
     )  # fmt: skip
+    kernel: Any = kernels._latent_kernel
+    if is_grouped(shape, kinds):
+        kernel = groups._latent_groups_kernel
     launch = prepare(
-        kernel_of(shape, kinds), constants, num_warps=config.num_warps,
+        kernel, constants, num_warps=config.num_warps,
         num_stages=config.num_stages, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     return Work(launch, cdiv(H, config.block_h), runs)
 
 
-def kernel_of(shape: Shape, kinds: Sequence[tuple[str, str]]) -> Any:
+def is_grouped(shape: Shape, kinds: Sequence[tuple[str, str]]) -> bool:
     """e4m3 queries over packed rows are multiplied group by group."""
-    packed = STORED_AS[kinds[0][1]] == PACKED
-    return groups._latent_groups_kernel if shape.eight_bits and packed else kernels._latent_kernel
+    return shape.eight_bits and STORED_AS[kinds[0][1]] == PACKED
 
 
 def flattened(part: Segment) -> Segment:
