@@ -96,9 +96,18 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
         mqa_sparse, q, start_loc, positions, segment, C=C, scale=SCALE,
         backend=taken(q, [segment]),
     )  # fmt: skip
+    eight: dict[str, Contender] = {}
+    if format == "fp8_ds_mla" and T <= 1024:
+        q = q.to(torch.float8_e4m3fn).bfloat16()  # both contenders' queries
+        ours = partial(ours.func, q, *ours.args[1:], **ours.keywords)
+        scales = torch.ones(q.shape[:2], device="cuda")
+        eight["triton e4m3"] = partial(
+            mqa_sparse, q.to(torch.float8_e4m3fn), start_loc, positions, segment, q_scale=scales,
+            C=C, scale=SCALE, backend="triton",
+        )  # fmt: skip
     few = slots[:2].flatten().long()
     rows = get_format(format).read(cache, few, one, torch.float64, D).view(-1, K, D)
-    contenders: dict[str, Contender] = {"openmla": ours}
+    contenders: dict[str, Contender] = {"openmla": ours, **eight}
     if find_spec("flash_mla") is not None:
         contenders |= _flash_sparse(q, cache, slots, format)
         given = Segment(cache, one, format, "slots", rows=slots, row_lens=lens)
@@ -209,6 +218,12 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
             "openmla bf16": partial(attend, "gluon", copy),
             "triton": partial(attend, "triton"),
         }
+        eight, scales = q.to(torch.float8_e4m3fn), torch.ones(q.shape[:2], device="cuda")
+        for name, backend in (("openmla e4m3", "gluon"), ("triton e4m3", "triton")):
+            contenders[name] = partial(
+                mqa_paged, eight, cache, one, table, seq_lens, start_loc, scales, format=format,
+                C=C, scale=SCALE, causal=True, max_query_len=new, backend=backend,
+            )  # fmt: skip
         if find_spec("flash_mla") is not None:
             contenders["flashmla"] = _flash_paged_fp8(q, cache, table, seq_lens, new)
     return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
@@ -387,7 +402,7 @@ def tiles(title: str, ours: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, C
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
     """Names and what makes them: only what is asked for is made."""
-    for H in (16, 128):
+    for H in (16, 64, 128):
         for B in (1, 4, 16, 64, 128):
             make = partial(sparse, B, H, "fp8_ds_mla", 524288, 20)
             yield f"sparse-decode-fp8_ds_mla-h{H}-b{B}", make
@@ -492,6 +507,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         checked = checked_ones(title, shape)
         right = {name: run for name, run in shape.contenders.items() if name in checked}
         limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probabilities in fp8
+        limits |= {name: 8e-3 for name in right if name.endswith("e4m3")}  # products in fp8
         right = {
             name: run for name, run in right.items() if checked[name][0] < limits.get(name, 4e-3)
         }

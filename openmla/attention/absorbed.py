@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.attention.types import AbsorbedWeights, Projected, Selection, rows_of
 from openmla.cache import PagedCache
-from openmla.ops import Segment, mqa_paged, mqa_sparse, project_heads
+from openmla.ops import Segment, mqa_paged, mqa_sparse, project_heads, quantize_queries
 from openmla.plan import DecodePlan, Plan, SparsePlan
 
 # Of no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
@@ -38,9 +38,9 @@ def absorbed_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """The same without the last step."""
     q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
-    q_latent = into_latent(q_nope, q_pe, absorbed, backend, fixed=fixed)
-    return read_all(q_latent, latent, plan, decode)
+    q_latent, q_scale = latent_queries(q_nope, q_pe, absorbed, plan)
+    out_latent, lse = read_all(q_latent, latent, plan, decode, q_scale)
+    return out_latent.to(q_nope.dtype), lse
 
 
 def read_all(
@@ -48,6 +48,7 @@ def read_all(
     latent: PagedCache,
     plan: Plan,
     decode: DecodePlan,
+    q_scale: Tensor | None = None,  # [n, H], of e4m3 queries
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """Requests that attend to all their keys."""
     return mqa_paged(
@@ -57,6 +58,7 @@ def read_all(
         decode.block_table,
         decode.seq_lens,
         decode.query_start_loc,
+        q_scale,
         format=latent.format,
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
@@ -101,10 +103,9 @@ def chosen_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H] of the chunk
     """One chunk, without the last step."""
     chunk = sparse.query_chunks[number]
-    backend = plan.called_with("project_heads")
-    fixed = plan.batch_invariant
-    q_latent = into_latent(q_nope[chunk], q_pe[chunk], absorbed, backend, fixed=fixed)
-    return read_chosen(q_latent, latent, plan, sparse, selection, number)
+    q_latent, q_scale = latent_queries(q_nope[chunk], q_pe[chunk], absorbed, plan)
+    out_latent, lse = read_chosen(q_latent, latent, plan, sparse, selection, number, q_scale)
+    return out_latent.to(q_nope.dtype), lse
 
 
 def read_chosen(
@@ -114,6 +115,7 @@ def read_chosen(
     sparse: SparsePlan,
     selection: Selection,
     number: int,  # of sparse.query_chunks
+    q_scale: Tensor | None = None,  # [n, H], of e4m3 queries
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """Tokens that attend to what was chosen for them."""
     chunk = sparse.query_chunks[number]
@@ -130,11 +132,29 @@ def read_chosen(
             rows=selection.rows[chunk],
             row_lens=selection.lens[chunk],
         ),
+        q_scale=q_scale,
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
         run_length=plan.run_length,
         backend=plan.called_with("mqa_sparse"),
     )
+
+
+def latent_queries(
+    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, plan: Plan
+) -> tuple[Tensor, Tensor | None]:  # [n, H, D], and the scale of e4m3 ones
+    """As the plan has them: of q_nope's dtype, or quantised."""
+    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    if plan.query_dtype is None:
+        return into_latent(q_nope, q_pe, absorbed, backend, fixed=fixed), None
+    if absorbed.uk_scale is not None or fixed:
+        latent = q_nope.new_empty((*q_nope.shape[:2], absorbed.w_uk.shape[2]))
+        project_heads(
+            latent, q_nope, absorbed.w_uk, absorbed.uk_scale, batch_invariant=fixed, backend=backend
+        )
+    else:
+        latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk).transpose(0, 1)
+    return quantize_queries(latent, q_pe, backend=plan.called_with("quantize_queries"))
 
 
 def into_latent(

@@ -12,6 +12,7 @@ from openmla.attention.step import Part, check_selection, put_both_together
 from openmla.attention.types import CompressedInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
+from openmla.ops import quantize_queries
 from openmla.ops._register import refuse_grad
 from openmla.plan import Plan, SparsePlan
 
@@ -45,7 +46,9 @@ def attend_latent(
     parts: list[Part] = []
     if plan.decode is not None:
         rows = plan.decode.rows
-        parts.append((rows, *read_all(q_latent[rows], latent, plan, plan.decode)))
+        q, q_scale = _queries(q_latent[rows], plan)
+        out, lse = read_all(q, latent, plan, plan.decode, q_scale)
+        parts.append((rows, out.to(q_latent.dtype), lse))
     if plan.sparse is not None:
         check_selection(selection, plan.sparse)
         assert selection is not None
@@ -76,14 +79,23 @@ def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
     return latent
 
 
+def _queries(q_latent: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+    """As they are, or in e4m3 with their scale where the plan says so."""
+    if plan.query_dtype is None:
+        return q_latent, None
+    C, backend = plan.config.kv_lora_rank, plan.called_with("quantize_queries")
+    return quantize_queries(q_latent[:, :, :C], q_latent[:, :, C:], backend=backend)
+
+
 def _attend_chosen(
     q_latent: Tensor, latent: PagedCache, plan: Plan, sparse: SparsePlan, selection: Selection
 ) -> tuple[Tensor, Tensor]:
     """A chunk of queries at a time, as planned."""
-    parts = [
-        read_chosen(q_latent[chunk], latent, plan, sparse, selection, number)
-        for number, chunk in enumerate(sparse.query_chunks)
-    ]
+    parts = []
+    for number, chunk in enumerate(sparse.query_chunks):
+        q, q_scale = _queries(q_latent[chunk], plan)
+        out, lse = read_chosen(q, latent, plan, sparse, selection, number, q_scale)
+        parts.append((out.to(q_latent.dtype), lse))
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -34,6 +34,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
     "quantize_out": ("triton", "reference"),
+    "quantize_queries": ("triton", "reference"),
     "project_heads": ("triton", "reference"),
     "project_quantize": ("triton", "reference"),
     "rope": ("triton", "reference"),
@@ -77,6 +78,7 @@ class Problem:
     max_query_len: int = 0  # tokens of a request, at most
     kinds: tuple[str, ...] = ()  # of the segments
     aligned: frozenset[str] = ALIGNED
+    head_scales: bool = False  # of e4m3 queries: one per token and head, not one for all
     run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
     # of ops without runs: a row's bits must not depend on what else is in the call
     batch_invariant: bool = False

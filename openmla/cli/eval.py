@@ -43,6 +43,7 @@ SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale
 CHUNK = 64
 EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
 PLAIN = "transformers"  # a row of its own beside a picture: the model as it is, with its own cache
+QUERIES = "fp8-queries"  # and one of what meets fp8+scales
 
 
 class Result(NamedTuple):
@@ -90,6 +91,7 @@ def run_eval(options: argparse.Namespace) -> int:
             detach(model)
         if options.formats is None and checkpoint.config.compressor is None:
             results.append(measure_eight_bits(model, windows.to(device), attention, options))
+            results.append(measure_queries(model, windows.to(device), attention, options))
         if options.plot:
             results.append(measure(model, windows.to(device), attention, PLAIN))
         if options.plot and attention == "sparse":
@@ -168,6 +170,20 @@ def measure_eight_bits(
     """The model's own cache format, and kv_b_proj in eight bits wherever it is absorbed."""
     attach(model, index_format=options.index_format, absorbed_format="fp8")
     result = measure(model, windows, attention, EIGHT_BITS)
+    detach(model)
+    return result
+
+
+def measure_queries(
+    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
+) -> Result:
+    """fp8 rows with calibrated scales, and absorbed queries in fp8 as well."""
+    scales = calibrate_on(model, windows[:1].cpu(), HEADROOM)
+    attach(
+        model, cache_format="fp8", kv_scale=scales, index_format=options.index_format,
+        query_dtype="fp8",
+    )  # fmt: skip
+    result = measure(model, windows, attention, QUERIES)
     detach(model)
     return result
 

@@ -28,6 +28,7 @@ from openmla.integrations.flash_mla_schedule import (
 )
 from openmla.integrations.later import Later
 from openmla.ops import Segment, mqa_paged, mqa_sparse
+from openmla.ops._queries import multiplies_fp8
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -215,8 +216,12 @@ def _dense(
         B, tokens, causal = B * n, 1, False
     one, begins = kept(_dense_constants, q, B, tokens)
     unit = one if descale_k is None else descale_k.reshape(())
-    wide = q.dtype == torch.float8_e4m3fn
-    if wide:  # exact; their scale goes to the keys, whose values are mended at the end
+    eight_bits, q_scale = q.dtype == torch.float8_e4m3fn, None
+    multiplied = eight_bits and format == "fp8" and multiplies_fp8(q.device)
+    wide = eight_bits and not multiplied
+    if multiplied:
+        q_scale = one if descale_q is None else descale_q.reshape(())
+    elif wide:  # exact; their scale goes to the keys, whose values are mended at the end
         q, unit = q.to(torch.bfloat16), unit if descale_q is None else unit * descale_q.reshape(())
     parts = []
     for g in range(G):
@@ -225,7 +230,7 @@ def _dense(
         parts.append(
             mqa_paged(
                 heads.reshape(-1, H // G, D), pages.view(torch.uint8) if as_bytes else pages,
-                unit, block_table, cache_seqlens, begins, format=format, C=C, scale=scale,
+                unit, block_table, cache_seqlens, begins, q_scale, format=format, C=C, scale=scale,
                 causal=causal, max_query_len=tokens, run_length=plan.run_length,
             )
         )  # fmt: skip

@@ -43,13 +43,14 @@ def warmup(
     backend: Asked = "auto",
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
+    query_dtype: str | None = None,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
 
-    Pass the result to make_plan, and `backend`, `dtype` and `output` alike. Steps then compile
-    nothing and allocate no expanded keys or values of their own. Nothing is written: the steps have
-    no slots.
+    Pass the result to make_plan, and `backend`, `dtype`, `output` and `query_dtype` alike. Steps
+    then compile nothing and allocate no expanded keys or values of their own. Nothing is written:
+    the steps have no slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
@@ -82,7 +83,7 @@ def warmup(
             many = min(max_tokens, MANY_TOKENS)
             shapes = chain(shapes, [StepShape(1, many, many, "absorbed")])
         for shape in shapes:
-            run_step(shape, config, cache, workspace, dtype, backend, output, absorbed)
+            run_step(shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype)
     return workspace
 
 
@@ -144,6 +145,7 @@ def run_step(
     backend: Asked,
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
+    query_dtype: str | None = None,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
@@ -168,6 +170,7 @@ def run_step(
         form="chosen" if engine_chooses else shape.form,
         workspace=workspace,
         output=output,
+        query_dtype=query_dtype,
     )
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -20,6 +20,7 @@ from openmla.ops.pack_mask import pack_mask
 from openmla.ops.project_heads import project_heads
 from openmla.ops.project_quantize import project_quantize
 from openmla.ops.quantize_out import quantize_out
+from openmla.ops.quantize_queries import quantize_queries
 from openmla.ops.rope import rope
 
 __all__ = [
@@ -44,5 +45,6 @@ __all__ = [
     "project_heads",
     "project_quantize",
     "quantize_out",
+    "quantize_queries",
     "rope",
 ]

@@ -19,6 +19,7 @@ q_latent; a token past query_start_loc[B], or with no row, gets out 0 and lse -i
 lse is natural-log, includes scale, never the sink, and is float32 (float64 for float64 queries).
 A backend may cut a token's rows into runs that it works on side by side. With run_length > 0 it
 cuts them after every so many, whatever comes in the same batch: a token's bits are its own then.
+e4m3 queries, over rows of e4m3, stand for q_latent * q_scale: see ops/mqa_paged.py.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from torch import Tensor
 from openmla.backends.segments import Segment, problem, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
+from openmla.ops._queries import check_queries, out_dtype
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 __all__ = ["Segment", "cost", "mqa_sparse", "problem"]
 
 KINDS = ("slots", "positions", "window", "prefix")
-_QUERY_SPEC = "q_latent:T H D f row, query_start_loc:B+1 i32, positions:T i64"
+_QUERY_SPEC = "q_latent:T H D q row, query_start_loc:B+1 i32, positions:T i64"
 
 
 def _check(
@@ -44,6 +46,7 @@ def _check(
     positions: Tensor,
     segments: tuple[Segment, ...],
     sink: Tensor | None,
+    q_scale: Tensor | None,
     C: int,
 ) -> dict[str, int]:
     op = "mqa_sparse"
@@ -79,6 +82,7 @@ def _check(
         check_pages(op, segment.cache, segment.format)
     if sink is not None:
         bind(op, "q_latent:T H D, sink:H f32", (q_latent, sink))
+    check_queries(op, q_latent, q_scale, [segment.format for segment in segments])
     if not 0 < C <= dims["D"]:
         raise ShapeError(f"{op}: C must be within 1..D={dims['D']}, got {C}.")
     return dims
@@ -109,8 +113,8 @@ def _decide(
     run_length: int,
     backend: str,
 ) -> Decided:
-    parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
-    dims = _check(q_latent, query_start_loc, positions, parts, sink, C)
+    parts = _segments(flat[:-2], formats, kinds, spans)
+    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
     check_scale("mqa_sparse", scale)
     if run_length < 0:
         raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
@@ -130,14 +134,16 @@ def _run(
     scale: float,
     run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    parts, sink = _segments(flat[:-1], formats, kinds, spans), flat[-1]
+    parts, (sink, q_scale) = _segments(flat[:-2], formats, kinds, spans), flat[-2:]
     refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
     if q_latent.device.type == "cpu":
         T = known.dims["T"]
         check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, T, "q_latent")
+    queries = {} if q_scale is None else {"q_scale": q_scale}
     result: tuple[Tensor, Tensor] = known.runner.run(
-        q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length
-    )
+        q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length,
+        **queries,
+    )  # fmt: skip
     return result
 
 
@@ -152,11 +158,11 @@ def _fake(
     C: int,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    parts = _segments(flat[:-1], formats, kinds, spans)
-    dims = _check(q_latent, query_start_loc, positions, parts, flat[-1], C)
-    lse_dtype = torch.promote_types(q_latent.dtype, torch.float32)
+    parts = _segments(flat[:-2], formats, kinds, spans)
+    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
+    lse_dtype = torch.promote_types(out_dtype(q_latent.dtype), torch.float32)
     return (
-        q_latent.new_empty((dims["T"], dims["H"], C)),
+        q_latent.new_empty((dims["T"], dims["H"], C), dtype=out_dtype(q_latent.dtype)),
         q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
     )
 
@@ -165,7 +171,8 @@ _OP = register(
     "mqa_sparse(Tensor q_latent, Tensor query_start_loc, Tensor positions,"
     " Tensor cache, Tensor kv_scale, Tensor? block_table, Tensor? rows, Tensor? row_lens,"
     " Tensor? cache_2, Tensor? kv_scale_2, Tensor? block_table_2, Tensor? rows_2,"
-    " Tensor? row_lens_2, Tensor? sink, *, str[] formats, str[] kinds, SymInt[] spans, int C,"
+    " Tensor? row_lens_2, Tensor? sink, Tensor? q_scale, *, str[] formats, str[] kinds,"
+    " SymInt[] spans, int C,"
     " float scale, int run_length, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
@@ -180,6 +187,7 @@ def mqa_sparse(
     first: Segment,
     second: Segment | None = None,
     sink: Tensor | None = None,  # [H] f32
+    q_scale: Tensor | None = None,  # [] or [T, H] f32, of e4m3 queries
     *,
     C: int,
     scale: float,
@@ -199,6 +207,7 @@ def mqa_sparse(
         positions,
         *flat,
         sink,
+        q_scale,
         formats=[segment.format for segment in given],
         kinds=[segment.kind for segment in given],
         spans=[segment.span for segment in given],

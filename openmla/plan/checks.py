@@ -12,6 +12,7 @@ from openmla.cache.blocks import LONG, slots_of_blocks
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
+from openmla.ops._queries import EIGHT_BITS, check_chip
 from openmla.ops._values import check_block_table, check_slots
 from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
@@ -46,6 +47,35 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
             f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
             f"the latent ones, got {index.num_blocks} of {index.block_size}."
         )
+
+
+def check_query_dtype(
+    where: str, config: MLAConfig, query_dtype: str | None, format: str | None, device: torch.device
+) -> None:
+    """fp8 queries are for rows of fp8, on chips that multiply them."""
+    if query_dtype is None:
+        return
+    if query_dtype != "fp8":
+        raise ConfigError(f"{where}: query_dtype must be None or 'fp8', got {query_dtype!r}.")
+    if config.compressor is not None:
+        raise ConfigError(
+            f"{where}: query_dtype must be None for {config.model_type}, whose rows have bf16 "
+            f"columns among their values, got {query_dtype!r}."
+        )
+    if format not in EIGHT_BITS:
+        raise ConfigError(
+            f"{where}: query_dtype must be None over a cache of {format or 'the default format'}, "
+            f"got {query_dtype!r}. fp8 queries read {', '.join(EIGHT_BITS)}."
+        )
+    check_chip(where, device)
+
+
+def check_planned_queries(config: MLAConfig, cache: LayerCache, query_dtype: str) -> None:
+    """The same of a plan."""
+    part = next(iter(cache.parts), None)
+    device = torch.device("cpu") if part is None else part.data.device
+    format = None if cache.latent is None else cache.latent.format
+    check_query_dtype("plan", config, query_dtype, format, device)
 
 
 def check_planned_output(config: MLAConfig, output: str) -> None:

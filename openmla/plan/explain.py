@@ -36,6 +36,10 @@ def explain(plan: Plan, finished: bool) -> Explanation:
         lines += _compressed(plan, plan.compressed)
     if plan.batch_invariant:
         lines.append(_invariant(plan, finished))
+    if plan.query_dtype is not None:
+        lines.append(
+            Line("queries", "absorbed ones in e4m3, a scale per token and head; outputs bf16")
+        )
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
     if plan.padding:
@@ -348,6 +352,7 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),
         "mqa_sparse": query_chunks,
+        "quantize_queries": _projections(plan, query_chunks) // 2,
         "project_heads": _projections(plan, query_chunks) + new_keys + chunks + contexts,
         "pack_mask": groups,
         "mha_masked": groups,

@@ -19,6 +19,7 @@ from openmla.plan.checks import (
     check_batch,
     check_cache,
     check_planned_output,
+    check_planned_queries,
     check_room_for_keys,
     check_workspace,
 )
@@ -51,6 +52,7 @@ def make_plan(
     beside: Plan | None = None,
     compiled: bool = False,
     output: str | None = None,
+    query_dtype: str | None = None,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -83,22 +85,17 @@ def make_plan(
 
     `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
     that ends each form in it, explain() says which. V4 has none.
+
+    `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
+    and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
     """
-    check_kind("plan", "batch", batch, Batch)
-    check_kind("plan", "config", config, MLAConfig)
-    check_kind("plan", "compiled", compiled, bool)
-    check_kind("plan", "batch_invariant", batch_invariant, bool)
-    if not isinstance(cache, LayerCache):
-        raise ConfigError(
-            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
-        )
-    if into is not None:
-        check_buffers("plan", "into", into)
-    if compiled and into is not None:
-        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+    _check_kinds(batch, config, cache, compiled, batch_invariant)
+    _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
-    latent = partial(_plan_latent, output=output)
+    if query_dtype is not None:
+        check_planned_queries(config, cache, query_dtype)
+    latent = partial(_plan_latent, output=output, query_dtype=query_dtype)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
@@ -117,6 +114,26 @@ def make_plan(
     return symbolic(plan) if compiled else plan
 
 
+def _check_kinds(
+    batch: Batch, config: MLAConfig, cache: LayerCache, compiled: bool, batch_invariant: bool
+) -> None:
+    check_kind("plan", "batch", batch, Batch)
+    check_kind("plan", "config", config, MLAConfig)
+    check_kind("plan", "compiled", compiled, bool)
+    check_kind("plan", "batch_invariant", batch_invariant, bool)
+    if not isinstance(cache, LayerCache):
+        raise ConfigError(
+            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
+        )
+
+
+def _check_into(into: dict[str, Tensor] | None, compiled: bool) -> None:
+    if into is not None:
+        check_buffers("plan", "into", into)
+    if compiled and into is not None:
+        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+
+
 def _plan_latent(
     batch: Batch,
     config: MLAConfig,
@@ -132,15 +149,14 @@ def _plan_latent(
     beside: Plan | None,
     uniform: bool,
     output: str | None,
+    query_dtype: str | None,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    if dtype is None:
-        layout = latent.layout
-        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    dtype = _default_dtype(latent) if dtype is None else dtype
     run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
@@ -162,7 +178,7 @@ def _plan_latent(
         name = "absorbed" if parts.sparse is None else "chosen"
         routes = {name: range(len(batch.query_lens))}
         form, workspace = "captured", None
-    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output)
+    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype)
     kind = cache_kind([latent], cache.index)
     choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
     if parts.prefill is not None:
@@ -187,6 +203,7 @@ def _plan_latent(
         padding=batch.padding if into is None else 0,
         run_length=run_length,
         output=output,
+        query_dtype=query_dtype,
         ends=dict(choice.ends),
         causal=batch.causal,
         workspace=workspace,
@@ -197,6 +214,12 @@ def _plan_latent(
         form=form,
         routes=routes,
     )
+
+
+def _default_dtype(latent: PagedCache) -> torch.dtype:
+    """Of queries, by the cache they read."""
+    layout = latent.layout
+    return torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
 
 
 def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:

@@ -46,6 +46,7 @@ from openmla.ops.pack_mask import problem as pack_mask_problem
 from openmla.ops.project_heads import problem as project_heads_problem
 from openmla.ops.project_quantize import problem as project_quantize_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
+from openmla.ops.quantize_queries import problem as quantize_queries_problem
 from openmla.ops.rope import problem as rope_problem
 from openmla.plan.rows import num_rows
 from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
@@ -89,6 +90,7 @@ class Calls(NamedTuple):
     route: str  # of prefill, "" if there is none
     sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
     output: str = ""  # the format that outputs are quantised to
+    query_dtype: str = ""  # "fp8": what absorbed queries are quantised to
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
@@ -185,6 +187,7 @@ def calls_of(
     prefill: PrefillPlan | None,
     sparse: SparsePlan | None,
     output: str | None = None,
+    query_dtype: str | None = None,
 ) -> Calls:
     return Calls(
         None
@@ -193,6 +196,7 @@ def calls_of(
         "" if prefill is None else prefill.route,
         None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
         output or "",
+        query_dtype or "",
     )
 
 
@@ -229,6 +233,7 @@ def find_problems(
     device, (format, index_format) = kind.device, kind.formats
     D, C, alone = config.latent_dim, config.kv_lora_rank, run_length > 0
     E, V = config.qk_head_dim, config.v_head_dim
+    queries = torch.float8_e4m3fn if calls.query_dtype else dtype  # of absorbed rows
     problems = [
         latent_write_problem(device, dtype, format, D=D, E=E),
         cache_write_problem(device, dtype, format),
@@ -239,7 +244,7 @@ def find_problems(
         tokens, max_query_len = calls.decode
         problems.append(
             mqa_paged_problem(
-                device, dtype, format, H=config.num_heads, D=D, C=C, BS=kind.block_size,
+                device, queries, format, H=config.num_heads, D=D, C=C, BS=kind.block_size,
                 tokens=tokens, max_query_len=max_query_len, run_length=run_length,
                 aligned=kind.aligned,
             )
@@ -259,12 +264,14 @@ def find_problems(
             problems += scoring_problems(config, device, index_format, dtype, alone)
         if tokens:
             problems.append(map_slots_problem(device))
-            problems.append(gathering_problem(config, kind, dtype, tokens, run_length))
+            problems.append(gathering_problem(config, kind, queries, tokens, run_length))
         if masked:
             problems.append(pack_mask_problem(device))
             problems.append(mha_masked_problem(device, dtype, E=E, V=V, batch_invariant=alone))
             problems.append(cache_gather_problem(device, dtype, format))
             problems.append(merge_states_problem(device, dtype))
+    if queries != dtype and (calls.decode is not None or (calls.sparse and calls.sparse[0])):
+        problems.append(quantize_queries_problem(device, dtype, D=D))
     if alone:  # else torch multiplies
         P = config.qk_nope_head_dim
         problems.append(

@@ -254,6 +254,7 @@ class Plan:
     # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
     run_length: int = 0
     output: str | None = None  # the format that outputs are quantised to
+    query_dtype: str | None = None  # "fp8": what absorbed queries are quantised to
     # how each form's tokens get there: the op that ends them
     ends: Mapping[str, str] = field(default_factory=dict)
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written

@@ -61,11 +61,30 @@ def lse_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
 Attended = tuple[Tensor, Tensor]
 
 
-def budget_used(actual: Attended, exact: Attended, peer: Attended) -> Budget:
-    """Both shares for an attention op's (out, lse); raises where no tolerance applies."""
+def e4m3_slack(lse: Tensor, columns: int) -> float:
+    """What logits of so many e4m3 products may lose on a tensor core, as a fraction.
+
+    It keeps about 13 bits behind the leading one of what it adds up (as measured by others on
+    SM90), 32 columns at a time, and truncates: up to the last bit at each step, of a sum whose size
+    the largest lse stands for.
+    """
+    finite = lse[lse.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    return -(-columns // 32) * 2.0**-13 * max(largest, 1.0)
+
+
+def budget_used(actual: Attended, exact: Attended, peer: Attended, e4m3: int = 0) -> Budget:
+    """Both shares for an attention op's (out, lse); raises where no tolerance applies. `e4m3`: so
+    many columns of e4m3 were multiplied on a tensor core."""
     empty = exact[1] == -torch.inf
     lse = lse_budget(actual[1], exact[1], peer[1])
     out = out_budget(actual[0], exact[0], peer[0])
+    if e4m3 and max(lse, out) > 1:
+        slack = e4m3_slack(exact[1], e4m3)
+        finite = exact[1].isfinite()
+        lse = float((actual[1] - exact[1])[finite].abs().max()) / slack
+        bound = 1.5 * _rms(peer[0].double() - exact[0].double()) + slack * _rms(exact[0])
+        out = _rms(actual[0].double() - exact[0].double()) / bound
     if bool((actual[0][empty] != 0).any()):
         raise AssertionError("out must be 0 where a query sees no key")
     return Budget(out, lse)

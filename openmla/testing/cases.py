@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.cache.format import FORMATS, get_format, raw_view
+from openmla.cache.format import FORMATS, FP8_MAX, get_format, raw_view, to_fp8
 from openmla.testing.memory import poison, strided
 
 GARBAGE_BLOCK = 2**30 + 7  # a block id no cache has, for table columns nobody may read
@@ -30,11 +30,15 @@ class Inputs:
     widen: tuple[str, ...]
 
     def double(self) -> Inputs:
-        """The same values with queries in float64; stored bytes stay as they are."""
+        """The same values with queries in float64, times their scale; stored bytes stay as they
+        are."""
         wide = {
             name: tensor.double() if name in self.widen else tensor
             for name, tensor in self.tensors.items()
         }
+        if wide.get("q_scale") is not None:
+            scale = wide.pop("q_scale").double()
+            wide["q_latent"] = wide["q_latent"] * (scale[..., None] if scale.dim() else scale)
         return Inputs(wide, self.scalars, self.widen)
 
     def clone(self) -> Inputs:
@@ -98,6 +102,15 @@ def paged_rows(
     return cache, table.to(device)
 
 
+def quantized_queries(q: Tensor, scale: str) -> tuple[Tensor, Tensor]:
+    """e4m3 queries and their scale: one for all of them, or one per token and head."""
+    largest = q.abs().amax(-1).clamp_min(1e-10)  # [T, H]
+    if scale == "tensor":
+        largest = largest.amax() if q.numel() else largest.new_ones(())
+    q_scale = largest / FP8_MAX
+    return to_fp8(q / (q_scale[..., None] if q_scale.dim() else q_scale)), q_scale
+
+
 @dataclass(frozen=True)
 class PagedCase:
     """Latent attention over a paged cache: arguments for mqa_paged."""
@@ -116,6 +129,8 @@ class PagedCase:
     run_length: int = 0
     padding: int = 0  # query rows that belong to no request
     contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
+    q_scale: str = ""  # of e4m3 queries: "tensor" or "heads"
+    outliers: float = 1.0  # some columns of queries and rows are so many times as large
     seed: int = 0
 
     def __str__(self) -> str:
@@ -127,7 +142,11 @@ class PagedCase:
         D = self.C + self.R
         T = sum(self.query_lens) + self.padding
         kv_scale = torch.tensor(self.kv_scale, dtype=torch.float32, device=device)
-        rows = [torch.randn(S, D, generator=generator).to(device) for S in self.seq_lens]
+        columns = torch.ones(D)
+        columns[:: max(D // 4, 1)] = self.outliers
+        rows = [
+            (torch.randn(S, D, generator=generator) * columns).to(device) for S in self.seq_lens
+        ]
         cache, table = paged_rows(
             rows,
             D=D,
@@ -137,7 +156,11 @@ class PagedCase:
             rng=rng,
             page_padding=0 if self.contiguous else 5,
         )
-        q = torch.randn(T, self.H, D, generator=generator).to(device, self.dtype)
+        q = torch.randn(T, self.H, D, generator=generator) * columns
+        q_scale = None
+        if self.q_scale:
+            q, q_scale = quantized_queries(q.to(device), self.q_scale)
+        q = q.to(device, self.dtype)
         seq_lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=device)
         tensors = {
             "q_latent": q if self.contiguous else strided(q),
@@ -147,6 +170,8 @@ class PagedCase:
             "seq_lens": seq_lens,
             "query_start_loc": start_loc(self.query_lens, device),
         }
+        if q_scale is not None:
+            tensors["q_scale"] = q_scale
         scalars = {
             "format": self.format,
             "C": self.C,

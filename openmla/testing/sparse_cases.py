@@ -16,6 +16,7 @@ from openmla.testing.cases import (
     Inputs,
     RaggedCase,
     paged_rows,
+    quantized_queries,
     start_loc,
 )
 from openmla.testing.memory import poison, strided
@@ -52,6 +53,7 @@ class SparseInputs(Inputs):
             first,
             second[0] if second else None,
             self.tensors.get("sink"),
+            self.tensors.get("q_scale"),
             **scalars,
             backend=backend,
         )
@@ -169,6 +171,7 @@ class SparseCase:
     sink: tuple[float, ...] = ()  # the heads take them in turn; none: no sink
     padding: int = 0  # query rows that belong to no request
     contiguous: bool = False  # plain strides and lists, for benchmarks; tests want them odd
+    q_scale: str = ""  # of e4m3 queries: "tensor" or "heads"
     seed: int = 0
 
     def __str__(self) -> str:
@@ -195,7 +198,11 @@ class SparseCase:
         tokens = self.tokens()
         queries = torch.randn(len(tokens), self.H, self.D, generator=generator)
         surplus = poison((self.padding, self.H, self.D), torch.float32)
-        q = torch.cat([queries, surplus]).to(device, self.dtype)
+        q = torch.cat([queries, surplus]).to(device)
+        q_scale = None
+        if self.q_scale:
+            q, q_scale = quantized_queries(q.nan_to_num(), self.q_scale)
+        q = q.to(self.dtype)
         positions = [position for _, position in tokens] + [5] * self.padding
         tensors = {
             "q_latent": q if self.contiguous else strided(q),
@@ -208,6 +215,8 @@ class SparseCase:
         if self.sink:
             sinks = [self.sink[h % len(self.sink)] for h in range(self.H)]
             tensors["sink"] = torch.tensor(sinks, dtype=torch.float32, device=device)
+        if q_scale is not None:
+            tensors["q_scale"] = q_scale
         scalars = {
             "segments": [(part.format, part.kind, part.span) for part in self.parts],
             "C": self.C,

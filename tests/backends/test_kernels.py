@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,41 @@ def test_the_kernel_that_runs(name: str) -> None:
         assert (backend, kernel_of(problem, backend)) == ("triton", "")
     else:
         assert backend == "gluon" and name.startswith(kernel_of(problem, backend))
+
+
+E4M3 = Problem(
+    "mqa_paged", "cuda", (9, 0), 132, torch.float8_e4m3fn, "fp8", 128, 576, 512, BS=64, tokens=64,
+    max_query_len=1, head_scales=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "backend"),
+    [
+        ({}, "gluon"),
+        ({"H": 16}, "gluon"),
+        ({"BS": 8}, "triton"),
+        ({"capability": (8, 9)}, "triton"),
+        ({"capability": (12, 0)}, "triton"),
+        ({"format": "fp8_ds_mla"}, "triton"),
+        ({"op": "mqa_sparse", "format": "fp8_ds_mla", "kinds": ("slots",)}, "triton"),
+        ({"capability": (8, 0)}, "reference"),  # which the op refuses on a GPU
+    ],
+)
+def test_who_takes_e4m3_queries(changes: dict[str, Any], backend: str) -> None:
+    pytest.importorskip("triton")
+    assert choose_backend(replace(E4M3, **changes)) == backend
+
+
+@pytest.mark.parametrize(
+    ("H", "tokens", "rows"), [(1, 1, 16), (16, 1, 16), (16, 2, 32), (32, 1, 32), (33, 1, 64)]
+)
+def test_rows_of_e4m3_tiles(H: int, tokens: int, rows: int) -> None:
+    gluon = pytest.importorskip("openmla.backends.gluon.mqa_paged")
+    assert gluon.tile_of("fp8", H, 64, tokens, 0, e4m3=True).rows == rows
+    assert gluon.tile_of("fp8", H, 64, 99, 256, e4m3=True).rows == max(
+        16, 16 << (H > 16) << (H > 32)
+    )
 
 
 def test_a_named_backend_says_why_it_cannot() -> None:

@@ -37,3 +37,39 @@ V3_CASES = [
     PagedCase("v3-fp8-pages", (2, 1), (260, 5), H=20, BS=8, **V3_FP8),
     PagedCase("v3-fp8-not-causal", (2, 5), (260, 5), H=64, BS=128, causal=False, **V3_FP8),
 ]
+
+# e4m3 queries, over the same
+QUERIES: dict[str, Any] = {"dtype": torch.float8_e4m3fn}
+E4M3: dict[str, Any] = {**QUERIES, "format": "fp8", "kv_scale": 0.037}
+V3_E4M3: dict[str, Any] = {**E4M3, **V3_ROWS}
+ONE: dict[str, Any] = {"q_scale": "tensor"}
+EACH: dict[str, Any] = {"q_scale": "heads"}
+E4M3_CASES = [
+    PagedCase("e4m3", (1, 2), (33, 70), **E4M3, **ONE),
+    PagedCase("e4m3-heads", (1, 0, 3), (33, 0, 70), H=17, padding=2, **E4M3, **EACH),
+    PagedCase("e4m3-fixed", (1, 2), (90, 33), run_length=32, **E4M3, **EACH),
+    PagedCase("e4m3-not-causal", (4, 3), (2, 0), causal=False, **E4M3, **ONE),
+    PagedCase("e4m3-packed", (1, 2), (33, 70), C=128, format="fp8_ds_mla", **QUERIES, **EACH),
+    PagedCase("e4m3-nothing", (), (), **E4M3, **EACH),
+    PagedCase("v3-e4m3", (1,) * 5, (300, 33, 64, 129, 900), H=16, BS=64, **V3_E4M3, **EACH),
+    PagedCase("v3-e4m3-one", (1,) * 3, (300, 65, 128), H=16, BS=64, **V3_E4M3, **ONE),
+    PagedCase("v3-e4m3-verify", (3, 1, 2), (70, 200, 8), H=5, BS=16, **V3_E4M3, **EACH),
+    PagedCase("v3-e4m3-fixed", (1, 2), (1500, 40), H=16, BS=64, run_length=256, **V3_E4M3, **EACH),
+    PagedCase("v3-e4m3-many", (1, 0, 2), (400, 0, 700), H=128, BS=64, **V3_E4M3, **EACH),
+    PagedCase("v3-e4m3-32", (1, 1), (400, 70), H=32, BS=64, padding=3, **V3_E4M3, **ONE),
+    PagedCase("v3-e4m3-pages", (2, 1), (260, 5), H=20, BS=8, **V3_E4M3, **EACH),
+    PagedCase("v3-e4m3-not-causal", (2, 5), (260, 5), H=64, BS=128, causal=False, **V3_E4M3, **ONE),
+    PagedCase("v3-e4m3-long", (1,) * 3, (9000, 5000, 130), H=64, BS=64, **V3_E4M3, **EACH),
+    PagedCase(
+        "v3-e4m3-packed",
+        (1, 2),
+        (300, 65),
+        H=64,
+        BS=64,
+        format="fp8_ds_mla",
+        **V3_ROWS,
+        **QUERIES,
+        **EACH,
+    ),
+    PagedCase("v3-e4m3-outliers", (1, 1), (400, 90), H=64, BS=64, outliers=30.0, **V3_E4M3, **EACH),
+]

@@ -28,6 +28,8 @@ from tests.ops.mqa_paged_cases import V3_CASES
 from tests.ops.mqa_sparse_cases import CASES, FAR, NEAR, POOLED, SINKS, V4
 
 V3: Any = {"C": 512, "R": 64, "contiguous": True}
+E4M3: Any = {**V3, "format": "fp8", "kv_scale": 0.037, "dtype": torch.float8_e4m3fn}
+E4M3["q_scale"] = "tensor"
 PACKED = Problem(
     "mqa_sparse", "cuda", (9, 0), 132, torch.bfloat16, "fp8_ds_mla", 64, 576, 512, tokens=256,
     kinds=("slots",),
@@ -107,6 +109,31 @@ def test_v4(case: SparseCase) -> None:
 )
 def test_dense(case: PagedCase) -> None:
     check_attention(mqa_paged, case.make(), "flashmla")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PagedCase("fp8", (1, 1, 0), (200, 64, 3), H=64, BS=64, padding=2, **E4M3),
+        PagedCase("fp8 drafts", (3, 0, 1), (200, 5, 64), H=16, BS=64, **E4M3),
+        PagedCase("fp8 nothing", (), (), H=64, BS=64, **E4M3),
+    ],
+    ids=str,
+)
+def test_dense_fp8(case: PagedCase) -> None:
+    """Scales are handed over, and the schedule is made for fp8."""
+    assert why_not_of(mqa_paged, case) is None
+    inputs = case.make()
+    out, lse = inputs.run(mqa_paged, backend="flashmla")
+    wanted = inputs.run(mqa_paged, backend="reference")
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, wanted[0], rtol=2e-2, atol=2e-2)  # pages were rounded
+    torch.testing.assert_close(lse, wanted[1], rtol=2e-2, atol=2e-2)
+
+
+def test_one_scale_for_all() -> None:
+    case = PagedCase("heads", (1,), (9,), H=64, BS=64, **{**E4M3, "q_scale": "heads"})
+    assert "one scale for all e4m3 queries" in str(why_not_of(mqa_paged, case))
 
 
 @pytest.mark.parametrize("query_lens", [(1, 1), (2, 1)])
@@ -218,7 +245,7 @@ REASONS: list[tuple[Problem, dict[str, Any], str | None]] = [
     (PAGED, {}, None),
     (PAGED, {"format": "fp16", "dtype": torch.float16, "H": 3}, None),
     (PAGED, {"capability": (10, 0)}, "needs SM90, this is SM100"),
-    (PAGED, {"format": "fp8"}, "takes queries of the cache's 16 bits, this is torch.bfloat16 and"),
+    (PAGED, {"format": "fp8"}, "takes queries of the cache's dtype, this is torch.bfloat16 and"),
     (PAGED, {"BS": 16}, "needs pages of 64 rows, this is 16"),
     (PAGED, {"run_length": 1024}, "cuts keys by what else is in the batch"),
     (PAGED, {"aligned": frozenset(("rows",))}, "needs rows and queries at multiples of 16 bytes"),

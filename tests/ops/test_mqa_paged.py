@@ -198,7 +198,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
     inputs = BASE.make(device)
     op = torch.ops.openmla.mqa_paged.default
     torch.library.opcheck(
-        op, tuple(inputs.tensors.values()), {**inputs.scalars, "backend": "reference"}
+        op, (*inputs.tensors.values(), None), {**inputs.scalars, "backend": "reference"}
     )
     compiled = torch.compile(mqa_paged, fullgraph=True, backend="aot_eager")
     for actual, expected in zip(

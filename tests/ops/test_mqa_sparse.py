@@ -55,7 +55,7 @@ def flat_arguments(inputs: SparseInputs) -> tuple[tuple[Tensor | None, ...], dic
         for suffix in ("", "_2")
         for name in ("cache", "kv_scale", "block_table", "rows", "row_lens")
     ]
-    names = ["q_latent", "query_start_loc", "positions", *names, "sink"]
+    names = ["q_latent", "query_start_loc", "positions", *names, "sink", "q_scale"]
     scalars = {**inputs.scalars, "run_length": 0, "backend": "reference"}
     parts = scalars.pop("segments")
     for number, name in enumerate(("formats", "kinds", "spans")):

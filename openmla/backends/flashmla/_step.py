@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends.flashmla._entries import owners
-from openmla.backends.flashmla._package import capturing, flash_mla
+from openmla.backends.flashmla._package import capturing, fill_schedule, flash_mla
 
 
 class Step(NamedTuple):
@@ -56,6 +56,8 @@ def step_of(
         kept.served.add(address)
         return kept.step
     step = _make(block_table, seq_lens, query_start_loc, T, queries)
+    if cache.dtype == torch.float8_e4m3fn:
+        fill_schedule(step.schedule, step.lens, queries, H)
     _LAST.kept = None
     if not any(tensor.is_inference() for tensor in tensors):
         refs, versions = tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors)

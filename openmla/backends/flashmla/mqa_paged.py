@@ -1,7 +1,8 @@
-"""mqa_paged through FlashMLA's dense decode: rows of V3 in 16 bits, pages of 64, on SM90.
+"""mqa_paged through FlashMLA's dense decode: rows of V3 in 16 bits or fp8, pages of 64, on SM90.
 
 Its conventions, converted here: every sequence has as many queries, lse is [B, H, queries], and a
-query without keys has lse +inf. Its fp8 kernel needs fp8 queries, which there are none of yet.
+query without keys has lse +inf. Its fp8 kernel takes e4m3 queries with one scale for all, and
+rounds probabilities to e4m3: out errs by 2 %, where ours does by 0.2 %.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from openmla.backends.flashmla._package import (
 )
 from openmla.backends.flashmla._step import step_of
 
-FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 PAGE = 64
 
 
@@ -29,7 +30,9 @@ def why_not(problem: Problem) -> str | None:
             where = "SM{}{}".format(*problem.capability)
         return f"needs SM90, this is {where}"
     if FORMATS.get(problem.format) != problem.dtype:
-        return f"takes queries of the cache's 16 bits, this is {problem.dtype} and {problem.format}"
+        return f"takes queries of the cache's dtype, this is {problem.dtype} and {problem.format}"
+    if problem.head_scales:
+        return "takes one scale for all e4m3 queries, this is one per token and head"
     if (problem.D, problem.C) != (576, 512):
         return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
     if problem.BS != PAGE:
@@ -64,17 +67,25 @@ def run(
     causal: bool,
     max_query_len: int,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, _ = q_latent.shape
+    eight_bits = q_scale is not None
     if T == 0 or block_table.numel() == 0 or max_query_len == 0:
+        dtype = torch.bfloat16 if eight_bits else q_latent.dtype
         lse = q_latent.new_full((T, H), -torch.inf, dtype=torch.float32)
-        return q_latent.new_zeros((T, H, C)), lse
+        return q_latent.new_zeros((T, H, C), dtype=dtype), lse
     step = step_of(cache, block_table, seq_lens, query_start_loc, T, H, max_query_len)
-    queries = q_latent if step.taken is None else q_latent[step.taken]
+    queries = q_latent.view(torch.uint8) if eight_bits else q_latent  # fp8 has no index
+    queries = queries if step.taken is None else queries[step.taken]
+    queries = queries.contiguous().view(q_latent.dtype)
+    scales = {}
+    if q_scale is not None:
+        scales = {"descale_q": q_scale.reshape(1), "descale_k": kv_scale.reshape(1)}
     call = flash_mla().flash_mla_with_kvcache
     out, lse = call(
-        queries.contiguous().unflatten(0, (-1, max_query_len)), cache.unsqueeze(2), step.table,
-        step.lens, C, step.schedule, softmax_scale=scale, causal=causal, is_fp8_kvcache=False,
+        queries.unflatten(0, (-1, max_query_len)), cache.unsqueeze(2), step.table, step.lens, C,
+        step.schedule, softmax_scale=scale, causal=causal, is_fp8_kvcache=eight_bits, **scales,
         **legacy(call),
     )  # fmt: skip
     out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)

@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from openmla.backends import Problem
-from openmla.backends.gluon import _many_heads, _paged, _paged_few
+from openmla.backends.gluon import _many_heads, _paged, _paged_e4m3, _paged_few
 from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
 from openmla.backends.gluon._shapes import needs_nvidia, needs_sm90
 from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton._build import Build, cdiv, next_power_of_2, signature_of
-from openmla.backends.triton._launch import LOG2E, inner_contiguous
+from openmla.backends.triton._launch import LOG2E, inner_contiguous, out_dtype, scales_of
 from openmla.backends.triton._prepare import Address, Launch, Piece, prepare
 from openmla.hardware import multiprocessors
 
@@ -29,25 +29,33 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Tile(NamedTuple):
     """A kernel, query rows of a program, and registers a thread of its odd and of its loading warp
-    group has: with others they spill."""
+    group has: with others they spill. Of e4m3 queries, those of the second group of values, of
+    scores and of the loading group."""
 
     name: str
     kernel: Any
     rows: int
-    registers: tuple[int, int]
+    registers: tuple[int, ...]
     decoded: bool  # by the loading group, which reads words; else bulk copies of boxes are
 
 
 MANY = Tile("many-rows", _paged._paged_kernel, 64, (224, 56), False)
 MANY_FP8 = Tile("many-rows", _paged._paged_kernel, 64, (192, 112), True)
 FEW_FP8 = Tile("few-rows", _paged_few._paged_few_kernel, 16, (168, 152), False)
+E4M3 = tuple(
+    Tile("e4m3", _paged_e4m3._paged_e4m3_kernel, rows, registers, False)
+    for rows, registers in ((16, (152, 120, 88)), (32, (168, 104, 72)), (64, (192, 80, 48)))
+)
 
 
 def why_not(problem: Problem) -> str | None:
     if needs_nvidia():
         return needs_nvidia()
     if problem.format == "fp8":
-        if problem.dtype not in FORMATS.values():
+        if problem.dtype == torch.float8_e4m3fn:
+            if problem.BS == 8:
+                return "takes e4m3 queries over pages of 16 rows or more, this is 8"
+        elif problem.dtype not in FORMATS.values():
             return f"takes queries of 16 bits, this is {problem.dtype}"
     elif FORMATS.get(problem.format) != problem.dtype:
         return f"takes queries of the cache's 16 bits, this is {problem.dtype} and {problem.format}"
@@ -60,12 +68,16 @@ def why_not(problem: Problem) -> str | None:
     return needs_sm90(problem)
 
 
-def tile_of(format: str, H: int, BS: int, max_query_len: int, run_length: int) -> Tile:
+def tile_of(
+    format: str, H: int, BS: int, max_query_len: int, run_length: int, *, e4m3: bool = False
+) -> Tile:
     """With fixed runs heads alone decide: bits may not depend on other requests' tokens. Pages of 8
     are too many boxes for the registers of few rows' loading group."""
     if format != "fp8":
         return MANY
     rows = H if run_length else H * max_query_len
+    if e4m3:
+        return next((tile for tile in E4M3 if rows <= tile.rows), E4M3[-1])
     return FEW_FP8 if rows <= FEW_FP8.rows and BS > 8 else MANY_FP8
 
 
@@ -89,10 +101,10 @@ class Schedule(NamedTuple):
 @lru_cache(maxsize=4096)
 def schedule_of(
     format: str, T: int, H: int, C: int, BS: int, B: int, M: int, row_stride: int, causal: bool,
-    max_query_len: int, run_length: int, units: int,
+    max_query_len: int, run_length: int, units: int, scales: int = 0,
 ) -> Schedule:  # fmt: skip
-    """For so many multiprocessors."""
-    tile = tile_of(format, H, BS, max_query_len, run_length)
+    """For so many multiprocessors; `scales` of e4m3 queries: one, or one per token and head."""
+    tile = tile_of(format, H, BS, max_query_len, run_length, e4m3=scales > 0)
     tokens = item_tokens(tile, H, max_query_len)
     tiles = cdiv(tokens * H, tile.rows)
     programs = max(units // tiles, 1)
@@ -100,7 +112,7 @@ def schedule_of(
     fixed = run_length > 0
     launch = prepare(
         tile.kernel,
-        tile_constants(tile, H, BS, row_stride, tokens, causal=causal, fixed=fixed),
+        tile_constants(tile, H, BS, row_stride, tokens, causal=causal, fixed=fixed, scales=scales),
         num_warps=NUM_WARPS,
         enable_fp_fusion=FP_FUSION,
     )
@@ -125,6 +137,7 @@ def run(
     causal: bool,
     max_query_len: int,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, _ = q_latent.shape
     N, BS, W = cache.shape
@@ -134,17 +147,45 @@ def run(
     page, row = page // values, row // values
     schedule = schedule_of(
         format, T, H, C, BS, B, M, row, causal, max_query_len, run_length,
-        multiprocessors(q_latent.device),
+        multiprocessors(q_latent.device), scales_of(q_scale),
     )  # fmt: skip
-    outputs = merge.make_outputs(q_latent, C, schedule.merge)
+    outputs = merge.make_outputs(q_latent, C, schedule.merge, out_dtype(q_latent))
     if T == 0:
         return outputs.out, outputs.lse
     table = inner_contiguous(block_table)
+    q_token, q_head, _ = q_latent.stride()
+    if q_scale is not None:
+        wide, rope = (
+            boxes(cache.data_ptr(), N * BS, W // values, row, kind, min(BS, 64), columns)
+            for columns in (_paged_e4m3.SPAN_WORDS.value, _paged_e4m3.ROPE_WORDS.value)
+        )
+        schedule.launch(
+            schedule.grid,
+            Piece(q_latent, 0, torch.int32),
+            q_scale.contiguous(),
+            wide,
+            rope,
+            kv_scale,
+            query_start_loc.contiguous(),
+            seq_lens.contiguous(),
+            table,
+            *outputs,
+            B,
+            T,
+            schedule.unit,
+            scale * LOG2E,
+            q_token // values,
+            q_head // values,
+            table.stride(0),
+            N * BS,
+            schedule.merge.rows,
+        )
+        merge.merge_parts(schedule.merge, outputs)
+        return outputs.out, outputs.lse
     if schedule.tile.decoded:
         words = Piece(cache, 0, kind)
     else:
         words = boxes(cache.data_ptr(), N * BS, W // values, row, kind, min(BS, 64))
-    q_token, q_head, _ = q_latent.stride()
     schedule.launch(
         schedule.grid,
         q_latent,
@@ -171,24 +212,30 @@ def run(
 
 @lru_cache(maxsize=1024)
 def boxes(
-    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box: int
+    address: int, rows: int, columns: int, stride: int, dtype: torch.dtype, box: int, width: int = 0
 ) -> TensorDescriptor:
-    """All rows of a cache, one behind the other, for bulk copies of `box` of them."""
-    width, layout = box_of(dtype)
+    """All rows of a cache, one behind the other, for bulk copies of `box` of them, of `width`
+    columns for e4m3 queries."""
+    width, layout = box_of(dtype, width)
     base = Address(address, dtype)
     return TensorDescriptor(base, [rows, columns], [stride, 1], [box, width], layout)
 
 
-def box_of(dtype: torch.dtype) -> tuple[int, Any]:
+def box_of(dtype: torch.dtype, width: int = 0) -> tuple[int, Any]:
     """Columns, and layout in shared memory: one swizzle span, of 128 bytes or of 64."""
+    if width == _paged_e4m3.SPAN_WORDS.value:
+        return width, _paged_e4m3.WORDS.value
+    if width:
+        return width, _paged_e4m3.NARROW_WORDS.value
     if dtype == torch.int32:
         return _paged_few.SPAN_WORDS.value, _paged_few.RAW.value
     return _paged.BOX_COLUMNS.value, _many_heads.TILE.value
 
 
 def tile_constants(
-    tile: Tile, H: int, BS: int, row_stride: int, tokens: int, *, causal: bool, fixed: bool
-) -> dict[str, Any]:
+    tile: Tile, H: int, BS: int, row_stride: int, tokens: int, *, causal: bool, fixed: bool,
+    scales: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     constants = {
         "BS": BS,
         "BOX": min(BS, 64),
@@ -198,9 +245,12 @@ def tile_constants(
         "FOLDED": causal and tokens > 1,
         "FIXED": fixed,
         "BLOCK_T": next_power_of_2(tokens),
-        "ODD_REGISTERS": tile.registers[0],
-        "LOAD_REGISTERS": tile.registers[1],
     }
+    if scales:
+        names = ("VALUE_REGISTERS", "SCORE_REGISTERS", "LOAD_REGISTERS")
+        own = {"ROWS": tile.rows, "Q_SCALES": scales}
+        return constants | own | dict(zip(names, tile.registers, strict=True))
+    constants |= {"ODD_REGISTERS": tile.registers[0], "LOAD_REGISTERS": tile.registers[1]}
     if tile is not FEW_FP8:
         constants["ROW_WORDS"] = row_stride if tile.decoded else 0
     return constants
@@ -228,5 +278,21 @@ def builds() -> Iterator[Build]:
             kind = "i32" if stored == "fp8" else dtype
             own["rows"] = f"tensordesc<{kind}[{constants['BOX']}, {columns}],{layout!r}>"
         name = f"{tile.name}-{stored}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
+        signature = signature_of(tile.kernel, constants, own)
+        yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
+    for tile, H, BS, tokens, fixed, scales in (
+        (E4M3[0], 16, 64, 1, False, 2), (E4M3[0], 8, 16, 2, False, 1),
+        (E4M3[1], 32, 64, 1, True, 2), (E4M3[2], 128, 64, 1, False, 2),
+        (E4M3[2], 16, 32, 4, False, 1),
+    ):  # fmt: skip
+        constants = tile_constants(
+            tile, H, BS, 144, tokens, causal=True, fixed=fixed, scales=scales
+        )
+        own = {**types, "q": "*i32", "q_scale": "*fp32", "out": "*bf16"}
+        for name in ("rows", "rope"):
+            width = _paged_e4m3.SPAN_WORDS if name == "rows" else _paged_e4m3.ROPE_WORDS
+            columns, layout = box_of(torch.int32, width.value)
+            own[name] = f"tensordesc<i32[{constants['BOX']}, {columns}],{layout!r}>"
+        name = f"{tile.name}-H{H}x{tokens}-BS{BS}{'-fixed' if fixed else ''}"
         signature = signature_of(tile.kernel, constants, own)
         yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)

@@ -29,11 +29,13 @@ def run(
     causal: bool,
     max_query_len: int,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
     BS = cache.shape[1]
+    q_latent, dtype = decoded_queries(q_latent, q_scale)
     wide = torch.promote_types(q_latent.dtype, torch.float32)
-    out = q_latent.new_zeros((T, H, C))
+    out = q_latent.new_zeros((T, H, C), dtype=dtype)
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
     bounds = query_start_loc.tolist()
     for b, S in enumerate(seq_lens.tolist()):
@@ -60,6 +62,13 @@ def run(
             weights = (logits - lse[chunk][:, :, None]).exp()
             out[chunk] = (weights @ rows[:, :C]).to(out.dtype)
     return out, lse
+
+
+def decoded_queries(q: Tensor, q_scale: Tensor | None) -> tuple[Tensor, torch.dtype]:
+    """e4m3 queries times their scale, and the dtype of outputs; others as they are."""
+    if q_scale is None:
+        return q, q.dtype
+    return q.to(torch.float32) * (q_scale[..., None] if q_scale.dim() else q_scale), torch.bfloat16
 
 
 def attend_alone(

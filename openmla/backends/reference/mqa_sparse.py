@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
-from openmla.backends.reference.mqa_paged import attend_alone
+from openmla.backends.reference.mqa_paged import attend_alone, decoded_queries
 from openmla.cache.format import get_format
 
 ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in chunks
@@ -36,10 +36,12 @@ def run(
     C: int,
     scale: float,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
+    q_latent, dtype = decoded_queries(q_latent, q_scale)
     wide = torch.promote_types(q_latent.dtype, torch.float32)
-    out = q_latent.new_zeros((T, H, C))
+    out = q_latent.new_zeros((T, H, C), dtype=dtype)
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
     requests = row_requests(query_start_loc, T)
     B = query_start_loc.shape[0] - 1

@@ -29,6 +29,8 @@ QUERY_ROWS = 512  # queries times heads at once; more are taken in chunks
 
 
 def why_not(problem: Problem) -> str | None:
+    if problem.dtype == torch.float8_e4m3fn:
+        return "takes queries of 16 bits and wider, this is torch.float8_e4m3fn"
     return None if problem.device == "cpu" else f"runs on cpu, this is {problem.device}"
 
 

@@ -13,6 +13,9 @@ Limits    see why_not_latent()
 MAIN columns, as one or two tiles, and ROPE columns of a row are keys. Its values are the MAIN
 columns, and the ROPE ones where C reaches that far. All of V4's columns are MAIN, though the last
 are stored differently. Invalid rows are zeros with a score of -inf.
+
+e4m3 queries meet e4m3 rows as they are stored; weights and values stay 16 bits wide. qk_scale is a
+column then, a query row's each.
 """
 
 import triton
@@ -30,6 +33,7 @@ from openmla.backends.triton._latent_rows import (
     load_main,
     load_rope,
     load_row_ids,
+    load_stored,
 )
 from openmla.backends.triton._primitives import (
     FP8,
@@ -38,6 +42,7 @@ from openmla.backends.triton._primitives import (
     PACKED,
     PLAIN,
     V4,
+    decode_e4m3,
     dot,
     finish_softmax,
     finite_max,
@@ -66,6 +71,12 @@ def add_product(
     else:
         scores = dot(q, tl.trans(tile), scores, PRECISION, UPCAST)
     return scores
+
+
+@triton.jit
+def dot_e4m3(q, stored, scores):
+    """scores + q @ rows.T of e4m3 queries and rows that are still bytes."""
+    return tl.dot(q, tl.trans(stored.to(tl.float8e4nv, bitcast=True)), scores)
 
 
 @triton.jit
@@ -109,6 +120,7 @@ def attend(
     # Tensor cores truncate what they add to an accumulator. Over all columns of a row in one chain
     # that shows in lse, where keys are few. Decoded rows leave no registers for a second one.
     SEPARATE: tl.constexpr = UNCHAINED or FORMAT == PLAIN
+    EIGHT_BITS: tl.constexpr = q_a.dtype == tl.float8e4nv
     offs_n = tl.arange(0, BLOCK_N)
     begin = lo
     # Prefetch what V4's rows are looked up by, given enough warps to hold it: blocks one tile
@@ -147,18 +159,32 @@ def attend(
             rope_at = row + MAIN
             if FORMAT == PACKED:  # behind a float32 scale per group
                 rope_at = row + MAIN + 4 * (MAIN // PACKED_GROUP)
-        tile_a = load_main(
-            cache, row, scales_at, valid, 0, USED, BLOCK_A, MAIN, FORMAT, ALIGNED, ASM, dtype
-        )
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
-        scores = dot(q_a, tl.trans(tile_a), scores, PRECISION, UPCAST)
-        if TWO_TILES:
+        if EIGHT_BITS:
+            tile_a = load_stored(cache, row, valid, 0, USED, BLOCK_A)
+            scores = dot_e4m3(q_a, tile_a, scores)
+            tile_a = decode_e4m3(tile_a, dtype, ASM)
+        else:
+            tile_a = load_main(
+                cache, row, scales_at, valid, 0, USED, BLOCK_A, MAIN, FORMAT, ALIGNED, ASM, dtype
+            )
+            scores = dot(q_a, tl.trans(tile_a), scores, PRECISION, UPCAST)
+        if TWO_TILES and EIGHT_BITS:
+            tile_b = load_stored(cache, row, valid, BLOCK_A, MAIN - BLOCK_A, BLOCK_B)
+            scores = dot_e4m3(q_b, tile_b, scores)
+            tile_b = decode_e4m3(tile_b, dtype, ASM)
+        elif TWO_TILES:
             tile_b = load_main(
                 cache, row, scales_at, valid, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, MAIN, FORMAT,
                 ALIGNED, ASM, dtype,
             )  # fmt: skip
             scores = add_product(scores, q_b, tile_b, PRECISION, SEPARATE, UPCAST)
-        if ROPE > 0:
+        if ROPE > 0 and EIGHT_BITS:
+            rope = load_stored(cache, rope_at, valid, 0, ROPE, BLOCK_R)
+            scores = dot_e4m3(q_rope, rope, scores)
+            if ROPE_VALUED:
+                rope = decode_e4m3(rope, dtype, ASM)
+        elif ROPE > 0:
             rope = load_rope(cache, rope_at, valid, ROPE, BLOCK_R, FORMAT, ALIGNED, ASM, dtype)
             scores = add_product(scores, q_rope, rope, PRECISION, SEPARATE, UPCAST)
         seen = valid[None, :]
@@ -186,11 +212,32 @@ def attend(
 
 
 @triton.jit
-def load_query(q_at, mask_h, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns FIRST .. FIRST + USED - 1 of the heads' queries, zero-padded."""
+def load_query(
+    q_at, mask_h, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Columns FIRST .. FIRST + USED - 1 of the heads' queries, zero-padded, in the dtype of the
+    products. Bytes are e4m3 and stay so, but in the interpreter, which has none."""
     c = tl.arange(0, BLOCK)
     mask = mask_h[:, None] & (c < USED)[None, :]
-    return tl.load(q_at[:, None] + (FIRST + c)[None, :], mask=mask, other=0.0)
+    values = tl.load(q_at[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
+    if values.dtype == tl.uint8 and ASM:
+        values = values.to(tl.float8e4nv, bitcast=True)
+    elif values.dtype == tl.uint8:
+        values = decode_e4m3(values, dtype, ASM)
+    else:
+        values = values.to(dtype)
+    return values
+
+
+@triton.jit
+def query_scales(qk_scale, q_scale, line, mask, Q_SCALES: tl.constexpr):
+    """What scores are multiplied with: of e4m3 queries a column, from one scale or one per row."""
+    if Q_SCALES == 1:
+        qk_scale = (qk_scale * tl.load(q_scale) + tl.zeros(mask.shape, tl.float32))[:, None]
+    elif Q_SCALES == 2:
+        qk_scale = qk_scale * tl.load(q_scale + line, mask=mask, other=0.0)[:, None]
+    return qk_scale
 
 
 @triton.jit(
@@ -198,7 +245,7 @@ def load_query(q_at, mask_h, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.
     do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _latent_kernel(
-    q, query_start_loc, positions, sink,
+    q, q_scale, query_start_loc, positions, sink,
     cache_1, kv_scale_1, rows_1, row_lens_1, table_1,
     cache_2, kv_scale_2, rows_2, row_lens_2, table_2,
     out, lse,
@@ -212,7 +259,7 @@ def _latent_kernel(
     ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr,
+    STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr, Q_SCALES: tl.constexpr,
 ):  # fmt: skip
     head_tile, t, x = tl.program_id(0), first_token + tl.program_id(1), tl.program_id(2)
     ROPE_VALUED: tl.constexpr = C > MAIN
@@ -243,9 +290,10 @@ def _latent_kernel(
     heads = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = heads < H
     q_at = q + t64 * q_token + heads * q_head
-    q_a = load_query(q_at, mask_h, 0, USED, BLOCK_A).to(dtype)
-    q_b = load_query(q_at, mask_h, BLOCK_A, MAIN - BLOCK_A, BLOCK_B).to(dtype)
-    q_rope = load_query(q_at, mask_h, MAIN, ROPE, BLOCK_R).to(dtype)
+    q_a = load_query(q_at, mask_h, 0, USED, BLOCK_A, ASM, dtype)
+    q_b = load_query(q_at, mask_h, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype)
+    q_rope = load_query(q_at, mask_h, MAIN, ROPE, BLOCK_R, ASM, dtype)
+    qk_scale = query_scales(qk_scale, q_scale, t64 * H + heads, mask_h, Q_SCALES)
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_H], tl.float32)
     acc_a = tl.zeros([BLOCK_H, BLOCK_A], tl.float32)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton import _launch, _runs
 from openmla.backends.triton._build import TARGETS, Build, signature_of
-from openmla.backends.triton._tiles import PLAIN, STORED_AS, config_of, constants_of, shape_of
+from openmla.backends.triton._tiles import (
+    E4M3,
+    EIGHT_BITS_ON,
+    PLAIN,
+    STORED_AS,
+    config_of,
+    constants_of,
+    shape_of,
+)
 
 
 def latent_builds(*kinds: str) -> Iterator[Build]:
@@ -22,33 +32,39 @@ def latent_builds(*kinds: str) -> Iterator[Build]:
                 D, C = (512, 512) if len(parts) > 1 else (576, 512)
                 for H in (16, 128):
                     yield latent_build(capability, parts, format, H, D, C)
+                    if capability in EIGHT_BITS_ON and parts == ["slots"] and format != "bf16":
+                        yield latent_build(capability, parts, format, H, D, C, E4M3)
 
 
 def latent_build(
-    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int
-) -> Build:
-    shape = shape_of(torch.bfloat16, [format], H, D, C)
+    capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Build:  # fmt: skip
+    shape = shape_of(dtype, [format], H, D, C)
     config = config_of(shape, capability, [(kind, format) for kind in kinds])
     BS = 1 if kinds == ["slots"] else 64  # as flattened() makes it
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
-        sink=False, split=True,
+        sink=False, split=True, scales=2 * shape.eight_bits,
     )  # fmt: skip
+    kernel: Any = kernels._latent_kernel
+    if _launch.is_grouped(shape, [(kind, format) for kind in kinds]):
+        kernel = groups._latent_groups_kernel
     stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
-        "q": "*bf16",
+        "q": "*u8" if shape.eight_bits else "*bf16",
         "positions": "*i64",
         **dict.fromkeys(("cache_1", "cache_2"), stored),
-        **dict.fromkeys(("out", "sink", "lse", "kv_scale_1", "kv_scale_2"), "*fp32"),
+        **dict.fromkeys(("out", "sink", "lse", "q_scale", "kv_scale_1", "kv_scale_2"), "*fp32"),
         **dict.fromkeys(
             ("query_start_loc", "rows_1", "row_lens_1", "table_1",
              "rows_2", "row_lens_2", "table_2"), "*i32"),
         "qk_scale": "fp32",
     }  # fmt: skip
     return Build(
-        f"latent-{'-'.join(kinds)}-{format}-H{H}-D{D}", kernels._latent_kernel,
-        signature_of(kernels._latent_kernel, constants, types), constants, config.num_warps,
-        config.num_stages, capability, _launch.FP_FUSION,
+        f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * shape.eight_bits}-H{H}-D{D}", kernel,
+        signature_of(kernel, constants, types), constants, config.num_warps, config.num_stages,
+        capability, _launch.FP_FUSION,
     )  # fmt: skip
 
 

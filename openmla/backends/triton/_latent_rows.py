@@ -94,6 +94,18 @@ def find_rows(
 
 
 @triton.jit
+def load_stored(
+    cache, row, valid, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Columns FIRST .. FIRST + USED - 1 of some rows as they are stored, [BLOCK_N, BLOCK] bytes."""
+    c = tl.arange(0, BLOCK)
+    mask = valid[:, None]
+    if USED < BLOCK:
+        mask = mask & (c < USED)[None, :]
+    return tl.load(cache + row[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
+
+
+@triton.jit
 def load_main(
     cache, row, scales_at, valid,
     FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, MAIN: tl.constexpr,
@@ -107,7 +119,7 @@ def load_main(
         mask = valid[:, None]
     else:
         mask = valid[:, None] & (c < BYTES)[None, :]
-    tile = tl.load(cache + row[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
+    tile = tl.load(cache + row[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
     if FORMAT == FP8:
         tile = decode_e4m3(tile, dtype, ASM)
     if FORMAT == PACKED or FORMAT == V4:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton._build import capability_of, cdiv
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
 from openmla.backends.triton._tiles import (
+    E4M3,
     PACKED,
     STORED_AS,
     V4,
+    Shape,
     config_of,
     constants_of,
     shape_of,
@@ -40,6 +43,7 @@ def run_latent(
     scale: float,
     width: int,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch over all tokens. Rows are split every run_length, else into as many runs as fill the
     machine; `width` is the most rows of a token."""
@@ -50,18 +54,18 @@ def run_latent(
         q.dtype, T, H, D, C, tuple((part.kind, part.format) for part in segments),
         tuple(part.cache.shape[1] for part in segments), width, run_length, sink is not None,
         capability_of(q.device), multiprocessors(q.device), aligned=all(map(is_aligned, segments)),
-        wide=any(map(is_wide, segments)),
+        wide=any(map(is_wide, segments)), scales=scales_of(q_scale),
     )  # fmt: skip
-    runs = work.runs
-    targets = make_targets(q, C, runs)
+    runs, dtype = work.runs, out_dtype(q)
+    targets = make_targets(q, C, runs, dtype)
     if T == 0:
-        return targets.out.to(q.dtype), targets.lse
+        return targets.out.to(dtype), targets.lse
     B = query_start_loc.shape[0] - 1
     unused = query_start_loc = query_start_loc.contiguous()
     for first_token in range(0, T, TOKENS):
         work.launch(
             (work.tiles, min(T - first_token, TOKENS), runs.X),
-            q,
+            *query_pieces(q, q_scale),
             query_start_loc,
             positions.contiguous(),
             targets.lse if sink is None else sink,
@@ -80,7 +84,23 @@ def run_latent(
             *_sizes(second),
         )
     merge_runs(runs, targets, sink)
-    return targets.out.to(q.dtype), targets.lse
+    return targets.out.to(dtype), targets.lse
+
+
+def out_dtype(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == E4M3 else q.dtype
+
+
+def scales_of(q_scale: Tensor | None) -> int:
+    """Q_SCALES of kernels: none, one for all queries, one per token and head."""
+    return 0 if q_scale is None else 1 if q_scale.dim() == 0 else 2
+
+
+def query_pieces(q: Tensor, q_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Queries, e4m3 as bytes, and scales, or what is in their place."""
+    if q_scale is None:
+        return q, q
+    return q.view(torch.uint8), q_scale.contiguous()
 
 
 class Work(NamedTuple):
@@ -95,7 +115,7 @@ class Work(NamedTuple):
 def work_of(
     dtype: torch.dtype, T: int, H: int, D: int, C: int, kinds: tuple[tuple[str, str], ...],
     blocks: tuple[int, ...], width: int, run_length: int, sink: bool, capability: int, units: int,
-    *, aligned: bool, wide: bool,
+    *, aligned: bool, wide: bool, scales: int = 0,
 ) -> Work:  # fmt: skip
     """Of segments of these kinds and formats, with so many rows in a block."""
     shape = shape_of(dtype, [format for _, format in kinds], H, D, C)
@@ -103,13 +123,21 @@ def work_of(
     runs = runs_of(T, H, C, config.block_h, config.block_n, width, run_length, sink, units)
     constants = constants_of(
         shape, config, [(*kind, BS) for kind, BS in zip(kinds, blocks, strict=True)],
-        aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split,
+        aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split, scales=scales,
     )  # fmt: skip
+    kernel: Any = kernels._latent_kernel
+    if is_grouped(shape, kinds):
+        kernel = groups._latent_groups_kernel
     launch = prepare(
-        kernels._latent_kernel, constants, num_warps=config.num_warps,
+        kernel, constants, num_warps=config.num_warps,
         num_stages=config.num_stages, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     return Work(launch, cdiv(H, config.block_h), runs)
+
+
+def is_grouped(shape: Shape, kinds: Sequence[tuple[str, str]]) -> bool:
+    """e4m3 queries over packed rows are multiplied group by group."""
+    return shape.eight_bits and STORED_AS[kinds[0][1]] == PACKED
 
 
 def flattened(part: Segment) -> Segment:

@@ -80,12 +80,13 @@ def prepare_merge(
     return Merge(launch, grid, rows, part_lse, spans, spans + 4 * 3 * T)
 
 
-def make_outputs(q: Tensor, C: int, merge: Merge) -> Outputs:
+def make_outputs(q: Tensor, C: int, merge: Merge, dtype: torch.dtype | None = None) -> Outputs:
+    """Of the queries' dtype, unless told another."""
     T, H, _ = q.shape
     scratch = q.new_empty((merge.size // 4,), dtype=torch.float32)
     return Outputs(
         # the interpreter truncates where it should round: let torch round
-        q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype),
+        q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else dtype or q.dtype),
         q.new_empty((T, H), dtype=torch.float32),
         Piece(scratch, 0, torch.float32),
         Piece(scratch, merge.part_lse, torch.float32),

@@ -263,7 +263,7 @@ def store_columns(at, mask, values, FIRST: tl.constexpr, USED: tl.constexpr, BLO
     """Epilogue store: columns FIRST .. FIRST + USED - 1 of the rows at `at`."""
     c = tl.arange(0, BLOCK)
     mask = mask[:, None] & (c < USED)[None, :]
-    tl.store(at[:, None] + (FIRST + c)[None, :], values.to(at.dtype.element_ty), mask=mask)
+    tl.store(at[:, None] + (c + FIRST)[None, :], values.to(at.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -65,11 +65,11 @@ def runs_of(
     return Runs(X, length, split, merge, grid, part_lse, part_lse + 4 * T * X * H)
 
 
-def make_targets(q: Tensor, C: int, runs: Runs) -> Targets:
-    """part is [T, X, H, C], part_lse [T, X, H]."""
+def make_targets(q: Tensor, C: int, runs: Runs, dtype: torch.dtype | None = None) -> Targets:
+    """part is [T, X, H, C], part_lse [T, X, H]; out of the queries' dtype unless told another."""
     T, H, _ = q.shape
     # the interpreter truncates where it should round: let torch round
-    out = q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else q.dtype)
+    out = q.new_empty((T, H, C), dtype=torch.float32 if interpreted() else dtype or q.dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
     if not runs.split:
         return Targets(out, lse, out, lse)

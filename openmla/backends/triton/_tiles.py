@@ -51,6 +51,10 @@ EXACT_IN = {
     "fp8_dsv4": (torch.bfloat16,),
 }
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+E4M3 = torch.float8_e4m3fn
+EIGHT_BITS_ON = (89, 90, 100, 120)  # targets with products of e4m3
+LEAST_COLUMNS = 16  # of a product; 32 of eight bits
+MOST_GROUPED = 512  # columns of packed rows that e4m3 queries are multiplied with
 WIDEST = 1024  # columns of a row, held as tiles of a power of two
 FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all
 MMA_ROWS = 16  # a warp's rows of a product
@@ -107,6 +111,8 @@ PAGED_SM80 = Config(32, 64, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_32 = Config(32, 32, 8, 2, hoist=DISABLE_LICM_STOPS_TRITON)
 PAGED_32_PACKED = Config(32, 32, 8, 1, 256, hoist=False)
 PAGED_FP8_SM90 = Config(64, 64, 8, 2, hoist=False)
+E4M3_SM90 = Config(64, 32, 8, 2, hoist=False)  # with 64 keys it spills
+E4M3_16_SM90 = Config(16, 32, 8, 2, 256)  # with 4 warps
 PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
 PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)
 TILES = {
@@ -141,10 +147,31 @@ class Shape(NamedTuple):
     ROPE: int
     products: torch.dtype
     PRECISION: str
+    eight_bits: bool = False  # queries are, and so are the products with rows
+
+
+def why_not_eight_bits(problem: Problem) -> str | None:
+    """Why there is no product of e4m3 queries and rows."""
+    if torch.version.hip is not None:
+        return "takes 16- and 32-bit queries on this device"
+    if problem.capability is not None and problem.capability < (8, 9):
+        return "multiplies fp8 from SM89 on, this is SM{}{}".format(*problem.capability)
+    if problem.format == "fp8_ds_mla":
+        if packed_main(problem.D) != problem.C:
+            return f"takes e4m3 queries over {problem.format} for its e4m3 columns alone"
+        if problem.C > MOST_GROUPED:
+            return f"takes e4m3 queries over values of up to {MOST_GROUPED} columns"
+        one = len(problem.kinds) < 2
+        return None if one else "takes e4m3 queries over one segment of fp8_ds_mla"
+    return None if problem.format == "fp8" else f"takes e4m3 queries over fp8, not {problem.format}"
 
 
 def why_not_latent(problem: Problem) -> str | None:
-    if problem.dtype not in PRODUCTS:
+    if problem.dtype == E4M3:
+        reason = why_not_eight_bits(problem)
+        if reason is not None:
+            return reason
+    elif problem.dtype not in PRODUCTS:
         return f"takes 16- and 32-bit queries, this is {problem.dtype}"
     for format in problem.format.split():
         if format not in STORED_AS:
@@ -174,6 +201,8 @@ def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int)
         main = D
     elif PACKED in stored_as:
         main = packed_main(D)
+    if dtype == E4M3:  # weights and values: both types hold rows, bf16 is decoded faster
+        return Shape(H, C, main, D - main, torch.bfloat16, "tf32", True)
     if all(dtype in EXACT_IN.get(format, ()) for format in formats):
         return Shape(H, C, main, D - main, dtype, "tf32")
     narrow = dtype.itemsize == 2 and all(format in EXACT_IN for format in formats)
@@ -196,7 +225,10 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
         case = "positions"
     else:
         case = "two segments" if len(segments) > 1 else f"{paged}plain"
-    return TILES[case, shape.H > FEW_HEADS][nearest_target(capability)]
+    target, many = nearest_target(capability), shape.H > FEW_HEADS
+    if shape.eight_bits and target == 90 and (many or case == "paged fp8"):
+        return E4M3_SM90 if many else E4M3_16_SM90
+    return TILES[case, many][target]
 
 
 def constants_of(
@@ -208,6 +240,7 @@ def constants_of(
     wide: bool,
     sink: bool,
     split: bool,
+    scales: int = 0,
 ) -> dict[str, Any]:
     (kind_1, format_1, BS_1), (kind_2, format_2, BS_2) = segments[0], segments[-1]
     return {
@@ -223,11 +256,13 @@ def constants_of(
         "SINK": sink,
         "SPLIT": split,
         **tile_constants(shape, config, aligned=aligned, wide=wide),
+        "Q_SCALES": scales,
     }
 
 
 def tile_constants(shape: Shape, config: Config, *, aligned: bool, wide: bool) -> dict[str, Any]:
     """What kernels of latent attention specialise on alike."""
+    least = 2 * LEAST_COLUMNS if shape.eight_bits else LEAST_COLUMNS
     return {
         "H": shape.H,
         "C": shape.C,
@@ -238,9 +273,9 @@ def tile_constants(shape: Shape, config: Config, *, aligned: bool, wide: bool) -
         "OFFSET": tl.int64 if wide else tl.int32,
         "BLOCK_H": config.block_h,
         "BLOCK_N": config.block_n,
-        "BLOCK_A": min(max(next_power_of_2(shape.MAIN), 16), config.columns),
-        "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), 16),
-        "BLOCK_R": max(next_power_of_2(shape.ROPE), 16),
+        "BLOCK_A": min(max(next_power_of_2(shape.MAIN), least), config.columns),
+        "BLOCK_B": max(next_power_of_2(max(shape.MAIN - config.columns, 1)), least),
+        "BLOCK_R": max(next_power_of_2(shape.ROPE), least),
         "PRECISION": shape.PRECISION,
         # where several warps would compute the same rows of chained products: see unchain()
         "UNCHAINED": assembly() and MMA_ROWS * config.num_warps > config.block_h > MMA_ROWS,

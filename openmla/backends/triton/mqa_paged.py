@@ -21,9 +21,19 @@ from openmla.backends.triton._build import (
     next_power_of_2,
     signature_of,
 )
-from openmla.backends.triton._launch import FP_FUSION, inner_contiguous, is_aligned, is_wide
+from openmla.backends.triton._launch import (
+    FP_FUSION,
+    inner_contiguous,
+    is_aligned,
+    is_wide,
+    out_dtype,
+    query_pieces,
+    scales_of,
+)
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._tiles import (
+    E4M3,
+    EIGHT_BITS_ON,
     FEW_HEADS,
     PLAIN,
     STORED_AS,
@@ -67,7 +77,7 @@ class Sizes(NamedTuple):
 @lru_cache(maxsize=4096)
 def schedule_of(
     sizes: Sizes, dtype: torch.dtype, format: str, capability: int, units: int, *, causal: bool,
-    aligned: bool, wide: bool,
+    aligned: bool, wide: bool, scales: int,
 ) -> Schedule:  # fmt: skip
     """For so many multiprocessors."""
     T, H, D, C, BS, B, M, max_query_len, run_length = sizes
@@ -78,8 +88,9 @@ def schedule_of(
     programs = max(occupancy(config) * max(units, 1) // tiles, 1)
     fixed = run_length > 0
     constants = paged_constants(
-        shape, config, format, BS, tokens, causal=causal, fixed=fixed, aligned=aligned, wide=wide
-    )
+        shape, config, format, BS, tokens, causal=causal, fixed=fixed, aligned=aligned, wide=wide,
+        scales=scales,
+    )  # fmt: skip
     launch = prepare(
         kernels._paged_kernel, constants, num_warps=config.num_warps, num_stages=config.num_stages,
         enable_fp_fusion=FP_FUSION,
@@ -105,6 +116,7 @@ def run(
     causal: bool,
     max_query_len: int,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     T, H, D = q_latent.shape
     N, BS, W = cache.shape
@@ -113,15 +125,16 @@ def run(
     schedule = schedule_of(
         Sizes(T, H, D, C, BS, B, M, max_query_len, run_length), q_latent.dtype, format,
         capability_of(q_latent.device), multiprocessors(q_latent.device), causal=causal,
-        aligned=is_aligned(segment), wide=is_wide(segment),
+        aligned=is_aligned(segment), wide=is_wide(segment), scales=scales_of(q_scale),
     )  # fmt: skip
-    outputs = merge.make_outputs(q_latent, C, schedule.merge)
+    dtype = out_dtype(q_latent)
+    outputs = merge.make_outputs(q_latent, C, schedule.merge, dtype)
     if T == 0:
-        return outputs.out.to(q_latent.dtype), outputs.lse
+        return outputs.out.to(dtype), outputs.lse
     table = inner_contiguous(block_table)
     schedule.launch(
         schedule.grid,
-        q_latent,
+        *query_pieces(q_latent, q_scale),
         query_start_loc.contiguous(),
         seq_lens.contiguous(),
         table,
@@ -143,7 +156,7 @@ def run(
         schedule.merge.rows,
     )
     merge.merge_parts(schedule.merge, outputs)
-    return outputs.out.to(q_latent.dtype), outputs.lse
+    return outputs.out.to(dtype), outputs.lse
 
 
 def tile_of(
@@ -169,7 +182,7 @@ def unit_of(config: Config) -> int:
 
 def paged_constants(
     shape: Shape, config: Config, format: str, BS: int, tokens: int, *, causal: bool, fixed: bool,
-    aligned: bool, wide: bool,
+    aligned: bool, wide: bool, scales: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         **tile_constants(shape, config, aligned=aligned, wide=wide),
@@ -180,6 +193,7 @@ def paged_constants(
         "CAUSAL": causal,
         "FIXED": fixed,
         "BLOCK_T": next_power_of_2(tokens),
+        "Q_SCALES": scales,
     }
 
 
@@ -187,23 +201,28 @@ def builds() -> Iterator[Build]:
     kernel: Any = kernels._paged_kernel
     types = {
         **dict.fromkeys(("q", "out"), "*bf16"),
-        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale"), "*fp32"),
+        **dict.fromkeys(("lse", "part", "part_lse", "kv_scale", "q_scale"), "*fp32"),
         **dict.fromkeys(("query_start_loc", "seq_lens", "table", "spans"), "*i32"),
         "qk_scale": "fp32",
     }
     for capability in TARGETS:
-        for format in ("bf16", "fp8", "fp8_ds_mla"):
+        cases = [(torch.bfloat16, format) for format in ("bf16", "fp8", "fp8_ds_mla")]
+        if capability in EIGHT_BITS_ON:
+            cases += [(E4M3, "fp8"), (E4M3, "fp8_ds_mla")]
+        for dtype, format in cases:
             stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
+            eight = dtype == E4M3
+            own_types = {**types, "q": "*u8" if eight else "*bf16", "cache": stored}
             for H, new in ((16, 1), (128, 1), (8, 4)):
-                shape = shape_of(torch.bfloat16, [format], H, 576, 512)
+                shape = shape_of(dtype, [format], H, 576, 512)
                 config, tokens = tile_of(shape, capability, format, new, 0)
                 constants = paged_constants(
                     shape, config, format, 64, tokens, causal=True, fixed=False, aligned=True,
-                    wide=False,
+                    wide=False, scales=2 * eight,
                 )  # fmt: skip
                 yield Build(
-                    f"paged-{format}-H{H}x{new}-D576", kernel,
-                    signature_of(kernel, constants, {**types, "cache": stored}), constants,
+                    f"paged-{format}{'-e4m3' * eight}-H{H}x{new}-D576", kernel,
+                    signature_of(kernel, constants, own_types), constants,
                     config.num_warps, config.num_stages, capability, FP_FUSION,
                 )  # fmt: skip
         for most_runs, T, fixed in ((8, 64, False), (132, 1, False), (8, 1, True), (8, 64, True)):

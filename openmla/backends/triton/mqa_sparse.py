@@ -44,6 +44,7 @@ def run(
     C: int,
     scale: float,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return run_latent(
         q_latent,
@@ -55,6 +56,7 @@ def run(
         scale=scale,
         run_length=run_length,
         width=sum(segment.width for segment in segments),
+        q_scale=q_scale,
     )
 
 

@@ -21,6 +21,7 @@ from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
+from openmla.plan.checks import check_query_dtype
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     absorbed_format: str | None = None
     group: Any = None
     batch_invariant: bool = False
+    query_dtype: str | None = None
 
 
 DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
@@ -76,9 +78,12 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         may_grow=num_blocks is None,
         absorbed_format=options.absorbed_format,
         batch_invariant=options.batch_invariant,
+        query_dtype=options.query_dtype,
         ranks=_ranks_of(options, config, block_size),
     )
     _check_options(options, config, block_size)
+    device = next(modules[0].parameters()).device
+    check_query_dtype("attach", config, options.query_dtype, options.cache_format, device)
     _check_capture(model, options)
     attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
     if options.backend == "auto":
@@ -127,6 +132,11 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     group = options.group
     if group is None:
         return None
+    if options.query_dtype is not None:
+        raise UnsupportedError(
+            f"attach: query_dtype must be None with a group, whose ranks exchange 16-bit queries, "
+            f"got {options.query_dtype!r}."
+        )
     if options.batch_invariant:
         raise UnsupportedError(
             "attach: batch_invariant must not be asked for with a group: ranks multiply by "

@@ -1,0 +1,61 @@
+"""e4m3 queries: what goes with them, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from openmla.errors import ShapeError, UnsupportedError
+from openmla.hardware import capability
+
+E4M3 = torch.float8_e4m3fn
+EIGHT_BITS = ("fp8", "fp8_ds_mla")  # formats of rows that they multiply
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether a device is a GPU that has products of fp8."""
+    found = capability(device)
+    return device.type == "cuda" and found is not None and found >= (8, 9)
+
+
+def check_chip(where: str, device: torch.device) -> None:
+    """Raise on a GPU that has no products of fp8: widening queries there would only lose bits."""
+    found = capability(device)
+    if device.type == "cuda" and found is not None and not multiplies_fp8(device):
+        raise UnsupportedError(
+            f"{where}: fp8 queries must be on SM89 or newer, which multiply fp8, "
+            f"got SM{found[0]}{found[1]}."
+        )
+
+
+def out_dtype(queries: torch.dtype) -> torch.dtype:
+    """Of outputs: the queries', for e4m3 ones bf16."""
+    return torch.bfloat16 if queries == E4M3 else queries
+
+
+def check_queries(op: str, q: Tensor, q_scale: Tensor | None, formats: Sequence[str]) -> None:
+    """Raise unless e4m3 queries, and no others, come with their scale, over rows of eight bits."""
+    if q.dtype != E4M3:
+        if q_scale is not None:
+            raise ShapeError(f"{op}: q_scale must be None for queries of {q.dtype}, got a tensor.")
+        return
+    for format in formats:
+        if format not in EIGHT_BITS:
+            raise ShapeError(
+                f"{op}: queries over a {format} cache must be 16 bits or wider, got {q.dtype}. "
+                f"e4m3 queries read {', '.join(EIGHT_BITS)}."
+            )
+    T, H, _ = q.shape
+    if q_scale is None:
+        raise ShapeError(f"{op}: q_scale must be given with queries of {q.dtype}, got None.")
+    if q_scale.dtype != torch.float32 or q_scale.device != q.device:
+        raise ShapeError(
+            f"{op}: q_scale must be float32 on {q.device}, got {q_scale.dtype} on {q_scale.device}."
+        )
+    check_chip(op, q.device)
+    if q_scale.shape not in ((), (T, H)):
+        raise ShapeError(
+            f"{op}: q_scale must be [] or [T, H] with T={T}, H={H}, got {tuple(q_scale.shape)}."
+        )
