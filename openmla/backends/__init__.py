@@ -33,6 +33,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
+    "quantize_heads": ("triton", "reference"),
     "quantize_out": ("triton", "reference"),
     "project_heads": ("triton", "reference"),
     "project_quantize": ("triton", "reference"),
@@ -178,6 +179,13 @@ def reads_apart(problem: Problem, backend: str) -> bool:
     rule: Callable[[Problem], bool] | None
     rule = getattr(load(problem.op, backend), "reads_apart", None)
     return problem.R > 0 and rule is not None and rule(problem)
+
+
+def keys_contiguous(problem: Problem, backend: str) -> bool:
+    """Whether a backend wants values with their keys contiguous, not their columns."""
+    rule: Callable[[Problem], bool] | None
+    rule = getattr(load(problem.op, backend), "keys_contiguous", None)
+    return rule is not None and rule(problem)
 
 
 def _interpreted() -> bool:

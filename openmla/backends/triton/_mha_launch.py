@@ -28,7 +28,14 @@ from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
 from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._versions import JOINS_BRANCHES
 
-PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+E4M3 = torch.float8_e4m3fn
+PRODUCTS = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    E4M3: tl.float8e4nv,
+}
+FIRST_EIGHT = 89  # the first target with products of e4m3; AMD's CDNA3 has another eight bits
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
 WIDEST = 512  # columns of a head
@@ -45,6 +52,7 @@ class Strides(NamedTuple):
     k: int
     k_pe: int
     v: int
+    v_column: int = 1
 
 
 class Config(NamedTuple):
@@ -80,14 +88,15 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
     if columns + block_v > 512 or (columns > 256 and not asynchronous):  # or it spills
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
-    free = SHARED_MEMORY[target] - RESERVED - 2 * block_m * columns
-    key_bytes = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
+    size = dtype.itemsize
+    free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
+    key_bytes = size * (columns + block_v) + (block_m // 8 if bits else 0)
     lengths = (128, 64, 32) if asynchronous else (64, 32)
     if JOINS_BRANCHES and not asynchronous and block_m == 128:
         lengths = (32,)  # longer tiles spill
     for block_n in lengths:
         # with 4 warps softmax weights go through shared memory between the two products
-        weights = 2 * block_m * block_n if num_warps == 4 else 0
+        weights = size * block_m * block_n if num_warps == 4 else 0
         tiles = (free - weights) // (block_n * key_bytes)
         if tiles >= (3 if asynchronous else 2):
             stages = 4 if asynchronous and bits and tiles > 3 else 3
@@ -97,9 +106,23 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     return Config(block_m, 32, num_warps, 2)
 
 
+def no_eight_bits(problem: Problem) -> str | None:
+    """Why a device has no products of e4m3."""
+    if torch.version.hip is not None:
+        return "has products of e4m3 on NVIDIA's GPUs only"
+    if problem.capability is not None and problem.capability < (8, 9):
+        major, minor = problem.capability
+        return f"needs SM89 for products of e4m3, this is SM{major}{minor}"
+    return None
+
+
 def why_not_mha(problem: Problem) -> str | None:
     if problem.dtype not in PRODUCTS:
-        return f"takes 16- and 32-bit queries, this is {problem.dtype}"
+        return f"takes e4m3, 16- and 32-bit queries, this is {problem.dtype}"
+    if problem.dtype == E4M3:
+        reason = no_eight_bits(problem)
+        if reason is not None:
+            return reason
     if max(problem.E, problem.V) > WIDEST:
         return f"takes heads up to {WIDEST} wide, these are {max(problem.E, problem.V)}"
     return None
@@ -117,16 +140,24 @@ def run_mha(
     scale: float,
     causal: bool = False,
     max_key_len: int,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch over all queries; the launch does not depend on the contents of start_locs or mask."""
-    (T, H, E), V = q.shape, v.shape[2]
+    (T, H, E), V, dtype = q.shape, v.shape[2], q.dtype
+    out_dtype = dtype if out_dtype is None else out_dtype
     # the interpreter truncates where it should round: let torch round
-    out = q.new_empty((T, H, V), dtype=torch.float32 if interpreted() else q.dtype)
+    out = q.new_empty((T, H, V), dtype=torch.float32 if interpreted() else out_dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
     if T * H == 0:
-        return out.to(q.dtype), lse
+        return out.to(out_dtype), lse
+    q_scale, k_scale, v_scale = (lse, lse, lse) if scales is None else scales
+    if scales is not None:
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        if interpreted():
+            q, k, v = (each.view(torch.uint8) for each in (q, k, v))
     bits = mask is not None
-    config = config_of(q.dtype, E, V, capability_of(q.device), bits=bits)
+    config = config_of(dtype, E, V, capability_of(q.device), bits=bits)
     query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
     B = query_start_loc.shape[0] - 1
     grid = T // config.block_m + B + 1
@@ -155,9 +186,10 @@ def run_mha(
         )
     if k_pe is not None and not cut_alike(k.shape[2], E, V):
         k, k_pe = joined(k, k_pe), None
-    strides = Strides(k.stride(0), 0 if k_pe is None else k_pe.stride(0), v.stride(0))
+    pe_stride = 0 if k_pe is None else k_pe.stride(0)
+    strides = Strides(k.stride(0), pe_stride, v.stride(0), 1 if scales is None else v.stride(2))
     constants = constants_of(
-        q.dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
+        dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
     )
     launch = prepare(
         _mha_kernel,
@@ -172,6 +204,9 @@ def run_mha(
         k,
         k if k_pe is None else k_pe,
         v,
+        q_scale,
+        k_scale,
+        v_scale,
         query_start_loc,
         key_start_loc,
         query_start_loc if mask is None else mask,
@@ -186,10 +221,12 @@ def run_mha(
         q.stride(1),
         k.stride(1),
         v.stride(1),
+        q_scale.stride(0),
+        q_scale.stride(1),
         0 if mask is None else mask.stride(0),
         0 if mask is None else tiles.stride(0),
     )
-    return out.to(q.dtype), lse
+    return out.to(out_dtype), lse
 
 
 def list_constants(config: Config) -> dict[str, Any]:
@@ -216,6 +253,8 @@ def constants_of(
         "K_TOKEN": strides.k,
         "PE_TOKEN": strides.k_pe if apart else strides.k,
         "V_TOKEN": strides.v,
+        "V_COLUMN": strides.v_column,
+        "EIGHT": dtype == E4M3,
         "APART": apart,
         "H": H,
         "E": E,
@@ -245,9 +284,10 @@ def mha_build(
         dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
     )
     types = {
-        **dict.fromkeys(("q", "k", "k_pe", "v", "out"), "*" + TYPES[dtype]),
+        **dict.fromkeys(("q", "k", "k_pe", "v"), "*" + TYPES[dtype]),
+        "out": "*" + TYPES[torch.bfloat16 if dtype == E4M3 else dtype],
         **dict.fromkeys(LISTED, "*i32"),
-        "lse": "*fp32",
+        **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32"),
         "qk_scale": "fp32",
     }
     seen = "bits" if bits else "causal" if causal else "all"
@@ -279,6 +319,9 @@ def mha_builds(*, bits: bool) -> Iterator[Build]:
         for E, V in SPARSE_WIDTHS if bits else WIDTHS:
             yield mha_build(capability, E, V, bits=bits)
         yield mha_build(capability, 192, 128, bits=bits, dtype=torch.float32)
+        if FIRST_EIGHT <= capability < GFX942:
+            for E, V in SPARSE_WIDTHS:
+                yield mha_build(capability, E, V, bits=bits, dtype=E4M3)
         if bits:
             yield list_build(capability)
         else:
