@@ -62,7 +62,7 @@ ONLY_IN = {
 
 # Where functions stay short enough to be held in mind; kernels and ops' schemas are long by nature.
 SHORT = ("config", "plan", "attention", "parallel", "layers", "integrations", "bisect", "cli")
-MOST_LINES, MOST_PARAMETERS = 80, 13
+MOST_LINES, MOST_PARAMETERS = 80, 15
 THEIRS = ("flash_mla_with_kvcache",)  # whose arguments another package decided
 
 # Device data is never read back. The reference defines meaning and may; the CPU branches of

@@ -39,6 +39,7 @@ SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
 EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
+FP8_PREFILL = "fp8-prefill"  # likewise: what is expanded
 
 
 class Result(NamedTuple):
@@ -86,6 +87,7 @@ def run_eval(options: argparse.Namespace) -> int:
             detach(model)
         if options.formats is None and checkpoint.config.compressor is None:
             results.append(measure_eight_bits(model, windows.to(device), attention, options))
+            results.append(measure_fp8_prefill(model, windows.to(device), attention, options))
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
@@ -137,6 +139,16 @@ def measure_eight_bits(
     """The model's own cache format, and kv_b_proj in eight bits wherever it is absorbed."""
     attach(model, index_format=options.index_format, absorbed_format="fp8")
     result = measure(model, windows, attention, EIGHT_BITS)
+    detach(model)
+    return result
+
+
+def measure_fp8_prefill(
+    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
+) -> Result:
+    """The model's own cache format, and expanded heads in e4m3."""
+    attach(model, index_format=options.index_format, prefill_dtype="fp8")
+    result = measure(model, windows, attention, FP8_PREFILL)
     detach(model)
     return result
 

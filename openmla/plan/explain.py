@@ -35,6 +35,8 @@ def explain(plan: Plan, finished: bool) -> str:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
+    if plan.prefill_dtype is not None:
+        lines.append(_eight_bits(plan))
     if plan.batch_invariant:
         lines.append(_invariant(plan, finished))
     if plan.output is not None:
@@ -58,6 +60,17 @@ def _invariant(plan: Plan, finished: bool) -> str:
     )
 
 
+def _eight_bits(plan: Plan) -> str:
+    """What of a step is in fp8 because it was asked for."""
+    if "quantize_heads" not in plan.backends:
+        return "fp8       asked for, but nothing is expanded"
+    rows = ", rows of the cache as they are stored" if plan.keeps_codes else ""
+    return (
+        f"fp8       expanded queries, keys and values in e4m3, asked for: a scale per row and head "
+        f"of queries, per head of keys and values{rows}"
+    )
+
+
 def _output(plan: Plan, output: str) -> str:
     """Which op ends the tokens of each form."""
     parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
@@ -73,7 +86,12 @@ def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
     new = num_rows(rows)
     keys = gathered if prefill.one_shot is not None else max(gathered, new)
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    if plan.prefill_dtype is not None:  # whole keys, values and queries are bytes
+        each -= config.num_heads * config.qk_head_dim
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
+    if plan.prefill_dtype is not None:
+        width = config.qk_head_dim + config.v_head_dim
+        held += config.num_heads * (keys * width + new * config.qk_head_dim)
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
     return [
         f"expanded  {prefill.query_start_loc.shape[0] - 1} requests, up to "
@@ -319,6 +337,7 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         merges = sum(chunk.continued is not None for chunk in contexts_of)
     one_launch = not finished and _in_one_launch(plan)
     new_keys = plan.prefill is not None and plan.prefill.route != "context"
+    expanding = bool(new_keys + chunks)
     return {
         "latent_write": int(one_launch and plan.causal),
         "cache_write": int(not one_launch and plan.causal),
@@ -329,6 +348,8 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "merge_states": merges + groups,
         "merge_quantize": ended,
         "project_quantize": (plan.decode is not None) + (plan.sparse is not None) * query_chunks,
+        # queries once, keys and values each time
+        "quantize_heads": expanding + bool(groups) + 2 * (new_keys + chunks + contexts),
         "quantize_out": _quantized_apart(plan),
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),

@@ -18,7 +18,9 @@ from openmla.plan.captured import captured_parts, check_buffers, fill
 from openmla.plan.checks import (
     check_batch,
     check_cache,
+    check_eight_bit_products,
     check_planned_output,
+    check_prefill_dtype,
     check_room_for_keys,
     check_workspace,
 )
@@ -51,6 +53,7 @@ def make_plan(
     beside: Plan | None = None,
     compiled: bool = False,
     output: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -83,22 +86,17 @@ def make_plan(
 
     `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
     that ends each form in it, explain() says which. V4 has none.
+
+    With `prefill_dtype` "fp8" expanded queries, keys and values are e4m3, under scales that are
+    found on the device; rows of an fp8 cache are gathered as they are stored. Chips from SM89 on
+    have products of e4m3; docs/fp8-prefill.md has what it gains and what it costs.
     """
-    check_kind("plan", "batch", batch, Batch)
-    check_kind("plan", "config", config, MLAConfig)
-    check_kind("plan", "compiled", compiled, bool)
-    check_kind("plan", "batch_invariant", batch_invariant, bool)
-    if not isinstance(cache, LayerCache):
-        raise ConfigError(
-            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
-        )
-    if into is not None:
-        check_buffers("plan", "into", into)
-    if compiled and into is not None:
-        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+    _check_kinds(batch, config, cache, compiled, batch_invariant)
+    _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
-    latent = partial(_plan_latent, output=output)
+    check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
+    latent = partial(_plan_latent, output=output, prefill_dtype=prefill_dtype)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
@@ -117,6 +115,26 @@ def make_plan(
     return symbolic(plan) if compiled else plan
 
 
+def _check_kinds(
+    batch: Batch, config: MLAConfig, cache: LayerCache, compiled: bool, batch_invariant: bool
+) -> None:
+    check_kind("plan", "batch", batch, Batch)
+    check_kind("plan", "config", config, MLAConfig)
+    check_kind("plan", "compiled", compiled, bool)
+    check_kind("plan", "batch_invariant", batch_invariant, bool)
+    if not isinstance(cache, LayerCache):
+        raise ConfigError(
+            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
+        )
+
+
+def _check_into(into: dict[str, Tensor] | None, compiled: bool) -> None:
+    if into is not None:
+        check_buffers("plan", "into", into)
+    if compiled and into is not None:
+        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+
+
 def _plan_latent(
     batch: Batch,
     config: MLAConfig,
@@ -132,15 +150,14 @@ def _plan_latent(
     beside: Plan | None,
     uniform: bool,
     output: str | None,
+    prefill_dtype: str | None,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    if dtype is None:
-        layout = latent.layout
-        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    dtype = _queries_dtype(latent, dtype, prefill_dtype)
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, latent.data.device)
@@ -152,20 +169,19 @@ def _plan_latent(
         )
         parts = _parts(
             batch, config, cache, dtype, routes, rows_at_once, uniform,
-            quantized=output is not None, fixed=batch_invariant,
+            quantized=output is not None, fixed=batch_invariant, apart=bool(prefill_dtype),
         )  # fmt: skip
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
         parts, values = captured_parts(batch, config, cache, dtype, into)
-        name = "absorbed" if parts.sparse is None else "chosen"
-        routes = {name: range(len(batch.query_lens))}
+        routes = {"absorbed" if parts.sparse is None else "chosen": range(len(batch.query_lens))}
         form, workspace = "captured", None
     run_length = FIXED_RUN if batch_invariant else 0
-    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output)
+    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, prefill_dtype)
     kind = cache_kind([latent], cache.index)
     choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
-    if parts.prefill is not None:
+    if parts.prefill is not None and prefill_dtype is None:
         check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
     if into is None:
         parts = upload(parts, latent.data.device)
@@ -187,6 +203,8 @@ def _plan_latent(
         padding=batch.padding if into is None else 0,
         run_length=run_length,
         output=output,
+        prefill_dtype=prefill_dtype,
+        by_key=choice.by_key,
         ends=dict(choice.ends),
         causal=batch.causal,
         workspace=workspace,
@@ -197,6 +215,18 @@ def _plan_latent(
         form=form,
         routes=routes,
     )
+
+
+def _queries_dtype(
+    latent: PagedCache, dtype: torch.dtype | None, prefill_dtype: str | None
+) -> torch.dtype:
+    """As given, or by default the cache's, bf16 for a packed cache. Chips are looked at."""
+    layout = latent.layout
+    if dtype is None:
+        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    if prefill_dtype is not None:
+        check_eight_bit_products("plan", latent.data.device, dtype)
+    return dtype
 
 
 def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:
@@ -283,6 +313,7 @@ def _parts(
     *,
     quantized: bool,
     fixed: bool,
+    apart: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -294,7 +325,7 @@ def _parts(
     if prefilling:
         prefill = plan_prefill(
             batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized,
-            fixed=fixed,
+            fixed=fixed, apart=apart and latent.format == "fp8",
         )  # fmt: skip
     if choosing:
         chosen = (routes["chosen"], routes["masked"])

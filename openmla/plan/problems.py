@@ -15,6 +15,7 @@ from openmla.backends import (
     bucketed,
     choose_backend,
     efficiency,
+    keys_contiguous,
     prefers_slots,
     reads_apart,
     times_forgotten,
@@ -45,6 +46,7 @@ from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.pack_mask import problem as pack_mask_problem
 from openmla.ops.project_heads import problem as project_heads_problem
 from openmla.ops.project_quantize import problem as project_quantize_problem
+from openmla.ops.quantize_heads import problem as quantize_heads_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.rope import problem as rope_problem
 from openmla.plan.rows import num_rows
@@ -68,6 +70,7 @@ class Choice(NamedTuple):
     requested: dict[str, str]
     keys_apart: bool = False  # of mha_ragged
     ends: Mapping[str, str] = {}  # of quantised outputs
+    by_key: frozenset[str] = frozenset()  # ops that read values with their keys contiguous
 
 
 class CacheKind(NamedTuple):
@@ -89,6 +92,7 @@ class Calls(NamedTuple):
     route: str  # of prefill, "" if there is none
     sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
     output: str = ""  # the format that outputs are quantised to
+    eight_bits: bool = False  # expanded heads are e4m3
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
@@ -177,7 +181,8 @@ def choose(
         problem.op == "mha_ragged" and reads_apart(problem, backends[problem.op])
         for problem in problems
     )
-    return Choice(problems, backends, requested(thawed(backend)), apart, ends)
+    by_key = frozenset(p.op for p in problems if keys_contiguous(p, backends[p.op]))
+    return Choice(problems, backends, requested(thawed(backend)), apart, ends, by_key)
 
 
 def calls_of(
@@ -185,6 +190,7 @@ def calls_of(
     prefill: PrefillPlan | None,
     sparse: SparsePlan | None,
     output: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Calls:
     return Calls(
         None
@@ -193,6 +199,7 @@ def calls_of(
         "" if prefill is None else prefill.route,
         None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
         output or "",
+        prefill_dtype is not None,
     )
 
 
@@ -229,6 +236,8 @@ def find_problems(
     device, (format, index_format) = kind.device, kind.formats
     D, C, alone = config.latent_dim, config.kv_lora_rank, run_length > 0
     E, V = config.qk_head_dim, config.v_head_dim
+    heads = torch.float8_e4m3fn if calls.eight_bits else dtype
+    rows = torch.float8_e4m3fn if calls.eight_bits and format == "fp8" else dtype
     problems = [
         latent_write_problem(device, dtype, format, D=D, E=E),
         cache_write_problem(device, dtype, format),
@@ -245,12 +254,14 @@ def find_problems(
             )
         )  # fmt: skip
     if calls.route:
-        R = config.qk_rope_head_dim
-        problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V, batch_invariant=alone))
+        R = 0 if calls.eight_bits else config.qk_rope_head_dim
+        problems.append(mha_ragged_problem(device, heads, E=E, R=R, V=V, batch_invariant=alone))
         if calls.route != "new":
-            problems.append(cache_gather_problem(device, dtype, format))
+            problems.append(cache_gather_problem(device, rows, format))
         if calls.route in ("chunked", "context"):
             problems.append(merge_states_problem(device, dtype))
+    if calls.eight_bits and (calls.route or (calls.sparse is not None and calls.sparse[1])):
+        problems.append(quantize_heads_problem(device, dtype))
     if index_format and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, index_format))
     if calls.sparse is not None:
@@ -262,8 +273,8 @@ def find_problems(
             problems.append(gathering_problem(config, kind, dtype, tokens, run_length))
         if masked:
             problems.append(pack_mask_problem(device))
-            problems.append(mha_masked_problem(device, dtype, E=E, V=V, batch_invariant=alone))
-            problems.append(cache_gather_problem(device, dtype, format))
+            problems.append(mha_masked_problem(device, heads, E=E, V=V, batch_invariant=alone))
+            problems.append(cache_gather_problem(device, rows, format))
             problems.append(merge_states_problem(device, dtype))
     if alone:  # else torch multiplies
         P = config.qk_nope_head_dim

@@ -1,5 +1,4 @@
-"""mha_ragged, Gluon: packed requests of any lengths; 16-bit heads, keys whole or in two parts, and
-e4m3 ones."""
+"""mha_ragged, Gluon: packed requests of any lengths; keys whole or in two parts; e4m3 heads."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def attach(
     capture: bool | None = None,
     absorbed_format: str | None = None,
     batch_invariant: bool = False,
+    prefill_dtype: str | None = None,
     group: Any = None,
 ) -> Model:
     """Run a model's MLA layers here from now on; returns the model.
@@ -82,6 +83,8 @@ def attach(
     batch. That is so of the attention alone: the model's linears, its norms and its experts are
     torch's, whose bits do, and the caller's to replace if whole outputs are to be equal.
 
+    With prefill_dtype="fp8" prompts attend in e4m3, as make_plan() has it; without a group.
+
     `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
     over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
     Every rank runs the whole model on the same tokens, from one thread at a time, and gets the same
@@ -93,7 +96,7 @@ def attach(
     """
     options = Options(
         cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture,
-        absorbed_format, group, batch_invariant,
+        absorbed_format, group, batch_invariant, prefill_dtype,
     )  # fmt: skip
     attachment = check_model(model, options)
     # a recorded step has the group's collectives in it: with a group, only where it is asked for

@@ -21,6 +21,7 @@ from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
+from openmla.plan.checks import check_eight_bit_products, check_prefill_dtype
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     absorbed_format: str | None = None
     group: Any = None
     batch_invariant: bool = False
+    prefill_dtype: str | None = None
 
 
 DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
@@ -76,9 +78,13 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         may_grow=num_blocks is None,
         absorbed_format=options.absorbed_format,
         batch_invariant=options.batch_invariant,
+        prefill_dtype=options.prefill_dtype,
         ranks=_ranks_of(options, config, block_size),
     )
     _check_options(options, config, block_size)
+    if options.prefill_dtype is not None:
+        weight = next(modules[0].parameters())
+        check_eight_bit_products("attach", weight.device, weight.dtype)
     _check_capture(model, options)
     attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
     if options.backend == "auto":
@@ -106,6 +112,9 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
         index_layout.width(config.indexer.head_dim)
     check_absorbed_format("attach", options.absorbed_format)
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
+    check_prefill_dtype("attach", options.prefill_dtype, config, options.batch_invariant)
+    if options.prefill_dtype is not None and options.group is not None:
+        raise ConfigError("attach: prefill_dtype must be None with a group.")
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "

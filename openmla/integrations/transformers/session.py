@@ -423,6 +423,7 @@ class Session:
             backend=attachment.backend,
             workspace_tokens=None if into else attachment.workspace_tokens,
             batch_invariant=attachment.batch_invariant,
+            prefill_dtype=None if into else attachment.prefill_dtype,
             into=into,
             beside=beside,
         )
