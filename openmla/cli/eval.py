@@ -110,13 +110,16 @@ def format_of(name: str) -> str:
 
 
 @torch.no_grad()
-def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
+def measure(
+    model: Any, windows: Tensor, attention: str, format: str, chunk: int | None = None
+) -> Result:
     """All windows side by side, in chunks, so that the context is read from the cache."""
+    chunk = chunk or CHUNK
     past, parts = DynamicCache(config=model.config), []
     last = None
     context = windows.shape[1]
-    for start in range(0, context, CHUNK):
-        ids = windows[:, start : start + CHUNK]
+    for start in range(0, context, chunk):
+        ids = windows[:, start : start + chunk]
         logits = model(ids, past_key_values=past, use_cache=True).logits.float()
         if last is None:  # nothing predicts the first token
             predictions, targets = logits[:, :-1], ids[:, 1:]
@@ -125,7 +128,7 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
         last = logits[:, -1:]
         losses = F.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
         parts.append(losses.view(targets.shape).cpu() / math.log(2))
-        done = min(start + CHUNK, context)
+        done = min(start + chunk, context)
         if done == context or sys.stderr.isatty():
             line = f"\r{attention} {format}: {done} of {context} tokens"
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
@@ -146,9 +149,10 @@ def measure_eight_bits(
 def measure_fp8_prefill(
     model: Any, windows: Tensor, attention: str, options: argparse.Namespace
 ) -> Result:
-    """The model's own cache format, and expanded heads in e4m3."""
+    """The model's own cache format, and expanded heads in e4m3: windows in one pass, for a few
+    tokens over a context are absorbed."""
     attach(model, index_format=options.index_format, prefill_dtype="fp8")
-    result = measure(model, windows, attention, FP8_PREFILL)
+    result = measure(model, windows, attention, FP8_PREFILL, chunk=windows.shape[1])
     detach(model)
     return result
 
@@ -157,7 +161,9 @@ def print_table(results: list[Result], num_bytes: int) -> None:
     first = results[0]
     base = first.bits.sum().item()
     windows, tokens = first.bits.shape
-    print(f"\n{windows} windows of {tokens + 1} tokens, {CHUNK} at a time, context from the cache")
+    whole = f"; {FP8_PREFILL} in one pass" if results[-1].format == FP8_PREFILL else ""
+    at_once = f"{CHUNK} at a time, context from the cache"
+    print(f"\n{windows} windows of {tokens + 1} tokens, {at_once}{whole}")
     against = f"against {first.attention} {first.format}"
     print(f"{'attention':<11}{'cache':<12}{'bytes/token':>12}{'bits/byte':>11}  {against}")
     for result in results:

@@ -117,6 +117,7 @@ def run_generate(options: argparse.Namespace) -> int:
         backend=options.backend,
         capture=options.capture,
         absorbed_format=options.absorbed_format,
+        prefill_dtype=options.prefill_dtype,
     )
     first_ones = {**choice, "arguments": {**choice["arguments"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and device.startswith("cuda")

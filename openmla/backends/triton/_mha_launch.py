@@ -88,6 +88,8 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
     if columns + block_v > 512 or (columns > 256 and not asynchronous):  # or it spills
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
+    if dtype == E4M3 and asynchronous and block_v > 128:  # two accumulators: or it spills
+        return Config(64, 64, 8, 3)
     size = dtype.itemsize
     free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
     key_bytes = size * (columns + block_v) + (block_m // 8 if bits else 0)

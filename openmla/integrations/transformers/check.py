@@ -113,8 +113,6 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     check_absorbed_format("attach", options.absorbed_format)
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
     check_prefill_dtype("attach", options.prefill_dtype, config, options.batch_invariant)
-    if options.prefill_dtype is not None and options.group is not None:
-        raise ConfigError("attach: prefill_dtype must be None with a group.")
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
@@ -141,6 +139,8 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
             "attach: batch_invariant must not be asked for with a group: ranks multiply by "
             "kv_b_proj as torch does."
         )
+    if options.prefill_dtype is not None:
+        raise ConfigError("attach: prefill_dtype must be None with a group.")
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(
