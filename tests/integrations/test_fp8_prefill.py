@@ -1,4 +1,4 @@
-"""attach(prefill_dtype="fp8"): prompts are near, decoding is the model's own, wrong ones refused."""
+"""attach(prefill_dtype="fp8"): prompts are near, decoding is the model's own, refusals."""
 
 from __future__ import annotations
 
