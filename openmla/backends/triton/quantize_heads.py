@@ -38,8 +38,8 @@ from openmla.backends.triton._quantize import E4M3_MAX, FIRST_CVT, encode_fp8
 
 LAUNCHES = 1
 FP_FUSION = False  # bytes must not depend on how the compiler contracts
-BLOCK_S = 32  # rows of a program
-BLOCK_KEYS = 128  # where they are contiguous in values: so many bytes are stored together
+BLOCK_S = 16  # rows of a program
+BLOCK_KEYS = 64  # where they are contiguous in values: so many bytes are stored together
 SMALLEST = tl.constexpr(2.0**-60)  # a row's largest magnitude, at least
 E4M3 = torch.float8_e4m3fn
 
@@ -164,8 +164,13 @@ def run(
 def launch_of(H: int, P: int, R: int, by_row: bool, by_keys: bool, capability: int) -> Launch:
     constants = constants_of(H, P, R, by_row, by_keys, capability)
     return prepare(
-        _quantize_heads_kernel, constants, num_warps=4, num_stages=1, enable_fp_fusion=FP_FUSION
-    )
+        _quantize_heads_kernel, constants, num_warps=warps_of(by_keys), num_stages=1,
+        enable_fp_fusion=FP_FUSION,
+    )  # fmt: skip
+
+
+def warps_of(by_keys: bool) -> int:
+    return 8 if by_keys else 4
 
 
 def constants_of(
@@ -207,6 +212,6 @@ def heads_build(
     }  # fmt: skip
     return Build(
         f"quantize-heads-{name}", _quantize_heads_kernel,
-        signature_of(_quantize_heads_kernel, constants, types), constants, 4, 1, capability,
-        FP_FUSION,
+        signature_of(_quantize_heads_kernel, constants, types), constants,
+        warps_of(by_keys), 1, capability, FP_FUSION,
     )  # fmt: skip
