@@ -19,10 +19,9 @@ E is cut into a power of two and the rest, so that 192 columns are 128 and 64. F
 all queries of a tile see, come first and are not masked; tiles at the edge come last. Keys past a
 request's are zeros with a score of -inf: nothing of unused memory gets into a result.
 
-With EIGHT, heads are e4m3 and probabilities too, 256 times their value: 1 is exact, and those above
-2^-14 keep all bits. The sum of what was rounded divides outputs, so that rounding many alike the
-same way cancels; lse has the sum before. Products of a tile with its values start from zero and are
-added in float32: eight-bit WGMMA keeps 13 bits behind the point of the largest number it adds.
+With EIGHT, heads are e4m3: scores are eight-bit products. Probabilities are fp16 and values are
+decoded to it, which holds every e4m3: on an H200, products of e4m3 probabilities in registers gave
+NaN with Triton 3.6 where interpreter and reference agree.
 """
 
 import triton
@@ -33,7 +32,6 @@ from openmla.backends.triton._primitives import (
     LOG2E,
     decode_e4m3,
     dot,
-    encode_e4m3,
     finish_softmax,
     finite_max,
     store_columns,
@@ -41,7 +39,6 @@ from openmla.backends.triton._primitives import (
 
 ALL, EDGE, BITS = (tl.constexpr(i) for i in range(3))  # which keys of a tile a query sees
 WORD = tl.constexpr(32)  # bits of a mask word
-SHIFT = tl.constexpr(8.0)  # probabilities in e4m3 are times 2^SHIFT
 SIGN_BIT = tl.constexpr(-2147483648)
 MINUS_INF_BITS = tl.constexpr(-8388608)
 # Integers that change from step to step, and pointers into slices: neither may recompile a kernel.
@@ -119,13 +116,11 @@ def product_of(a, b, acc, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def round_weights(weights, UPCAST: tl.constexpr):
-    """e4m3, and the same in float32; the interpreter truncates where it should round."""
+def decoded(values, UPCAST: tl.constexpr):
+    """e4m3 as fp16, exactly; in the interpreter bytes as float32."""
     if UPCAST:
-        codes = encode_e4m3(weights).to(tl.uint8)
-        return codes, decode_e4m3(codes, tl.float32, False)
-    rounded = weights.to(tl.float8e4nv)
-    return rounded, rounded.to(tl.float32)
+        return decode_e4m3(values, tl.float32, False)
+    return values.to(tl.float16)
 
 
 @triton.jit
@@ -150,7 +145,7 @@ def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: t
 
 @triton.jit
 def attend(
-    q_a, q_b, running_max, running_sum, rounded_sum, acc, first, last, qk_scale, k, k_pe, v, S,
+    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, k_pe, v, S,
     last_key, mask_at, row_valid, tiles, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr,
     V_TOKEN: tl.constexpr, V_COLUMN: tl.constexpr, KEYS: tl.constexpr, EIGHT: tl.constexpr,
     FULL: tl.constexpr, E: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -195,26 +190,22 @@ def attend(
             safe_max = finite_max(new_max)
         rescale = tl.exp2(running_max - safe_max)
         if EIGHT:
-            weights = tl.exp2(scores * qk_scale[:, None] - (safe_max - SHIFT)[:, None])
-            running_sum = running_sum * rescale + tl.sum(weights, 1)
-            weights, rounded = round_weights(weights, UPCAST)
-            rounded_sum = rounded_sum * rescale + tl.sum(rounded, 1)
+            weights = tl.exp2(scores * qk_scale[:, None] - safe_max[:, None])
             v_at = v + tile * v_step
-            values = load_values(v_at, left, V_TOKEN, V_COLUMN, V, BLOCK_N, BLOCK_V, FULL)
-            part = tl.zeros([q_a.shape[0], BLOCK_V], tl.float32)
-            acc = acc * rescale[:, None] + product_of(weights, values, part, UPCAST)
+            stored = load_values(v_at, left, V_TOKEN, V_COLUMN, V, BLOCK_N, BLOCK_V, FULL)
+            values = decoded(stored, UPCAST)
         else:
             weights = tl.exp2(scores * qk_scale - safe_max[:, None])
-            running_sum = running_sum * rescale + tl.sum(weights, 1)
             values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
-            if not UPCAST:
-                weights = weights.to(dtype)
-            acc = dot(weights, values, acc * rescale[:, None], PRECISION, UPCAST)
+        running_sum = running_sum * rescale + tl.sum(weights, 1)
+        if not UPCAST:
+            weights = weights.to(tl.float16 if EIGHT else dtype)
+        acc = dot(weights, values, acc * rescale[:, None], PRECISION, UPCAST)
         running_max = new_max
         tile = i + 1
         if KEYS == BITS:
             tile = tl.load(tiles + i + 1, mask=i + 1 < last, other=0)
-    return running_max, running_sum, rounded_sum, acc
+    return running_max, running_sum, acc
 
 
 @triton.jit(
@@ -264,7 +255,6 @@ def _mha_kernel(
     v += first_key.to(tl.int64) * V_TOKEN + h * v_head
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
-    rounded_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     mask_at = mask + (first + m).to(tl.int64) * mask_token
     last_key = m * 0 + (S - 1)
@@ -281,23 +271,21 @@ def _mha_kernel(
     else:
         num_full = S // BLOCK_N
         count = tl.cdiv(S, BLOCK_N)
-    running_max, running_sum, rounded_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, rounded_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S,
+    running_max, running_sum, acc = attend(
+        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S,
         last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
         BITS if MASKED else ALL, EIGHT, True, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
         PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
-    running_max, running_sum, rounded_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, rounded_sum, acc, num_full, count, qk_scale, k, k_pe, v,
+    running_max, running_sum, acc = attend(
+        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, k_pe, v,
         S, last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
         BITS if MASKED else EDGE, EIGHT, False, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
         PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
-    if EIGHT:
-        running_max -= SHIFT
     _, normalizer, row_lse = finish_softmax(running_max, running_sum)
     if EIGHT:
-        normalizer = tl.where(rounded_sum != 0, tl.load(v_scale + h) / rounded_sum, 0.0)
+        normalizer *= tl.load(v_scale + h)
     row = (first + m).to(tl.int64) * H + h
     tl.store(lse + row, row_lse, mask=row_valid)
     values = (acc * normalizer[:, None]).to(out.dtype.element_ty)

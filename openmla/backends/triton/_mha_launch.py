@@ -62,11 +62,17 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def blocks_of(E: int, V: int) -> tuple[int, int, int]:
-    """Columns of the two key tiles, the largest power of two in E and the rest, and of values."""
-    block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)
-    block_b = max(next_power_of_2(max(E - block_a, 1)), 16)
+def blocks_of(E: int, V: int, least: int = 16) -> tuple[int, int, int]:
+    """Columns of the two key tiles, the largest power of two in E and the rest, and of values;
+    `least`: what a product sums over."""
+    block_a = min(max(next_power_of_2(E + 1) // 2, least), 256)
+    block_b = max(next_power_of_2(max(E - block_a, 1)), least)
     return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
+
+
+def least_of(dtype: torch.dtype) -> int:
+    """Columns that a product sums over, at least: 32 bytes of eight bits or sixteen."""
+    return 32 if dtype == E4M3 else 16
 
 
 def cut_alike(P: int, E: int, V: int) -> bool:
@@ -79,7 +85,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     while one is used. Loads are issued at the end of an iteration: with fewer, each is waited for
     at once. Asynchronous products still read a tile when the next iteration starts: one more.
     """
-    block_a, block_b, block_v = blocks_of(E, V)
+    block_a, block_b, block_v = blocks_of(E, V, least_of(dtype))
     columns = block_a + (block_b if block_a < E else 0)
     target = nearest_target(capability)
     asynchronous = target in ASYNC
@@ -88,11 +94,13 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
     if columns + block_v > 512 or (columns > 256 and not asynchronous):  # or it spills
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
-    if dtype == E4M3 and asynchronous and block_v > 128:  # two accumulators: or it spills
-        return Config(64, 64, 8, 3)
+    if dtype == E4M3 and num_warps == 4:  # values are decoded in registers
+        num_warps = 8
     size = dtype.itemsize
     free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
     key_bytes = size * (columns + block_v) + (block_m // 8 if bits else 0)
+    if dtype == E4M3:
+        free -= 2 * 128 * block_v  # a tile of values once more, decoded
     lengths = (128, 64, 32) if asynchronous else (64, 32)
     if JOINS_BRANCHES and not asynchronous and block_m == 128:
         lengths = (32,)  # longer tiles spill
@@ -248,7 +256,7 @@ def constants_of(
     bits: bool,
     apart: bool = False,
 ) -> dict[str, Any]:
-    block_a, block_b, block_v = blocks_of(E, V)
+    block_a, block_b, block_v = blocks_of(E, V, least_of(dtype))
     return {
         # compile-time constants, so that row offsets are immediates: in registers tiles spill
         # A stride that is not used is the keys' own: one kernel fewer.
