@@ -1,10 +1,10 @@
-"""Expanded heads in e4m3: scales found on the device, heads quantised, attention over them.
+"""Expanded queries and keys in e4m3: scales found on the device, heads quantised.
 
-Keys and values share a scale per head: the next power of two that holds what a head's weights can
-make of the longest latent (Cauchy-Schwarz) and the largest k_pe, so that nothing is cut off and no
-value is looked at twice. It may be some 10 times what is there: e4m3 is floating point, and rounds
-all but the smallest values alike. Queries have a scale per row and head. A latent that is not
-finite has no say: what it makes is NaN or saturates by itself.
+Keys have a scale per head: the next power of two that holds what a head's weights can make of the
+longest latent (Cauchy-Schwarz) and the largest k_pe, so that nothing is cut off and no key is
+looked at twice. It may be some 10 times what is there: e4m3 is floating point, and rounds all but
+the smallest values alike. Queries have a scale per row and head. A latent that is not finite has no
+say: what it makes is NaN or saturates by itself. Values stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values, and what heads in e4m3 are multiplied by."""
+    """Keys and values, and what they are multiplied by where keys are e4m3."""
 
     k: Tensor  # [S, H, E]
     v: Tensor  # [S, H, V]
@@ -64,38 +64,29 @@ def quantize_keys(
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,  # [] f32: kv_scale of rows that were not multiplied by it
-    *,
-    keys_contiguous: bool,
 ) -> Keys:
-    """Whole keys, and values as the backend reads them."""
+    """Whole keys in e4m3, and values as they are with the scale that is left to them."""
     S, H, P = k.shape
-    R, V, device = k_pe.shape[1], v.shape[2], k.device
-    k_scale, v_scale = head_scales(kv_c, k_pe, absorbed, H, P)
-    keys = allocate_heads(S, H, P + R, device, keys_contiguous=False)
-    values = allocate_heads(S, H, V, device, keys_contiguous=keys_contiguous)
-    backend = plan.backends["quantize_heads"]
-    quantize_heads(keys, None, k, k_pe, k_scale, backend=backend)
-    quantize_heads(values, None, v, None, v_scale, backend=backend)
+    scale = key_scale(kv_c, k_pe, absorbed, H, P)
+    keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
+    quantize_heads(keys, None, k, k_pe, scale, backend=plan.backends["quantize_heads"])
+    left = torch.ones_like(scale)
     if unit is not None:
-        k_scale, v_scale = k_scale * unit, v_scale * unit
-    return Keys(keys, values, k_scale, v_scale)
+        scale, left = scale * unit, left * unit
+    return Keys(keys, v, scale, left)
 
 
-def head_scales(
+def key_scale(
     kv_c: Tensor, k_pe: Tensor, absorbed: AbsorbedWeights, H: int, P: int
-) -> tuple[Tensor, Tensor]:  # [H], [H]
-    """Powers of two that hold every key and every value of a head."""
-    weights = absorbed.dense(kv_c.dtype)
-    rows = torch.linalg.vector_norm(weights, dim=1, dtype=torch.float32).view(H, -1)
+) -> Tensor:  # [H]
+    """Powers of two that hold every key of a head."""
+    weights = absorbed.dense(kv_c.dtype).view(H, -1, kv_c.shape[1])[:, :P]
+    rows = torch.linalg.vector_norm(weights, dim=2, dtype=torch.float32).amax(1)
     longest = _largest(torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32))
-    k_bound = torch.maximum(rows[:, :P].amax(1) * longest, _largest(k_pe.to(torch.float32)))
-    return _scale(k_bound), _scale(rows[:, P:].amax(1) * longest)
+    bound = torch.maximum(rows * longest, _largest(k_pe.to(torch.float32)))
+    return power_of_two((bound * (MARGIN / FP8_MAX)).clamp_min(SMALLEST))
 
 
 def _largest(values: Tensor) -> Tensor:
     """Magnitude, of those that are finite."""
     return values.abs().nan_to_num(0.0, posinf=0.0).amax()
-
-
-def _scale(bound: Tensor) -> Tensor:
-    return power_of_two((bound * (MARGIN / FP8_MAX)).clamp_min(SMALLEST))

@@ -186,14 +186,12 @@ def keys_of(
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,
-    op: str,
 ) -> Keys:
-    """Expanded keys and values, whole, as the plan's backend of an op reads them."""
+    """Expanded keys, whole, and values."""
     k, v = expand(kv_c, absorbed, plan)
     if plan.prefill_dtype is None:
         return Keys(whole_keys(k, k_pe, plan), v, None, None)
-    turned = op in plan.by_key
-    return quantize_keys(kv_c, k, k_pe, v, absorbed, plan, unit, keys_contiguous=turned)
+    return quantize_keys(kv_c, k, k_pe, v, absorbed, plan, unit)
 
 
 def _mha(
@@ -214,7 +212,7 @@ def _mha(
     if plan.keys_apart:
         keys, rope = Keys(*expand(kv_c, absorbed, plan), None, None), k_pe
     else:
-        keys = keys_of(kv_c, k_pe, absorbed, plan, unit, "mha_ragged")
+        keys = keys_of(kv_c, k_pe, absorbed, plan, unit)
     return mha_ragged(
         q.values,
         keys.k,

@@ -181,13 +181,6 @@ def reads_apart(problem: Problem, backend: str) -> bool:
     return problem.R > 0 and rule is not None and rule(problem)
 
 
-def keys_contiguous(problem: Problem, backend: str) -> bool:
-    """Whether a backend wants values with their keys contiguous, not their columns."""
-    rule: Callable[[Problem], bool] | None
-    rule = getattr(load(problem.op, backend), "keys_contiguous", None)
-    return rule is not None and rule(problem)
-
-
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on, which runs kernels on CPU tensors."""
     triton = sys.modules.get("triton")

@@ -26,7 +26,10 @@ def check_eight_bits(
     q = heads[0][1]
     assert q is not None
     for name, tensor in heads[1:]:
-        if tensor is not None and tensor.dtype != q.dtype:
+        wide = name == "v" and q.dtype == E4M3 and out_dtype in OUT_DTYPES
+        if wide and tensor is not None and tensor.dtype not in (E4M3, out_dtype):
+            raise ShapeError(f"{op}: v must be {E4M3} or {out_dtype}, got {tensor.dtype}.")
+        if tensor is not None and tensor.dtype != q.dtype and not wide:
             raise ShapeError(f"{op}: {name} must be {q.dtype} like q, got {tensor.dtype}.")
     if q.dtype != E4M3:
         for name, scale in zip(SCALES, scales, strict=True):

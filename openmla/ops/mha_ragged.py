@@ -12,9 +12,10 @@ sees no key, and every query row past query_start_loc[B], gets out 0 and lse -in
 key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
 float64 queries).
 Heads may be e4m3 with scales: q_scale [T, H], k_scale [H] and v_scale [H] are what q, k and v are
-multiplied by, all in float32, and `out` is of out_dtype. Keys come whole then, and v may have its
-keys contiguous instead of its columns (quantize_heads makes both). Backends may round exp(s - max),
-256 times it, to e4m3; out is over the sum of what was rounded, lse has the sum before.
+multiplied by, all in float32, and `out` is of out_dtype. v may be of that type, too. Keys come
+whole then, and v may have its keys contiguous instead of its columns (quantize_heads makes both).
+Backends may round exp(s - max), 256 times it, to e4m3; out is over the sum of what was rounded, lse
+has the sum before.
 max_query_len and max_key_len are the longest request's, exactly. With batch_invariant a request's
 bits are its own: only backends run that give it the same alone and beside any others.
 """

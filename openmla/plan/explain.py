@@ -66,8 +66,8 @@ def _eight_bits(plan: Plan) -> str:
         return "fp8       asked for, but nothing is expanded"
     rows = ", rows of the cache as they are stored" if plan.keeps_codes else ""
     return (
-        f"fp8       expanded queries, keys and values in e4m3, asked for: a scale per row and head "
-        f"of queries, per head of keys and values{rows}"
+        f"fp8       expanded queries and keys in e4m3, asked for: a scale per row and head of "
+        f"queries, per head of keys; values and probabilities in 16 bits{rows}"
     )
 
 
@@ -86,12 +86,11 @@ def _expanded(plan: Plan, prefill: PrefillPlan) -> list[str]:
     new = num_rows(rows)
     keys = gathered if prefill.one_shot is not None else max(gathered, new)
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
-    if plan.prefill_dtype is not None:  # whole keys, values and queries are bytes
+    if plan.prefill_dtype is not None:  # whole keys and queries are bytes
         each -= config.num_heads * config.qk_head_dim
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
     if plan.prefill_dtype is not None:
-        width = config.qk_head_dim + config.v_head_dim
-        held += config.num_heads * (keys * width + new * config.qk_head_dim)
+        held += config.num_heads * (keys + new) * config.qk_head_dim
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
     return [
         f"expanded  {prefill.query_start_loc.shape[0] - 1} requests, up to "
@@ -348,8 +347,8 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "merge_states": merges + groups,
         "merge_quantize": ended,
         "project_quantize": (plan.decode is not None) + (plan.sparse is not None) * query_chunks,
-        # queries once, keys and values each time
-        "quantize_heads": expanding + bool(groups) + 2 * (new_keys + chunks + contexts),
+        # queries once, keys each time
+        "quantize_heads": expanding + bool(groups) + new_keys + chunks + contexts,
         "quantize_out": _quantized_apart(plan),
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),

@@ -87,8 +87,8 @@ def make_plan(
     `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
     that ends each form in it, explain() says which. V4 has none.
 
-    With `prefill_dtype` "fp8" expanded queries, keys and values are e4m3, under scales that are
-    found on the device; rows of an fp8 cache are gathered as they are stored. Chips from SM89 on
+    With `prefill_dtype` "fp8" expanded queries and keys are e4m3, under scales that are found on
+    the device; rows of an fp8 cache are gathered as they are stored. Chips from SM89 on
     have products of e4m3; docs/fp8-prefill.md has what it gains and what it costs.
     """
     _check_kinds(batch, config, cache, compiled, batch_invariant)
@@ -204,7 +204,6 @@ def _plan_latent(
         run_length=run_length,
         output=output,
         prefill_dtype=prefill_dtype,
-        by_key=choice.by_key,
         ends=dict(choice.ends),
         causal=batch.causal,
         workspace=workspace,

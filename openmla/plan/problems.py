@@ -15,7 +15,6 @@ from openmla.backends import (
     bucketed,
     choose_backend,
     efficiency,
-    keys_contiguous,
     prefers_slots,
     reads_apart,
     times_forgotten,
@@ -70,7 +69,6 @@ class Choice(NamedTuple):
     requested: dict[str, str]
     keys_apart: bool = False  # of mha_ragged
     ends: Mapping[str, str] = {}  # of quantised outputs
-    by_key: frozenset[str] = frozenset()  # ops that read values with their keys contiguous
 
 
 class CacheKind(NamedTuple):
@@ -181,8 +179,7 @@ def choose(
         problem.op == "mha_ragged" and reads_apart(problem, backends[problem.op])
         for problem in problems
     )
-    by_key = frozenset(p.op for p in problems if keys_contiguous(p, backends[p.op]))
-    return Choice(problems, backends, requested(thawed(backend)), apart, ends, by_key)
+    return Choice(problems, backends, requested(thawed(backend)), apart, ends)
 
 
 def calls_of(

@@ -249,8 +249,7 @@ class Plan:
     padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
     # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
     run_length: int = 0
-    prefill_dtype: str | None = None  # "fp8": expanded heads are e4m3
-    by_key: frozenset[str] = frozenset()  # ops that read values with their keys contiguous
+    prefill_dtype: str | None = None  # "fp8": expanded queries and keys are e4m3
     output: str | None = None  # the format that outputs are quantised to
     # how each form's tokens get there: the op that ends them
     ends: Mapping[str, str] = field(default_factory=dict)

@@ -1,19 +1,14 @@
-"""Attention over packed, expanded heads in e4m3, 128 query rows of a head at a time; SM90.
+"""Attention over packed, expanded queries and keys in e4m3, 128 query rows at a time; SM90.
 
-Computes  what ops/mha_ragged.py says of e4m3
+Computes  what ops/mha_ragged.py says of e4m3 queries and keys, with values of 16 bits
 Grid      as _expanded.py, whose tiles and signals these are
-Reads     q [T, H, E], k [S, H, E] and v [H, V, S], whose keys are contiguous, through TMA
-          descriptors in boxes of 128 columns; q_scale [T, H], k_scale [H], v_scale [H];
-          query_start_loc, key_start_loc
+Reads     q [T, H, E], k [S, H, E], through TMA descriptors in boxes of 128 columns, v [S, H, V] in
+          boxes of 64; q_scale [T, H], k_scale [H], v_scale [H]; query_start_loc, key_start_loc
 Writes    out [T, H, V], lse [T, H]
 
-Eight-bit WGMMA wants both operands with what is summed over contiguous: keys as they are, values
-transposed. It keeps 13 bits behind the point of the largest number it adds, so that long sums lose
-what is small beside them: the products of a tile with its values start from zero and are added to
-the output in float32. Probabilities are rounded to e4m3 at 256 times their value: the largest, 1,
-is exact, and those above 2^-14 keep all bits. What outputs are divided by is the sum of
-probabilities as they were rounded, taken by one more product with a column of ones: rounding many
-alike the same way then cancels. lse has their sum before.
+Scores are eight-bit products, both operands as they lie. Probabilities and values are 16 bits: the
+product of e4m3 probabilities, which WGMMA takes from registers, with transposed values came out a
+fifth off on an H200, and 16 bits err less.
 """
 
 from typing import Any, NamedTuple
@@ -40,11 +35,14 @@ from openmla.backends.gluon._expanded import (
     describe,
     described,
     issue_scores,
+    load_columns,
     mask_keys,
     num_steps,
     tile_owner,
     wait,
+    zero_rows,
 )
+from openmla.backends.gluon._expanded import TILE as VALUES_TILE
 from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, LN2, LOG2E
 from openmla.backends.triton._versions import bulk_load
 
@@ -52,18 +50,15 @@ BOX = gl.constexpr(128)  # columns of a bulk copy: 128 bytes, one swizzle span
 BLOCK_N = gl.constexpr(128)  # keys of a tile
 STAGES = gl.constexpr(3)
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
-COPY = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 PAIR = gl.constexpr("256")  # threads of the two groups that attend
 # Named barriers, one per stage. Triton takes the first four itself.
 KEYS_READ = gl.constexpr(4)
 VALUES_READ = gl.constexpr(7)
 TURN = gl.constexpr(10)
-ONES = gl.constexpr(8)  # columns of ones: the least WGMMA takes
-SHIFT = gl.constexpr(8.0)  # probabilities are times 2^SHIFT
 
 
 class Inputs(NamedTuple):
-    """Descriptors, and how far apart heads are in their columns, of values in their rows."""
+    """Descriptors, and how far apart heads are in their columns."""
 
     q: Any
     q_rest: Any
@@ -72,6 +67,7 @@ class Inputs(NamedTuple):
     v: Any
     q_head: Any
     k_head: Any
+    v_head: Any
 
 
 class Scales(NamedTuple):
@@ -80,16 +76,6 @@ class Scales(NamedTuple):
     v: Any
     q_token: Any
     q_head: Any
-
-
-@gluon.jit
-def zero_columns(tile, num, V: gl.constexpr):
-    """Keys from num on."""
-    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, COPY))
-    for c in gl.static_range(V // 64):
-        rows = tile.slice(64 * c, 64, 0)
-        valid, values = gl.broadcast((key < num)[None, :], rows.load(COPY))
-        rows.store(gl.where(valid, values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -147,14 +133,16 @@ def load_partition(
                 filled = signals.v_filled.index(stage)
                 left = S - j * BLOCK_N
                 if left >= BLOCK_N:
-                    mbarrier.expect(filled, BLOCK_N * V)
-                    bulk_load(inputs.v, [h * V, row], filled, values)
+                    mbarrier.expect(filled, 2 * BLOCK_N * V)
+                    load_columns(values, inputs.v, row, h * inputs.v_head, 0, V, filled)
                 else:
-                    mbarrier.expect(signals.last_values, BLOCK_N * V)
-                    bulk_load(inputs.v, [h * V, row], signals.last_values, values)
+                    mbarrier.expect(signals.last_values, 2 * BLOCK_N * V)
+                    load_columns(
+                        values, inputs.v, row, h * inputs.v_head, 0, V, signals.last_values
+                    )
                     mbarrier.wait(signals.last_values, lasts & 1)
                     lasts += 1
-                    zero_columns(values, left, V)
+                    zero_rows(values, left, V, BLOCK_N)
                     fence_async_shared()
                     mbarrier.arrive(filled, count=1)
                 step += 1
@@ -171,36 +159,27 @@ def load_partition(
 
 
 @gluon.jit
-def softmax(scores, running_max, running_sum, qk_scale, PROBS: gl.constexpr):
-    """Probabilities times 2^SHIFT at the new running max, in e4m3, and what earlier ones are
-    rescaled with; qk_scale is of each row."""
+def softmax(scores, running_max, running_sum, qk_scale, dtype: gl.constexpr, PROBS: gl.constexpr):
+    """Probabilities at the new running max, and what earlier ones are rescaled with; qk_scale is of
+    each row."""
     new_max = gl.maximum(running_max, gl.max(scores, 1) * qk_scale)
     rescale = gl.exp2(running_max - new_max)
-    probs = gl.exp2(scores * qk_scale[:, None] - (new_max - SHIFT)[:, None])
+    probs = gl.exp2(scores * qk_scale[:, None] - new_max[:, None])
     running_sum = running_sum * rescale + gl.sum(probs, 1)
-    return gl.convert_layout(probs.to(gl.float8e4nv), PROBS), rescale, new_max, running_sum
-
-
-@gluon.jit
-def issue_values(probs, values, ones, none, no_sums):
-    """Products of a tile alone, and the sums of its probabilities as they are rounded."""
-    part = warpgroup_mma(probs, values.permute((1, 0)), none, use_acc=False, is_async=True)
-    sums = warpgroup_mma(probs, ones.permute((1, 0)), no_sums, use_acc=False, is_async=True)
-    return part, sums
+    return gl.convert_layout(probs.to(dtype), PROBS), rescale, new_max, running_sum
 
 
 @gluon.jit
 def attend_partition(
-    tiles, signals, info, ones, scales, out, lse, qk_scale, GROUP: gl.constexpr, H: gl.constexpr,
+    tiles, signals, info, scales, out, lse, qk_scale, GROUP: gl.constexpr, H: gl.constexpr,
     REST: gl.constexpr, V: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 32])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ONES, 32])
-    PROBS: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    PROBS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
-    SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
+    dtype: gl.constexpr = tiles.v.dtype
     q = tiles.q.index(GROUP)
     q_rest = tiles.q_rest.index(GROUP)
     count = 0
@@ -219,10 +198,7 @@ def attend_partition(
         if CAUSAL:
             visible += ROWS * GROUP
         zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-        none = gl.zeros([ROWS, V], gl.float32, ACC)
         acc = gl.zeros([ROWS, V], gl.float32, ACC)
-        no_sums = gl.zeros([ROWS, ONES], gl.float32, SUMS)
-        sums = gl.zeros([ROWS, ONES], gl.float32, SUMS)
         running_max = gl.full([ROWS], INITIAL_MAX, gl.float32, LINES)
         running_sum = gl.zeros([ROWS], gl.float32, LINES)
         row = first + gl.arange(0, ROWS, LINES)
@@ -240,7 +216,7 @@ def attend_partition(
             arrive(KEYS_READ + stage, THREADS)
             scores = mask_keys(scores, 0, visible, S, BLOCK_N, SCORES)
             probs, _, running_max, running_sum = softmax(
-                scores, running_max, running_sum, row_scale, PROBS
+                scores, running_max, running_sum, row_scale, dtype, PROBS
             )
             for j in tl.range(1, steps, disable_licm=True):
                 stage = (step + j) % STAGES
@@ -251,35 +227,31 @@ def attend_partition(
                     q, q_rest, tiles.k.index(stage), tiles.k_rest.index(stage), zeros, REST
                 )
                 mbarrier.wait(signals.v_filled.index(before), ((step + j - 1) // STAGES) & 1)
-                part, ones_part = issue_values(probs, tiles.v.index(before), ones, none, no_sums)
+                acc_next = warpgroup_mma(probs, tiles.v.index(before), acc, is_async=True)
                 arrive(TURN + 1 - GROUP, PAIR)
-                scores = warpgroup_mma_wait(2, deps=(next_scores,))
+                scores = warpgroup_mma_wait(1, deps=(next_scores,))
                 arrive(KEYS_READ + stage, THREADS)
                 scores = mask_keys(scores, j * BLOCK_N, visible, S, BLOCK_N, SCORES)
                 next_probs, rescale, running_max, running_sum = softmax(
-                    scores, running_max, running_sum, row_scale, PROBS
+                    scores, running_max, running_sum, row_scale, dtype, PROBS
                 )
-                part, ones_part = warpgroup_mma_wait(0, deps=(part, ones_part))
+                acc = warpgroup_mma_wait(0, deps=(acc_next,))
                 arrive(VALUES_READ + before, THREADS)
-                acc = (acc + part) * gl.convert_layout(rescale, ACC_ROWS)[:, None]
-                sums = (sums + ones_part) * gl.convert_layout(rescale, SUM_ROWS)[:, None]
+                acc = acc * gl.convert_layout(rescale, ACC_ROWS)[:, None]
                 probs = next_probs
             step += steps
             mbarrier.arrive(signals.queries_read, count=1)
             stage = (step - 1) % STAGES
             mbarrier.wait(signals.v_filled.index(stage), ((step - 1) // STAGES) & 1)
-            part, ones_part = issue_values(probs, tiles.v.index(stage), ones, none, no_sums)
-            part, ones_part = warpgroup_mma_wait(0, deps=(part, ones_part))
+            acc_last = warpgroup_mma(probs, tiles.v.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(acc_last,))
             arrive(VALUES_READ + stage, THREADS)
-            acc += part
-            sums += ones_part
         else:
             mbarrier.arrive(signals.queries_read, count=1)
         # stored from registers, so that the next tile's queries may already come in
         seen = running_sum != 0  # NaN stays NaN
-        row_lse = gl.where(seen, (running_max - SHIFT + gl.log2(running_sum)) * LN2, float("-inf"))
-        rounded = gl.max(sums, 1)  # whose columns are alike
-        normaliser = gl.where(rounded != 0, gl.load(scales.v + h) / rounded, 0.0)
+        row_lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
+        normaliser = gl.where(seen, gl.load(scales.v + h) / running_sum, 0.0)
         gl.store(lse + row.to(gl.int64) * H + h, row_lse, mask=row < end)
         row = first + gl.arange(0, ROWS, ACC_ROWS)
         column = gl.arange(0, V, gl.SliceLayout(0, ACC))
@@ -299,7 +271,7 @@ def attend_partition(
 )
 def _expanded_fp8_kernel(
     q, q_rest, k, k_rest, v, q_scale, k_scale, v_scale, query_start_loc, key_start_loc, out, lse,
-    counter, T, B, qk_scale, q_head, k_head, scale_token, scale_head, H: gl.constexpr,
+    counter, T, B, qk_scale, q_head, k_head, v_head, scale_token, scale_head, H: gl.constexpr,
     A: gl.constexpr, REST: gl.constexpr, V: gl.constexpr, CAUSAL: gl.constexpr,
     ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -307,15 +279,13 @@ def _expanded_fp8_kernel(
     dtype: gl.constexpr = gl.float8e4nv
     q_tile = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, A], TILE)
     k_tile = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, A], TILE)
-    v_tile = gl.allocate_shared_memory(dtype, [STAGES, V, BLOCK_N], TILE)
+    v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, V], VALUES_TILE)
     q_rest_tile = q_tile
     k_rest_tile = k_tile
     if REST > 0:
         REST_TILE: gl.constexpr = gl.NVMMASharedLayout(REST, 8, 2)
         q_rest_tile = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, REST], REST_TILE)
         k_rest_tile = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], REST_TILE)
-    ones = gl.allocate_shared_memory(dtype, [ONES, BLOCK_N], TILE)
-    ones.store(gl.full([ONES, BLOCK_N], 1.0, gl.float32, COPY).to(dtype))
     info = gl.allocate_shared_memory(gl.int32, [INFO], LINE)
     queries = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     queries_read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -331,15 +301,15 @@ def _expanded_fp8_kernel(
     fence_async_shared()
     tiles = Tiles(q_tile, q_rest_tile, k_tile, k_rest_tile, v_tile)
     signals = Signals(queries, queries_read, keys, values, last_values)
-    inputs = Inputs(q, q_rest, k, k_rest, v, q_head, k_head)
+    inputs = Inputs(q, q_rest, k, k_rest, v, q_head, k_head, v_head)
     scales = Scales(q_scale, k_scale, v_scale, scale_token, scale_head)
     gl.warp_specialize(
         [
             (attend_partition, (
-                tiles, signals, info, ones, scales, out, lse, qk_scale, 0, H, REST, V, CAUSAL,
+                tiles, signals, info, scales, out, lse, qk_scale, 0, H, REST, V, CAUSAL,
             )),
             (attend_partition, (
-                tiles, signals, info, ones, scales, out, lse, qk_scale, 1, H, REST, V, CAUSAL,
+                tiles, signals, info, scales, out, lse, qk_scale, 1, H, REST, V, CAUSAL,
             )),
             (load_partition, (
                 inputs, tiles, signals, info, query_start_loc, key_start_loc, counter, T, B, H, A,

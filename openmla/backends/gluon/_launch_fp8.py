@@ -1,4 +1,4 @@
-"""Launching expanded attention in e4m3: widths, descriptors, where values lie, builds."""
+"""Launching expanded attention over e4m3 queries and keys: widths, descriptors, builds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from openmla.hardware import multiprocessors
 E4M3 = torch.float8_e4m3fn
 BLOCK_M, ROWS = _expanded.BLOCK_M.value, _expanded.ROWS.value
 BLOCK_N = _expanded_fp8.BLOCK_N.value
-REGISTERS = {"ATTEND_REGISTERS": 240, "LOAD_REGISTERS": 24}  # of a thread
+VALUES_BOX = _expanded.BOX.value
+REGISTERS = {"ATTEND_REGISTERS": 224, "LOAD_REGISTERS": 56}  # of a thread
 
 
 class Columns(NamedTuple):
@@ -51,7 +52,7 @@ def run_fp8(
     """Where there are queries and keys."""
     (T, H, E), V = q.shape, v.shape[2]
     columns = COLUMNS[E, V]
-    q, k, v = heads_of(q), heads_of(k), transposed(v)
+    q, k, v = heads_of(q), heads_of(k), heads_of(sixteen_bits(v))
     q_scale, k_scale, v_scale = scales
     out = q.new_empty((T, H, V), dtype=out_dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
@@ -65,7 +66,7 @@ def run_fp8(
         boxes(q, ROWS, columns.rest or columns.first),
         boxes(k, BLOCK_N, columns.first),
         boxes(k, BLOCK_N, columns.rest or columns.first),
-        described(v.data_ptr(), H * V, v.shape[0], v.stride(2), V, BLOCK_N),
+        boxes(v, BLOCK_N, VALUES_BOX),
         q_scale,
         k_scale.contiguous(),
         v_scale.contiguous(),
@@ -79,6 +80,7 @@ def run_fp8(
         scale,
         q.stride(1),
         k.stride(1),
+        v.stride(1),
         q_scale.stride(0),
         q_scale.stride(1),
     )
@@ -99,15 +101,11 @@ def heads_of(tensor: Tensor) -> Tensor:
     return aligned(tensor)
 
 
-def transposed(v: Tensor) -> Tensor:
-    """[S, H, V] whose keys are contiguous, rows of all heads' columns at multiples of 16 bytes."""
-    S, H, V = v.shape
-    pitch = v.stride(2)
-    in_place = (S == 1 or v.stride(0) == 1) and (H == 1 or v.stride(1) == V * pitch)
-    if in_place and pitch % 16 == 0 and pitch >= S and v.data_ptr() % 16 == 0:
+def sixteen_bits(v: Tensor) -> Tensor:
+    """Values as they are multiplied: e4m3 fits into fp16, float32 is rounded to bf16."""
+    if v.dtype.itemsize == 2:
         return v
-    held = v.new_empty((H, V, -(-S // 16) * 16))[:, :, :S].permute(2, 0, 1)
-    return held.copy_(v)
+    return v.to(torch.float16 if v.dtype == E4M3 else torch.bfloat16).contiguous()
 
 
 def boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -115,20 +113,20 @@ def boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     S, H, E = tensor.shape
     width = (H - 1) * tensor.stride(1) + E
     stride = tensor.stride(0) if S > 1 else 16 * -(-width // 16)
-    return described(tensor.data_ptr(), S, width, stride, rows, columns)
+    return described(tensor.data_ptr(), S, width, stride, tensor.dtype, rows, columns)
 
 
 @lru_cache(maxsize=1024)
 def described(
-    address: int, S: int, width: int, stride: int, rows: int, columns: int
+    address: int, S: int, width: int, stride: int, dtype: torch.dtype, rows: int, columns: int
 ) -> TensorDescriptor:
-    base = Address(address, E4M3)
-    return TensorDescriptor(base, [S, width], [stride, 1], [rows, columns], layout_of(columns))
+    base, layout = Address(address, dtype), layout_of(columns, dtype.itemsize)
+    return TensorDescriptor(base, [S, width], [stride, 1], [rows, columns], layout)
 
 
-def layout_of(columns: int) -> Any:
+def layout_of(columns: int, size: int) -> Any:
     """In shared memory, swizzled by as many bytes as a row of a box has."""
-    return gl.NVMMASharedLayout(columns, 8, 2)
+    return gl.NVMMASharedLayout(columns * size, 8 * size, 2)
 
 
 def constants_of(columns: Columns, H: int, *, causal: bool) -> dict[str, Any]:
@@ -150,16 +148,17 @@ def fp8_builds() -> Iterator[Build]:
     ):  # fmt: skip
         columns = COLUMNS[E, V]
         constants = constants_of(columns, H, causal=causal)
-        kind = TYPES[E4M3]
         types = {"out": f"*{TYPES[dtype]}", "qk_scale": "fp32"}
         types |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
         types |= dict.fromkeys(("query_start_loc", "key_start_loc", "counter"), "*i32")
         rest = columns.rest or columns.first
-        for name, rows, width in (
-            ("q", ROWS, columns.first), ("q_rest", ROWS, rest), ("k", BLOCK_N, columns.first),
-            ("k_rest", BLOCK_N, rest), ("v", V, BLOCK_N),
+        for name, rows, width, kind in (
+            ("q", ROWS, columns.first, E4M3), ("q_rest", ROWS, rest, E4M3),
+            ("k", BLOCK_N, columns.first, E4M3), ("k_rest", BLOCK_N, rest, E4M3),
+            ("v", BLOCK_N, VALUES_BOX, dtype),
         ):  # fmt: skip
-            types[name] = f"tensordesc<{kind}[{rows}, {width}],{layout_of(width)!r}>"
-        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{kind}"
+            layout = layout_of(width, kind.itemsize)
+            types[name] = f"tensordesc<{TYPES[kind]}[{rows}, {width}],{layout!r}>"
+        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{TYPES[E4M3]}"
         signature = signature_of(kernel, constants, types)
         yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)

@@ -28,11 +28,6 @@ BLOCK_M, ROWS = _expanded.BLOCK_M.value, _expanded.ROWS.value
 REGISTERS = {"ATTEND_REGISTERS": 224, "LOAD_REGISTERS": 56}  # of a thread; with others they spill
 
 
-# The first run on an H200: lse is right, outputs are a fifth off, and a last tile of keys that is
-# not full ends in an illegal instruction. Until that is mended nobody is given the kernel.
-FP8_IS_RIGHT = False
-
-
 class Columns(NamedTuple):
     """How a head's columns are cut: a first tile of a power of two, and what is left of them."""
 
@@ -59,8 +54,6 @@ def why_not(problem: Problem) -> str | None:
         return "needs SM90"
     if problem.dtype not in (torch.float16, torch.bfloat16, E4M3):
         return f"takes queries of 16 bits and e4m3, this is {problem.dtype}"
-    if problem.dtype == E4M3 and not FP8_IS_RIGHT:
-        return "errs by a fifth with e4m3 heads on an H200"
     widths = FP8_COLUMNS if problem.dtype == E4M3 else COLUMNS
     if (problem.E, problem.V) not in widths:
         known = ", ".join(f"{E}/{V}" for E, V in widths)
@@ -72,11 +65,6 @@ def reads_apart(problem: Problem) -> bool:
     """Whether keys may stay in two parts: boxes must not cross where they meet, and what is left of
     the columns has boxes of its own width."""
     return problem.dtype != E4M3 and fit(COLUMNS[problem.E, problem.V], problem.E - problem.R)
-
-
-def keys_contiguous(problem: Problem) -> bool:
-    """Whether values are read with their keys contiguous."""
-    return problem.dtype == E4M3
 
 
 def fit(columns: Columns, P: int) -> bool:

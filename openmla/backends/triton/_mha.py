@@ -19,8 +19,8 @@ E is cut into a power of two and the rest, so that 192 columns are 128 and 64. F
 all queries of a tile see, come first and are not masked; tiles at the edge come last. Keys past a
 request's are zeros with a score of -inf: nothing of unused memory gets into a result.
 
-With EIGHT, heads are e4m3: scores are eight-bit products. Probabilities are fp16 and values are
-decoded to it, which holds every e4m3: on an H200, products of e4m3 probabilities in registers gave
+With EIGHT, queries and keys are e4m3: scores are eight-bit products. Probabilities are 16 bits, and
+so are values, decoded to fp16 where they are e4m3: on an H200, products of e4m3 probabilities gave
 NaN with Triton 3.6 where interpreter and reference agree.
 """
 
@@ -117,10 +117,14 @@ def product_of(a, b, acc, UPCAST: tl.constexpr):
 
 @triton.jit
 def decoded(values, UPCAST: tl.constexpr):
-    """e4m3 as fp16, exactly; in the interpreter bytes as float32."""
-    if UPCAST:
-        return decode_e4m3(values, tl.float32, False)
-    return values.to(tl.float16)
+    """e4m3 as fp16, exactly, in the interpreter bytes as float32; 16 bits as they are."""
+    if values.dtype == tl.uint8:
+        wide = decode_e4m3(values, tl.float32, False)
+    elif values.dtype == tl.float8e4nv:
+        wide = values.to(tl.float16)
+    else:
+        wide = values
+    return wide
 
 
 @triton.jit
@@ -199,7 +203,7 @@ def attend(
             values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
         if not UPCAST:
-            weights = weights.to(tl.float16 if EIGHT else dtype)
+            weights = weights.to(values.dtype)
         acc = dot(weights, values, acc * rescale[:, None], PRECISION, UPCAST)
         running_max = new_max
         tile = i + 1

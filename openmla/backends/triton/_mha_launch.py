@@ -164,8 +164,11 @@ def run_mha(
     q_scale, k_scale, v_scale = (lse, lse, lse) if scales is None else scales
     if scales is not None:
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        if v.dtype == torch.float32:
+            v = v.to(torch.bfloat16)
         if interpreted():
-            q, k, v = (each.view(torch.uint8) for each in (q, k, v))
+            q, k = q.view(torch.uint8), k.view(torch.uint8)
+            v = v.view(torch.uint8) if v.dtype == E4M3 else v
     bits = mask is not None
     config = config_of(dtype, E, V, capability_of(q.device), bits=bits)
     query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
