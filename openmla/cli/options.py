@@ -178,7 +178,7 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--prefill-dtype", choices=("fp8",),
-        help="of queries, keys and values of prompts; default: as the model",
+        help="of queries and keys of prompts; default: as the model",
     )  # fmt: skip
     parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,

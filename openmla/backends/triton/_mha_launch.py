@@ -98,9 +98,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
         num_warps = 8
     size = dtype.itemsize
     free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
-    key_bytes = size * (columns + block_v) + (block_m // 8 if bits else 0)
-    if dtype == E4M3:
-        free -= 2 * 128 * block_v  # a tile of values once more, decoded
+    key_bytes = size * columns + 2 * block_v + (block_m // 8 if bits else 0)
     lengths = (128, 64, 32) if asynchronous else (64, 32)
     if JOINS_BRANCHES and not asynchronous and block_m == 128:
         lengths = (32,)  # longer tiles spill
@@ -297,8 +295,8 @@ def mha_build(
         dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
     )
     types = {
-        **dict.fromkeys(("q", "k", "k_pe", "v"), "*" + TYPES[dtype]),
-        "out": "*" + TYPES[torch.bfloat16 if dtype == E4M3 else dtype],
+        **dict.fromkeys(("q", "k", "k_pe"), "*" + TYPES[dtype]),
+        **dict.fromkeys(("v", "out"), "*" + TYPES[torch.bfloat16 if dtype == E4M3 else dtype]),
         **dict.fromkeys(LISTED, "*i32"),
         **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32"),
         "qk_scale": "fp32",

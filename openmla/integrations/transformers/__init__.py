@@ -83,7 +83,8 @@ def attach(
     batch. That is so of the attention alone: the model's linears, its norms and its experts are
     torch's, whose bits do, and the caller's to replace if whole outputs are to be equal.
 
-    With prefill_dtype="fp8" prompts attend in e4m3, as make_plan() has it; without a group.
+    With prefill_dtype="fp8" queries and keys of prompts are e4m3, as make_plan() has it; without a
+    group.
 
     `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
     over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
