@@ -14,7 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from openmla.backends.expanded import aligned
 from openmla.backends.gluon import _expanded, _expanded_fp8
 from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
-from openmla.backends.triton._build import TYPES, Build, signature_of
+from openmla.backends.triton._build import Build, signature_of
+from openmla.backends.triton._mha_launch import HEADS
 from openmla.backends.triton._prepare import Address, Launch, prepare
 from openmla.hardware import multiprocessors
 
@@ -148,7 +149,7 @@ def fp8_builds() -> Iterator[Build]:
     ):  # fmt: skip
         columns = COLUMNS[E, V]
         constants = constants_of(columns, H, causal=causal)
-        types = {"out": f"*{TYPES[dtype]}", "qk_scale": "fp32"}
+        types = {"out": f"*{HEADS[dtype]}", "qk_scale": "fp32"}
         types |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
         types |= dict.fromkeys(("query_start_loc", "key_start_loc", "counter"), "*i32")
         rest = columns.rest or columns.first
@@ -158,7 +159,7 @@ def fp8_builds() -> Iterator[Build]:
             ("v", BLOCK_N, VALUES_BOX, dtype),
         ):  # fmt: skip
             layout = layout_of(width, kind.itemsize)
-            types[name] = f"tensordesc<{TYPES[kind]}[{rows}, {width}],{layout!r}>"
-        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{TYPES[E4M3]}"
+            types[name] = f"tensordesc<{HEADS[kind]}[{rows}, {width}],{layout!r}>"
+        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{HEADS[E4M3]}"
         signature = signature_of(kernel, constants, types)
         yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)

@@ -100,7 +100,6 @@ TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8e4nv",
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",

@@ -35,6 +35,7 @@ PRODUCTS = {
     torch.float32: tl.float32,
     E4M3: tl.float8e4nv,
 }
+HEADS = {**TYPES, E4M3: "fp8e4nv"}  # elsewhere e4m3 is read as bytes
 FIRST_EIGHT = 89  # the first target with products of e4m3; AMD's CDNA3 has another eight bits
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
@@ -295,14 +296,14 @@ def mha_build(
         dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
     )
     types = {
-        **dict.fromkeys(("q", "k", "k_pe"), "*" + TYPES[dtype]),
-        **dict.fromkeys(("v", "out"), "*" + TYPES[torch.bfloat16 if dtype == E4M3 else dtype]),
+        **dict.fromkeys(("q", "k", "k_pe"), "*" + HEADS[dtype]),
+        **dict.fromkeys(("v", "out"), "*" + HEADS[torch.bfloat16 if dtype == E4M3 else dtype]),
         **dict.fromkeys(LISTED, "*i32"),
         **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32"),
         "qk_scale": "fp32",
     }
     seen = "bits" if bits else "causal" if causal else "all"
-    name = f"mha-{seen}-E{E}-V{V}-{TYPES[dtype]}{'-apart' if apart else ''}"
+    name = f"mha-{seen}-E{E}-V{V}-{HEADS[dtype]}{'-apart' if apart else ''}"
     return Build(
         name, _mha_kernel, signature_of(_mha_kernel, constants, types), constants,
         config.num_warps, config.num_stages, capability, FP_FUSION,
