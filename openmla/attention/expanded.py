@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from openmla.attention.eight_bits import Keys, Queries, quantize_keys, queries_of
 from openmla.attention.products import multiply
 from openmla.attention.types import AbsorbedWeights, Projected, rows_of, seen_nothing
 from openmla.cache import PagedCache
@@ -32,7 +33,7 @@ def attend_expanded(
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
     format all routes round the same values.
     """
-    q = rows_of(whole_queries(projected), prefill.rows)
+    q = queries_of(rows_of(whole_queries(projected), prefill.rows), plan)
     kv_c, k_pe = rows_of(projected.kv_c, prefill.rows), rows_of(projected.k_pe, prefill.rows)
     if prefill.one_shot is not None:
         assert prefill.new_rows is not None
@@ -42,7 +43,8 @@ def attend_expanded(
     out, lse = _attend_new(q, kv_c, k_pe, absorbed, plan, prefill)
     for chunk in prefill.chunks:
         rows = gather(latent, plan, chunk, kv_c.dtype)
-        part = attend_rows(q[chunk.rows], rows, absorbed, plan, chunk, causal=False)
+        unit = latent.kv_scale if plan.keeps_codes else None
+        part = attend_rows(q.of(chunk.rows), rows, absorbed, plan, chunk, causal=False, unit=unit)
         if merge is None:
             sides = out[chunk.rows], lse[chunk.rows], *part
             merge_states(*sides, backend=plan.backends["merge_states"])
@@ -86,7 +88,7 @@ def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
 
 
 def _attend_new(
-    q: Tensor,
+    q: Queries,
     kv_c: Tensor,
     k_pe: Tensor,
     absorbed: AbsorbedWeights,
@@ -95,23 +97,27 @@ def _attend_new(
 ) -> tuple[Tensor, Tensor]:
     """This step's rows, causally; where none of them is a key, what sees nothing."""
     if prefill.route == "context":
-        return seen_nothing(q, plan.config.v_head_dim)
-    k, v = expand(kv_c, absorbed, plan)
+        return seen_nothing(q.values, plan.config.v_head_dim, q.dtype)
     starts, longest = prefill.query_start_loc, prefill.max_query_len
-    return _mha(q, k, k_pe, v, plan, starts, starts, longest, longest, causal=True)
+    return _mha(q, kv_c, k_pe, absorbed, plan, starts, starts, longest, longest, causal=True)
 
 
 def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:
-    """[num_keys, D]: a chunk's cached rows, in the workspace if there is one."""
+    """[num_keys, D]: a chunk's cached rows, in the workspace if there is one; codes of an fp8 cache
+    where the plan keeps them."""
+    D = plan.config.latent_dim
+    dtype = torch.float8_e4m3fn if plan.keeps_codes else dtype
     if plan.workspace is not None:
-        rows = plan.workspace.rows[: chunk.num_keys]
+        room = plan.workspace.rows
+        if plan.keeps_codes:
+            room = room.view(dtype)[:, :D]
+        rows = room[: chunk.num_keys]
     else:
-        shape = (chunk.num_keys, plan.config.latent_dim)
-        rows = torch.empty(shape, dtype=dtype, device=latent.data.device)
+        rows = room = torch.empty((chunk.num_keys, D), dtype=dtype, device=latent.data.device)
     target = rows
     if plan.workspace is not None and torch.compiler.is_compiling():
         # of a slice that is written, the compiler would ask whether it is all of the workspace
-        target = plan.workspace.rows
+        target = room
     cache_gather(
         target,
         latent.data,
@@ -151,28 +157,48 @@ def whole_keys(k: Tensor, k_pe: Tensor, plan: Plan) -> Tensor:  # [S, H, P + R]
 
 
 def attend_rows(
-    q: Tensor,
+    q: Queries,
     rows: Tensor,
     absorbed: AbsorbedWeights,
     plan: Plan,
     chunk: ContextChunk,
     *,
     causal: bool,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries over gathered rows, expanded for the plan's heads."""
+    """Queries over gathered rows, expanded for the plan's heads. `unit`: what rows that are still
+    codes are multiples of."""
     C = plan.config.kv_lora_rank
-    k, v = expand(rows[:, :C], absorbed, plan)
     return _mha(
-        q, k, rows[:, C:], v, plan, chunk.query_start_loc, chunk.key_start_loc,
-        chunk.max_query_len, chunk.max_key_len, causal=causal,
+        q, latents_of(rows[:, :C], q.dtype), rows[:, C:], absorbed, plan, chunk.query_start_loc,
+        chunk.key_start_loc, chunk.max_query_len, chunk.max_key_len, causal=causal, unit=unit,
     )  # fmt: skip
 
 
-def _mha(
-    q: Tensor,
-    k: Tensor,
+def latents_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is multiplied by kv_b_proj: codes of an fp8 cache in 16 bits, which hold them."""
+    return rows if rows.dtype == dtype else rows.to(dtype)
+
+
+def keys_of(
+    kv_c: Tensor,
     k_pe: Tensor,
-    v: Tensor,
+    absorbed: AbsorbedWeights,
+    plan: Plan,
+    unit: Tensor | None,
+) -> Keys:
+    """Expanded keys, whole, and values."""
+    k, v = expand(kv_c, absorbed, plan)
+    if plan.prefill_dtype is None:
+        return Keys(whole_keys(k, k_pe, plan), v, None, None)
+    return quantize_keys(kv_c, k, k_pe, v, absorbed, plan, unit)
+
+
+def _mha(
+    q: Queries,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    absorbed: AbsorbedWeights,
     plan: Plan,
     query_start_loc: Tensor,
     key_start_loc: Tensor,
@@ -180,21 +206,28 @@ def _mha(
     max_key_len: int,
     *,
     causal: bool,
+    unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    rope: Tensor | None = k_pe
-    if not plan.keys_apart:
-        k, rope = whole_keys(k, k_pe, plan), None
+    rope: Tensor | None = None
+    if plan.keys_apart:
+        keys, rope = Keys(*expand(kv_c, absorbed, plan), None, None), k_pe
+    else:
+        keys = keys_of(kv_c, k_pe, absorbed, plan, unit)
     return mha_ragged(
-        q,
-        k,
-        v,
+        q.values,
+        keys.k,
+        keys.v,
         query_start_loc,
         key_start_loc,
         rope,
+        q.scale,
+        keys.k_scale,
+        keys.v_scale,
         scale=plan.config.scale,
         causal=causal,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
         batch_invariant=plan.batch_invariant,
+        out_dtype=None if q.scale is None else q.dtype,
         backend=plan.backends["mha_ragged"],
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from openmla.attention.expanded import expand, gather, whole_keys
+from openmla.attention.eight_bits import queries_of
+from openmla.attention.expanded import gather, keys_of, latents_of
 from openmla.attention.types import AbsorbedWeights, Projected, Selection, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import merge_states, mha_masked, pack_mask
@@ -23,10 +24,11 @@ def attend_masked(
     """Chunk by chunk of keys, each read from the cache and expanded once, merged."""
     C = plan.config.kv_lora_rank
     out, lse = seen_nothing(q, plan.config.v_head_dim)
+    queries, unit = queries_of(q, plan), latent.kv_scale if plan.keeps_codes else None
     for chunk in sparse.masked:
         rows = gather(latent, plan, chunk, projected.kv_c.dtype)
-        k, v = expand(rows[:, :C], absorbed, plan)
-        k = whole_keys(k, rows[:, C:], plan)
+        kv_c = latents_of(rows[:, :C], projected.kv_c.dtype)
+        keys = keys_of(kv_c, rows[:, C:], absorbed, plan, unit)
         for group in chunk.groups:
             mask = pack_mask(
                 selection.positions[group.rows],
@@ -38,17 +40,22 @@ def attend_masked(
             mine = slice(
                 group.rows.start - sparse.num_absorbed, group.rows.stop - sparse.num_absorbed
             )
+            asking = queries.of(mine)
             part = mha_masked(
-                q[mine],
-                k,
-                v,
+                asking.values,
+                keys.k,
+                keys.v,
                 group.query_start_loc,
                 chunk.key_start_loc,
                 mask,
+                asking.scale,
+                keys.k_scale,
+                keys.v_scale,
                 scale=plan.config.scale,
                 max_query_len=chunk.max_query_len,
                 max_key_len=chunk.max_key_len,
                 batch_invariant=plan.batch_invariant,
+                out_dtype=None if asking.scale is None else asking.dtype,
                 backend=plan.backends["mha_masked"],
             )
             merge_states(out[mine], lse[mine], *part, backend=plan.backends["merge_states"])

@@ -132,8 +132,9 @@ def rows_of(tensor: Tensor, rows: slice | Tensor) -> Tensor:
     return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
 
 
-def seen_nothing(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=wide)
-    return q.new_zeros((*q.shape[:2], width)), lse
+def seen_nothing(q: Tensor, width: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key; `dtype` is out's,
+    the queries' own by default."""
+    dtype = q.dtype if dtype is None else dtype
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(dtype, torch.float32))
+    return q.new_zeros((*q.shape[:2], width), dtype=dtype), lse

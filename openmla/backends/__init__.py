@@ -33,6 +33,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "mqa_paged": ("sdpa", "flashmla", "gluon", "triton", "reference"),
     "mqa_sparse": ("flashmla", "gluon", "triton", "reference"),
     "pack_mask": ("triton", "reference"),
+    "quantize_heads": ("triton", "reference"),
     "quantize_out": ("triton", "reference"),
     "quantize_queries": ("triton", "reference"),
     "project_heads": ("triton", "reference"),

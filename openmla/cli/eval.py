@@ -44,6 +44,7 @@ CHUNK = 64
 EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
 PLAIN = "transformers"  # a row of its own beside a picture: the model as it is, with its own cache
 QUERIES = "fp8-queries"  # and one of what meets fp8+scales
+FP8_PREFILL = "fp8-prefill"  # likewise: what is expanded
 
 
 class Result(NamedTuple):
@@ -92,6 +93,7 @@ def run_eval(options: argparse.Namespace) -> int:
         if options.formats is None and checkpoint.config.compressor is None:
             results.append(measure_eight_bits(model, windows.to(device), attention, options))
             results.append(measure_queries(model, windows.to(device), attention, options))
+            results.append(measure_fp8_prefill(model, windows.to(device), attention, options))
         if options.plot:
             results.append(measure(model, windows.to(device), attention, PLAIN))
         if options.plot and attention == "sparse":
@@ -141,13 +143,16 @@ def format_of(name: str) -> str:
 
 
 @torch.no_grad()
-def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
+def measure(
+    model: Any, windows: Tensor, attention: str, format: str, chunk: int | None = None
+) -> Result:
     """All windows side by side, in chunks, so that the context is read from the cache."""
+    chunk = chunk or CHUNK
     past, parts = DynamicCache(config=model.config), []
     last = None
     context = windows.shape[1]
-    for start in range(0, context, CHUNK):
-        ids = windows[:, start : start + CHUNK]
+    for start in range(0, context, chunk):
+        ids = windows[:, start : start + chunk]
         logits = model(ids, past_key_values=past, use_cache=True).logits.float()
         if last is None:  # nothing predicts the first token
             predictions, targets = logits[:, :-1], ids[:, 1:]
@@ -156,7 +161,7 @@ def measure(model: Any, windows: Tensor, attention: str, format: str) -> Result:
         last = logits[:, -1:]
         losses = F.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
         parts.append(losses.view(targets.shape).cpu() / math.log(2))
-        done = min(start + CHUNK, context)
+        done = min(start + chunk, context)
         if done == context or shows_progress():
             line = f"\r{attention} {format}: {done} of {context} tokens"
             print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
@@ -188,11 +193,24 @@ def measure_queries(
     return result
 
 
+def measure_fp8_prefill(
+    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
+) -> Result:
+    """The model's own cache format, and expanded heads in e4m3: windows in one pass, for a few
+    tokens over a context are absorbed."""
+    attach(model, index_format=options.index_format, prefill_dtype="fp8")
+    result = measure(model, windows, attention, FP8_PREFILL, chunk=windows.shape[1])
+    detach(model)
+    return result
+
+
 def print_table(results: list[Result], num_bytes: int) -> None:
     first = results[0]
     base = first.bits.sum().item()
     windows, tokens = first.bits.shape
-    print(f"\n{windows} windows of {tokens + 1} tokens, {CHUNK} at a time, context from the cache")
+    whole = f"; {FP8_PREFILL} in one pass" if any(r.format == FP8_PREFILL for r in results) else ""
+    at_once = f"{CHUNK} at a time, context from the cache"
+    print(f"\n{windows} windows of {tokens + 1} tokens, {at_once}{whole}")
     against = f"against {first.attention} {first.format}"
     print(f"{'attention':<11}{'cache':<14}{'bytes/token':>12}{'bits/byte':>11}  {against}")
     for result in results:

@@ -238,6 +238,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="of what decode multiplies by, kv_b_proj; default: as the model",
     )  # fmt: skip
     parser.add_argument(
+        "--prefill-dtype", choices=("fp8",),
+        help="of queries and keys of prompts; default: as the model",
+    )  # fmt: skip
+    parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,
         help="record the decode step as one CUDA graph; default: on a GPU",
     )  # fmt: skip

@@ -27,7 +27,11 @@ from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.outputs import get_output_format, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, reserve
-from openmla.plan.checks import check_planned_output
+from openmla.plan.checks import (
+    check_eight_bit_products,
+    check_planned_output,
+    check_prefill_dtype,
+)
 from openmla.plan.problems import reads_keys_apart
 from openmla.plan.types import remade
 
@@ -44,13 +48,15 @@ def warmup(
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
     query_dtype: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
 
-    Pass the result to make_plan, and `backend`, `dtype`, `output` and `query_dtype` alike. Steps
-    then compile nothing and allocate no expanded keys or values of their own. Nothing is written:
-    the steps have no slots.
+    Pass the result to make_plan, and `backend`, `dtype`, `output`, `query_dtype` and
+    `prefill_dtype` alike. Steps then compile nothing and allocate no expanded keys or values of
+    their own, but for those in e4m3 of prefill_dtype "fp8". Nothing is written: the steps have no
+    slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
@@ -60,6 +66,9 @@ def warmup(
     check_asked("warmup", backend)
     if output is not None:
         check_planned_output(config, output)
+    check_prefill_dtype("warmup", prefill_dtype, config)
+    if prefill_dtype is not None:
+        check_eight_bit_products("warmup", cache.parts[0].data.device, dtype)
     if config.compressor is not None:
         config.check_layer("warmup")
     workspace = reserve(
@@ -70,7 +79,10 @@ def warmup(
         workspace_tokens=workspace_tokens,
         dtype=dtype,
         keys_apart=cache.latent is not None
-        and reads_keys_apart(config, cache.latent.data.device, dtype, backend),
+        and (
+            prefill_dtype is not None
+            or reads_keys_apart(config, cache.latent.data.device, dtype, backend)
+        ),
     )
     if not cache.parts[0].data.is_cuda:
         return workspace
@@ -83,7 +95,10 @@ def warmup(
             many = min(max_tokens, MANY_TOKENS)
             shapes = chain(shapes, [StepShape(1, many, many, "absorbed")])
         for shape in shapes:
-            run_step(shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype)
+            run_step(
+                shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype,
+                prefill_dtype,
+            )  # fmt: skip
     return workspace
 
 
@@ -146,6 +161,7 @@ def run_step(
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
     query_dtype: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
@@ -171,6 +187,7 @@ def run_step(
         workspace=workspace,
         output=output,
         query_dtype=query_dtype,
+        prefill_dtype=prefill_dtype,
     )
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

@@ -19,6 +19,7 @@ from openmla.ops.mqa_sparse import Segment, mqa_sparse
 from openmla.ops.pack_mask import pack_mask
 from openmla.ops.project_heads import project_heads
 from openmla.ops.project_quantize import project_quantize
+from openmla.ops.quantize_heads import quantize_heads
 from openmla.ops.quantize_out import quantize_out
 from openmla.ops.quantize_queries import quantize_queries
 from openmla.ops.rope import rope
@@ -44,6 +45,7 @@ __all__ = [
     "pack_mask",
     "project_heads",
     "project_quantize",
+    "quantize_heads",
     "quantize_out",
     "quantize_queries",
     "rope",

@@ -6,7 +6,8 @@
 
 `starts` need not be a multiple of BS. Rows of out past row_start_loc[B] are not touched, so out
 may be a workspace larger than this call needs. Columns of block_table outside the gathered
-positions are never read. out is [n, D] in any floating dtype.
+positions are never read. out is [n, D] in any floating dtype; or, of the fp8 format, e4m3: codes as
+they are stored, and kv_scale is the caller's to multiply by.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, reg
 from openmla.ops._values import check_block_table, check_start_loc
 
 _SPEC = (
-    "out:n D f row, cache:N BS W row, kv_scale: f32, block_table:B M i32, starts:B i32,"
+    "out:n D q row, cache:N BS W row, kv_scale: f32, block_table:B M i32, starts:B i32,"
     " row_start_loc:B+1 i32"
 )
 
@@ -35,6 +36,8 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
     B1 = block_table.shape[0] + 1 if block_table.dim() else 0
     dims = bind("cache_gather", _SPEC, tensors, {"W": W, "B+1": B1})
     check_pages("cache_gather", cache, format)
+    if out.dtype == torch.float8_e4m3fn and format != "fp8":
+        raise ShapeError(f"cache_gather: out must be fp16, bf16, fp32 or fp64 for {format} rows.")
     return dims
 
 

@@ -9,6 +9,7 @@ key_start_loc[b] .. key_start_loc[b+1]-1; bits from its number of keys on are no
 are pack_mask's. Nothing else restricts: causality is in the bits. A query that sees no key, and
 every query row past query_start_loc[B], gets out 0 and lse -inf. lse is natural-log, includes
 scale, and is float32 (float64 for float64 queries). max_query_len and max_key_len bound requests.
+Heads may be e4m3 with scales and an out_dtype, as mha_ragged's.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
+from openmla.ops._eight_bits import check_eight_bits, heads_spec, out_of
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
-_SPEC = (
-    "q:T H E f row, k:S H E f row, v:S H V f row, query_start_loc:B+1 i32, key_start_loc:B+1 i32,"
-    " mask:T words i32 row"
-)
+_REST = "query_start_loc:B+1 i32, key_start_loc:B+1 i32, mask:T words i32 row"
 
 
-def _check(tensors: tuple[Tensor, ...], max_key_len: int) -> dict[str, int]:
-    q, k, v, *_ = tensors
-    dims = bind("mha_masked", _SPEC, tensors)
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise ShapeError(f"mha_masked: {name} must be {q.dtype} like q, got {tensor.dtype}.")
+def _check(
+    tensors: tuple[Tensor | None, ...], max_key_len: int, out_dtype: torch.dtype | None
+) -> dict[str, int]:
+    """Dims by letter; scales follow the mask, the sixth."""
+    given, scales = tensors[:6], (*tensors[6:], *(None,) * 3)[:3]
+    q, k, v, *_ = given
+    assert q is not None
+    bound = [tensor for tensor in given if tensor is not None]
+    dims = bind("mha_masked", f"{heads_spec(q)}, {_REST}", bound)
+    check_eight_bits("mha_masked", (("q", q), ("k", k), ("v", v)), scales, out_dtype)
     if 32 * dims["words"] < max_key_len:
         raise ShapeError(
             f"mha_masked: mask must have a bit for each of max_key_len={max_key_len} keys, "
@@ -46,7 +49,7 @@ def _check(tensors: tuple[Tensor, ...], max_key_len: int) -> dict[str, int]:
 def _check_values(
     dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
 ) -> None:
-    _, _, _, query_start_loc, key_start_loc, _ = tensors
+    query_start_loc, key_start_loc = tensors
     check_start_loc("mha_masked", "query_start_loc", query_start_loc, dims["T"], "q")
     check_start_loc("mha_masked", "key_start_loc", key_start_loc, dims["S"], "k")
     for name, start_loc, given in (
@@ -67,9 +70,9 @@ def problem(
 
 def _decide(
     *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int, backend: str,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, out_dtype: torch.dtype | None = None,
 ) -> Decided:  # fmt: skip
-    q, dims = tensors[0], _check(tensors, max_key_len)
+    q, dims = tensors[0], _check(tensors, max_key_len, out_dtype)
     check_scale("mha_masked", scale)
     E, V = dims["E"], dims["V"]
     asked = problem(q.device, q.dtype, E=E, V=V, batch_invariant=batch_invariant)
@@ -77,32 +80,62 @@ def _decide(
 
 
 def _run(
-    known: Decided, *tensors: Tensor, scale: float, max_query_len: int, max_key_len: int,
+    known: Decided,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start_loc: Tensor,
+    key_start_loc: Tensor,
+    mask: Tensor,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_key_len: int,
     batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    refuse_grad("mha_masked", tensors[:3])
-    if tensors[0].device.type == "cpu":
-        _check_values(known.dims, tensors, max_query_len, max_key_len)
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    refuse_grad("mha_masked", (q, k, v))
+    starts = (query_start_loc, key_start_loc)
+    if q.device.type == "cpu":
+        _check_values(known.dims, starts, max_query_len, max_key_len)
+    eight_bits: dict[str, object] = {}  # who takes no such heads need not know of it
+    if q_scale is not None:
+        eight_bits = {"scales": (q_scale, k_scale, v_scale), "out_dtype": out_dtype}
     result: tuple[Tensor, Tensor] = known.runner.run(
-        *tensors, scale=scale, max_query_len=max_query_len, max_key_len=max_key_len
+        q,
+        k,
+        v,
+        *starts,
+        mask,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_key_len=max_key_len,
+        **eight_bits,
     )
     return result
 
 
-def _fake(*tensors: Tensor, max_key_len: int, **_: object) -> tuple[Tensor, Tensor]:
-    dims = _check(tensors, max_key_len)
+def _fake(
+    *tensors: Tensor, max_key_len: int, out_dtype: torch.dtype | None = None, **_: object
+) -> tuple[Tensor, Tensor]:
+    dims = _check(tensors, max_key_len, out_dtype)
     q = tensors[0]
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = out_of(q, out_dtype)
+    lse_dtype = torch.promote_types(dtype, torch.float32)
     return (
-        q.new_empty((dims["T"], dims["H"], dims["V"])),
+        q.new_empty((dims["T"], dims["H"], dims["V"]), dtype=dtype),
         q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
     )
 
 
 _OP = register(
     "mha_masked(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
-    " Tensor mask, *, float scale, SymInt max_query_len, SymInt max_key_len,"
-    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
+    " Tensor mask, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None,"
+    " *, float scale, SymInt max_query_len, SymInt max_key_len,"
+    " bool batch_invariant=False, ScalarType? out_dtype=None, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,
@@ -116,11 +149,15 @@ def mha_masked(
     query_start_loc: Tensor,  # [B+1] i32
     key_start_loc: Tensor,  # [B+1] i32
     mask: Tensor,  # [T, words] i32
+    q_scale: Tensor | None = None,  # [T, H] f32, of e4m3 heads
+    k_scale: Tensor | None = None,  # [H] f32
+    v_scale: Tensor | None = None,  # [H] f32
     *,
     scale: float,
     max_query_len: int,
     max_key_len: int,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
     """Attend where bits are set; see the module's text for the contract."""
@@ -131,10 +168,14 @@ def mha_masked(
         query_start_loc,
         key_start_loc,
         mask,
+        q_scale,
+        k_scale,
+        v_scale,
         scale=scale,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
         batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
         backend=backend,
     )
     return out, lse

@@ -11,6 +11,11 @@ columns of keys and k_pe the others: backends that can read them apart copy noth
 sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows past
 key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
 float64 queries).
+Heads may be e4m3 with scales: q_scale [T, H], k_scale [H] and v_scale [H] are what q, k and v are
+multiplied by, all in float32, and `out` is of out_dtype. v may be of that type, too. Keys come
+whole then, and v may have its keys contiguous instead of its columns (quantize_heads makes both).
+Backends may round exp(s - max), 256 times it, to e4m3; out is over the sum of what was rounded, lse
+has the sum before.
 max_query_len and max_key_len are the longest request's, exactly. With batch_invariant a request's
 bits are its own: only backends run that give it the same alone and beside any others.
 """
@@ -26,28 +31,31 @@ from torch import Tensor
 from openmla.backends import Problem, problem_on
 from openmla.backends.expanded import joined as joined  # for who calls this op
 from openmla.errors import ShapeError
+from openmla.ops._eight_bits import check_eight_bits, heads_spec, out_of
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
 _STARTS = "query_start_loc:B+1 i32, key_start_loc:B+1 i32"
-_SPEC = f"q:T H E f row, k:S H E f row, v:S H V f row, {_STARTS}"
-_SPEC_APART = f"q:T H E f row, k:S H P f row, v:S H V f row, {_STARTS}, k_pe:S R f row"
+_SPEC_APART = f"q:T H E q row, k:S H P q row, v:S H V q row, {_STARTS}, k_pe:S R q row"
 
 
-def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    """Dims by letter; R is 0 without k_pe, the sixth."""
-    q, k, v, *_ = tensors
-    spec, known, alike = _SPEC, {"R": 0}, [("k", k), ("v", v)]
-    if len(tensors) > 5:
-        k_pe, spec = tensors[5], _SPEC_APART
-        alike.append(("k_pe", k_pe))
-        known = {}
+def _check(
+    tensors: tuple[Tensor | None, ...], out_dtype: torch.dtype | None = None
+) -> dict[str, int]:
+    """Dims by letter; R is 0 without k_pe, the sixth. Scales follow it."""
+    q, k, v, query_start_loc, key_start_loc, k_pe, *scales = (*tensors, *(None,) * 4)[:9]
+    assert q is not None and k is not None and v is not None
+    assert query_start_loc is not None and key_start_loc is not None
+    bound = [q, k, v, query_start_loc, key_start_loc]
+    spec, known = f"{heads_spec(q)}, {_STARTS}", {"R": 0}
+    if k_pe is not None:
+        bound.append(k_pe)
+        spec, known = _SPEC_APART, {}
         if q.dim() == 3 and k_pe.dim() == 2:
             known = {"P": q.shape[2] - k_pe.shape[1]}
-    dims = bind("mha_ragged", spec, tensors, known)
-    for name, tensor in alike:
-        if tensor.dtype != q.dtype:
-            raise ShapeError(f"mha_ragged: {name} must be {q.dtype} like q, got {tensor.dtype}.")
+    dims = bind("mha_ragged", spec, bound, known)
+    heads = (("q", q), ("k", k), ("v", v), ("k_pe", k_pe))
+    check_eight_bits("mha_ragged", heads, scales, out_dtype)
     return dims
 
 
@@ -77,9 +85,10 @@ def problem(
 
 
 def _decide(
-    *tensors: Tensor, scale: float, batch_invariant: bool = False, backend: str, **_: object
-) -> Decided:
-    q, dims = tensors[0], _check(_given(tensors))
+    *tensors: Tensor, scale: float, batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None, backend: str, **_: object,
+) -> Decided:  # fmt: skip
+    q, dims = tensors[0], _check(tensors, out_dtype)
     check_scale("mha_ragged", scale)
     E, R, V = dims["E"], dims["R"], dims["V"]
     asked = problem(q.device, q.dtype, E=E, R=R, V=V, batch_invariant=batch_invariant)
@@ -99,14 +108,21 @@ def _run(
     query_start_loc: Tensor,
     key_start_loc: Tensor,
     k_pe: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     starts = (query_start_loc, key_start_loc)
+    eight_bits: dict[str, object] = {}  # who takes no such heads need not know of it
+    if q_scale is not None:
+        eight_bits = {"scales": (q_scale, k_scale, v_scale), "out_dtype": out_dtype}
     refuse_grad("mha_ragged", _given((q, k, v, k_pe)))
     if q.device.type == "cpu":
         _check_values(known.dims, starts, max_query_len, max_key_len)
@@ -120,24 +136,29 @@ def _run(
         causal=causal,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
+        **eight_bits,
     )
     return result
 
 
-def _fake(*tensors: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+def _fake(
+    *tensors: Tensor, out_dtype: torch.dtype | None = None, **_: object
+) -> tuple[Tensor, Tensor]:
     q = tensors[0]
-    dims = _check(_given(tensors))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    dims = _check(tensors, out_dtype)
+    dtype = out_of(q, out_dtype)
+    lse_dtype = torch.promote_types(dtype, torch.float32)
     return (
-        q.new_empty((dims["T"], dims["H"], dims["V"])),
+        q.new_empty((dims["T"], dims["H"], dims["V"]), dtype=dtype),
         q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
     )
 
 
 _OP = register(
     "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
-    " Tensor? k_pe=None, *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
-    " bool batch_invariant=False, str backend) -> (Tensor, Tensor)",
+    " Tensor? k_pe=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None,"
+    " *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
+    " bool batch_invariant=False, ScalarType? out_dtype=None, str backend) -> (Tensor, Tensor)",
     _decide,
     _run,
     _fake,
@@ -151,12 +172,16 @@ def mha_ragged(
     query_start_loc: Tensor,  # [B+1] i32
     key_start_loc: Tensor,  # [B+1] i32
     k_pe: Tensor | None = None,  # [S, R]
+    q_scale: Tensor | None = None,  # [T, H] f32, of e4m3 heads
+    k_scale: Tensor | None = None,  # [H] f32
+    v_scale: Tensor | None = None,  # [H] f32
     *,
     scale: float,
     causal: bool,
     max_query_len: int,
     max_key_len: int,
     batch_invariant: bool = False,
+    out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
     """Attend over expanded keys and values; see the module's text for the contract."""
@@ -167,11 +192,15 @@ def mha_ragged(
         query_start_loc,
         key_start_loc,
         k_pe,
+        q_scale,
+        k_scale,
+        v_scale,
         scale=scale,
         causal=causal,
         max_query_len=max_query_len,
         max_key_len=max_key_len,
         batch_invariant=batch_invariant,
+        out_dtype=out_dtype,
         backend=backend,
     )
     return out, lse

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention import AbsorbedWeights
+from openmla.attention.eight_bits import queries_of
 from openmla.attention.expanded import attend_rows
 from openmla.cache import PagedCache
 from openmla.config import MLAConfig
@@ -95,6 +96,7 @@ def attend_gathered(
     ranks: Ranks,
 ) -> None:
     """Context chunk by chunk, everyone's rows, this rank's heads."""
+    queries = queries_of(q, plan)
     for each in gathered.chunks:
         rows = q.new_empty((each.num_rows, plan.config.latent_dim))
         cache_gather(
@@ -109,7 +111,7 @@ def attend_gathered(
         )
         every = all_gather(rows, ranks.group).flatten(0, 1)[each.order]
         mine = each.chunk.rows
-        part = attend_rows(q[mine], every, absorbed, plan, each.chunk, causal=False)
+        part = attend_rows(queries.of(mine), every, absorbed, plan, each.chunk, causal=False)
         merge_states(out[mine], lse[mine], *part, backend=plan.requested["merge_states"])
 
 

@@ -11,7 +11,8 @@ from openmla.cache import LayerCache, PagedCache
 from openmla.cache.blocks import LONG, slots_of_blocks
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.hardware import capability
 from openmla.ops._queries import EIGHT_BITS, check_chip
 from openmla.ops._values import check_block_table, check_slots
 from openmla.outputs import check_width, get_output_format
@@ -112,6 +113,45 @@ def check_workspace(
             f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
             "Give warmup() that dtype."
         )
+
+
+def check_prefill_dtype(
+    where: str,
+    prefill_dtype: object,
+    config: MLAConfig,
+    batch_invariant: bool = False,
+    into: object = None,
+) -> None:
+    """fp8, of models that expand keys and of plans that may."""
+    if prefill_dtype is None:
+        return
+    if prefill_dtype != "fp8":
+        raise ConfigError(f"{where}: prefill_dtype must be 'fp8' or None, got {prefill_dtype!r}.")
+    if config.compressor is not None:
+        raise ConfigError(
+            f"{where}: prefill_dtype must be None for {config.model_type}: it expands nothing."
+        )
+    if batch_invariant:
+        raise ConfigError(
+            f"{where}: prefill_dtype must be None with batch_invariant: scales are of all requests."
+        )
+    if into is not None:
+        raise ConfigError(
+            f"{where}: prefill_dtype must be None with into=, which is absorbed only."
+        )
+
+
+def check_eight_bit_products(where: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Chips that cannot multiply e4m3 are named: nothing else would be as fast as 16 bits."""
+    found = capability(device)
+    if device.type == "cuda" and (torch.version.hip is not None or (found or (0, 0)) < (8, 9)):
+        name = "AMD's" if torch.version.hip is not None else "SM{}{}".format(*(found or (0, 0)))
+        raise UnsupportedError(
+            f"{where}: prefill_dtype='fp8' needs products of e4m3, which chips have from SM89 on, "
+            f"this is {name}. Leave it out."
+        )
+    if dtype == torch.float64:
+        raise ConfigError(f"{where}: prefill_dtype must be None for queries in {dtype}.")
 
 
 def check_room_for_keys(workspace: Workspace | None, apart: bool, backend: str) -> None:

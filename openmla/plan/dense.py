@@ -42,11 +42,13 @@ def plan_prefill(
     *,
     quantized: bool = False,
     fixed: bool = False,
+    apart: bool = False,
 ) -> PrefillPlan:
     """Some of the requests with all their keys at once, or with their contexts in chunks. Where
     outputs are `quantized`, chunks know which rows they end; elsewhere that would only be more for
     a compiled step to be guarded by. `fixed`: new rows and context are always apart, and contexts
-    cut where no other request has a say."""
+    cut where no other request has a say. `apart`: always apart, for their rows are not of one
+    type."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     table = pick(batch.block_table, requests)
@@ -71,7 +73,7 @@ def plan_prefill(
     longest = max(query_lens)
     if batch.causal and not any(contexts):
         return PrefillPlan(rows, "new", query_start_loc, longest)
-    if batch.causal and sum(seq_lens) <= rows_at_once and not fixed:
+    if batch.causal and sum(seq_lens) <= rows_at_once and not (fixed or apart):
         one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))
         # the k-th new row stands behind all contexts up to its own

@@ -34,6 +34,8 @@ def explain(plan: Plan, finished: bool) -> Explanation:
         lines += _sparse(plan, plan.sparse)
     if plan.compressed is not None:
         lines += _compressed(plan, plan.compressed)
+    if plan.prefill_dtype is not None:
+        lines.append(_eight_bits(plan))
     if plan.batch_invariant:
         lines.append(_invariant(plan, finished))
     if plan.query_dtype is not None:
@@ -63,6 +65,18 @@ def _invariant(plan: Plan, finished: bool) -> Line:
     )
 
 
+def _eight_bits(plan: Plan) -> Line:
+    """What of a step is in fp8 because it was asked for."""
+    if "quantize_heads" not in plan.backends:
+        return Line("fp8", "asked for, but nothing is expanded")
+    rows = ", rows of the cache as they are stored" if plan.keeps_codes else ""
+    return Line(
+        "fp8",
+        "expanded queries and keys in e4m3, asked for: a scale per row and head of queries, per "
+        f"head of keys; values and probabilities in 16 bits{rows}",
+    )
+
+
 def _output(plan: Plan, output: str) -> Line:
     """Which op ends the tokens of each form."""
     parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
@@ -78,7 +92,11 @@ def _expanded(plan: Plan, prefill: PrefillPlan) -> Line:
     new = num_rows(rows)
     keys = gathered if prefill.one_shot is not None else max(gathered, new)
     each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
+    if plan.prefill_dtype is not None:  # whole keys and queries are bytes
+        each -= config.num_heads * config.qk_head_dim
     held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
+    if plan.prefill_dtype is not None:
+        held += config.num_heads * (keys + new) * config.qk_head_dim
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
     what = f"{shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}"
     return Line(
@@ -338,6 +356,7 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         merges = sum(chunk.continued is not None for chunk in contexts_of)
     one_launch = not finished and _in_one_launch(plan)
     new_keys = plan.prefill is not None and plan.prefill.route != "context"
+    expanding = bool(new_keys + chunks)
     return {
         "latent_write": int(one_launch and plan.causal),
         "cache_write": int(not one_launch and plan.causal),
@@ -348,6 +367,8 @@ def _calls(plan: Plan, op: str, finished: bool) -> int:
         "merge_states": merges + groups,
         "merge_quantize": ended,
         "project_quantize": (plan.decode is not None) + (plan.sparse is not None) * query_chunks,
+        # queries once, keys each time
+        "quantize_heads": expanding + bool(groups) + new_keys + chunks + contexts,
         "quantize_out": _quantized_apart(plan),
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),

@@ -18,8 +18,10 @@ from openmla.plan.captured import captured_parts, check_buffers, fill
 from openmla.plan.checks import (
     check_batch,
     check_cache,
+    check_eight_bit_products,
     check_planned_output,
     check_planned_queries,
+    check_prefill_dtype,
     check_room_for_keys,
     check_workspace,
 )
@@ -53,6 +55,7 @@ def make_plan(
     compiled: bool = False,
     output: str | None = None,
     query_dtype: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -88,6 +91,9 @@ def make_plan(
 
     `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
     and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
+    With `prefill_dtype` "fp8" expanded queries and keys are e4m3, under scales that are found on
+    the device; rows of an fp8 cache are gathered as they are stored. Chips from SM89 on
+    have products of e4m3; docs/fp8-prefill.md has what it gains and what it costs.
     """
     _check_kinds(batch, config, cache, compiled, batch_invariant)
     _check_into(into, compiled)
@@ -95,7 +101,10 @@ def make_plan(
         check_planned_output(config, output)
     if query_dtype is not None:
         check_planned_queries(config, cache, query_dtype)
-    latent = partial(_plan_latent, output=output, query_dtype=query_dtype)
+    check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
+    latent = partial(
+        _plan_latent, output=output, query_dtype=query_dtype, prefill_dtype=prefill_dtype
+    )
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
@@ -150,13 +159,14 @@ def _plan_latent(
     uniform: bool,
     output: str | None,
     query_dtype: str | None,
+    prefill_dtype: str | None,
 ) -> Plan:
     """make_plan for a model that caches a latent row per token."""
     latent = latent_of(cache)
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    dtype = _default_dtype(latent) if dtype is None else dtype
+    dtype = _queries_dtype(latent, dtype, prefill_dtype)
     run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
@@ -169,19 +179,18 @@ def _plan_latent(
         )
         parts = _parts(
             batch, config, cache, dtype, routes, rows_at_once, uniform,
-            quantized=output is not None, fixed=batch_invariant,
+            quantized=output is not None, fixed=batch_invariant, apart=bool(prefill_dtype),
         )  # fmt: skip
     else:
         if form == "expanded":
             raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
         parts, values = captured_parts(batch, config, cache, dtype, into)
-        name = "absorbed" if parts.sparse is None else "chosen"
-        routes = {name: range(len(batch.query_lens))}
+        routes = {"absorbed" if parts.sparse is None else "chosen": range(len(batch.query_lens))}
         form, workspace = "captured", None
-    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype)
+    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype, prefill_dtype)
     kind = cache_kind([latent], cache.index)
     choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
-    if parts.prefill is not None:
+    if parts.prefill is not None and prefill_dtype is None:
         check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
     if into is None:
         parts = upload(parts, latent.data.device)
@@ -204,6 +213,7 @@ def _plan_latent(
         run_length=run_length,
         output=output,
         query_dtype=query_dtype,
+        prefill_dtype=prefill_dtype,
         ends=dict(choice.ends),
         causal=batch.causal,
         workspace=workspace,
@@ -216,10 +226,16 @@ def _plan_latent(
     )
 
 
-def _default_dtype(latent: PagedCache) -> torch.dtype:
-    """Of queries, by the cache they read."""
+def _queries_dtype(
+    latent: PagedCache, dtype: torch.dtype | None, prefill_dtype: str | None
+) -> torch.dtype:
+    """As given, or by default the cache's, bf16 for a packed cache. Chips are looked at."""
     layout = latent.layout
-    return torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    if dtype is None:
+        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    if prefill_dtype is not None:
+        check_eight_bit_products("plan", latent.data.device, dtype)
+    return dtype
 
 
 def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:
@@ -307,6 +323,7 @@ def _parts(
     *,
     quantized: bool,
     fixed: bool,
+    apart: bool,
 ) -> Parts:
     """The step's tensors, on the host but for what the batch has on the device."""
     latent = latent_of(cache)
@@ -318,7 +335,7 @@ def _parts(
     if prefilling:
         prefill = plan_prefill(
             batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized,
-            fixed=fixed,
+            fixed=fixed, apart=apart and latent.format == "fp8",
         )  # fmt: skip
     if choosing:
         chosen = (routes["chosen"], routes["masked"])

@@ -45,6 +45,7 @@ from openmla.ops.mqa_sparse import problem as mqa_sparse_problem
 from openmla.ops.pack_mask import problem as pack_mask_problem
 from openmla.ops.project_heads import problem as project_heads_problem
 from openmla.ops.project_quantize import problem as project_quantize_problem
+from openmla.ops.quantize_heads import problem as quantize_heads_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.quantize_queries import problem as quantize_queries_problem
 from openmla.ops.rope import problem as rope_problem
@@ -91,6 +92,7 @@ class Calls(NamedTuple):
     sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
     output: str = ""  # the format that outputs are quantised to
     query_dtype: str = ""  # "fp8": what absorbed queries are quantised to
+    eight_bits: bool = False  # expanded heads are e4m3
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
@@ -188,6 +190,7 @@ def calls_of(
     sparse: SparsePlan | None,
     output: str | None = None,
     query_dtype: str | None = None,
+    prefill_dtype: str | None = None,
 ) -> Calls:
     return Calls(
         None
@@ -197,6 +200,7 @@ def calls_of(
         None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
         output or "",
         query_dtype or "",
+        prefill_dtype is not None,
     )
 
 
@@ -234,6 +238,8 @@ def find_problems(
     D, C, alone = config.latent_dim, config.kv_lora_rank, run_length > 0
     E, V = config.qk_head_dim, config.v_head_dim
     queries = torch.float8_e4m3fn if calls.query_dtype else dtype  # of absorbed rows
+    heads = torch.float8_e4m3fn if calls.eight_bits else dtype
+    rows = torch.float8_e4m3fn if calls.eight_bits and format == "fp8" else dtype
     problems = [
         latent_write_problem(device, dtype, format, D=D, E=E),
         cache_write_problem(device, dtype, format),
@@ -250,12 +256,14 @@ def find_problems(
             )
         )  # fmt: skip
     if calls.route:
-        R = config.qk_rope_head_dim
-        problems.append(mha_ragged_problem(device, dtype, E=E, R=R, V=V, batch_invariant=alone))
+        R = 0 if calls.eight_bits else config.qk_rope_head_dim
+        problems.append(mha_ragged_problem(device, heads, E=E, R=R, V=V, batch_invariant=alone))
         if calls.route != "new":
-            problems.append(cache_gather_problem(device, dtype, format))
+            problems.append(cache_gather_problem(device, rows, format))
         if calls.route in ("chunked", "context"):
             problems.append(merge_states_problem(device, dtype))
+    if calls.eight_bits and (calls.route or (calls.sparse is not None and calls.sparse[1])):
+        problems.append(quantize_heads_problem(device, dtype))
     if index_format and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, index_format))
     if calls.sparse is not None:
@@ -267,8 +275,8 @@ def find_problems(
             problems.append(gathering_problem(config, kind, queries, tokens, run_length))
         if masked:
             problems.append(pack_mask_problem(device))
-            problems.append(mha_masked_problem(device, dtype, E=E, V=V, batch_invariant=alone))
-            problems.append(cache_gather_problem(device, dtype, format))
+            problems.append(mha_masked_problem(device, heads, E=E, V=V, batch_invariant=alone))
+            problems.append(cache_gather_problem(device, rows, format))
             problems.append(merge_states_problem(device, dtype))
     if queries != dtype and (calls.decode is not None or (calls.sparse and calls.sparse[0])):
         problems.append(quantize_queries_problem(device, dtype, D=D))

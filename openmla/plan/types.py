@@ -253,6 +253,7 @@ class Plan:
     padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
     # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
     run_length: int = 0
+    prefill_dtype: str | None = None  # "fp8": expanded queries and keys are e4m3
     output: str | None = None  # the format that outputs are quantised to
     query_dtype: str | None = None  # "fp8": what absorbed queries are quantised to
     # how each form's tokens get there: the op that ends them
@@ -281,6 +282,11 @@ class Plan:
                     f"step: cache must have {self.num_blocks} blocks of {self.block_size} tokens "
                     f"as planned, got {part.num_blocks} of {part.block_size}."
                 )
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether rows of an fp8 cache are gathered as they are stored."""
+        return self.prefill_dtype is not None and self.problem("cache_write").format == "fp8"
 
     @property
     def chooses(self) -> bool:

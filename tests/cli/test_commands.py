@@ -20,8 +20,26 @@ from tests.cli.conftest import KINDS
 
 ROOT = Path(__file__).parents[2]
 FORMATS = {
-    "dense": ["fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8-weights", "fp8-queries"],
-    "sparse": ["fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8-weights", "fp8-queries"],
+    "dense": [
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8",
+        "fp8+scales",
+        "fp8-weights",
+        "fp8-queries",
+        "fp8-prefill",
+    ],
+    "sparse": [
+        "fp32",
+        "bf16",
+        "fp16",
+        "fp8",
+        "fp8+scales",
+        "fp8-weights",
+        "fp8-queries",
+        "fp8-prefill",
+    ],
     "v4": ["fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_dsv4"],
 }
 ATTENTIONS = {"dense": ["dense"], "sparse": ["dense", "sparse"], "v4": ["sparse"]}

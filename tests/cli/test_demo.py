@@ -91,7 +91,7 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     }
     assert set(bits) == {
         "fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8-weights", "fp8-queries",
-        "transformers",
+        "fp8-prefill", "transformers",
     }  # fmt: skip
     assert abs(bits["transformers"] / bits["fp32"] - 1) < 1e-4
     assert 0.5 < bits["fp32"] < 2.0
@@ -101,6 +101,7 @@ def test_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bits["fp8+scales"] < bits["fp8"] + 2e-3  # no worse, but for chance
     assert abs(bits["fp8_ds_mla"] / bits["fp32"] - 1) < 1e-2
     assert 0 < abs(bits["fp8-queries"] / bits["fp8+scales"] - 1) < 1e-2
+    assert abs(bits["fp8-prefill"] / bits["fp32"] - 1) < 2e-2
     assert "▇" in captured.out or "█" in captured.out
     assert "dense fp8: 1024 of 1024 tokens" in captured.err
     assert picture.read_bytes().startswith(b"\x89PNG")

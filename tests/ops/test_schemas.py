@@ -28,6 +28,7 @@ WRITTEN = {
     "latent_write": {"cache", "q", "kv", "clamped"},
     "merge_quantize": {"values", "scales"},
     "merge_states": {"out", "lse"},
+    "quantize_heads": {"values", "row_scale"},
     "quantize_out": {"values", "scales"},
     "project_heads": {"out"},
     "project_quantize": {"scales", "values"},

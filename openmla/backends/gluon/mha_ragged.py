@@ -1,4 +1,4 @@
-"""mha_ragged, Gluon: 16-bit heads, packed requests of any lengths, keys whole or in two parts."""
+"""mha_ragged, Gluon: packed requests of any lengths; keys whole or in two parts; e4m3 heads."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
 from openmla.backends.gluon import _expanded
 from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
+from openmla.backends.gluon._launch_fp8 import COLUMNS as FP8_COLUMNS
+from openmla.backends.gluon._launch_fp8 import E4M3, fp8_builds, run_fp8
 from openmla.backends.gluon._shapes import needs_nvidia
 from openmla.backends.triton._build import TYPES, Build, signature_of
 from openmla.backends.triton._prepare import Address, Launch, prepare
@@ -50,10 +52,11 @@ def why_not(problem: Problem) -> str | None:
         return needs_nvidia()
     if problem.capability != (9, 0):
         return "needs SM90"
-    if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes queries of 16 bits, this is {problem.dtype}"
-    if (problem.E, problem.V) not in COLUMNS:
-        known = ", ".join(f"{E}/{V}" for E, V in COLUMNS)
+    if problem.dtype not in (torch.float16, torch.bfloat16, E4M3):
+        return f"takes queries of 16 bits and e4m3, this is {problem.dtype}"
+    widths = FP8_COLUMNS if problem.dtype == E4M3 else COLUMNS
+    if (problem.E, problem.V) not in widths:
+        known = ", ".join(f"{E}/{V}" for E, V in widths)
         return f"takes heads of {known} columns, these are {problem.E}/{problem.V}"
     return None
 
@@ -61,7 +64,7 @@ def why_not(problem: Problem) -> str | None:
 def reads_apart(problem: Problem) -> bool:
     """Whether keys may stay in two parts: boxes must not cross where they meet, and what is left of
     the columns has boxes of its own width."""
-    return fit(COLUMNS[problem.E, problem.V], problem.E - problem.R)
+    return problem.dtype != E4M3 and fit(COLUMNS[problem.E, problem.V], problem.E - problem.R)
 
 
 def fit(columns: Columns, P: int) -> bool:
@@ -80,10 +83,17 @@ def run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     (T, H, E), V = q.shape, v.shape[2]
     if min(max_query_len, max_key_len) == 0:  # nobody sees anything
-        return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
+        out = q.new_zeros((T, H, V), dtype=out_dtype or q.dtype)
+        return out, q.new_full((T, H), -torch.inf, dtype=torch.float32)
+    if scales is not None:
+        assert out_dtype is not None  # the op looked
+        starts = (query_start_loc, key_start_loc)
+        return run_fp8(q, k, v, *starts, scales, scale=scale, causal=causal, out_dtype=out_dtype)
     columns = COLUMNS[E, V]
     P, block_n = k.shape[2], columns.block_n
     if k_pe is not None and not fit(columns, P):
@@ -193,3 +203,4 @@ def builds() -> Iterator[Build]:
         name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{kind}"
         signature = signature_of(kernel, constants, types)
         yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
+    yield from fp8_builds()

@@ -29,5 +29,8 @@ def run(
         positions = torch.arange(bounds[b + 1] - bounds[b], device=cache.device) + start
         blocks = block_table[b].long()[positions // BS]
         slots = blocks * BS + positions % BS
-        rows = get_format(format).read(cache, slots, kv_scale, out.dtype, out.shape[1])
+        if out.dtype == torch.float8_e4m3fn:
+            rows = cache[blocks, positions % BS].view(out.dtype)
+        else:
+            rows = get_format(format).read(cache, slots, kv_scale, out.dtype, out.shape[1])
         out[bounds[b] : bounds[b + 1]] = rows

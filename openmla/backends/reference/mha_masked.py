@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.reference._eight_bits import Scales, decoded, rounded_weights
 
 LOGITS = 2**22  # held at once
 
@@ -25,10 +26,13 @@ def run(
     scale: float,
     max_query_len: int,
     max_key_len: int,
+    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
+    q, k, v = decoded(q, k, v, scales)
     T, H, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros((T, H, v.shape[2]))
+    out = q.new_zeros((T, H, v.shape[2]), dtype=out_dtype)
     lse = q.new_full((T, H), -torch.inf, dtype=wide)
     query_bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()
     for b in range(len(query_bounds) - 1):
@@ -47,7 +51,11 @@ def run(
             logits.masked_fill_(hidden, -torch.inf)
             row_lse = logits.logsumexp(-1)
             lse[chunk] = row_lse
-            weights = (logits - row_lse[..., None]).exp().masked_fill(hidden, 0)
+            if scales is None:
+                weights = (logits - row_lse[..., None]).exp()
+            else:
+                weights = rounded_weights(logits)
+            weights = weights.masked_fill(hidden, 0)
             out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse
 

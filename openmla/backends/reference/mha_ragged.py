@@ -7,6 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.expanded import joined
+from openmla.backends.reference._eight_bits import Scales, decoded, rounded_weights
 
 LOGITS = 2**26  # held at once; more queries are taken in chunks
 
@@ -27,11 +28,13 @@ def run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
+    scales: Scales | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    k = joined(k, k_pe)
+    q, k, v = decoded(q, joined(k, k_pe), v, scales)
     T, H, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros((T, H, v.shape[2]))
+    out = q.new_zeros((T, H, v.shape[2]), dtype=out_dtype)
     lse = q.new_full((T, H), -torch.inf, dtype=wide)
     query_bounds, key_bounds = query_start_loc.tolist(), key_start_loc.tolist()
     for b in range(len(query_bounds) - 1):
@@ -54,6 +57,9 @@ def run(
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)
             lse[chunk] = logits.logsumexp(dim=-1)
-            weights = (logits - lse[chunk][:, :, None]).exp()
+            if scales is None:
+                weights = (logits - lse[chunk][:, :, None]).exp()
+            else:
+                weights = rounded_weights(logits)
             out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse

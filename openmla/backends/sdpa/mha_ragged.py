@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 
 def why_not(problem: Problem) -> str | None:
+    if problem.dtype.itemsize == 1:
+        return f"takes heads of 16 bits and more, this is {problem.dtype}"
     if problem.device == "cpu":
         return None
     if problem.device != "cuda":

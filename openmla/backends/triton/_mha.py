@@ -9,6 +9,7 @@ Grid      (T // BLOCK_M + B + 1, H): one program owns BLOCK_M queries of one req
           The last tiles, the longest if causal, start first; a head's run side by side and share
           its keys in L2.
 Reads     q [T, H, E], k [S, H, E], or [S, H, BLOCK_A] and k_pe [S, E - BLOCK_A], v [S, H, V],
+          of e4m3 heads q_scale [T, H], k_scale [H], v_scale [H];
           query_start_loc [B+1], key_start_loc [B+1]; with bits mask [T, words] and, listed from
           it by _list_tiles_kernel, key tiles that have any
 Writes    out [T, H, V], lse [T, H]
@@ -17,6 +18,10 @@ Limits    see why_not_mha()
 E is cut into a power of two and the rest, so that 192 columns are 128 and 64. Full key tiles, which
 all queries of a tile see, come first and are not masked; tiles at the edge come last. Keys past a
 request's are zeros with a score of -inf: nothing of unused memory gets into a result.
+
+With EIGHT, queries and keys are e4m3: scores are eight-bit products. Probabilities are 16 bits, and
+so are values, decoded to fp16 where they are e4m3: on an H200, products of e4m3 probabilities gave
+NaN with Triton 3.6 where interpreter and reference agree.
 """
 
 import triton
@@ -25,6 +30,7 @@ import triton.language as tl
 from openmla.backends.triton._primitives import (
     BOUNDS,
     LOG2E,
+    decode_e4m3,
     dot,
     finish_softmax,
     finite_max,
@@ -83,6 +89,45 @@ def load_tile(
 
 
 @triton.jit
+def load_values(
+    at, left, TOKEN: tl.constexpr, COLUMN: tl.constexpr, USED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Values of `left` keys, [ROWS, BLOCK], zero-padded, of which either stride may be 1; a loop's
+    loads of rows are in flight early, those of keys are not: their alignment is not known."""
+    if COLUMN == 1:
+        tile = load_tile(at, TOKEN, left, 0, USED, ROWS, BLOCK, FULL)
+    else:
+        n = tl.arange(0, ROWS)
+        c = tl.arange(0, BLOCK)
+        at += (n.to(tl.int64) * TOKEN)[:, None] + (c.to(tl.int64) * COLUMN)[None, :]
+        tile = tl.load(at, mask=(n < left)[:, None] & (c < USED)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def product_of(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a @ b of e4m3; in the interpreter of bytes, decoded."""
+    if UPCAST:
+        a = decode_e4m3(a, tl.float32, False)
+        b = decode_e4m3(b, tl.float32, False)
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def decoded(values, UPCAST: tl.constexpr):
+    """e4m3 as fp16, exactly, in the interpreter bytes as float32; 16 bits as they are."""
+    if values.dtype == tl.uint8:
+        wide = decode_e4m3(values, tl.float32, False)
+    elif values.dtype == tl.float8e4nv:
+        wide = values.to(tl.float16)
+    else:
+        wide = values
+    return wide
+
+
+@triton.jit
 def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: tl.constexpr):
     """+inf where a query's bit is set for a key of a tile, -inf elsewhere, [BLOCK_M, BLOCK_N]: the
     bit, moved to the sign of an infinity. A boolean mask would be packed and unpacked again."""
@@ -104,9 +149,9 @@ def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: t
 
 @triton.jit
 def attend(
-    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, k_pe, v, S, last_key,
-    mask_at, row_valid, tiles, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr,
-    V_TOKEN: tl.constexpr, KEYS: tl.constexpr,
+    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, k_pe, v, S,
+    last_key, mask_at, row_valid, tiles, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_COLUMN: tl.constexpr, KEYS: tl.constexpr, EIGHT: tl.constexpr,
     FULL: tl.constexpr, E: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
     UPCAST: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
@@ -126,11 +171,17 @@ def attend(
         k_at = k + tile * k_step
         keys = load_tile(k_at, K_TOKEN, left, 0, USED, BLOCK_N, BLOCK_A, FULL)
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
-        scores = dot(q_a, tl.trans(keys), scores, PRECISION, UPCAST)
+        if EIGHT:
+            scores = product_of(q_a, tl.trans(keys), scores, UPCAST)
+        else:
+            scores = dot(q_a, tl.trans(keys), scores, PRECISION, UPCAST)
         if TWO_TILES:
             pe_at = k_pe + tile * pe_step
             rest = load_tile(pe_at, PE_TOKEN, left, 0, E - BLOCK_A, BLOCK_N, BLOCK_B, FULL)
-            scores = dot(q_b, tl.trans(rest), scores, PRECISION, UPCAST)
+            if EIGHT:
+                scores = product_of(q_b, tl.trans(rest), scores, UPCAST)
+            else:
+                scores = dot(q_b, tl.trans(rest), scores, PRECISION, UPCAST)
         if KEYS == EDGE:
             visible = (tile * BLOCK_N + c)[None, :] <= last_key[:, None]
             scores = tl.where(visible, scores, float("-inf"))
@@ -141,12 +192,18 @@ def attend(
         safe_max = new_max
         if KEYS != ALL:
             safe_max = finite_max(new_max)
-        weights = tl.exp2(scores * qk_scale - safe_max[:, None])
         rescale = tl.exp2(running_max - safe_max)
+        if EIGHT:
+            weights = tl.exp2(scores * qk_scale[:, None] - safe_max[:, None])
+            v_at = v + tile * v_step
+            stored = load_values(v_at, left, V_TOKEN, V_COLUMN, V, BLOCK_N, BLOCK_V, FULL)
+            values = decoded(stored, UPCAST)
+        else:
+            weights = tl.exp2(scores * qk_scale - safe_max[:, None])
+            values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
         running_sum = running_sum * rescale + tl.sum(weights, 1)
-        values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
         if not UPCAST:
-            weights = weights.to(dtype)
+            weights = weights.to(values.dtype)
         acc = dot(weights, values, acc * rescale[:, None], PRECISION, UPCAST)
         running_max = new_max
         tile = i + 1
@@ -160,9 +217,10 @@ def attend(
     do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _mha_kernel(
-    q, k, k_pe, v, query_start_loc, key_start_loc, mask, tiles, num_tiles, out, lse,
-    T, B, qk_scale, q_token, q_head, k_head, v_head, mask_token, tiles_stride,
-    K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr, APART: tl.constexpr, V_TOKEN: tl.constexpr,
+    q, k, k_pe, v, q_scale, k_scale, v_scale, query_start_loc, key_start_loc, mask, tiles,
+    num_tiles, out, lse, T, B, qk_scale, q_token, q_head, k_head, v_head, scale_token, scale_head,
+    mask_token, tiles_stride, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr, APART: tl.constexpr,
+    V_TOKEN: tl.constexpr, V_COLUMN: tl.constexpr, EIGHT: tl.constexpr,
     H: tl.constexpr, E: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
@@ -185,10 +243,14 @@ def _mha_kernel(
     q_at = q + first.to(tl.int64) * q_token + h * q_head
     q_a = load_tile(q_at, q_token, end - first, 0, USED, BLOCK_M, BLOCK_A, False)
     q_b = load_tile(q_at, q_token, end - first, BLOCK_A, REST, BLOCK_M, BLOCK_B, False)
-    if UPCAST:
+    if UPCAST and not EIGHT:
         q_a = q_a.to(tl.float32)
         q_b = q_b.to(tl.float32)
     qk_scale = qk_scale * LOG2E
+    if EIGHT:  # of each row
+        scale_at = q_scale + (first + m).to(tl.int64) * scale_token + h * scale_head
+        row_scales = tl.load(scale_at, mask=row_valid, other=1.0)
+        qk_scale = row_scales * (tl.load(k_scale + h) * qk_scale)
     k += first_key.to(tl.int64) * K_TOKEN + h * k_head
     if APART:
         k_pe += first_key.to(tl.int64) * PE_TOKEN
@@ -214,16 +276,20 @@ def _mha_kernel(
         num_full = S // BLOCK_N
         count = tl.cdiv(S, BLOCK_N)
     running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S, last_key,
-        mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, BITS if MASKED else ALL, True, E, V,
-        BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S,
+        last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
+        BITS if MASKED else ALL, EIGHT, True, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
+        PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
     running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, k_pe, v, S,
-        last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, BITS if MASKED else EDGE,
-        False, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V, PRECISION, UPCAST, STAGES, dtype,
+        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, k_pe, v,
+        S, last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
+        BITS if MASKED else EDGE, EIGHT, False, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
+        PRECISION, UPCAST, STAGES, dtype,
     )  # fmt: skip
     _, normalizer, row_lse = finish_softmax(running_max, running_sum)
+    if EIGHT:
+        normalizer *= tl.load(v_scale + h)
     row = (first + m).to(tl.int64) * H + h
     tl.store(lse + row, row_lse, mask=row_valid)
     values = (acc * normalizer[:, None]).to(out.dtype.element_ty)

@@ -28,7 +28,15 @@ from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
 from openmla.backends.triton._prepare import prepare
 from openmla.backends.triton._versions import JOINS_BRANCHES
 
-PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+E4M3 = torch.float8_e4m3fn
+PRODUCTS = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    E4M3: tl.float8e4nv,
+}
+HEADS = {**TYPES, E4M3: "fp8e4nv"}  # elsewhere e4m3 is read as bytes
+FIRST_EIGHT = 89  # the first target with products of e4m3; AMD's CDNA3 has another eight bits
 SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
 WIDEST = 512  # columns of a head
@@ -45,6 +53,7 @@ class Strides(NamedTuple):
     k: int
     k_pe: int
     v: int
+    v_column: int = 1
 
 
 class Config(NamedTuple):
@@ -54,11 +63,17 @@ class Config(NamedTuple):
     num_stages: int
 
 
-def blocks_of(E: int, V: int) -> tuple[int, int, int]:
-    """Columns of the two key tiles, the largest power of two in E and the rest, and of values."""
-    block_a = min(max(next_power_of_2(E + 1) // 2, 16), 256)
-    block_b = max(next_power_of_2(max(E - block_a, 1)), 16)
+def blocks_of(E: int, V: int, least: int = 16) -> tuple[int, int, int]:
+    """Columns of the two key tiles, the largest power of two in E and the rest, and of values;
+    `least`: what a product sums over."""
+    block_a = min(max(next_power_of_2(E + 1) // 2, least), 256)
+    block_b = max(next_power_of_2(max(E - block_a, 1)), least)
     return block_a, block_b, max(next_power_of_2(max(V, 1)), 16)
+
+
+def least_of(dtype: torch.dtype) -> int:
+    """Columns that a product sums over, at least: 32 bytes of eight bits or sixteen."""
+    return 32 if dtype == E4M3 else 16
 
 
 def cut_alike(P: int, E: int, V: int) -> bool:
@@ -71,7 +86,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     while one is used. Loads are issued at the end of an iteration: with fewer, each is waited for
     at once. Asynchronous products still read a tile when the next iteration starts: one more.
     """
-    block_a, block_b, block_v = blocks_of(E, V)
+    block_a, block_b, block_v = blocks_of(E, V, least_of(dtype))
     columns = block_a + (block_b if block_a < E else 0)
     target = nearest_target(capability)
     asynchronous = target in ASYNC
@@ -80,14 +95,17 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     block_m, num_warps = (128, 8) if asynchronous or block_v <= 128 else (64, 4)
     if columns + block_v > 512 or (columns > 256 and not asynchronous):  # or it spills
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
-    free = SHARED_MEMORY[target] - RESERVED - 2 * block_m * columns
-    key_bytes = 2 * (columns + block_v) + (block_m // 8 if bits else 0)
+    if dtype == E4M3 and num_warps == 4:  # values are decoded in registers
+        num_warps = 8
+    size = dtype.itemsize
+    free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
+    key_bytes = size * columns + 2 * block_v + (block_m // 8 if bits else 0)
     lengths = (128, 64, 32) if asynchronous else (64, 32)
     if JOINS_BRANCHES and not asynchronous and block_m == 128:
         lengths = (32,)  # longer tiles spill
     for block_n in lengths:
         # with 4 warps softmax weights go through shared memory between the two products
-        weights = 2 * block_m * block_n if num_warps == 4 else 0
+        weights = size * block_m * block_n if num_warps == 4 else 0
         tiles = (free - weights) // (block_n * key_bytes)
         if tiles >= (3 if asynchronous else 2):
             stages = 4 if asynchronous and bits and tiles > 3 else 3
@@ -97,9 +115,23 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     return Config(block_m, 32, num_warps, 2)
 
 
+def no_eight_bits(problem: Problem) -> str | None:
+    """Why a device has no products of e4m3."""
+    if torch.version.hip is not None:
+        return "has products of e4m3 on NVIDIA's GPUs only"
+    if problem.capability is not None and problem.capability < (8, 9):
+        major, minor = problem.capability
+        return f"needs SM89 for products of e4m3, this is SM{major}{minor}"
+    return None
+
+
 def why_not_mha(problem: Problem) -> str | None:
     if problem.dtype not in PRODUCTS:
-        return f"takes 16- and 32-bit queries, this is {problem.dtype}"
+        return f"takes e4m3, 16- and 32-bit queries, this is {problem.dtype}"
+    if problem.dtype == E4M3:
+        reason = no_eight_bits(problem)
+        if reason is not None:
+            return reason
     if max(problem.E, problem.V) > WIDEST:
         return f"takes heads up to {WIDEST} wide, these are {max(problem.E, problem.V)}"
     return None
@@ -117,16 +149,27 @@ def run_mha(
     scale: float,
     causal: bool = False,
     max_key_len: int,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch over all queries; the launch does not depend on the contents of start_locs or mask."""
-    (T, H, E), V = q.shape, v.shape[2]
+    (T, H, E), V, dtype = q.shape, v.shape[2], q.dtype
+    out_dtype = dtype if out_dtype is None else out_dtype
     # the interpreter truncates where it should round: let torch round
-    out = q.new_empty((T, H, V), dtype=torch.float32 if interpreted() else q.dtype)
+    out = q.new_empty((T, H, V), dtype=torch.float32 if interpreted() else out_dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
     if T * H == 0:
-        return out.to(q.dtype), lse
+        return out.to(out_dtype), lse
+    q_scale, k_scale, v_scale = (lse, lse, lse) if scales is None else scales
+    if scales is not None:
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+        if v.dtype == torch.float32:
+            v = v.to(torch.bfloat16)
+        if interpreted():
+            q, k = q.view(torch.uint8), k.view(torch.uint8)
+            v = v.view(torch.uint8) if v.dtype == E4M3 else v
     bits = mask is not None
-    config = config_of(q.dtype, E, V, capability_of(q.device), bits=bits)
+    config = config_of(dtype, E, V, capability_of(q.device), bits=bits)
     query_start_loc, key_start_loc = query_start_loc.contiguous(), key_start_loc.contiguous()
     B = query_start_loc.shape[0] - 1
     grid = T // config.block_m + B + 1
@@ -155,9 +198,10 @@ def run_mha(
         )
     if k_pe is not None and not cut_alike(k.shape[2], E, V):
         k, k_pe = joined(k, k_pe), None
-    strides = Strides(k.stride(0), 0 if k_pe is None else k_pe.stride(0), v.stride(0))
+    pe_stride = 0 if k_pe is None else k_pe.stride(0)
+    strides = Strides(k.stride(0), pe_stride, v.stride(0), 1 if scales is None else v.stride(2))
     constants = constants_of(
-        q.dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
+        dtype, H, E, V, config, strides, causal=causal, bits=bits, apart=k_pe is not None
     )
     launch = prepare(
         _mha_kernel,
@@ -172,6 +216,9 @@ def run_mha(
         k,
         k if k_pe is None else k_pe,
         v,
+        q_scale,
+        k_scale,
+        v_scale,
         query_start_loc,
         key_start_loc,
         query_start_loc if mask is None else mask,
@@ -186,10 +233,12 @@ def run_mha(
         q.stride(1),
         k.stride(1),
         v.stride(1),
+        q_scale.stride(0),
+        q_scale.stride(1),
         0 if mask is None else mask.stride(0),
         0 if mask is None else tiles.stride(0),
     )
-    return out.to(q.dtype), lse
+    return out.to(out_dtype), lse
 
 
 def list_constants(config: Config) -> dict[str, Any]:
@@ -209,13 +258,15 @@ def constants_of(
     bits: bool,
     apart: bool = False,
 ) -> dict[str, Any]:
-    block_a, block_b, block_v = blocks_of(E, V)
+    block_a, block_b, block_v = blocks_of(E, V, least_of(dtype))
     return {
         # compile-time constants, so that row offsets are immediates: in registers tiles spill
         # A stride that is not used is the keys' own: one kernel fewer.
         "K_TOKEN": strides.k,
         "PE_TOKEN": strides.k_pe if apart else strides.k,
         "V_TOKEN": strides.v,
+        "V_COLUMN": strides.v_column,
+        "EIGHT": dtype == E4M3,
         "APART": apart,
         "H": H,
         "E": E,
@@ -245,13 +296,14 @@ def mha_build(
         dtype, H, E, V, config, strides, causal=causal and not bits, bits=bits, apart=apart
     )
     types = {
-        **dict.fromkeys(("q", "k", "k_pe", "v", "out"), "*" + TYPES[dtype]),
+        **dict.fromkeys(("q", "k", "k_pe"), "*" + HEADS[dtype]),
+        **dict.fromkeys(("v", "out"), "*" + HEADS[torch.bfloat16 if dtype == E4M3 else dtype]),
         **dict.fromkeys(LISTED, "*i32"),
-        "lse": "*fp32",
+        **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32"),
         "qk_scale": "fp32",
     }
     seen = "bits" if bits else "causal" if causal else "all"
-    name = f"mha-{seen}-E{E}-V{V}-{TYPES[dtype]}{'-apart' if apart else ''}"
+    name = f"mha-{seen}-E{E}-V{V}-{HEADS[dtype]}{'-apart' if apart else ''}"
     return Build(
         name, _mha_kernel, signature_of(_mha_kernel, constants, types), constants,
         config.num_warps, config.num_stages, capability, FP_FUSION,
@@ -279,6 +331,9 @@ def mha_builds(*, bits: bool) -> Iterator[Build]:
         for E, V in SPARSE_WIDTHS if bits else WIDTHS:
             yield mha_build(capability, E, V, bits=bits)
         yield mha_build(capability, 192, 128, bits=bits, dtype=torch.float32)
+        if FIRST_EIGHT <= capability < GFX942:
+            for E, V in SPARSE_WIDTHS:
+                yield mha_build(capability, E, V, bits=bits, dtype=E4M3)
         if bits:
             yield list_build(capability)
         else:

@@ -60,7 +60,9 @@ FP_FUSION = False  # a row's values must not depend on how the compiler contract
 
 @triton.jit
 def dequantize(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
-    """e4m3 bytes times their scales, rounded to dtype once."""
+    """e4m3 bytes times their scales, rounded to dtype once; bytes as they are if dtype is that."""
+    if dtype == tl.uint8:
+        return stored
     EXACT: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # either holds e4m3 exactly
     values = widen(decode_e4m3(stored, EXACT, ASM))
     if dtype == tl.float64:
@@ -168,7 +170,7 @@ def run(
     launch = launch_of(format, D, BS, aligned=is_aligned(cache, layout_of(format, D, cut_of(D))))
     launch(
         (cdiv(n, launch.fixed["BLOCK_N"]),),
-        out,
+        out.view(torch.uint8) if out.dtype == torch.float8_e4m3fn else out,
         cache.view(torch.uint8) if format == "fp8" else cache,
         kv_scale,
         block_table,
@@ -212,7 +214,7 @@ def constants_of(format: str, D: int, BS: int, *, aligned: bool) -> tuple[dict[s
 
 
 def builds() -> Iterator[Build]:
-    """One per format and target, into bf16."""
+    """One per format and target, into bf16; codes of fp8 as they are."""
     widths = {
         "bf16": 576,
         "fp8": 576,
@@ -223,18 +225,19 @@ def builds() -> Iterator[Build]:
     for capability in TARGETS:
         for format, D in widths.items():
             yield gather_build(capability, format, D)
+        yield gather_build(capability, "fp8", 576, out="u8")
 
 
-def gather_build(capability: int, format: str, D: int) -> Build:
+def gather_build(capability: int, format: str, D: int, out: str = "bf16") -> Build:
     constants, num_warps = constants_of(format, D, 64, aligned=True)
     types = {
-        "out": "*bf16",
+        "out": f"*{out}",
         "cache": "*" + TYPES.get(get_format(format).dtype, "u8"),
         "kv_scale": "*fp32",
         **dict.fromkeys(("block_table", "starts", "row_start_loc"), "*i32"),
     }
     return Build(
-        f"gather-{format}-D{D}", _cache_gather_kernel,
+        f"gather-{format}-D{D}{'' if out == 'bf16' else f'-{out}'}", _cache_gather_kernel,
         signature_of(_cache_gather_kernel, constants, types), constants, num_warps, 1, capability,
         FP_FUSION,
     )  # fmt: skip

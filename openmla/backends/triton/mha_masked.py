@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
@@ -32,10 +33,13 @@ def run(
     scale: float,
     max_query_len: int,
     max_key_len: int,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     return run_mha(
-        q, k, v, query_start_loc, key_start_loc, mask, scale=scale, max_key_len=max_key_len
-    )
+        q, k, v, query_start_loc, key_start_loc, mask, scale=scale, max_key_len=max_key_len,
+        scales=scales, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def builds() -> Iterator[Build]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
@@ -33,10 +34,12 @@ def run(
     causal: bool,
     max_query_len: int,
     max_key_len: int,
+    scales: tuple[Tensor, Tensor, Tensor] | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     return run_mha(
         q, k, v, query_start_loc, key_start_loc, k_pe=k_pe, scale=scale, causal=causal,
-        max_key_len=max_key_len,
+        max_key_len=max_key_len, scales=scales, out_dtype=out_dtype,
     )  # fmt: skip
 
 

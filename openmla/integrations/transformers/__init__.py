@@ -56,6 +56,7 @@ def attach(
     capture: bool | None = None,
     absorbed_format: str | None = None,
     batch_invariant: bool = False,
+    prefill_dtype: str | None = None,
     group: Any = None,
     query_dtype: str | None = None,
 ) -> Model:
@@ -85,6 +86,8 @@ def attach(
 
     `query_dtype` is make_plan()'s: "fp8" quantises the queries of decode, over a cache_format of
     fp8 or fp8_ds_mla.
+    With prefill_dtype="fp8" queries and keys of prompts are e4m3, as make_plan() has it; without a
+    group.
 
     `group`, a process group or device mesh of torch.distributed, or Ranks of one, shards the cache
     over its ranks by position: each holds 1 / W of every sequence, of block_size tokens a block.
@@ -97,7 +100,7 @@ def attach(
     """
     options = Options(
         cache_format, kv_scale, index_format, block_size, num_blocks, backend, workspace, capture,
-        absorbed_format, group, batch_invariant, query_dtype,
+        absorbed_format, group, batch_invariant, query_dtype, prefill_dtype,
     )  # fmt: skip
     attachment = check_model(model, options)
     # a recorded step has the group's collectives in it: with a group, only where it is asked for

@@ -103,6 +103,7 @@ class Attachment:
     absorbed_format: str | None = None  # "fp8": kv_b_proj in eight bits
     batch_invariant: bool = False  # make_plan()'s
     query_dtype: str | None = None  # make_plan()'s
+    prefill_dtype: str | None = None  # make_plan()'s
     ranks: Ranks | None = None  # over which the cache is sharded; None: it is all here
     detached: bool = False
     handles: list[Any] = field(default_factory=list)

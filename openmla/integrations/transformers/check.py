@@ -21,7 +21,11 @@ from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
-from openmla.plan.checks import check_query_dtype
+from openmla.plan.checks import (
+    check_eight_bit_products,
+    check_prefill_dtype,
+    check_query_dtype,
+)
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -41,6 +45,7 @@ class Options(NamedTuple):
     group: Any = None
     batch_invariant: bool = False
     query_dtype: str | None = None
+    prefill_dtype: str | None = None
 
 
 DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
@@ -79,11 +84,14 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         absorbed_format=options.absorbed_format,
         batch_invariant=options.batch_invariant,
         query_dtype=options.query_dtype,
+        prefill_dtype=options.prefill_dtype,
         ranks=_ranks_of(options, config, block_size),
     )
     _check_options(options, config, block_size)
-    device = next(modules[0].parameters()).device
-    check_query_dtype("attach", config, options.query_dtype, options.cache_format, device)
+    weight = next(modules[0].parameters())
+    check_query_dtype("attach", config, options.query_dtype, options.cache_format, weight.device)
+    if options.prefill_dtype is not None:
+        check_eight_bit_products("attach", weight.device, weight.dtype)
     _check_capture(model, options)
     attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
     if options.backend == "auto":
@@ -111,6 +119,7 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
         index_layout.width(config.indexer.head_dim)
     check_absorbed_format("attach", options.absorbed_format)
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
+    check_prefill_dtype("attach", options.prefill_dtype, config, options.batch_invariant)
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
@@ -142,6 +151,8 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
             "attach: batch_invariant must not be asked for with a group: ranks multiply by "
             "kv_b_proj as torch does."
         )
+    if options.prefill_dtype is not None:
+        raise ConfigError("attach: prefill_dtype must be None with a group.")
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(

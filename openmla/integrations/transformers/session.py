@@ -424,6 +424,7 @@ class Session:
             workspace_tokens=None if into else attachment.workspace_tokens,
             batch_invariant=attachment.batch_invariant,
             query_dtype=attachment.query_dtype,
+            prefill_dtype=None if into else attachment.prefill_dtype,
             into=into,
             beside=beside,
         )

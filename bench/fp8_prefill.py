@@ -1,0 +1,211 @@
+"""Prefill attention in fp8 on a GPU, beside our bf16: speed, and errors against float64.
+
+    python3 -m bench.fp8_prefill --json fp8_prefill.json
+
+Causal prompts. "fp8" is attention over queries and keys that are e4m3 already; "fp8, quantised"
+starts from bf16 as the expansion leaves it: queries, and keys with the shared columns joined, two
+launches of quantize_heads. Values are bf16. Contenders are checked, captured in CUDA graphs
+and replayed in rotation; medians, ratios to bf16 in the same run. Errors are relative (RMS of out,
+largest of lse) on the last rows of two heads, for normal inputs and for such with outliers: eight
+columns of queries, eight others of keys and one token of values in a hundred are 30 times as large.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import accumulate
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from bench.latent import timed
+from bench.mha import LENGTHS
+from openmla.backends import problem_on, why_not
+from openmla.bench.harness import describe_machine
+from openmla.errors import UnsupportedError
+from openmla.ops import mha_ragged, quantize_heads
+from openmla.ops.quantize_heads import allocate_heads
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = ((128, 192, 64, 128), (16, 192, 64, 128), (32, 128, 64, 128))
+CHECKED, HEADS = 256, 2  # last rows and first heads that are computed in float64
+MOST = {"bf16": 0.01, "fp8": 0.12}  # relative error beyond which a contender is wrong
+BASE = "bf16"
+TUNED = ((240, 24), (232, 40), (216, 72))  # registers of the groups that attend, and load
+
+
+class Heads:
+    """Inputs of one shape in bf16, and what is made of them."""
+
+    def __init__(self, lens: Sequence[int], H: int, E: int, R: int, V: int, outliers: bool) -> None:
+        torch.manual_seed(0)
+        bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        T, self.lens, self.R = sum(lens), lens, R
+        self.q, self.k_pe = torch.randn(T, H, E, **bf16), torch.randn(T, R, **bf16)
+        both = torch.randn(T, H, E - R + V, **bf16)  # as an expansion leaves them
+        self.k, self.v = both.split([E - R, V], dim=-1)
+        if outliers:
+            self.q[:, :, :8] *= 30
+            self.k[:, :, 16:24] *= 30
+            self.v[::100] *= 30
+        self.bounds = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cuda")
+        self.scalars: dict[str, Any] = {
+            "scale": E**-0.5, "causal": True, "max_query_len": max(lens), "max_key_len": max(lens),
+        }  # fmt: skip
+        whole = torch.cat([self.k, self.k_pe[:, None].expand(-1, H, -1)], 2)
+        self.k_scale = (whole.abs().amax((0, 2)).float() / 448).log2().ceil().exp2()
+        self.v_scale = torch.ones_like(self.k_scale)
+
+    def bf16(self) -> tuple[Tensor, Tensor]:
+        return mha_ragged(
+            self.q, self.k, self.v, self.bounds, self.bounds, self.k_pe, **self.scalars
+        )
+
+    def quantised(self) -> tuple[Tensor, ...]:
+        (T, H, E), device = self.q.shape, self.q.device
+        q, k = (allocate_heads(T, H, E, device, keys_contiguous=False) for _ in range(2))
+        q_scale = torch.empty((T, H), device=device)
+        quantize_heads(q, q_scale, self.q)
+        quantize_heads(k, None, self.k, self.k_pe, self.k_scale)
+        return q, k, self.v, q_scale
+
+    def fp8(self, made: tuple[Tensor, ...], backend: str) -> tuple[Tensor, Tensor]:
+        q, k, v, q_scale = made
+        return mha_ragged(
+            q, k, v, self.bounds, self.bounds, None, q_scale, self.k_scale, self.v_scale,
+            **self.scalars, out_dtype=torch.bfloat16, backend=backend,
+        )  # fmt: skip
+
+    def both(self, backend: str) -> tuple[Tensor, Tensor]:
+        return self.fp8(self.quantised(), backend)
+
+    def tuned(self, made: tuple[Tensor, ...], registers: tuple[int, int]) -> Tensor:
+        q, k, v, q_scale = made
+        launching = import_module("openmla.backends.gluon._launch_fp8")
+        names = ("ATTEND_REGISTERS", "LOAD_REGISTERS")
+        with patch.dict(launching.REGISTERS, dict(zip(names, registers, strict=True))):
+            launching.launch_of.cache_clear()
+            out, _ = launching.run_fp8(
+                q, k, v, self.bounds, self.bounds, (q_scale, self.k_scale, self.v_scale),
+                scale=self.scalars["scale"], causal=True, out_dtype=torch.bfloat16,
+            )  # fmt: skip
+            launching.launch_of.cache_clear()
+        return cast(Tensor, out)
+
+    def exact(self, made: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """The last rows of the last request and the first heads, in float64: of the inputs, or of
+        what was made of them."""
+        n, h = self.lens[-1], slice(0, HEADS)
+        rows = min(CHECKED, n)
+        if made is None:
+            k = torch.cat([self.k, self.k_pe[:, None].expand(-1, self.k.shape[1], -1)], 2)
+            q, k, v = (each[-n:, h].double() for each in (self.q, k, self.v))
+        else:
+            q, k, v, q_scale = made
+            q, k, v = (each[-n:, h].double() for each in (q, k, v))
+            q = q * q_scale[-n:, h, None]
+            k, v = k * self.k_scale[h, None], v * self.v_scale[h, None]
+        logits = self.scalars["scale"] * torch.einsum("qhe,khe->qhk", q[-rows:], k)
+        key = torch.arange(n, device="cuda")
+        logits.masked_fill_(key > (key[-rows:])[:, None, None], -torch.inf)
+        lse = logits.logsumexp(-1)
+        return torch.einsum("qhk,khv->qhv", (logits - lse[..., None]).exp(), v), lse
+
+
+def errors(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    rows = exact[0].shape[0]
+    out, lse = (each[-rows:, :HEADS].double() for each in got)
+    return (
+        float((out - exact[0]).norm() / exact[0].norm()),
+        float((lse - exact[1]).abs().max()),
+    )
+
+
+def show_errors(lens: Sequence[int], H: int, E: int, R: int, V: int) -> list[dict[str, Any]]:
+    """Of all paths, for both kinds of inputs; "own": against float64 over the same e4m3."""
+    rows = []
+    for outliers in (False, True):
+        heads = Heads(lens, H, E, R, V, outliers)
+        exact = heads.exact()
+        found = {"bf16": errors(heads.bf16(), exact)}
+        for backend in able(E, V):
+            made = heads.quantised()
+            got = heads.fp8(made, backend)
+            found[f"fp8 {backend}"] = errors(got, exact)
+            found[f"fp8 {backend}, own"] = errors(got, heads.exact(made))
+        for name, (out, lse) in found.items():
+            kind = "outliers" if outliers else "normal"
+            print(f"  {kind:<9} {name:<20} out {out:.5f}  lse {lse:.2e}", flush=True)
+            rows.append({"inputs": kind, "path": name, "out": out, "lse": lse})
+    return rows
+
+
+def able(E: int, V: int) -> list[str]:
+    asked = problem_on(torch.device("cuda"), "mha_ragged", dtype=E4M3, E=E, V=V)
+    return [name for name in ("gluon", "triton") if why_not(asked, name) is None]
+
+
+def contenders_of(
+    heads: Heads, backends: Sequence[str], tune: bool
+) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {BASE: heads.bf16}
+    for backend in backends:
+        made = heads.quantised()
+        found[f"fp8 {backend}"] = partial(heads.fp8, made, backend)
+        found[f"fp8 {backend}, quantised"] = partial(heads.both, backend)
+    found["quantise alone"] = heads.quantised
+    if tune:
+        made = heads.quantised()
+        found |= {f"fp8 {each}": partial(heads.tuned, made, each) for each in TUNED}
+    return found
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="bench.fp8_prefill")
+    parser.add_argument("--json", help="write the rows here too")
+    parser.add_argument("--only", default="", help="shapes whose name holds this")
+    parser.add_argument("--tune", action="store_true", help="other shares of registers, too")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench: fp8_prefill needs a GPU.")
+    machine = describe_machine("cuda")
+    print(machine)
+    rows: list[dict[str, Any]] = []
+    for H, E, R, V in SHAPES:
+        for title, lens in LENGTHS.items():
+            shape = f"h{H}-{E}/{V}-{title}"
+            if options.only not in shape:
+                continue
+            print(shape)
+            found = show_errors(lens, H, E, R, V)
+            wrong = [
+                row for row in found
+                if row["inputs"] == "normal" and row["out"] > MOST[row["path"].split()[0]]
+            ]  # fmt: skip
+            rows += [{"shape": shape, **row} for row in found]
+            if wrong:
+                print(f"  WRONG, not timed: {wrong}")
+                continue
+            contenders = contenders_of(Heads(lens, H, E, R, V, False), able(E, V), options.tune)
+            times = timed(contenders, 3)
+            flops = H * (E + V) * sum(n * (n + 1) for n in lens)
+            for name, us in times.items():
+                print(
+                    f"  {name:<22} {us:>9.1f} us {times[BASE] / us:>5.2f} of bf16's speed "
+                    f"{flops / us / 1e6:>6.0f} TFLOP/s",
+                    flush=True,
+                )
+                rows.append({"shape": shape, "contender": name, "us": us})
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"machine": machine, "rows": rows}, file, indent=1)
+
+
+if __name__ == "__main__":
+    run()

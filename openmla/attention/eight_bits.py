@@ -1,0 +1,92 @@
+"""Expanded queries and keys in e4m3: scales found on the device, heads quantised.
+
+Keys have a scale per head: the next power of two that holds what a head's weights can make of the
+longest latent (Cauchy-Schwarz) and the largest k_pe, so that nothing is cut off and no key is
+looked at twice. It may be some 10 times what is there: e4m3 is floating point, and rounds all but
+the smallest values alike. Queries have a scale per row and head. A latent that is not finite has no
+say: what it makes is NaN or saturates by itself. Values stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openmla.attention.types import AbsorbedWeights
+from openmla.cache.format import FP8_MAX, power_of_two
+from openmla.ops import quantize_heads
+from openmla.ops.quantize_heads import allocate_heads
+from openmla.plan import Plan
+
+MARGIN = 1.0625  # over the bound, for what products round
+SMALLEST = 2.0**-60
+
+
+class Queries(NamedTuple):
+    """Queries as mha_ragged and mha_masked take them: scales only where they are e4m3."""
+
+    values: Tensor  # [n, H, E]
+    scale: Tensor | None  # [n, H]
+    dtype: torch.dtype  # of outputs
+
+    def of(self, rows: slice) -> Queries:
+        scale = None if self.scale is None else self.scale[rows]
+        return Queries(self.values[rows], scale, self.dtype)
+
+
+class Keys(NamedTuple):
+    """Keys and values, and what they are multiplied by where keys are e4m3."""
+
+    k: Tensor  # [S, H, E]
+    v: Tensor  # [S, H, V]
+    k_scale: Tensor | None  # [H]
+    v_scale: Tensor | None
+
+
+def queries_of(q: Tensor, plan: Plan) -> Queries:
+    """As the plan wants them."""
+    if plan.prefill_dtype is None:
+        return Queries(q, None, q.dtype)
+    T, H, E = q.shape
+    values = allocate_heads(T, H, E, q.device, keys_contiguous=False)
+    scale = torch.empty((T, H), dtype=torch.float32, device=q.device)
+    quantize_heads(values, scale, q, backend=plan.backends["quantize_heads"])
+    return Queries(values, scale, q.dtype)
+
+
+def quantize_keys(
+    kv_c: Tensor,  # [S, C], what k and v are made of
+    k: Tensor,  # [S, H, P]
+    k_pe: Tensor,  # [S, R], e4m3 itself where the cache's rows are
+    v: Tensor,  # [S, H, V]
+    absorbed: AbsorbedWeights,
+    plan: Plan,
+    unit: Tensor | None,  # [] f32: kv_scale of rows that were not multiplied by it
+) -> Keys:
+    """Whole keys in e4m3, and values as they are with the scale that is left to them."""
+    S, H, P = k.shape
+    scale = key_scale(kv_c, k_pe, absorbed, H, P)
+    keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
+    quantize_heads(keys, None, k, k_pe, scale, backend=plan.backends["quantize_heads"])
+    left = torch.ones_like(scale)
+    if unit is not None:
+        scale, left = scale * unit, left * unit
+    return Keys(keys, v, scale, left)
+
+
+def key_scale(
+    kv_c: Tensor, k_pe: Tensor, absorbed: AbsorbedWeights, H: int, P: int
+) -> Tensor:  # [H]
+    """Powers of two that hold every key of a head."""
+    weights = absorbed.dense(kv_c.dtype).view(H, -1, kv_c.shape[1])[:, :P]
+    rows = torch.linalg.vector_norm(weights, dim=2, dtype=torch.float32).amax(1)
+    longest = _largest(torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32))
+    bound = torch.maximum(rows * longest, _largest(k_pe.to(torch.float32)))
+    return power_of_two((bound * (MARGIN / FP8_MAX)).clamp_min(SMALLEST))
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Magnitude, of those that are finite."""
+    return values.abs().nan_to_num(0.0, posinf=0.0).amax()

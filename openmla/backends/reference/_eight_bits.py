@@ -1,0 +1,33 @@
+"""Heads in e4m3, for the references of ops that attend to them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 256.0  # what probability 1 is rounded as: a power of two, so that it is exact
+
+Scales = tuple[Tensor, Tensor, Tensor]
+
+
+def decoded(
+    q: Tensor, k: Tensor, v: Tensor, scales: Scales | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v times their scales, in float32; as they are without scales."""
+    if scales is None:
+        return q, k, v
+    q_scale, k_scale, v_scale = scales
+    return (
+        q.float() * q_scale[:, :, None],
+        k.float() * k_scale[:, None],
+        v.float() * v_scale[:, None],
+    )
+
+
+def rounded_weights(logits: Tensor) -> Tensor:
+    """Softmax of logits [..., S] whose numerators are e4m3 at LARGEST times their value."""
+    largest = logits.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -torch.inf, 0)
+    rounded = ((logits - largest).exp() * LARGEST).to(E4M3).float()
+    return rounded / rounded.sum(-1, keepdim=True)

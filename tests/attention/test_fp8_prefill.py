@@ -1,0 +1,237 @@
+"""prefill_dtype="fp8": steps beside 16 bits and float64, scales of caches, refusals, explain()."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from openmla.attention import AbsorbedWeights, Projected, attend_step, make_selection
+from openmla.attention.eight_bits import key_scale
+from openmla.cache import LayerCache, allocate_cache
+from openmla.config import PRESETS, MLAConfig
+from openmla.errors import ConfigError, UnsupportedError
+from openmla.layers.warm import warmup
+from openmla.layers.weights import absorb
+from openmla.plan import Batch, make_plan
+
+DENSE = replace(PRESETS["deepseek-v2-lite"], num_heads=4, max_positions=4096)
+LENS = (70, 33)  # tokens of two requests
+
+
+def weights(config: MLAConfig, dtype: torch.dtype = torch.bfloat16) -> AbsorbedWeights:
+    torch.manual_seed(1)
+    C, both = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
+    return absorb((torch.randn(config.num_heads * both, C) * C**-0.5).to(dtype), config)
+
+
+def projections(config: MLAConfig, *, outliers: bool = False) -> Projected:
+    torch.manual_seed(2)
+    T, H, P, R = sum(LENS), config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    q, kv = torch.randn(T, H, P + R), torch.randn(T, config.latent_dim)
+    if outliers:
+        q[:, :, ::40] *= 20
+        kv[:, ::90] *= 20
+        kv[:, -3:] *= 8
+    q, kv = q.bfloat16(), kv.bfloat16()
+    C = config.kv_lora_rank
+    return Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
+
+
+def cache_of(config: MLAConfig, format: str, scale: float = 1.0, device: str = "cpu") -> LayerCache:
+    given: dict[str, Any] = {"kv_scale": scale} if format == "fp8" else {}
+    return allocate_cache(
+        config, num_blocks=20, block_size=16, format=format, device=device, **given
+    )
+
+
+def steps(
+    cache: LayerCache, projected: Projected, absorbed: AbsorbedWeights, config: MLAConfig,
+    firsts: tuple[int, int], **asked: Any,
+) -> Tensor:  # fmt: skip
+    """Outputs of both requests in two steps: their first tokens, then the others."""
+    assert cache.latent is not None
+    device = cache.latent.data.device
+    projected = Projected(*(each.to(device) for each in projected))
+    absorbed = absorb(absorbed.kv_b.to(device), config)
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    starts = (0, LENS[0])
+    outs: list[list[Tensor]] = [[], []]
+    for begin, end in ((0, 0), firsts), (firsts, LENS):
+        lens = [b - a for a, b in zip(begin, end, strict=True)]
+        spans = [range(s + a, s + b) for s, a, b in zip(starts, begin, end, strict=True)]
+        rows = torch.tensor([t for span in spans for t in span], dtype=torch.int64)
+        slots = torch.cat([160 * i + torch.arange(begin[i], end[i]) for i in range(2)])
+        plan = make_plan(
+            Batch(lens, list(end), table, slots), config, cache, dtype=torch.bfloat16,
+            form="expanded", **asked,
+        )  # fmt: skip
+        found = attend_step(Projected(*(each[rows] for each in projected)), absorbed, cache, plan)
+        for mine, part in zip(outs, found.split(lens), strict=True):
+            mine.append(part)
+    return torch.cat([part for mine in outs for part in mine]).double().cpu()
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("outliers", [False, True], ids=["normal", "outliers"])
+@pytest.mark.parametrize("format", ["bf16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("firsts", [(40, 20), (LENS[0] - 1, 1)], ids=["halves", "edges"])
+def test_step(format: str, outliers: bool, firsts: tuple[int, int], device: str) -> None:
+    """Beside the same step in 16 bits. q and k are rounded by up to 2^-4 of themselves, 2.6 % RMS:
+    a logit errs by 3.7 % of its own spread, which is about 1 here; with outliers up to 2.
+    The reference rounds probabilities, too, which makes it 0.045."""
+    projected, absorbed = projections(DENSE, outliers=outliers), weights(DENSE)
+    found = [
+        steps(
+            cache_of(DENSE, format, 0.25, device),
+            projected,
+            absorbed,
+            DENSE,
+            firsts,
+            prefill_dtype=each,
+        )
+        for each in (None, "fp8")
+    ]
+    assert 0.005 < error(found[1], found[0]) < (0.11 if outliers else 0.065)
+
+
+@pytest.mark.parametrize("scale", [0.25, 3.7, 2.0**-9])
+def test_scale_of_the_cache_counts(scale: float, device: str) -> None:
+    """Codes are gathered as they are; whoever forgot kv_scale would be off by as much."""
+    projected, absorbed = projections(DENSE), weights(DENSE)
+    factors = (1 / scale, 1 / scale, scale, scale)  # logits stay
+    small = Projected(*(each * by for each, by in zip(projected, factors, strict=True)))
+    found = [
+        steps(
+            cache_of(DENSE, "fp8", scale, device),
+            small,
+            absorbed,
+            DENSE,
+            (60, 20),
+            prefill_dtype=each,
+        )
+        for each in (None, "fp8")
+    ]
+    assert error(found[1], found[0]) < 0.065
+
+
+def test_workspace_of_context_chunks() -> None:
+    """Context in several chunks and in a workspace, as in one piece."""
+    projected, absorbed = projections(DENSE), weights(DENSE)
+    cache = cache_of(DENSE, "fp8", 0.25)
+    whole = steps(cache, projected, absorbed, DENSE, (60, 20), prefill_dtype="fp8")
+    workspace = warmup(
+        DENSE, cache, max_requests=2, max_tokens=128, workspace_tokens=16, prefill_dtype="fp8"
+    )
+    cut = steps(
+        cache, projected, absorbed, DENSE, (60, 20), prefill_dtype="fp8", workspace=workspace
+    )
+    assert error(cut, whole) < 0.03  # each chunk's probabilities are rounded at its own largest
+
+
+def test_nothing_is_cut_off() -> None:
+    """Scales hold every key, however unevenly weights and latents are sized."""
+    absorbed = weights(DENSE)
+    projected = projections(DENSE, outliers=True)
+    kv_c, k_pe = projected.kv_c * 50, projected.k_pe * 3000
+    H, P = DENSE.num_heads, DENSE.qk_nope_head_dim
+    scale = key_scale(kv_c, k_pe, absorbed, H, P)
+    both = (kv_c.double() @ absorbed.kv_b.double().T).view(-1, H, P + DENSE.v_head_dim)
+    k = torch.maximum(both[:, :, :P].abs().amax((0, 2)), k_pe.double().abs().amax())
+    assert (k <= 448 * scale).all() and (k * 64 >= 448 * scale).all()
+    kv_c[3, 0], kv_c[4, 1] = torch.nan, torch.inf  # which have no say
+    assert key_scale(kv_c, k_pe, absorbed, H, P).isfinite().all()
+
+
+def test_nan_stays_with_its_request() -> None:
+    projected, absorbed = projections(DENSE), weights(DENSE)
+    projected.kv_c[5] = torch.nan
+    out = steps(cache_of(DENSE, "bf16"), projected, absorbed, DENSE, (40, 20), prefill_dtype="fp8")
+    assert out[5 : LENS[0]].isnan().all() and out[LENS[0] :].isfinite().all()
+
+
+def test_sparse_prompts() -> None:
+    """Masked tokens, all keys expanded: as in 16 bits."""
+    indexer = replace(PRESETS["deepseek-v3.2"].indexer, topk=16)  # type: ignore[type-var]
+    config = replace(PRESETS["deepseek-v3.2"], num_heads=2, max_positions=4096, indexer=indexer)
+    torch.manual_seed(0)
+    T, H, P, R = 96, 2, config.qk_nope_head_dim, config.qk_rope_head_dim
+    q, kv = torch.randn(T, H, P + R).bfloat16(), torch.randn(T, config.latent_dim).bfloat16()
+    C = config.kv_lora_rank
+    projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
+    positions = torch.full((T, 16), -1, dtype=torch.int32)
+    for t in range(T):
+        chosen = torch.randperm(t + 1)[:16].sort().values
+        positions[t, : len(chosen)] = chosen
+    table = torch.arange(8, dtype=torch.int32).view(1, 8)
+    outs = []
+    for asked in (None, "fp8"):
+        cache = allocate_cache(
+            config, num_blocks=8, block_size=16, format="fp8", kv_scale=0.25,
+            index_format="index_fp32",
+        )  # fmt: skip
+        batch = Batch([T], [T], table, torch.arange(T))
+        plan = make_plan(
+            batch, config, cache, dtype=torch.bfloat16, form="expanded", prefill_dtype=asked
+        )
+        assert plan.sparse is not None and plan.sparse.masked
+        selection = make_selection(positions, cache, plan)
+        outs.append(attend_step(projected, weights(config), cache, plan, selection=selection))
+    assert 0.005 < error(outs[1].double(), outs[0].double()) < 0.065
+
+
+def plan_of(config: MLAConfig = DENSE, format: str = "bf16", **asked: Any) -> Any:
+    cache = cache_of(config, format)
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    slots = torch.cat([torch.arange(40, 70), 160 + torch.arange(20, 33)])
+    batch = Batch([30, 13], [70, 33], table, slots)
+    return make_plan(batch, config, cache, dtype=torch.bfloat16, **asked)
+
+
+def test_explain() -> None:
+    assert plan_of(form="expanded").prefill_dtype is None  # never unless asked
+    assert "fp8 " not in plan_of(form="expanded").explain()
+    text = plan_of(format="fp8", form="expanded", prefill_dtype="fp8").explain()
+    assert "expanded queries and keys in e4m3, asked for" in text
+    assert "rows of the cache as they are stored" in text and "quantize_heads reference" in text
+    text = plan_of(form="absorbed", prefill_dtype="fp8").explain()
+    assert "fp8       asked for, but nothing is expanded" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prefill_dtype": "fp16"}, "plan: prefill_dtype must be 'fp8' or None, got 'fp16'."),
+        ({"prefill_dtype": 8}, "plan: prefill_dtype must be 'fp8' or None, got 8."),
+        (
+            {"prefill_dtype": "fp8", "batch_invariant": True},
+            "prefill_dtype must be None with batch",
+        ),
+    ],
+)
+def test_refused(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        plan_of(**asked)
+    assert message in str(found.value)
+
+
+def test_chips_without_products_of_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openmla.plan import checks
+
+    monkeypatch.setattr(checks, "capability", lambda device: (8, 6))
+    with pytest.raises(UnsupportedError) as found:
+        checks.check_eight_bit_products("plan", torch.device("cuda"), torch.bfloat16)
+    assert str(found.value) == (
+        "plan: prefill_dtype='fp8' needs products of e4m3, which chips have from SM89 on, this is "
+        "SM86. Leave it out."
+    )
+    monkeypatch.setattr(checks, "capability", lambda device: (8, 9))
+    checks.check_eight_bit_products("plan", torch.device("cuda"), torch.bfloat16)
+    with pytest.raises(ConfigError, match="prefill_dtype must be None for queries in"):
+        checks.check_eight_bit_products("plan", torch.device("cpu"), torch.float64)

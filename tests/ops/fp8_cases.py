@@ -1,0 +1,84 @@
+"""Heads in e4m3 for tests of the ops that attend to them: quantised inputs and what is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openmla.testing import Inputs, budget_used
+from tests.ops.contract import run_or_skip
+
+E4M3 = torch.float8_e4m3fn
+# Eight-bit WGMMA keeps 13 bits behind the point of the largest number it adds, and what is cut off
+# goes one way. A score of 192 columns is six such sums, none larger than the sum of all magnitudes:
+# so that a logit errs by up to 6 * 2^-13 of that, and lse no more than a logit.
+CUT_OFF = 6 * 2.0**-13
+
+
+def quantised(inputs: Inputs, *, keys_contiguous: bool, outliers: bool = False) -> Inputs:
+    """The same call in e4m3: scales per row and head of q, per head of k and v, odd strides."""
+    tensors, scalars = dict(inputs.tensors), dict(inputs.scalars)
+    for name in ("q", "k", "v"):
+        x = tensors[name].float()
+        if outliers:
+            x = x.clone()
+            x[:, :, :2] *= 30
+            x[::7] *= 20
+        seen = x.nan_to_num(0).abs()
+        by_row = seen.amax(2)
+        none = by_row.new_zeros(by_row.shape[1])
+        scale = by_row if name == "q" else by_row.amax(0) if len(by_row) else none
+        scale = scale.clamp_min(1e-3) / 300  # no power of two
+        tensors[f"{name}_scale"] = scale
+        codes = (x / (scale[:, :, None] if name == "q" else scale[:, None])).clamp(-448, 448)
+        tensors[name] = codes.to(E4M3)
+    if keys_contiguous:
+        tensors["v"] = tensors["v"].permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if "mask" not in tensors:  # mha_ragged has k_pe between the others and scales
+        scales = {name: tensors.pop(name) for name in ("q_scale", "k_scale", "v_scale")}
+        tensors |= {"k_pe": None, **scales}  # type: ignore[dict-item]
+    scalars["out_dtype"] = torch.bfloat16
+    return Inputs(tensors, scalars, ())
+
+
+def exact(op: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """The op over the same values in float64, by the reference."""
+    tensors = {name: each for name, each in inputs.tensors.items() if "scale" not in name}
+    scales = {name: inputs[f"{name}_scale"].double() for name in ("q", "k", "v")}
+    tensors["q"] = inputs["q"].double() * scales["q"][:, :, None]
+    for name in ("k", "v"):
+        tensors[name] = (inputs[name].double() * scales[name][:, None]).contiguous()
+    scalars = {name: each for name, each in inputs.scalars.items() if name != "out_dtype"}
+    found: tuple[Tensor, Tensor] = Inputs(tensors, scalars, ()).run(op, backend="reference")
+    return found
+
+
+def largest_sum(inputs: Inputs) -> float:
+    """Of the magnitudes that any logit is the sum of."""
+    q = inputs["q"].double() * inputs["q_scale"].double()[:, :, None]
+    k = inputs["k"].double() * inputs["k_scale"].double()[:, None]
+    if not q.numel() or not k.numel():
+        return 0.0
+    products = torch.einsum("qhe,khe->hqk", q.nan_to_num(0).abs(), k.nan_to_num(0).abs())
+    return float(products.max()) * float(inputs.scalars["scale"])
+
+
+def check_fp8(op: Callable[..., Any], inputs: Inputs, backend: str) -> None:
+    """The contract: out as the reference, whose probabilities are rounded alike; lse as it, plus
+    what eight-bit products cut off on a GPU."""
+    actual = run_or_skip(op, inputs, backend)
+    wanted, peer = exact(op, inputs), inputs.run(op, backend="reference")
+    assert actual[0].dtype == peer[0].dtype == torch.bfloat16 and actual[1].dtype == torch.float32
+    assert all(part.is_contiguous() for part in (*actual, *peer))
+    used = budget_used(actual, wanted, peer)
+    assert used.out <= 1, f"out errs {used.out:.2f} times its budget"
+    if actual[0].is_cuda and backend != "reference":
+        finite = wanted[1].isfinite()
+        most = CUT_OFF * max(largest_sum(inputs), 1.0)
+        error = (actual[1].double() - wanted[1])[finite].abs()
+        assert not error.numel() or float(error.max()) <= most, f"lse errs {float(error.max()):.2e}"
+    else:
+        assert used.lse <= 1, f"lse errs {used.lse:.2f} times its budget"
