@@ -91,9 +91,8 @@ def make_plan(
 
     `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
     and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
-    With `prefill_dtype` "fp8" expanded queries and keys are e4m3, under scales that are found on
-    the device; rows of an fp8 cache are gathered as they are stored. Chips from SM89 on
-    have products of e4m3; docs/fp8-prefill.md has what it gains and what it costs.
+    `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device; rows
+    of an fp8 cache are gathered as they are stored (docs/fp8-prefill.md). Both need SM89 or newer.
     """
     _check_kinds(batch, config, cache, compiled, batch_invariant)
     _check_into(into, compiled)
@@ -102,9 +101,8 @@ def make_plan(
     if query_dtype is not None:
         check_planned_queries(config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
-    latent = partial(
-        _plan_latent, output=output, query_dtype=query_dtype, prefill_dtype=prefill_dtype
-    )
+    asked = {"output": output, "query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
+    latent = partial(_plan_latent, **asked)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
