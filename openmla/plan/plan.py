@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,8 +92,8 @@ def make_plan(
 
     `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
     and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
-    `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device; rows
-    of an fp8 cache are gathered as they are stored (docs/fp8-prefill.md). Both need SM89 or newer.
+    `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device, and
+    rows of an fp8 cache gathered as they are stored (docs/fp8-prefill.md). Both need SM89.
     """
     _check_kinds(batch, config, cache, compiled, batch_invariant)
     _check_into(into, compiled)
@@ -101,8 +102,8 @@ def make_plan(
     if query_dtype is not None:
         check_planned_queries(config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
-    asked = {"output": output, "query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
-    latent = partial(_plan_latent, **asked)
+    asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
+    latent = partial(_plan_latent, output=output, **asked)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
@@ -141,6 +142,11 @@ def _check_into(into: dict[str, Tensor] | None, compiled: bool) -> None:
         raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
 
 
+def _check_captured_form(form: str) -> None:
+    if form == "expanded":
+        raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
+
+
 def _plan_latent(
     batch: Batch,
     config: MLAConfig,
@@ -164,34 +170,33 @@ def _plan_latent(
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    dtype = _queries_dtype(latent, dtype, prefill_dtype)
+    device, dtype = latent.data.device, _queries_dtype(latent, dtype, prefill_dtype)
     run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
-            check_workspace(workspace, config, dtype, latent.data.device)
+            check_workspace(workspace, config, dtype, device)
         # which op attends to a request must not follow from how short it is, or was
-        everyone_chooses = uniform or batch_invariant
-        routes = _routes(batch, config, latent, dtype, form, everyone_chooses, run_length)
-        rows_at_once = _rows_at_once(
+        everyone = uniform or batch_invariant
+        routes = _routes(batch, config, latent, dtype, form, everyone, run_length)
+        rows = _rows_at_once(
             batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
         )
         parts = _parts(
-            batch, config, cache, dtype, routes, rows_at_once, uniform,
+            batch, config, cache, dtype, routes, rows, uniform,
             quantized=output is not None, fixed=batch_invariant, apart=bool(prefill_dtype),
         )  # fmt: skip
     else:
-        if form == "expanded":
-            raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
+        _check_captured_form(form)
         parts, values = captured_parts(batch, config, cache, dtype, into)
         routes = {"absorbed" if parts.sparse is None else "chosen": range(len(batch.query_lens))}
         form, workspace = "captured", None
     calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype, prefill_dtype)
-    kind = cache_kind([latent], cache.index)
-    choice = choose(config, kind, dtype, calls, run_length, frozen(backend))
+    caches = cache_kind([latent], cache.index)
+    choice = choose(config, caches, dtype, calls, run_length, frozen(backend))
     if parts.prefill is not None and prefill_dtype is None:
         check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
     if into is None:
-        parts = upload(parts, latent.data.device)
+        parts = upload(parts, device)
     else:
         fill(into, values)
     return Plan(
