@@ -103,7 +103,7 @@ def make_plan(
         check_planned_queries(config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
     asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
-    latent = partial(_plan_latent, output=output, **asked)
+    latent: Any = partial(_plan_latent, output=output, **asked)
     make = latent if config.compressor is None else plan_compressed
     plan = make(
         batch,
