@@ -277,7 +277,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "pack_mask": {},
     "project_heads": {"BS": 128, "E": 128, "V": 512},
     "project_quantize": {"format": "fp8_128", "BS": 512},
+    "quantize_heads": {},
     "quantize_out": {"format": "fp8_128"},
+    "quantize_queries": {},
     "rope": {"D": 64},
 }
 

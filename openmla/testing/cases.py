@@ -53,7 +53,9 @@ class Inputs:
         return self.tensors[name]
 
 
-def _clone_strided(tensor: Tensor) -> Tensor:
+def _clone_strided(tensor: Any) -> Any:
+    if tensor is None:  # an argument that is not given
+        return None
     copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -239,7 +239,10 @@ def _put(index: tuple[int, ...], value: int) -> Callable[[torch.Tensor], torch.T
         ),
         ({"cache": lambda t: t.half()}, "cache must be torch.bfloat16 for format bf16, got"),
         ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
-        ({"q_latent": lambda t: t.to(torch.int32)}, "q_latent must be fp16, bf16, fp32 or fp64"),
+        (
+            {"q_latent": lambda t: t.to(torch.int32)},
+            "q_latent must be fp8, fp16, bf16, fp32",
+        ),
         (
             {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
             "q_latent must be contiguous along its last dimension",
