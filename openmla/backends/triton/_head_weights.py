@@ -75,18 +75,18 @@ def config_of(
 @lru_cache(maxsize=1024)
 def fixed_config(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, *, eight_bits: bool, room: int,
-    whole: bool = False,
+    float32_out: bool = False,
 ) -> Config:  # fmt: skip
     """Tiles for a product whose bits must not depend on how many tokens there are: however many,
     the same instruction (64 tokens are WGMMA's least) sums the same rows in the same order. What
     may differ is how wide a tile is, narrow for few tokens, so that all multiprocessors read
-    weights, and how many loads are in flight in `room`. `whole`: sums are stored in float32."""
+    weights, and how many loads are in flight in `room`. `float32_out`: of 16-bit inputs."""
     config = config_of(dtype, False, H, K, N, KB, eight_bits=eight_bits)
     if dtype == torch.float32:
         return config
     block_k, block_n = config.block_k, min(max(next_power_of_2(N), 16), 128)
     if not few and H == 1 and block_n == 128:
-        wide = N >= 256 and room >= WIDE_ROOM and not whole
+        wide = N >= 256 and room >= WIDE_ROOM and not float32_out
         return Config(128, 256 if wide else 128, block_k, 8, 3)
     if few and H == 1:
         block_n = min(block_n, 64)

@@ -117,6 +117,13 @@ def merge_build(
     return kernel, {**constants, "BLOCK_C": columns, "HEADS": heads}, warps
 
 
+@triton.jit
+def find_runs(spans, t):
+    """A token's first part or run, how many there are, and which token of its item it is."""
+    first = tl.load(spans + 3 * t)
+    return first, tl.load(spans + 3 * t + 1) - first + 1, tl.load(spans + 3 * t + 2)
+
+
 @triton.jit(do_not_specialize=["slot_rows"])
 def _merge_parts_kernel(
     part, part_lse, spans, out, lse, slot_rows,
@@ -127,9 +134,7 @@ def _merge_parts_kernel(
     t, tile = tl.program_id(0) // TILES, tl.program_id(1)
     if OVERLAPPED:
         gdc_wait()
-    first = tl.load(spans + 3 * t)
-    num = tl.load(spans + 3 * t + 1) - first + 1
-    token = tl.load(spans + 3 * t + 2)
+    first, num, token = find_runs(spans, t)
     if num == 1:
         return
     heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
@@ -186,9 +191,7 @@ def _merge_fixed_kernel(
     t, tile = tl.program_id(0) // TILES, tl.program_id(1)
     if OVERLAPPED:
         gdc_wait()
-    first = tl.load(spans + 3 * t)
-    num = tl.load(spans + 3 * t + 1) - first + 1
-    token = tl.load(spans + 3 * t + 2)
+    first, num, token = find_runs(spans, t)
     if num == 1:
         return
     heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)

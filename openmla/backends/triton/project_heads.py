@@ -92,7 +92,7 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
     launch = launch_of(
         x.dtype, few, H, w.shape[1], N, KB, NB,
         eight_bits=w_scale is not None, by_columns=w.stride(2) == 1, fixed=fixed, room=room,
-        whole=out.dtype != x.dtype,
+        float32_out=out.dtype != x.dtype,
     )  # fmt: skip
     block_m, block_n = launch.fixed["BLOCK_M"], launch.fixed["BLOCK_N"]
     weights = weights_of(w, w_scale)
@@ -107,11 +107,11 @@ def run(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *, fixed: boo
 def launch_of(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
     eight_bits: bool, by_columns: bool, fixed: bool = False, room: int = 0,
-    whole: bool = False,
+    float32_out: bool = False,
 ) -> Launch:  # fmt: skip
     constants, warps, stages = constants_of(
         dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
-        room=room, whole=whole,
+        room=room, float32_out=float32_out,
     )  # fmt: skip
     return prepare(
         _project_heads_kernel, constants, num_warps=warps, num_stages=stages,
@@ -121,13 +121,13 @@ def launch_of(
 
 def constants_of(
     dtype: torch.dtype, few: bool, H: int, K: int, N: int, KB: int, NB: int, *,
-    eight_bits: bool, by_columns: bool, fixed: bool, room: int = 0, whole: bool = False,
+    eight_bits: bool, by_columns: bool, fixed: bool, room: int = 0, float32_out: bool = False,
 ) -> tuple[dict[str, Any], int, int]:  # fmt: skip
     """With the warps and stages that go with them; `fixed`: bits do not depend on the tokens, and
     so much shared memory is there for loads in flight."""
     if fixed:
         config = fixed_config(
-            dtype, few, H, K, N, KB, eight_bits=eight_bits, room=room, whole=whole
+            dtype, few, H, K, N, KB, eight_bits=eight_bits, room=room, float32_out=float32_out
         )
     else:
         config = config_of(dtype, few, H, K, N, KB, eight_bits=eight_bits)
@@ -174,7 +174,7 @@ def project_build(
     KB, NB = (K // block, N // block) if block else (1, 1)
     constants, warps, stages = constants_of(
         dtype, few, H, K, N, KB, NB, eight_bits=eight_bits, by_columns=by_columns, fixed=fixed,
-        room=SHARED_MEMORY[capability], whole=wide,
+        room=SHARED_MEMORY[capability], float32_out=wide,
     )  # fmt: skip
     own = "*" + TYPES[dtype]
     types = {
