@@ -16,8 +16,9 @@ with run_length > 0 they are cut after every so many keys instead, so that a que
 nothing but its own row, whatever else is in the batch.
 
 Queries may be e4m3, over rows of e4m3 (fp8, fp8_ds_mla): they stand for q_latent * q_scale, one
-scale for all or one per token and head, and out is bf16. Kernels multiply fp8 by fp8 then, with the
-tensor cores' short sums; see openmla/testing/budgets.py for what that costs.
+scale for all or one per token and head, and out is bf16. Over fp8 kernels multiply fp8 by fp8 then,
+with the tensor cores' short sums: see openmla/testing/budgets.py for what that costs. Over
+fp8_ds_mla they widen queries, which is exact.
 """
 
 from __future__ import annotations

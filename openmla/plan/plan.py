@@ -91,7 +91,7 @@ def make_plan(
     that ends each form in it, explain() says which. V4 has none.
 
     `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
-    and multiplied with rows of fp8 or fp8_ds_mla as they are stored (docs/fp8-queries.md).
+    over rows of fp8, multiplied as they are stored, or fp8_ds_mla (docs/fp8-queries.md).
     `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device, and
     rows of an fp8 cache gathered as they are stored (docs/fp8-prefill.md). Both need SM89.
     """

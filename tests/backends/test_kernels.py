@@ -53,6 +53,9 @@ E4M3 = Problem(
 )  # fmt: skip
 
 
+SPARSE: dict[str, Any] = {"op": "mqa_sparse", "format": "fp8_ds_mla", "kinds": ("slots",)}
+
+
 @pytest.mark.parametrize(
     ("changes", "backend"),
     [
@@ -62,7 +65,13 @@ E4M3 = Problem(
         ({"capability": (8, 9)}, "triton"),
         ({"capability": (12, 0)}, "triton"),
         ({"format": "fp8_ds_mla"}, "triton"),
-        ({"op": "mqa_sparse", "format": "fp8_ds_mla", "kinds": ("slots",)}, "triton"),
+        ({**SPARSE, "aligned": frozenset()}, "triton"),
+        (SPARSE, "gluon"),
+        ({**SPARSE, "H": 16}, "gluon"),
+        ({**SPARSE, "H": 16, "capability": (8, 9)}, "gluon"),
+        ({**SPARSE, "H": 16, "capability": (12, 0)}, "gluon"),
+        ({**SPARSE, "format": "fp8"}, "triton"),
+        ({**SPARSE, "H": 16, "capability": (8, 0)}, "reference"),
         ({"capability": (8, 0)}, "reference"),  # which the op refuses on a GPU
     ],
 )

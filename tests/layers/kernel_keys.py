@@ -1,6 +1,6 @@
 """Which kernels warmup() asks Triton for, and which random steps ask for that it did not.
 
-    python -m tests.layers.kernel_keys dense         or sparse, v4
+    python -m tests.layers.kernel_keys dense         or sparse, v4, sparse-fp8
 
 What Triton would compile a launch under (types, alignments, constants, options) is kept instead of
 launching it. So no GPU is needed, and a change to a kernel or to how one is chosen shows here.
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -86,7 +87,7 @@ def dense() -> Iterator[object]:
         yield one
 
 
-def sparse() -> Iterator[object]:
+def sparse(query_dtype: str | None = None) -> Iterator[object]:
     """V3.2 with more heads than 16; nothing first, when all is warm, then steps."""
     config = replace(PRESETS["deepseek-v3.2"], num_heads=24)
     most, requests, dtype = 600, 16, torch.bfloat16
@@ -97,7 +98,7 @@ def sparse() -> Iterator[object]:
         config, cache, max_requests=requests, max_tokens=most, workspace_tokens=4096, dtype=dtype
     )
     for shape in warm.step_shapes(config, cache, space, requests, most):
-        warm.run_step(shape, config, cache, space, dtype, "auto")
+        warm.run_step(shape, config, cache, space, dtype, "auto", query_dtype=query_dtype)
     yield None
     chance = random.Random(0)
     while True:
@@ -105,7 +106,7 @@ def sparse() -> Iterator[object]:
         new = chance.choice([1, 2, 4, chance.randint(1, most // B)])
         before = chance.choice([0, 64, chance.randint(0, 3000), chance.randint(0, 150_000)])
         one = warm.StepShape(B, new, min(new + before, 2400 * 64), "auto")
-        warm.run_step(one, config, cache, space, dtype, "auto")
+        warm.run_step(one, config, cache, space, dtype, "auto", query_dtype=query_dtype)
         yield one
 
 
@@ -147,7 +148,9 @@ def main() -> int:
     pretend()
     missed = 0
     with torch.inference_mode():
-        steps = {"dense": dense, "sparse": sparse, "v4": v4}[sys.argv[1]]()
+        models: dict[str, Callable[[], Iterator[object]]]
+        models = {"dense": dense, "sparse": sparse, "v4": v4, "sparse-fp8": partial(sparse, "fp8")}
+        steps = models[sys.argv[1]]()
         next(steps)
         known = set(keys)
         assert known, "warmup asked for no kernel: is Triton refused?"

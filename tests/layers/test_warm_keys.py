@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="package triton is not installed")
-@pytest.mark.parametrize("model", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("model", ["dense", "sparse", "v4", "sparse-fp8"])
 def test_random_steps_ask_for_no_other_kernel(model: str) -> None:
     """In a process of its own: kernels are not launched there, which other tests would miss."""
     command = [sys.executable, "-m", "tests.layers.kernel_keys", model]

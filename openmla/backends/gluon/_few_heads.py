@@ -12,7 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, C, normalise, output_line
+from openmla.backends.gluon._primitives import (
+    INITIAL_MAX,
+    LINE,
+    C,
+    normalise,
+    output_line,
+    scale_at,
+)
 
 BLOCK_H = gl.constexpr(16)
 MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8]))
@@ -44,6 +51,14 @@ def initial_state(BLOCK_N: gl.constexpr):
     """Running sum, which is reduced over rows only in the epilogue, and running max."""
     running_sum = gl.zeros([BLOCK_H, BLOCK_N], gl.float32, SOFTMAX)
     return running_sum, gl.full([BLOCK_H], INITIAL_MAX, gl.float32, HEADS)
+
+
+@gluon.jit
+def scale_heads(qk_scale, q_scale, first_head, H: gl.constexpr, Q_SCALES: gl.constexpr):
+    """What scores of e4m3 queries are multiplied with, a column."""
+    heads = first_head + gl.arange(0, BLOCK_H, HEADS)
+    own = gl.load(q_scale + scale_at(heads, Q_SCALES), mask=heads < H, other=0.0)
+    return (qk_scale * own)[:, None]
 
 
 @gluon.jit

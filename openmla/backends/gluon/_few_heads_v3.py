@@ -52,14 +52,14 @@ def load_scales(floats, row, columns):
 
 @gluon.jit(
     do_not_specialize=v3.DO_NOT_SPECIALIZE,
-    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "q_scale", "table"],
 )
 def _few_heads_kernel(
-    q, words, floats, row_ids, row_lens, query_start_loc, table, sink, out, lse,
+    q, q_scale, words, floats, row_ids, row_lens, query_start_loc, table, sink, out, lse,
     B, first_token, num_blocks, qk_scale, q_token, q_head, ids_stride, table_stride, K, M, X,
     run_length,
-    ROW: gl.constexpr, BS: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr,
-    SINK: gl.constexpr, BLOCK_N: gl.constexpr,
+    Q_SCALES: gl.constexpr, ROW: gl.constexpr, BS: gl.constexpr, H: gl.constexpr,
+    SPLIT: gl.constexpr, SINK: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     QUERY_ROPE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
@@ -103,7 +103,8 @@ def _few_heads_kernel(
     q_at += gl.arange(0, v3.GROUP, gl.SliceLayout(0, QUERY))[None, :]
     mask_q = (heads < H)[:, None]
     for g in gl.static_range(v3.GROUPS):
-        queries[g].store(gl.load(q_at + v3.GROUP * g, mask=mask_q, other=0.0))
+        own = gl.load(q_at + v3.GROUP * g, mask=mask_q, other=0.0)
+        queries[g].store(own.to(gl.bfloat16))  # holds e4m3 exactly
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY_ROPE))
     q_at = q + (t64 * q_token + heads * q_head)[:, None] + primitives.C
     q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY_ROPE))[None, :]
@@ -113,6 +114,10 @@ def _few_heads_kernel(
     for _ in gl.static_range(v3.GROUPS):
         acc += (gl.zeros([few.BLOCK_H, v3.GROUP], gl.float32, few.MMA),)
     running_sum, running_max = few.initial_state(BLOCK_N)
+    if Q_SCALES:
+        if Q_SCALES == 2:
+            q_scale += t64 * H
+        qk_scale = few.scale_heads(qk_scale, q_scale, first_head, H, Q_SCALES)
     primitives.thread_barrier()
     for i in tl.range(0, blocks, disable_licm=True):
         start = lo + i * BLOCK_N

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
-from openmla.backends.triton._launch import TOKENS
+from openmla.backends.triton._launch import TOKENS, out_dtype
 from openmla.backends.triton._prepare import Launch, Piece, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
 from openmla.hardware import multiprocessors
@@ -65,7 +65,7 @@ def launch(
     """Launch over all tokens of B requests and merge runs."""
     T, H, _ = q.shape
     sink = None if sink is None else sink.contiguous()
-    targets = make_targets(q, 512, runs)
+    targets = make_targets(q, 512, runs, out_dtype(q))
     if T == 0:
         return targets.out, targets.lse
     prepared = launch_of(tile, H, runs.split, sink is not None, call.constants)
@@ -84,14 +84,16 @@ def launch(
     return targets.out, targets.lse
 
 
-def tile_builds(tile: Tile, name: str, constants: Mapping[str, Any]) -> Iterator[Build]:
-    """Of a kernel for all its targets; kernels call the same things the same."""
+def tile_builds(
+    tile: Tile, name: str, constants: Mapping[str, Any], targets: Sequence[int] = ()
+) -> Iterator[Build]:
+    """Of a kernel for all its targets, or some; kernels call the same things the same."""
     constants = {**constants, **tile.constants}
     types = {
-        **dict.fromkeys(("floats", "sink", "lse"), "*fp32"),
+        **dict.fromkeys(("q_scale", "floats", "sink", "lse"), "*fp32"),
         **dict.fromkeys(("words", "words_1", "words_2", "row_ids", "row_lens"), "*i32"),
         **dict.fromkeys(("query_start_loc", "table", "table_1", "table_2"), "*i32"),
-        "q": "*bf16",
+        "q": "*fp8e4nv" if constants.get("Q_SCALES") else "*bf16",
         "out": "*fp32" if constants["SPLIT"] else "*bf16",
         "positions": "*i64",
         "qk_scale": "fp32",
@@ -100,5 +102,5 @@ def tile_builds(tile: Tile, name: str, constants: Mapping[str, Any]) -> Iterator
         argument: "constexpr" if argument in constants else types.get(argument, "i32")
         for argument in tile.kernel.arg_names
     }
-    for target in tile.targets:
+    for target in targets or tile.targets:
         yield Build(name, tile.kernel, signature, constants, NUM_WARPS, 1, target, FP_FUSION)

@@ -18,8 +18,9 @@ from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
-from openmla.backends.triton._launch import LOG2E, inner_contiguous
+from openmla.backends.triton._launch import LOG2E, inner_contiguous, scales_of
 from openmla.backends.triton._prepare import Piece
+from openmla.backends.triton._tiles import E4M3, EIGHT_BITS_ON, why_not_eight_bits
 
 FEW = {"fp8_ds_mla": Tile(few_heads_v3._few_heads_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)}
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
@@ -49,8 +50,10 @@ def why_not_listed(problem: Problem) -> str | None:
     widths = (576, 512) if problem.format == "bf16" else (576,)
     if problem.D not in widths or problem.C != 512:
         return f"needs rows of 512 + 64, this is {problem.C} + {problem.D - problem.C}"
-    if problem.dtype != torch.bfloat16:
-        return f"takes bf16 queries, this is {problem.dtype}"
+    if problem.dtype not in (torch.bfloat16, E4M3):
+        return f"takes bf16 and e4m3 queries, this is {problem.dtype}"
+    if problem.dtype == E4M3 and why_not_eight_bits(problem):
+        return why_not_eight_bits(problem)
     if "rows" not in problem.aligned:
         return "needs rows at multiples of 16 bytes, no padding between pages, fewer than 2**33"
     return None
@@ -87,6 +90,7 @@ def run(
     scale: float,
     run_length: int,
     tiles: Mapping[str, Tile],
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     query_start_loc = query_start_loc.contiguous()
     if "bf16" in tiles:
@@ -103,35 +107,48 @@ def run(
         N, BS, table = N * BS, 0, query_start_loc
     table = inner_contiguous(table)
     q_token, q_head, _ = q.stride()
+    scales = scales_of(q_scale)
+    q_scale = part.kv_scale if q_scale is None else q_scale.contiguous()
     call = Call(
-        [q, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc, table],
+        [q, q_scale, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc,
+         table],
         [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1],
          runs.X, runs.length],
-        constants_of(tile, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2]),
+        constants_of(tile, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2], scales),
     )  # fmt: skip
     return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
 
 
-def constants_of(tile: Tile, row: int, BS: int, D: int) -> tuple[tuple[str, Any], ...]:
-    """`row` is the words from one row to the next."""
+def constants_of(tile: Tile, row: int, BS: int, D: int, scales: int) -> tuple[tuple[str, Any], ...]:
+    """`row` is the words from one row to the next, `scales` how many e4m3 queries have."""
     rope = () if tile.block_h == 16 else (("ROPE", D > 512),)
-    return (("ROW", row), ("BS", BS), *rope)
+    return (("Q_SCALES", scales), ("ROW", row), ("BS", BS), *rope)
 
 
 def few_heads_builds() -> Iterator[Build]:
     for format, tile in FEW.items():
         for kind, BS in (("slots", 0), ("positions", 64)):
-            constants = {"ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False}
+            constants = {"Q_SCALES": 0, "ROW": 164, "BS": BS, "H": 16, "SPLIT": True, "SINK": False}
             yield from tile_builds(tile, f"few-heads-{kind}-{format}-H16", constants)
+            constants["Q_SCALES"] = 2
+            name = f"few-heads-{kind}-{format}-e4m3-H16"
+            yield from tile_builds(tile, name, constants, EIGHT_BITS_ON)
 
 
 def many_heads_builds() -> Iterator[Build]:
-    for format, D, words in (("bf16", 576, 288), ("bf16", 512, 256), ("fp8_ds_mla", 576, 164)):
+    both, slots = (("slots", 0, False), ("positions", 64, True)), (("slots", 0, False),)
+    for format, D, words, scales, kinds in (
+        ("bf16", 576, 288, 0, both), ("bf16", 512, 256, 0, both), ("fp8_ds_mla", 576, 164, 0, both),
+        ("bf16", 576, 288, 2, slots),  # rows that were decoded
+        ("fp8_ds_mla", 576, 164, 1, slots), ("fp8_ds_mla", 576, 164, 2, both),
+    ):  # fmt: skip
         tile = MANY[format]
-        for kind, BS, split in (("slots", 0, False), ("positions", 64, True)):
-            constants = dict(constants_of(tile, words, BS, D))
+        queries = f"-e4m3-{scales}" if scales else ""
+        for kind, BS, split in kinds:
+            constants = dict(constants_of(tile, words, BS, D, scales))
             constants |= {"H": 128, "SPLIT": split, "SINK": not split}
-            yield from tile_builds(tile, f"many-heads-{kind}-{format}-{D}-H128", constants)
+            name = f"many-heads-{kind}-{format}-{D}{queries}-H128"
+            yield from tile_builds(tile, name, constants)
 
 
 FEW_HEADS = Kernel(

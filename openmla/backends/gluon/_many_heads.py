@@ -31,6 +31,7 @@ from openmla.backends.gluon._primitives import (
     C,
     normalise,
     run_bounds,
+    scale_at,
     thread_barrier,
 )
 from openmla.backends.triton._versions import async_load, reinterpret
@@ -52,6 +53,7 @@ ACC_HEADS = gl.constexpr(gl.SliceLayout(1, ACC))
 ROW_PER_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROWS = gl.constexpr(gl.SliceLayout(1, COPY))
+COPY_BYTES = gl.constexpr(gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0]))
 
 
 class Tile(NamedTuple):
@@ -148,6 +150,35 @@ def wait_scores(scores, more, TWO_CHAINS: gl.constexpr):
         scores, more = warpgroup_mma_wait(0, deps=(scores, more))
         return scores + more
     return warpgroup_mma_wait(0, deps=(more,))
+
+
+@gluon.jit
+def load_e4m3(q, heads, q_head, last_head, first: gl.constexpr, COLUMNS: gl.constexpr):
+    at = q + first + (heads * q_head)[:, None]
+    at += gl.arange(0, COLUMNS, gl.SliceLayout(0, COPY_BYTES))[None, :]
+    return gl.load(at, mask=(heads < last_head)[:, None], other=0.0)
+
+
+@gluon.jit
+def widen_queries(queries, q, first_head, q_head, last_head, DECODE_SCALE: gl.constexpr):
+    """e4m3 queries as bf16, which holds them exactly."""
+    heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, COPY_BYTES))
+    left = load_e4m3(q, heads, q_head, last_head, 0, HALF)
+    right = load_e4m3(q, heads, q_head, last_head, HALF, HALF)
+    rope = load_e4m3(q, heads, q_head, last_head, C, ROPE_COLUMNS)
+    queries.left.store(left.to(gl.bfloat16))
+    queries.right.store(right.to(gl.bfloat16))
+    queries.rope.store((rope.to(gl.float32) * DECODE_SCALE).to(gl.bfloat16))
+    fence_async_shared()
+
+
+@gluon.jit
+def load_scales(qk_scale, q_scale, first_head, last_head, Q_SCALES: gl.constexpr):
+    """What scores of e4m3 queries are multiplied with. Heads past the last have none: where there
+    are no rows, that is all of them, and NaN would not be theirs."""
+    heads = first_head + gl.arange(0, BLOCK_H, HEADS)
+    at = q_scale + scale_at(heads, Q_SCALES)
+    return qk_scale * gl.load(at, mask=heads < last_head, other=0.0)
 
 
 @gluon.jit
@@ -295,12 +326,19 @@ def odd_update(logits, acc, running_max, running_sum, even_right, odd_right, exc
 def even_partition(
     queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_head, last_head,
     qk_scale, epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
-    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
+    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, q_scale=None,
+    Q_SCALES: gl.constexpr = 0,
 ):  # fmt: skip
     """Scores of even tiles, output columns 0 to 255."""
     left_filled, right_filled = filled
     zeros, acc, running_max, running_sum = initial_state()
-    load_queries(queries, q, epilogue.first_head, q_head, last_head, ROPE_TILE, DECODE_SCALE)
+    if Q_SCALES:  # two registers more would spill: the line that will hold sums has the scales
+        scales = load_scales(qk_scale, q_scale, epilogue.first_head, last_head, Q_SCALES)
+        widen_queries(queries, q, epilogue.first_head, q_head, last_head, DECODE_SCALE)
+        exchange.even_sum.store(scales)
+        thread_barrier()
+    else:
+        load_queries(queries, q, epilogue.first_head, q_head, last_head, ROPE_TILE, DECODE_SCALE)
     mbarrier.arrive(queries_ready, count=1)
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
@@ -308,8 +346,11 @@ def even_partition(
             queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
         )
         key_bias = exchange.key_bias.index(phase).slice(0, BLOCK_N).load(KEYS)
+        scale = qk_scale
+        if Q_SCALES:
+            scale = exchange.even_sum.load(HEADS)[:, None]
         scores = wait_scores(scores, more, COPIED)
-        logits = scores * qk_scale + key_bias[None, :]
+        logits = scores * scale + key_bias[None, :]
         acc, running_max, running_sum = even_update(
             logits, acc, running_max, running_sum, even.left, odd_left, exchange, steps - 1 - i
         )
@@ -324,13 +365,18 @@ def even_partition(
 
 @gluon.jit
 def odd_partition(
-    queries, even_right, odd, exchange, filled, queries_ready, sums_ready, qk_scale, epilogue,
-    steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr, COPIED: gl.constexpr,
-    DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
+    queries, even_right, odd, exchange, filled, queries_ready, sums_ready, last_head, qk_scale,
+    epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
+    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, q_scale=None,
+    Q_SCALES: gl.constexpr = 0,
 ):  # fmt: skip
     """Scores of odd tiles, output columns 256 to 511."""
     left_filled, right_filled = filled
     zeros, acc, running_max, running_sum = initial_state()
+    if Q_SCALES:
+        scales = load_scales(qk_scale, q_scale, epilogue.first_head, last_head, Q_SCALES)
+        exchange.odd_sum.store(scales)
+        thread_barrier()
     mbarrier.wait(queries_ready, 0)
     for i in tl.range(0, steps, disable_licm=True):
         phase = i & 1
@@ -338,8 +384,11 @@ def odd_partition(
             queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
         )
         key_bias = exchange.key_bias.index(phase).slice(BLOCK_N, BLOCK_N).load(KEYS)
+        scale = qk_scale
+        if Q_SCALES:
+            scale = exchange.odd_sum.load(HEADS)[:, None]
         scores = wait_scores(scores, more, COPIED)
-        logits = scores * qk_scale + key_bias[None, :]
+        logits = scores * scale + key_bias[None, :]
         acc, running_max, running_sum = odd_update(
             logits, acc, running_max, running_sum, even_right, odd.right, exchange, steps - 1 - i
         )

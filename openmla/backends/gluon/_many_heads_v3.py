@@ -191,15 +191,15 @@ def load_partition(
 
 @gluon.jit(
     do_not_specialize=v3.DO_NOT_SPECIALIZE,
-    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "q_scale", "table"],
 )
 def _many_heads_v3_kernel(
-    q, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,
+    q, q_scale, words, row_ids, row_lens, query_start_loc, table, sink, out, lse,
     B, first_token, num_blocks, qk_scale, q_token, q_head, ids_stride, table_stride, K, M, X,
     run_length,
-    PACKED: gl.constexpr, ROPE: gl.constexpr, ROW: gl.constexpr, BS: gl.constexpr,
-    H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
-    LOAD_REGISTERS: gl.constexpr,
+    Q_SCALES: gl.constexpr, PACKED: gl.constexpr, ROPE: gl.constexpr, ROW: gl.constexpr,
+    BS: gl.constexpr, H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr,
+    ODD_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     first_head, t, t64, x = primitives.program(first_token, many.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
@@ -232,17 +232,20 @@ def _many_heads_v3_kernel(
     DECODED: gl.constexpr = 512
     if PACKED:
         qk_scale = qk_scale * v3.INV_DECODE_SCALE
+    if Q_SCALES == 2:
+        q_scale += t64 * H
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [
             (many.even_partition, (
                 queries, even, odd.left, exchange, (even_left, even_right), queries_ready,
                 sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE,
-                COPIED, SCALE, DECODED,
+                COPIED, SCALE, DECODED, q_scale, Q_SCALES,
             )),
             (many.odd_partition, (
                 queries, even.right, odd, exchange, (odd_left, odd_right), queries_ready,
-                sums_ready, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED, SCALE, DECODED,
+                sums_ready, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED, SCALE,
+                DECODED, q_scale, Q_SCALES,
             )),
             (load_partition, (
                 even, odd, key_bias, row_line, (even_left, even_right, odd_left, odd_right), rows,

@@ -219,7 +219,7 @@ def _many_heads_v4_kernel(
             )),
             (many.odd_partition, (
                 queries, even.right, odd, exchange, (odd_copied, odd_copied), queries_ready,
-                sums_ready, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED,
+                sums_ready, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED,
                 v4.DECODE_SCALE, DECODED,
             )),
             (load_partition, (

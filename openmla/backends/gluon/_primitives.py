@@ -89,6 +89,12 @@ def program(first_token, BLOCK_H: gl.constexpr):
 
 
 @gluon.jit
+def scale_at(heads, Q_SCALES: gl.constexpr):
+    """Which of a token's scales of e4m3 queries its heads have: their own, or one for all."""
+    return heads if Q_SCALES == 2 else heads * 0
+
+
+@gluon.jit
 def request_of(t, query_start_loc, B):
     """The request a token belongs to; B for a token past the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

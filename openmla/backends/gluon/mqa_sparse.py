@@ -54,11 +54,13 @@ def run(
     C: int,
     scale: float,
     run_length: int,
+    q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     problem = problem_of(q_latent, segments, C=C, run_length=run_length)
+    eight_bits = {} if q_scale is None else {"q_scale": q_scale}
     out: tuple[Tensor, Tensor] = _choose(problem).run(
         q_latent, query_start_loc, positions, segments, sink, C=C, scale=scale,
-        run_length=run_length,
+        run_length=run_length, **eight_bits,
     )  # fmt: skip
     return out
 

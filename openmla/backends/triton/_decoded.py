@@ -16,7 +16,7 @@ from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import cache_gather, map_slots
-from openmla.backends.triton._launch import inner_contiguous
+from openmla.backends.triton._launch import inner_contiguous, out_dtype
 
 PACKED = ("fp8_ds_mla", "fp8_dsv4")
 MIN_USES = 8  # tokens per row, on average, from which decoding once is faster
@@ -31,8 +31,9 @@ def decoded(
     packed = list(filter(_is_packed, parts))
     sizes = [_rows_of(part) for part in packed]
     uses = sum(q.shape[0] * _width(part) for part in packed)
-    fits = q.itemsize * q.shape[2] * sum(sizes) <= MAX_BYTES
-    if run_length or q.dtype != torch.bfloat16 or not fits or not 0 < MIN_USES * sum(sizes) <= uses:
+    fits = 2 * q.shape[2] * sum(sizes) <= MAX_BYTES
+    bf16 = out_dtype(q) == torch.bfloat16  # which e4m3 queries are widened to
+    if run_length or not bf16 or not fits or not 0 < MIN_USES * sum(sizes) <= uses:
         return list(parts)
     return [_decode(q, query_start_loc, part) if _is_packed(part) else part for part in parts]
 
@@ -59,7 +60,7 @@ def _decode(q: Tensor, query_start_loc: Tensor, part: Segment) -> Segment:
     assert part.block_table is not None
     (B, M), (N, BS, _), D = part.block_table.shape, part.cache.shape, q.shape[2]
     i32: Any = {"dtype": torch.int32, "device": q.device}
-    rows = q.new_empty((B * M * BS, D))
+    rows = q.new_empty((B * M * BS, D), dtype=torch.bfloat16)
     cache_gather.run(
         rows,
         part.cache,

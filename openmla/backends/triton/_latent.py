@@ -14,8 +14,8 @@ MAIN columns, as one or two tiles, and ROPE columns of a row are keys. Its value
 columns, and the ROPE ones where C reaches that far. All of V4's columns are MAIN, though the last
 are stored differently. Invalid rows are zeros with a score of -inf.
 
-e4m3 queries meet e4m3 rows as they are stored; weights and values stay 16 bits wide. qk_scale is a
-column then, a query row's each.
+e4m3 queries meet fp8 rows as they are stored; over others they are widened, which is exact. Weights
+and values stay 16 bits wide. qk_scale is a column then, a query row's each.
 """
 
 import triton
@@ -214,14 +214,15 @@ def attend(
 @triton.jit
 def load_query(
     q_at, mask_h, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
-    dtype: tl.constexpr,
+    dtype: tl.constexpr, EIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
     """Columns FIRST .. FIRST + USED - 1 of the heads' queries, zero-padded, in the dtype of the
-    products. Bytes are e4m3 and stay so, but in the interpreter, which has none."""
+    products. Bytes are e4m3; those of EIGHT_BITS stay so, but in the interpreter, which has
+    none."""
     c = tl.arange(0, BLOCK)
     mask = mask_h[:, None] & (c < USED)[None, :]
     values = tl.load(q_at[:, None] + (c + FIRST)[None, :], mask=mask, other=0)
-    if values.dtype == tl.uint8 and ASM:
+    if values.dtype == tl.uint8 and EIGHT_BITS and ASM:
         values = values.to(tl.float8e4nv, bitcast=True)
     elif values.dtype == tl.uint8:
         values = decode_e4m3(values, dtype, ASM)
@@ -259,7 +260,8 @@ def _latent_kernel(
     ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr, PRECISION: tl.constexpr, UNCHAINED: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr, Q_SCALES: tl.constexpr,
+    STAGES: tl.constexpr, HOIST: tl.constexpr, dtype: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    Q_SCALES: tl.constexpr,
 ):  # fmt: skip
     head_tile, t, x = tl.program_id(0), first_token + tl.program_id(1), tl.program_id(2)
     ROPE_VALUED: tl.constexpr = C > MAIN
@@ -290,9 +292,9 @@ def _latent_kernel(
     heads = head_tile * BLOCK_H + tl.arange(0, BLOCK_H)
     mask_h = heads < H
     q_at = q + t64 * q_token + heads * q_head
-    q_a = load_query(q_at, mask_h, 0, USED, BLOCK_A, ASM, dtype)
-    q_b = load_query(q_at, mask_h, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype)
-    q_rope = load_query(q_at, mask_h, MAIN, ROPE, BLOCK_R, ASM, dtype)
+    q_a = load_query(q_at, mask_h, 0, USED, BLOCK_A, ASM, dtype, EIGHT_BITS)
+    q_b = load_query(q_at, mask_h, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype, EIGHT_BITS)
+    q_rope = load_query(q_at, mask_h, MAIN, ROPE, BLOCK_R, ASM, dtype, EIGHT_BITS)
     qk_scale = query_scales(qk_scale, q_scale, t64 * H + heads, mask_h, Q_SCALES)
     running_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_H], tl.float32)

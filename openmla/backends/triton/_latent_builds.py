@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from openmla.backends.triton import _latent as kernels
-from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton import _launch, _runs
 from openmla.backends.triton._build import TARGETS, Build, signature_of
 from openmla.backends.triton._tiles import (
@@ -45,14 +44,12 @@ def latent_build(
     BS = 1 if kinds == ["slots"] else 64  # as flattened() makes it
     constants = constants_of(
         shape, config, [(kind, format, BS) for kind in kinds], aligned=True, wide=False,
-        sink=False, split=True, scales=2 * shape.eight_bits,
+        sink=False, split=True, scales=2 * (dtype == E4M3),
     )  # fmt: skip
     kernel: Any = kernels._latent_kernel
-    if _launch.is_grouped(shape, [(kind, format) for kind in kinds]):
-        kernel = groups._latent_groups_kernel
     stored = "*bf16" if STORED_AS[format] == PLAIN else "*u8"
     types = {
-        "q": "*u8" if shape.eight_bits else "*bf16",
+        "q": "*u8" if dtype == E4M3 else "*bf16",
         "positions": "*i64",
         **dict.fromkeys(("cache_1", "cache_2"), stored),
         **dict.fromkeys(("out", "sink", "lse", "q_scale", "kv_scale_1", "kv_scale_2"), "*fp32"),
@@ -62,7 +59,7 @@ def latent_build(
         "qk_scale": "fp32",
     }  # fmt: skip
     return Build(
-        f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * shape.eight_bits}-H{H}-D{D}", kernel,
+        f"latent-{'-'.join(kinds)}-{format}{'-e4m3' * (dtype == E4M3)}-H{H}-D{D}", kernel,
         signature_of(kernel, constants, types), constants, config.num_warps, config.num_stages,
         capability, _launch.FP_FUSION,
     )  # fmt: skip

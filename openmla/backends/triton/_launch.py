@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
-from openmla.backends.triton import _latent_groups as groups
 from openmla.backends.triton._build import capability_of, cdiv
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
@@ -20,7 +19,6 @@ from openmla.backends.triton._tiles import (
     PACKED,
     STORED_AS,
     V4,
-    Shape,
     config_of,
     constants_of,
     shape_of,
@@ -125,19 +123,11 @@ def work_of(
         shape, config, [(*kind, BS) for kind, BS in zip(kinds, blocks, strict=True)],
         aligned=aligned, wide=wide, sink=sink and not runs.split, split=runs.split, scales=scales,
     )  # fmt: skip
-    kernel: Any = kernels._latent_kernel
-    if is_grouped(shape, kinds):
-        kernel = groups._latent_groups_kernel
     launch = prepare(
-        kernel, constants, num_warps=config.num_warps,
+        kernels._latent_kernel, constants, num_warps=config.num_warps,
         num_stages=config.num_stages, enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
     return Work(launch, cdiv(H, config.block_h), runs)
-
-
-def is_grouped(shape: Shape, kinds: Sequence[tuple[str, str]]) -> bool:
-    """e4m3 queries over packed rows are multiplied group by group."""
-    return shape.eight_bits and STORED_AS[kinds[0][1]] == PACKED
 
 
 def flattened(part: Segment) -> Segment:

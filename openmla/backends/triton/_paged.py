@@ -14,7 +14,6 @@ import triton.language as tl
 
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._latent import attend, load_query, query_scales
-from openmla.backends.triton._latent_groups import attend_groups, store_groups
 from openmla.backends.triton._latent_rows import PAGED
 from openmla.backends.triton._parts import (
     find_part,
@@ -23,7 +22,7 @@ from openmla.backends.triton._parts import (
     store_padding_spans,
     store_spans,
 )
-from openmla.backends.triton._primitives import LOG2E, PACKED, finish_softmax, store_columns
+from openmla.backends.triton._primitives import LOG2E, finish_softmax, store_columns
 
 DO_NOT_SPECIALIZE = ("B", "T", "unit", "N", "M", "table_stride", "slot_rows")
 
@@ -57,13 +56,12 @@ def _paged_kernel(
     OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     UNCHAINED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
-    dtype: tl.constexpr, Q_SCALES: tl.constexpr,
+    dtype: tl.constexpr, EIGHT_BITS: tl.constexpr, Q_SCALES: tl.constexpr,
 ):  # fmt: skip
     tile, p, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     TWO_TILES: tl.constexpr = MAIN > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else MAIN
     FOLDED: tl.constexpr = CAUSAL and TOKENS > 1
-    GROUPED: tl.constexpr = FORMAT == PACKED and Q_SCALES > 0
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter a Python float
         qk_scale = qk_scale.to(tl.float32)
     qk_scale = qk_scale * LOG2E
@@ -82,46 +80,30 @@ def _paged_kernel(
         q_at = q + (token + rows // H).to(tl.int64) * q_token + rows % H * q_head
         scales = query_scales(qk_scale, q_scale, token.to(tl.int64) * H + rows, mask, Q_SCALES)
         pages = table + request.to(tl.int64) * table_stride
-        if GROUPED:
-            running_max, running_sum, acc_0, acc_1, acc_2, acc_3 = attend_groups(
-                q_at, mask, lo, hi, 0, visible + rows // H, scales, cache, page, row_stride, table,
-                pages, M, N, BS, ONE_BLOCK, PAGED, FOLDED, ALIGNED, ASM, OFFSET, MAIN, ROPE,
-                BLOCK_H, BLOCK_N, BLOCK_R, PRECISION, UNCHAINED, UPCAST, STAGES, HOIST, dtype,
-            )  # fmt: skip
-            _, normalizer, row_lse = finish_softmax(running_max, running_sum)
-            if slot < 0:
-                line = token.to(tl.int64) * H + rows
-                tl.store(lse + line, row_lse, mask=mask)
-                store_groups(out + line * C, mask, acc_0, acc_1, acc_2, acc_3, normalizer, MAIN)
-            else:
-                line = slot.to(tl.int64) * slot_rows + rows
-                tl.store(part_lse + line, row_lse, mask=mask)
-                store_groups(part + line * C, mask, acc_0, acc_1, acc_2, acc_3, normalizer, MAIN)
+        q_a = load_query(q_at, mask, 0, USED, BLOCK_A, ASM, dtype, EIGHT_BITS)
+        q_b = load_query(q_at, mask, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype, EIGHT_BITS)
+        q_rope = load_query(q_at, mask, MAIN, ROPE, BLOCK_R, ASM, dtype, EIGHT_BITS)
+        running_max, running_sum, acc_a, acc_b, acc_rope = attend(
+            q_a, q_b, q_rope, tl.full([BLOCK_H], float("-inf"), tl.float32),
+            tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H, BLOCK_A], tl.float32),
+            tl.zeros([BLOCK_H, BLOCK_B], tl.float32), tl.zeros([BLOCK_H, BLOCK_R], tl.float32),
+            lo, hi, 0, visible + rows // H, scales, tl.load(kv_scale), cache, page, row_stride,
+            W, table, pages, M, N, BS, ONE_BLOCK, PAGED, FORMAT, FOLDED, ALIGNED, ASM, OFFSET,
+            MAIN, ROPE, C > MAIN, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED,
+            UPCAST, STAGES, HOIST, dtype,
+        )  # fmt: skip
+        _, normalizer, row_lse = finish_softmax(running_max, running_sum)
+        acc_a = acc_a * normalizer[:, None]
+        acc_b = acc_b * normalizer[:, None]
+        acc_rope = acc_rope * normalizer[:, None]
+        if slot < 0:
+            line = token.to(tl.int64) * H + rows
+            store_rows(out, lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN, BLOCK_A,
+                       BLOCK_B, BLOCK_R)  # fmt: skip
         else:
-            q_a = load_query(q_at, mask, 0, USED, BLOCK_A, ASM, dtype)
-            q_b = load_query(q_at, mask, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype)
-            q_rope = load_query(q_at, mask, MAIN, ROPE, BLOCK_R, ASM, dtype)
-            running_max, running_sum, acc_a, acc_b, acc_rope = attend(
-                q_a, q_b, q_rope, tl.full([BLOCK_H], float("-inf"), tl.float32),
-                tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H, BLOCK_A], tl.float32),
-                tl.zeros([BLOCK_H, BLOCK_B], tl.float32), tl.zeros([BLOCK_H, BLOCK_R], tl.float32),
-                lo, hi, 0, visible + rows // H, scales, tl.load(kv_scale), cache, page, row_stride,
-                W, table, pages, M, N, BS, ONE_BLOCK, PAGED, FORMAT, FOLDED, ALIGNED, ASM, OFFSET,
-                MAIN, ROPE, C > MAIN, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED,
-                UPCAST, STAGES, HOIST, dtype,
-            )  # fmt: skip
-            _, normalizer, row_lse = finish_softmax(running_max, running_sum)
-            acc_a = acc_a * normalizer[:, None]
-            acc_b = acc_b * normalizer[:, None]
-            acc_rope = acc_rope * normalizer[:, None]
-            if slot < 0:
-                line = token.to(tl.int64) * H + rows
-                store_rows(out, lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN, BLOCK_A,
-                           BLOCK_B, BLOCK_R)  # fmt: skip
-            else:
-                line = slot.to(tl.int64) * slot_rows + rows
-                store_rows(part, part_lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN,
-                           BLOCK_A, BLOCK_B, BLOCK_R)  # fmt: skip
+            line = slot.to(tl.int64) * slot_rows + rows
+            store_rows(part, part_lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN,
+                       BLOCK_A, BLOCK_B, BLOCK_R)  # fmt: skip
         if tile == 0:
             own = index
             if FIXED:

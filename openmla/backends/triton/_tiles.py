@@ -54,7 +54,6 @@ PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 E4M3 = torch.float8_e4m3fn
 EIGHT_BITS_ON = (89, 90, 100, 120)  # targets with products of e4m3
 LEAST_COLUMNS = 16  # of a product; 32 of eight bits
-MOST_GROUPED = 512  # columns of packed rows that e4m3 queries are multiplied with
 WIDEST = 1024  # columns of a row, held as tiles of a power of two
 FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all
 MMA_ROWS = 16  # a warp's rows of a product
@@ -113,6 +112,11 @@ PAGED_32_PACKED = Config(32, 32, 8, 1, 256, hoist=False)
 PAGED_FP8_SM90 = Config(64, 64, 8, 2, hoist=False)
 E4M3_SM90 = Config(64, 32, 8, 2, hoist=False)  # with 64 keys it spills
 E4M3_16_SM90 = Config(16, 32, 8, 2, 256)  # with 4 warps
+# e4m3 queries that are widened: scales of query rows take registers, too, and SM90_LEAN spills 28
+# bytes. With 32 keys nothing spills, and an H200 took 1.1 to 1.3 times as long.
+PAGED_WIDENED_SM90 = SM90_LEAN
+if DISABLE_LICM_STOPS_TRITON:  # 144 bytes of spill there
+    PAGED_WIDENED_SM90 = Config(64, 32, 8, 2, 256, hoist=False)
 PAGED_AMD = Config(16, 32, 4, 1, hoist=False)
 PAGED_AMD_DECODED = Config(16, 16, 4, 1, 256, hoist=False)
 TILES = {
@@ -147,23 +151,17 @@ class Shape(NamedTuple):
     ROPE: int
     products: torch.dtype
     PRECISION: str
-    eight_bits: bool = False  # queries are, and so are the products with rows
+    e4m3: bool = False  # queries, with a scale per row
+    eight_bits: bool = False  # and their products with rows; else they are widened
 
 
 def why_not_eight_bits(problem: Problem) -> str | None:
-    """Why there is no product of e4m3 queries and rows."""
+    """Why e4m3 queries are not taken."""
     if torch.version.hip is not None:
         return "takes 16- and 32-bit queries on this device"
     if problem.capability is not None and problem.capability < (8, 9):
         return "multiplies fp8 from SM89 on, this is SM{}{}".format(*problem.capability)
-    if problem.format == "fp8_ds_mla":
-        if packed_main(problem.D) != problem.C:
-            return f"takes e4m3 queries over {problem.format} for its e4m3 columns alone"
-        if problem.C > MOST_GROUPED:
-            return f"takes e4m3 queries over values of up to {MOST_GROUPED} columns"
-        one = len(problem.kinds) < 2
-        return None if one else "takes e4m3 queries over one segment of fp8_ds_mla"
-    return None if problem.format == "fp8" else f"takes e4m3 queries over fp8, not {problem.format}"
+    return None
 
 
 def why_not_latent(problem: Problem) -> str | None:
@@ -201,8 +199,8 @@ def shape_of(dtype: torch.dtype, formats: Sequence[str], H: int, D: int, C: int)
         main = D
     elif PACKED in stored_as:
         main = packed_main(D)
-    if dtype == E4M3:  # weights and values: both types hold rows, bf16 is decoded faster
-        return Shape(H, C, main, D - main, torch.bfloat16, "tf32", True)
+    if dtype == E4M3:  # fp8 and bf16 hold it exactly; rows are decoded faster into bf16
+        return Shape(H, C, main, D - main, torch.bfloat16, "tf32", True, stored_as == {FP8})
     if all(dtype in EXACT_IN.get(format, ()) for format in formats):
         return Shape(H, C, main, D - main, dtype, "tf32")
     narrow = dtype.itemsize == 2 and all(format in EXACT_IN for format in formats)
@@ -228,6 +226,8 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     target, many = nearest_target(capability), shape.H > FEW_HEADS
     if shape.eight_bits and target == 90 and (many or case == "paged fp8"):
         return E4M3_SM90 if many else E4M3_16_SM90
+    if shape.e4m3 and target == 90 and (many or case == "plain"):
+        return GATHER_32 if not many else PAGED_WIDENED_SM90 if paged else SM90_LEAN
     return TILES[case, many][target]
 
 
@@ -283,4 +283,5 @@ def tile_constants(shape: Shape, config: Config, *, aligned: bool, wide: bool) -
         "STAGES": config.num_stages,
         "HOIST": config.hoist,
         "dtype": PRODUCTS[shape.products],
+        "EIGHT_BITS": shape.eight_bits,
     }
