@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -33,7 +33,8 @@ from openmla.ops import mha_ragged, quantize_heads
 from openmla.ops.quantize_heads import allocate_heads
 
 E4M3 = torch.float8_e4m3fn
-SHAPES = ((128, 192, 64, 128), (16, 192, 64, 128), (32, 128, 64, 128))
+# V3, V2-Lite, Mistral 4, GLM-5.
+SHAPES = ((128, 192, 64, 128), (16, 192, 64, 128), (32, 128, 64, 128), (64, 256, 64, 256))
 CHECKED, HEADS = 256, 2  # last rows and first heads that are computed in float64
 MOST = {"bf16": 0.01, "fp8": 0.12}  # relative error beyond which a contender is wrong
 BASE = "bf16"
@@ -86,17 +87,13 @@ class Heads:
         return self.fp8(self.quantised(), backend)
 
     def tuned(self, made: tuple[Tensor, ...], registers: tuple[int, int]) -> Tensor:
-        q, k, v, q_scale = made
-        launching = import_module("openmla.backends.gluon._launch_fp8")
+        launching = import_module("openmla.backends.gluon.mha_ragged")
         names = ("ATTEND_REGISTERS", "LOAD_REGISTERS")
-        with patch.dict(launching.REGISTERS, dict(zip(names, registers, strict=True))):
+        with patch.dict(launching.TUNED[1], dict(zip(names, registers, strict=True))):
             launching.launch_of.cache_clear()
-            out, _ = launching.run_fp8(
-                q, k, v, self.bounds, self.bounds, (q_scale, self.k_scale, self.v_scale),
-                scale=self.scalars["scale"], causal=True, out_dtype=torch.bfloat16,
-            )  # fmt: skip
+            out, _ = self.fp8(made, "gluon")
             launching.launch_of.cache_clear()
-        return cast(Tensor, out)
+        return out
 
     def exact(self, made: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
         """The last rows of the last request and the first heads, in float64: of the inputs, or of

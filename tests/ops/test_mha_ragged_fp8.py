@@ -33,8 +33,12 @@ CASES = [
     RaggedCase("v3-context", (40, 130), (265, 7), E=192, V=128, causal=False, padding=9),
     RaggedCase("mistral4-widths", (40, 9), (265, 9), E=128, V=128),
     RaggedCase("glm-widths", (40,), (140,), E=256, V=256, H=2),
+    RaggedCase("glm-many-tiles", (300, 7), (700, 70), E=256, V=256, H=2),
+    RaggedCase("kimi-draft-widths", (40, 9), (265, 9), E=160, V=128, H=2),
+    RaggedCase("minicpm3-widths", (150, 9), (265, 9), E=96, V=64, H=5),
 ]
-MARKED = slow_interpreted(CASES, {"v3-several-tiles", "v3-many-tiles", "many-requests"})
+SLOW = {"v3-several-tiles", "v3-many-tiles", "many-requests", "glm-many-tiles"}
+MARKED = slow_interpreted(CASES, SLOW)
 
 
 @pytest.mark.contract

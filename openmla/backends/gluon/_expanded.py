@@ -4,12 +4,17 @@ Computes  what ops/mha_ragged.py says
 Grid      persistent programs that take tiles of 128 queries from a counter: heads one after the
           other, so that tiles of a head share its keys in L2, and each head's longest tiles first
 Reads     q [T, H, E], k [S, H, E] or its OWN first columns and the rest, v [S, H, V], through TMA
-          descriptors in boxes of 64 columns; query_start_loc, key_start_loc
+          descriptors in boxes of 128 bytes; query_start_loc, key_start_loc; where q and k are e4m3
+          q_scale [T, H], k_scale [H], v_scale [H]
 Writes    out [T, H, V], lse [T, H]
 
-Three warp groups. One finds tiles and issues copies, two of each tile of keys and values in flight.
-The others own 64 query rows each and take turns at issuing products, of the next scores and of
-these values together: softmax of one group runs while the other's are computed.
+Three warp groups. One finds tiles and issues copies, STAGES of each tile of keys and values in
+flight. The others own 64 query rows each and issue the product of the next scores before that of
+these values: softmax of one group runs while the other's are computed. Taking turns at it gained
+nothing (H200, 1 x 8192, 128 heads: 1 % slower in 16 bits and in eight).
+
+Scores of e4m3 are eight-bit products, both operands as they lie. Values and probabilities have 16
+bits then, too: docs/fp8-prefill.md says why.
 
 A request's last values may be followed by another's, or by anything: the loading group overwrites
 what is behind them with zeros, since 0 * NaN is NaN.
@@ -33,19 +38,16 @@ from openmla.backends.triton._versions import bulk_load
 
 BLOCK_M = gl.constexpr(128)  # query rows of a program
 ROWS = gl.constexpr(64)  # of a warp group
-BOX = gl.constexpr(64)  # columns of a bulk copy: 128 bytes, one swizzle span
-STAGES = gl.constexpr(2)
+BOX = gl.constexpr(128)  # bytes of a row in a bulk copy: one swizzle span
 GROUPS = gl.constexpr(2)  # that attend
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+VALUES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a number, in every thread
 INFO = gl.constexpr(8)  # numbers that describe a tile, and room to a power of two
 THREADS = gl.constexpr("384")  # of all groups
-PAIR = gl.constexpr("256")  # threads of the two that attend
-# Named barriers, one per stage: keys and values were read. Triton takes the first four itself.
+# Named barriers, one per stage: keys were read, and behind them, values were. Triton takes the
+# first four itself.
 KEYS_READ = gl.constexpr(4)
-VALUES_READ = gl.constexpr(6)
-TURN = gl.constexpr(8)  # of the first and of the second group to issue its products
 
 
 class Inputs(NamedTuple):
@@ -62,6 +64,16 @@ class Inputs(NamedTuple):
     rest_head: Any
     rest_first: Any
     v_head: Any
+
+
+class Scales(NamedTuple):
+    """Of e4m3 queries and keys, and what is left to values."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_token: Any
+    q_head: Any
 
 
 class Tiles(NamedTuple):
@@ -135,18 +147,21 @@ def num_steps(visible, S, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def load_columns(tile, source, row, column, FIRST: gl.constexpr, LAST: gl.constexpr, filled):
-    """Columns FIRST to LAST - 1 of a tile, from `column` on."""
-    for c in gl.static_range(FIRST, LAST, BOX):
-        bulk_load(source, [row, column + c - FIRST], filled, tile.slice(c, BOX, 1))
+def load_columns(
+    tile, source, row, column, FIRST: gl.constexpr, LAST: gl.constexpr, WIDTH: gl.constexpr, filled
+):
+    """Columns FIRST to LAST - 1 of a tile, from `column` on, WIDTH at a time."""
+    for c in gl.static_range(FIRST, LAST, WIDTH):
+        bulk_load(source, [row, column + c - FIRST], filled, tile.slice(c, WIDTH, 1))
 
 
 @gluon.jit
 def zero_rows(tile, num, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr):
     """Rows from num on."""
     row = gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY))
-    for c in gl.static_range(COLUMNS // BOX):
-        columns = tile.slice(BOX * c, BOX, 1)
+    WIDTH: gl.constexpr = BOX // 2
+    for c in gl.static_range(COLUMNS // WIDTH):
+        columns = tile.slice(WIDTH * c, WIDTH, 1)
         valid, values = gl.broadcast((row < num)[:, None], columns.load(COPY))
         columns.store(gl.where(valid, values, 0.0))
 
@@ -155,9 +170,12 @@ def zero_rows(tile, num, COLUMNS: gl.constexpr, BLOCK_N: gl.constexpr):
 def load_partition(
     inputs, tiles, signals, info, query_start_loc, key_start_loc, counter, T, B, H: gl.constexpr,
     A: gl.constexpr, REST: gl.constexpr, OWN: gl.constexpr, V: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr,
+    CAUSAL: gl.constexpr, EIGHT_BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Find tiles and copy what they need."""
+    SIZE: gl.constexpr = 1 if EIGHT_BITS else 2
+    WIDTH: gl.constexpr = min(BOX // SIZE, A)  # columns of a box of queries or keys
+    VALUES_READ: gl.constexpr = KEYS_READ + STAGES
     num_tiles = T // BLOCK_M + B + 1
     count = 0  # tiles so far
     step = 0
@@ -182,11 +200,11 @@ def load_partition(
                 mbarrier.wait(signals.queries_read, (count - 1) & 1)
             describe(info, first, end, h, visible, S)
             mbarrier.arrive(signals.queries, count=1)
-            mbarrier.expect(signals.queries, 2 * BLOCK_M * (A + REST))
+            mbarrier.expect(signals.queries, SIZE * BLOCK_M * (A + REST))
             for g in gl.static_range(GROUPS):
                 row = first + ROWS * g
                 column = h * inputs.q_head
-                load_columns(tiles.q.index(g), inputs.q, row, column, 0, A, signals.queries)
+                load_columns(tiles.q.index(g), inputs.q, row, column, 0, A, WIDTH, signals.queries)
                 if REST > 0:
                     at = [row, column + A]
                     bulk_load(inputs.q_rest, at, signals.queries, tiles.q_rest.index(g))
@@ -196,11 +214,11 @@ def load_partition(
                 if step >= STAGES:
                     wait(KEYS_READ + stage, THREADS)
                 filled = signals.k_filled.index(stage)
-                mbarrier.expect(filled, 2 * BLOCK_N * (A + REST))
+                mbarrier.expect(filled, SIZE * BLOCK_N * (A + REST))
                 keys = tiles.k.index(stage)
-                load_columns(keys, inputs.k, row, h * inputs.k_head, 0, OWN, filled)
+                load_columns(keys, inputs.k, row, h * inputs.k_head, 0, OWN, WIDTH, filled)
                 column = inputs.rest_first + h * inputs.rest_head
-                load_columns(keys, inputs.k_rest, row, column, OWN, A, filled)
+                load_columns(keys, inputs.k_rest, row, column, OWN, A, WIDTH, filled)
                 if REST > 0:
                     at = [row, column + A - OWN]
                     bulk_load(inputs.k_rest, at, filled, tiles.k_rest.index(stage))
@@ -211,12 +229,11 @@ def load_partition(
                 left = S - j * BLOCK_N
                 if left >= BLOCK_N:
                     mbarrier.expect(filled, 2 * BLOCK_N * V)
-                    load_columns(values, inputs.v, row, h * inputs.v_head, 0, V, filled)
+                    load_columns(values, inputs.v, row, h * inputs.v_head, 0, V, BOX // 2, filled)
                 else:
                     mbarrier.expect(signals.last_values, 2 * BLOCK_N * V)
-                    load_columns(
-                        values, inputs.v, row, h * inputs.v_head, 0, V, signals.last_values
-                    )
+                    last = signals.last_values
+                    load_columns(values, inputs.v, row, h * inputs.v_head, 0, V, BOX // 2, last)
                     mbarrier.wait(signals.last_values, lasts & 1)
                     lasts += 1
                     zero_rows(values, left, V, BLOCK_N)
@@ -256,32 +273,36 @@ def mask_keys(scores, first_key, visible, S, BLOCK_N: gl.constexpr, SCORES: gl.c
 
 
 @gluon.jit
-def softmax(scores, running_max, running_sum, qk_scale, dtype: gl.constexpr, PROBS: gl.constexpr):
-    """Probabilities at the new running max, and what earlier ones are rescaled with."""
-    new_max = gl.maximum(running_max, gl.max(scores, 1) * qk_scale)
+def softmax(
+    scores, running_max, running_sum, row_scale, scale, dtype: gl.constexpr, PROBS: gl.constexpr
+):
+    """Probabilities at the new running max, and what earlier ones are rescaled with. `row_scale` is
+    of each row and `scale` of all its scores: the same number, or a column."""
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * row_scale)
     rescale = gl.exp2(running_max - new_max)
-    probs = gl.exp2(scores * qk_scale - new_max[:, None])
+    probs = gl.exp2(scores * scale - new_max[:, None])
     running_sum = running_sum * rescale + gl.sum(probs, 1)
     return gl.convert_layout(probs.to(dtype), PROBS), rescale, new_max, running_sum
 
 
 @gluon.jit
 def attend_partition(
-    tiles, signals, info, out, lse, qk_scale, GROUP: gl.constexpr, H: gl.constexpr,
+    tiles, signals, info, scales, out, lse, qk_scale, GROUP: gl.constexpr, H: gl.constexpr,
     REST: gl.constexpr, V: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    EIGHT_BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    K: gl.constexpr = 32 if EIGHT_BITS else 16  # columns of a product of WGMMA
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, K])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     PROBS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    dtype: gl.constexpr = out.dtype.element_ty
+    VALUES_READ: gl.constexpr = KEYS_READ + STAGES
+    dtype: gl.constexpr = tiles.v.dtype
     q = tiles.q.index(GROUP)
     q_rest = tiles.q_rest.index(GROUP)
     count = 0
     step = 0
-    if GROUP == 1:
-        arrive(TURN, PAIR)
     mbarrier.wait(signals.queries, 0)
     first = described(info, 0)
     while first >= 0:
@@ -297,36 +318,39 @@ def attend_partition(
         acc = gl.zeros([ROWS, V], gl.float32, ACC)
         running_max = gl.full([ROWS], INITIAL_MAX, gl.float32, LINES)
         running_sum = gl.zeros([ROWS], gl.float32, LINES)
+        row = first + gl.arange(0, ROWS, LINES)
+        row_scale = qk_scale
+        scale = qk_scale
+        if EIGHT_BITS:
+            at = scales.q + row.to(gl.int64) * scales.q_token + h * scales.q_head
+            row_scale = gl.load(at, mask=row < end, other=1.0) * (gl.load(scales.k + h) * qk_scale)
+            scale = row_scale[:, None]
         if steps > 0:
             stage = step % STAGES
             mbarrier.wait(signals.k_filled.index(stage), (step // STAGES) & 1)
-            wait(TURN + GROUP, PAIR)
             scores = issue_scores(
                 q, q_rest, tiles.k.index(stage), tiles.k_rest.index(stage), zeros, REST
             )
-            arrive(TURN + 1 - GROUP, PAIR)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             arrive(KEYS_READ + stage, THREADS)
             scores = mask_keys(scores, 0, visible, S, BLOCK_N, SCORES)
             probs, _, running_max, running_sum = softmax(
-                scores, running_max, running_sum, qk_scale, dtype, PROBS
+                scores, running_max, running_sum, row_scale, scale, dtype, PROBS
             )
             for j in tl.range(1, steps, disable_licm=True):
                 stage = (step + j) % STAGES
                 before = (step + j - 1) % STAGES
                 mbarrier.wait(signals.k_filled.index(stage), ((step + j) // STAGES) & 1)
-                wait(TURN + GROUP, PAIR)
                 next_scores = issue_scores(
                     q, q_rest, tiles.k.index(stage), tiles.k_rest.index(stage), zeros, REST
                 )
                 mbarrier.wait(signals.v_filled.index(before), ((step + j - 1) // STAGES) & 1)
                 acc_next = warpgroup_mma(probs, tiles.v.index(before), acc, is_async=True)
-                arrive(TURN + 1 - GROUP, PAIR)
                 scores = warpgroup_mma_wait(1, deps=(next_scores,))
                 arrive(KEYS_READ + stage, THREADS)
                 scores = mask_keys(scores, j * BLOCK_N, visible, S, BLOCK_N, SCORES)
                 next_probs, rescale, running_max, running_sum = softmax(
-                    scores, running_max, running_sum, qk_scale, dtype, PROBS
+                    scores, running_max, running_sum, row_scale, scale, dtype, PROBS
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc_next,))
                 arrive(VALUES_READ + before, THREADS)
@@ -344,19 +368,19 @@ def attend_partition(
         # stored from registers, so that the next tile's queries may already come in
         seen = running_sum != 0  # NaN stays NaN
         row_lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
-        normaliser = gl.where(seen, 1.0 / running_sum, 0.0)
-        row = first + gl.arange(0, ROWS, LINES)
+        left = 1.0
+        if EIGHT_BITS:
+            left = gl.load(scales.v + h)
+        normaliser = gl.where(seen, left / running_sum, 0.0)
         gl.store(lse + row.to(gl.int64) * H + h, row_lse, mask=row < end)
         row = first + gl.arange(0, ROWS, ACC_ROWS)
         column = gl.arange(0, V, gl.SliceLayout(0, ACC))
         at = out + ((row.to(gl.int64) * H + h) * V)[:, None] + column[None, :]
         values = acc * gl.convert_layout(normaliser, ACC_ROWS)[:, None]
-        gl.store(at, values.to(dtype), mask=(row < end)[:, None])
+        gl.store(at, values.to(out.dtype.element_ty), mask=(row < end)[:, None])
         count += 1
         mbarrier.wait(signals.queries, count & 1)
         first = described(info, 0)
-    if GROUP == 0:
-        wait(TURN, PAIR)
 
 
 @gluon.jit(
@@ -364,22 +388,24 @@ def attend_partition(
     do_not_specialize_on_alignment=["query_start_loc", "key_start_loc"],
 )
 def _expanded_kernel(
-    q, q_rest, k, k_rest, v, query_start_loc, key_start_loc, out, lse, counter, T, B, qk_scale,
-    q_head, k_head, rest_head, rest_first, v_head, H: gl.constexpr, A: gl.constexpr,
-    REST: gl.constexpr, OWN: gl.constexpr, V: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
+    q, q_rest, k, k_rest, v, q_scale, k_scale, v_scale, query_start_loc, key_start_loc, out, lse,
+    counter, T, B, qk_scale, q_head, k_head, rest_head, rest_first, v_head, scale_token, scale_head,
+    H: gl.constexpr, A: gl.constexpr, REST: gl.constexpr, OWN: gl.constexpr, V: gl.constexpr,
+    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, EIGHT_BITS: gl.constexpr, STAGES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     qk_scale = qk_scale.to(gl.float32) * LOG2E  # inside a compiled graph it may arrive as fp64
-    dtype: gl.constexpr = out.dtype.element_ty
-    q_tile = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, A], TILE)
-    k_tile = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, A], TILE)
-    v_tile = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, V], TILE)
+    SIZE: gl.constexpr = 1 if EIGHT_BITS else 2
+    TILE: gl.constexpr = gl.NVMMASharedLayout(min(BOX, A * SIZE), 8 * SIZE, 2)
+    q_tile = gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, A], TILE)
+    k_tile = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_N, A], TILE)
+    v_tile = gl.allocate_shared_memory(v.dtype, [STAGES, BLOCK_N, V], VALUES)
     q_rest_tile = q_tile
     k_rest_tile = k_tile
     if REST > 0:
-        REST_TILE: gl.constexpr = gl.NVMMASharedLayout(2 * REST, 16, 2)
-        q_rest_tile = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, REST], REST_TILE)
-        k_rest_tile = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, REST], REST_TILE)
+        REST_TILE: gl.constexpr = gl.NVMMASharedLayout(REST * SIZE, 8 * SIZE, 2)
+        q_rest_tile = gl.allocate_shared_memory(q.dtype, [GROUPS, ROWS, REST], REST_TILE)
+        k_rest_tile = gl.allocate_shared_memory(q.dtype, [STAGES, BLOCK_N, REST], REST_TILE)
     info = gl.allocate_shared_memory(gl.int32, [INFO], LINE)
     queries = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     queries_read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -396,17 +422,20 @@ def _expanded_kernel(
     tiles = Tiles(q_tile, q_rest_tile, k_tile, k_rest_tile, v_tile)
     signals = Signals(queries, queries_read, keys, values, last_values)
     inputs = Inputs(q, q_rest, k, k_rest, v, q_head, k_head, rest_head, rest_first, v_head)
+    scales = Scales(q_scale, k_scale, v_scale, scale_token, scale_head)
     gl.warp_specialize(
         [
             (attend_partition, (
-                tiles, signals, info, out, lse, qk_scale, 0, H, REST, V, BLOCK_N, CAUSAL,
+                tiles, signals, info, scales, out, lse, qk_scale, 0, H, REST, V, BLOCK_N, CAUSAL,
+                EIGHT_BITS, STAGES,
             )),
             (attend_partition, (
-                tiles, signals, info, out, lse, qk_scale, 1, H, REST, V, BLOCK_N, CAUSAL,
+                tiles, signals, info, scales, out, lse, qk_scale, 1, H, REST, V, BLOCK_N, CAUSAL,
+                EIGHT_BITS, STAGES,
             )),
             (load_partition, (
                 inputs, tiles, signals, info, query_start_loc, key_start_loc, counter, T, B, H, A,
-                REST, OWN, V, BLOCK_N, CAUSAL,
+                REST, OWN, V, BLOCK_N, CAUSAL, EIGHT_BITS, STAGES,
             )),
         ],
         [4, 4],

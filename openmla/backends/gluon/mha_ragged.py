@@ -15,17 +15,22 @@ from openmla.backends import Problem
 from openmla.backends.expanded import aligned, joined
 from openmla.backends.gluon import _expanded
 from openmla.backends.gluon._launch import FP_FUSION, NUM_WARPS
-from openmla.backends.gluon._launch_fp8 import COLUMNS as FP8_COLUMNS
-from openmla.backends.gluon._launch_fp8 import E4M3, fp8_builds, run_fp8
 from openmla.backends.gluon._shapes import needs_nvidia
-from openmla.backends.triton._build import TYPES, Build, signature_of
+from openmla.backends.triton._build import Build, signature_of
+from openmla.backends.triton._mha_launch import HEADS
 from openmla.backends.triton._prepare import Address, Launch, prepare
 from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the first sets the counter of tiles
-BOX = _expanded.BOX.value
+E4M3 = torch.float8_e4m3fn
+BOX = _expanded.BOX.value  # bytes
 BLOCK_M, ROWS = _expanded.BLOCK_M.value, _expanded.ROWS.value
-REGISTERS = {"ATTEND_REGISTERS": 224, "LOAD_REGISTERS": 56}  # of a thread; with others they spill
+# By the bytes of a query's or key's column. Registers are of a thread: with others 16 bits spill.
+# Eight bits, H200, 192/128, 128 heads, 1 x 8192: 3449 us; 224 and 56 took 3707, 240 and 24 3516.
+TUNED = {
+    2: {"STAGES": 2, "ATTEND_REGISTERS": 224, "LOAD_REGISTERS": 56},
+    1: {"STAGES": 3, "ATTEND_REGISTERS": 232, "LOAD_REGISTERS": 40},
+}
 
 
 class Columns(NamedTuple):
@@ -54,9 +59,8 @@ def why_not(problem: Problem) -> str | None:
         return "needs SM90"
     if problem.dtype not in (torch.float16, torch.bfloat16, E4M3):
         return f"takes queries of 16 bits and e4m3, this is {problem.dtype}"
-    widths = FP8_COLUMNS if problem.dtype == E4M3 else COLUMNS
-    if (problem.E, problem.V) not in widths:
-        known = ", ".join(f"{E}/{V}" for E, V in widths)
+    if (problem.E, problem.V) not in COLUMNS:
+        known = ", ".join(f"{E}/{V}" for E, V in COLUMNS)
         return f"takes heads of {known} columns, these are {problem.E}/{problem.V}"
     return None
 
@@ -68,7 +72,8 @@ def reads_apart(problem: Problem) -> bool:
 
 
 def fit(columns: Columns, P: int) -> bool:
-    return columns.first == P or (columns.first > P > 0 and P % BOX == 0 and columns.rest == 0)
+    box = BOX // 2  # keys in two parts are 16 bits
+    return columns.first == P or (columns.first > P > 0 and P % box == 0 and columns.rest == 0)
 
 
 def run(
@@ -90,31 +95,31 @@ def run(
     if min(max_query_len, max_key_len) == 0:  # nobody sees anything
         out = q.new_zeros((T, H, V), dtype=out_dtype or q.dtype)
         return out, q.new_full((T, H), -torch.inf, dtype=torch.float32)
-    if scales is not None:
-        assert out_dtype is not None  # the op looked
-        starts = (query_start_loc, key_start_loc)
-        return run_fp8(q, k, v, *starts, scales, scale=scale, causal=causal, out_dtype=out_dtype)
-    columns = COLUMNS[E, V]
-    P, block_n = k.shape[2], columns.block_n
+    columns, size = COLUMNS[E, V], q.itemsize
+    P, block_n, width = k.shape[2], columns.block_n, box_of(columns, size)
     if k_pe is not None and not fit(columns, P):
         k, k_pe = joined(k, k_pe), None
-    q, k, v = heads_of(q), heads_of(k), heads_of(v)
+    q, k, v = heads_of(q), heads_of(k), heads_of(sixteen_bits(v))
     rest, rest_head, rest_first = k, k.stride(1), columns.first
     if k_pe is not None:
         rest, rest_head, rest_first = aligned(k_pe)[:, None], 0, 0
-    out = q.new_empty((T, H, V))
+    out = q.new_empty((T, H, V), dtype=out_dtype or q.dtype)
     lse = q.new_empty((T, H), dtype=torch.float32)
+    q_scale, k_scale, v_scale = scales or (lse, lse, lse)  # which are not read then
     B = query_start_loc.shape[0] - 1
     programs = min(multiprocessors(q.device), (T // BLOCK_M + B + 1) * H)
     counter = torch.full((1,), programs, dtype=torch.int32, device=q.device)
-    launch = launch_of(columns, H, columns.first if k_pe is None else P, causal)
+    launch = launch_of(columns, H, columns.first if k_pe is None else P, causal, size)
     launch(
         (programs,),
-        boxes(q, ROWS, BOX),
-        boxes(q, ROWS, columns.rest or BOX),
-        boxes(k, block_n, BOX),
-        boxes(rest, block_n, columns.rest or BOX),
-        boxes(v, block_n, BOX),
+        boxes(q, ROWS, width),
+        boxes(q, ROWS, columns.rest or width),
+        boxes(k, block_n, width),
+        boxes(rest, block_n, columns.rest or width),
+        boxes(v, block_n, BOX // 2),
+        q_scale,
+        k_scale.contiguous(),
+        v_scale.contiguous(),
         query_start_loc.contiguous(),
         key_start_loc.contiguous(),
         out,
@@ -128,13 +133,15 @@ def run(
         rest_head,
         rest_first,
         v.stride(1),
+        q_scale.stride(0),
+        q_scale.stride(1),
     )
     return out, lse
 
 
 @lru_cache(maxsize=64)
-def launch_of(columns: Columns, H: int, own: int, causal: bool) -> Launch:
-    constants = constants_of(columns, H, own, causal=causal)
+def launch_of(columns: Columns, H: int, own: int, causal: bool, size: int) -> Launch:
+    constants = constants_of(columns, H, own, causal=causal, size=size)
     kernel = _expanded._expanded_kernel
     return prepare(kernel, constants, num_warps=NUM_WARPS, enable_fp_fusion=FP_FUSION)
 
@@ -147,11 +154,23 @@ def heads_of(tensor: Tensor) -> Tensor:
     return aligned(tensor)
 
 
+def sixteen_bits(v: Tensor) -> Tensor:
+    """Values as they are multiplied: e4m3 fits into fp16, float32 is rounded to bf16."""
+    if v.itemsize == 2:
+        return v
+    return v.to(torch.float16 if v.dtype == E4M3 else torch.bfloat16).contiguous()
+
+
+def box_of(columns: Columns, size: int) -> int:
+    """Columns of queries and keys that are copied at a time."""
+    return min(BOX // size, columns.first)
+
+
 def boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """All heads of [S, H, E] side by side, for bulk copies of so many rows and columns."""
     S, H, E = tensor.shape
     width = (H - 1) * tensor.stride(1) + E
-    stride = tensor.stride(0) if S > 1 else 8 * -(-width // 8)
+    stride = tensor.stride(0) if S > 1 else 16 * -(-width // 16)
     return described(tensor.data_ptr(), S, width, stride, tensor.dtype, rows, columns)
 
 
@@ -159,16 +178,16 @@ def boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def described(
     address: int, S: int, width: int, stride: int, dtype: torch.dtype, rows: int, columns: int
 ) -> TensorDescriptor:
-    base = Address(address, dtype)
-    return TensorDescriptor(base, [S, width], [stride, 1], [rows, columns], layout_of(columns))
+    base, layout = Address(address, dtype), layout_of(columns, dtype.itemsize)
+    return TensorDescriptor(base, [S, width], [stride, 1], [rows, columns], layout)
 
 
-def layout_of(columns: int) -> Any:
+def layout_of(columns: int, size: int) -> Any:
     """In shared memory, swizzled by as many bytes as a row of a box has."""
-    return gl.NVMMASharedLayout(2 * columns, 16, 2)
+    return gl.NVMMASharedLayout(columns * size, 8 * size, 2)
 
 
-def constants_of(columns: Columns, H: int, own: int, *, causal: bool) -> dict[str, Any]:
+def constants_of(columns: Columns, H: int, own: int, *, causal: bool, size: int) -> dict[str, Any]:
     """`own`: columns of keys that each head has for itself."""
     return {
         "H": H,
@@ -178,29 +197,36 @@ def constants_of(columns: Columns, H: int, own: int, *, causal: bool) -> dict[st
         "V": columns.values,
         "BLOCK_N": columns.block_n,
         "CAUSAL": causal,
-        **REGISTERS,
+        "EIGHT_BITS": size == 1,
+        **TUNED[size],
     }
 
 
 def builds() -> Iterator[Build]:
     kernel = _expanded._expanded_kernel
-    for (E, V), own, H, causal, dtype in (
-        ((192, 128), 128, 128, True, torch.bfloat16), ((192, 128), 128, 16, False, torch.float16),
-        ((256, 256), 192, 64, True, torch.bfloat16), ((128, 128), 64, 32, True, torch.bfloat16),
-        ((160, 128), 128, 32, True, torch.bfloat16), ((96, 64), 64, 40, True, torch.bfloat16),
+    bf16, fp16 = torch.bfloat16, torch.float16
+    for (E, V), own, H, causal, kind, values in (
+        ((192, 128), 128, 128, True, bf16, bf16), ((192, 128), 128, 16, False, fp16, fp16),
+        ((256, 256), 192, 64, True, bf16, bf16), ((128, 128), 64, 32, True, bf16, bf16),
+        ((160, 128), 128, 32, True, bf16, bf16), ((96, 64), 64, 40, True, bf16, bf16),
+        ((192, 128), 128, 128, True, E4M3, bf16), ((192, 128), 128, 16, False, E4M3, fp16),
+        ((256, 256), 256, 64, True, E4M3, bf16), ((128, 128), 128, 32, True, E4M3, bf16),
+        ((160, 128), 128, 32, True, E4M3, bf16), ((96, 64), 64, 40, True, E4M3, bf16),
     ):  # fmt: skip
-        columns = COLUMNS[E, V]
-        constants = constants_of(columns, H, own, causal=causal)
-        kind = TYPES[dtype]
-        types = {"out": f"*{kind}", "lse": "*fp32", "qk_scale": "fp32"}
+        columns, size = COLUMNS[E, V], kind.itemsize
+        constants = constants_of(columns, H, own, causal=causal, size=size)
+        types = {"out": f"*{HEADS[values]}", "qk_scale": "fp32"}
+        types |= dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "*fp32")
         types |= dict.fromkeys(("query_start_loc", "key_start_loc", "counter"), "*i32")
-        for name, rows, width in (
-            ("q", ROWS, BOX), ("q_rest", ROWS, columns.rest or BOX),
-            ("k", columns.block_n, BOX), ("k_rest", columns.block_n, columns.rest or BOX),
-            ("v", columns.block_n, BOX),
+        width = box_of(columns, size)
+        for name, rows, box, dtype in (
+            ("q", ROWS, width, kind), ("q_rest", ROWS, columns.rest or width, kind),
+            ("k", columns.block_n, width, kind),
+            ("k_rest", columns.block_n, columns.rest or width, kind),
+            ("v", columns.block_n, BOX // 2, values),
         ):  # fmt: skip
-            types[name] = f"tensordesc<{kind}[{rows}, {width}],{layout_of(width)!r}>"
-        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{kind}"
+            layout = layout_of(box, dtype.itemsize)
+            types[name] = f"tensordesc<{HEADS[dtype]}[{rows}, {box}],{layout!r}>"
+        name = f"expanded-E{E}-V{V}-H{H}-{'causal' if causal else 'all'}-{HEADS[kind]}"
         signature = signature_of(kernel, constants, types)
         yield Build(name, kernel, signature, constants, NUM_WARPS, 1, 90, FP_FUSION)
-    yield from fp8_builds()
