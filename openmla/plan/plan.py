@@ -99,8 +99,7 @@ def make_plan(
     _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
-    if query_dtype is not None:
-        check_planned_queries(config, cache, query_dtype)
+    check_planned_queries("plan", config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
     asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
     latent: Any = partial(_plan_latent, output=output, **asked)
@@ -193,8 +192,8 @@ def _plan_latent(
     calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype, prefill_dtype)
     caches = cache_kind([latent], cache.index)
     choice = choose(config, caches, dtype, calls, run_length, frozen(backend))
-    if parts.prefill is not None and prefill_dtype is None:
-        check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
+    if workspace is not None:
+        check_room_for_keys(workspace, choice.backends, choice.keys_apart, prefill_dtype)
     if into is None:
         parts = upload(parts, device)
     else:
