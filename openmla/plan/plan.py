@@ -175,8 +175,8 @@ def _plan_latent(
         if workspace is not None:
             check_workspace(workspace, config, dtype, device)
         # which op attends to a request must not follow from how short it is, or was
-        everyone = uniform or batch_invariant
-        routes = _routes(batch, config, latent, dtype, form, everyone, run_length)
+        everyone, asked = uniform or batch_invariant, (query_dtype, prefill_dtype)
+        routes = _routes(batch, config, latent, dtype, form, everyone, run_length, asked)
         rows = _rows_at_once(
             batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
         )
@@ -257,6 +257,7 @@ def _routes(
     form: str,
     uniform: bool,
     run_length: int,
+    asked: Sequence[str | None],
 ) -> Mapping[str, Sequence[int]]:
     """Which request takes which form; `uniform` absorbed ones all choose, however short."""
     absorbed = _forms(batch, config, latent, dtype, form, run_length)
@@ -276,7 +277,7 @@ def _routes(
     if uniform and config.indexer is not None and asking:
         short, routes["absorbed"] = routes["absorbed"], []
     if choosing or short:
-        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing)
+        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing, asked)
         chosen = sorted((*chosen, *short))
         routes |= {"chosen": chosen, "masked": masked}
     return routes
