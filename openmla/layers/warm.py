@@ -32,6 +32,7 @@ from openmla.plan.checks import (
     check_planned_output,
     check_planned_queries,
     check_prefill_dtype,
+    check_wide_queries,
 )
 from openmla.plan.problems import reads_keys_apart
 from openmla.plan.types import remade
@@ -67,6 +68,7 @@ def warmup(
     if output is not None:
         check_planned_output(config, output)
     check_planned_queries("warmup", config, cache, query_dtype)
+    check_wide_queries("warmup", query_dtype, dtype)
     check_prefill_dtype("warmup", prefill_dtype, config)
     if prefill_dtype is not None:
         check_eight_bit_products("warmup", cache.parts[0].data.device, dtype)

@@ -71,6 +71,12 @@ def check_query_dtype(
     check_chip(where, device)
 
 
+def check_wide_queries(where: str, query_dtype: str | None, dtype: torch.dtype) -> None:
+    """Outputs of fp8 queries are bf16, their lse is float32: float64 would be so in name only."""
+    if query_dtype is not None and dtype == torch.float64:
+        raise ConfigError(f"{where}: query_dtype must be None for queries in {dtype}.")
+
+
 def check_planned_queries(
     where: str, config: MLAConfig, cache: LayerCache, query_dtype: str | None
 ) -> None:

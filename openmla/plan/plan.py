@@ -24,6 +24,7 @@ from openmla.plan.checks import (
     check_planned_queries,
     check_prefill_dtype,
     check_room_for_keys,
+    check_wide_queries,
     check_workspace,
 )
 from openmla.plan.compressed import plan_compressed
@@ -169,7 +170,7 @@ def _plan_latent(
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    device, dtype = latent.data.device, _queries_dtype(latent, dtype, prefill_dtype)
+    device, dtype = latent.data.device, _queries_dtype(latent, dtype, query_dtype, prefill_dtype)
     run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
@@ -229,12 +230,16 @@ def _plan_latent(
 
 
 def _queries_dtype(
-    latent: PagedCache, dtype: torch.dtype | None, prefill_dtype: str | None
+    latent: PagedCache,
+    dtype: torch.dtype | None,
+    query_dtype: str | None,
+    prefill_dtype: str | None,
 ) -> torch.dtype:
     """As given, or by default the cache's, bf16 for a packed cache. Chips are looked at."""
     layout = latent.layout
     if dtype is None:
         dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    check_wide_queries("plan", query_dtype, dtype)
     if prefill_dtype is not None:
         check_eight_bit_products("plan", latent.data.device, dtype)
     return dtype

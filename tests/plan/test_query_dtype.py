@@ -114,6 +114,15 @@ def test_refused(config: MLAConfig, format: str, query_dtype: str, message: str)
         make_plan(batch, config, cache, query_dtype=query_dtype)
 
 
+def test_float64_is_refused() -> None:
+    """lse of float64 queries is float64, which e4m3 ones do not have."""
+    requests = Requests(*DECODE)
+    cache, _ = stored(requests)
+    _, batch = requests.part(written=True)
+    with pytest.raises(ConfigError, match=r"plan: query_dtype must be None for queries in torch\."):
+        make_plan(batch, DENSE, cache, dtype=torch.float64, query_dtype="fp8")
+
+
 def test_refused_by_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     from openmla.plan.checks import check_query_dtype
 
