@@ -51,7 +51,8 @@ def queries_of(q: Tensor, plan: Plan) -> Queries:
         return Queries(q, None, q.dtype)
     T, H, E = q.shape
     values = allocate_heads(T, H, E, q.device, keys_contiguous=False)
-    scale = torch.empty((T, H), dtype=torch.float32, device=q.device)
+    # rows 16 bytes apart: kernels are compiled for pointers so aligned, and chunks slice this one
+    scale = torch.empty((T, -(-H // 4) * 4), dtype=torch.float32, device=q.device)[:, :H]
     quantize_heads(values, scale, q, backend=plan.backends["quantize_heads"])
     return Queries(values, scale, q.dtype)
 
@@ -68,7 +69,10 @@ def quantize_keys(
     """Whole keys in e4m3, and values as they are with the scale that is left to them."""
     S, H, P = k.shape
     scale = key_scale(kv_c, k_pe, absorbed, H, P)
-    keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
+    if plan.workspace is not None:
+        keys = plan.workspace.keys[:S]
+    else:
+        keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
     quantize_heads(keys, None, k, k_pe, scale, backend=plan.backends["quantize_heads"])
     left = torch.ones_like(scale)
     if unit is not None:

@@ -135,6 +135,7 @@ def prepared(
         backend=options.backend,
         capture=options.capture,
         absorbed_format=options.absorbed_format,
+        query_dtype=options.query_dtype,
         prefill_dtype=options.prefill_dtype,
     )
     return setting

@@ -238,6 +238,10 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="of what decode multiplies by, kv_b_proj; default: as the model",
     )  # fmt: skip
     parser.add_argument(
+        "--query-dtype", choices=("fp8",),
+        help="of decode's queries, over a cache of fp8 or fp8_ds_mla; default: as the model",
+    )  # fmt: skip
+    parser.add_argument(
         "--prefill-dtype", choices=("fp8",),
         help="of queries and keys of prompts; default: as the model",
     )  # fmt: skip

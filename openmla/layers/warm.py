@@ -20,7 +20,7 @@ from openmla.attention import (
     select_step,
 )
 from openmla.backends.asked import Asked, check_asked
-from openmla.cache import LayerCache
+from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.hardware import multiprocessors
 from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
@@ -30,7 +30,9 @@ from openmla.plan import Batch, Plan, Workspace, make_plan, reserve
 from openmla.plan.checks import (
     check_eight_bit_products,
     check_planned_output,
+    check_planned_queries,
     check_prefill_dtype,
+    check_wide_queries,
 )
 from openmla.plan.problems import reads_keys_apart
 from openmla.plan.types import remade
@@ -55,8 +57,7 @@ def warmup(
 
     Pass the result to make_plan, and `backend`, `dtype`, `output`, `query_dtype` and
     `prefill_dtype` alike. Steps then compile nothing and allocate no expanded keys or values of
-    their own, but for those in e4m3 of prefill_dtype "fp8". Nothing is written: the steps have no
-    slots.
+    their own. Nothing is written: the steps have no slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
@@ -66,6 +67,8 @@ def warmup(
     check_asked("warmup", backend)
     if output is not None:
         check_planned_output(config, output)
+    check_planned_queries("warmup", config, cache, query_dtype)
+    check_wide_queries("warmup", query_dtype, dtype)
     check_prefill_dtype("warmup", prefill_dtype, config)
     if prefill_dtype is not None:
         check_eight_bit_products("warmup", cache.parts[0].data.device, dtype)
@@ -79,10 +82,9 @@ def warmup(
         workspace_tokens=workspace_tokens,
         dtype=dtype,
         keys_apart=cache.latent is not None
-        and (
-            prefill_dtype is not None
-            or reads_keys_apart(config, cache.latent.data.device, dtype, backend)
-        ),
+        and prefill_dtype is None
+        and reads_keys_apart(config, cache.latent.data.device, dtype, backend),
+        prefill_dtype=prefill_dtype,
     )
     if not cache.parts[0].data.is_cuda:
         return workspace
@@ -113,6 +115,13 @@ class StepShape(NamedTuple):
     new: int
     length: int
     form: str
+    widest: int = 0  # positions that the table has columns for, where others are longer
+
+    def batch(self, latent: PagedCache) -> Batch:
+        B, columns = self.requests, -(-max(self.length, self.widest) // latent.block_size)
+        table = (torch.arange(columns, dtype=torch.int32) % latent.num_blocks).expand(B, -1)
+        slots = torch.full((B * self.new,), -1, dtype=torch.int64)
+        return Batch([self.new] * B, [self.length] * B, table.contiguous(), slots)
 
 
 def step_shapes(
@@ -130,14 +139,20 @@ def step_shapes(
     for B in sorted({1, min(max_requests, max_tokens)}):
         for length in sorted({1, min(BS + 1, longest), dense, longest}):
             yield StepShape(B, 1, length, "absorbed")
-    # drafted tokens share a tile of query rows, as many as fit: a kernel for each power of two
-    new = 2
-    while new <= min(FOLDED_ROWS // config.num_heads, max_tokens, dense):
-        yield StepShape(1, new, dense, "absorbed")
-        new *= 2
-    if config.indexer is not None:  # chosen rows are cut as the number of tokens wants
+    # drafted tokens share a tile of query rows, as many as fit: a kernel for each power of two,
+    # and, where heads are no power of two, for what fits and is none
+    uneven = config.num_heads & (config.num_heads - 1) != 0
+    for new in range(2, min(FOLDED_ROWS // config.num_heads + uneven, max_tokens, dense) + 1):
+        if uneven or new & (new - 1) == 0:
+            yield StepShape(1, new, dense, "absorbed")
+    if config.indexer is not None:
+        # beside longer requests; so many that their keys are more than the workspace holds
+        yield StepShape(1, 1, dense, "absorbed", longest)
+        many = min(max_requests, max_tokens, workspace.num_rows // dense + 1)
+        yield StepShape(many, 1, dense, "expanded")
+        # chosen rows are cut as the number of tokens wants
         units = multiprocessors(cache.latent.data.device)
-        for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units):
+        for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units, config.num_heads):
             for B in sorted({1, min(T, max_requests)}):  # indexers take a request's together
                 if longest >= T // B:
                     yield StepShape(B, T // B, longest, "absorbed")
@@ -166,16 +181,9 @@ def run_step(
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
     assert cache.latent is not None
-    device, BS = cache.latent.data.device, cache.latent.block_size
-    B, T, H = shape.requests, shape.requests * shape.new, config.num_heads
-    columns = -(-shape.length // BS)
-    table = (torch.arange(columns, dtype=torch.int32) % cache.latent.num_blocks).expand(B, -1)
-    batch = Batch(
-        [shape.new] * B,
-        [shape.length] * B,
-        table.contiguous(),
-        torch.full((T,), -1, dtype=torch.int64),
-    )
+    device, H = cache.latent.data.device, config.num_heads
+    batch = shape.batch(cache.latent)
+    T = batch.num_tokens
     engine_chooses = config.indexer is not None and cache.index is None
     plan = make_plan(
         batch,
@@ -218,6 +226,8 @@ def run_step(
         selection = select_step(index, cache, plan)
     for unfinished in (None,) if config.is_external else (None, raw):
         attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
+    if plan.prefill is not None:  # new rows are copied where others stand between them
+        attend_step(projected, absorbed, cache, listed(plan), selection=selection)
     if output is not None:
         quantize_steps(projected, absorbed, cache, plan, output, selection)
 
@@ -236,9 +246,15 @@ def quantize_steps(
     columns = plan.config.num_heads * plan.config.v_head_dim
     scale = 1.0 if get_output_format(output).global_scale else None
     buffers = make_output(output, T, columns, global_scale=scale, device=device)
-    rows = torch.arange(T, device=device)
-    names = ("decode", "prefill", "sparse")
-    parts = {name: part for name in names if (part := getattr(plan, name)) is not None}
-    listed = {name: remade(part, {"rows": rows[part.rows]}) for name, part in parts.items()}
-    for each in (plan, remade(plan, listed)):
+    for each in (plan, listed(plan)):
         attend_step(projected, absorbed, cache, each, selection=selection, out=buffers)
+
+
+def listed(plan: Plan) -> Plan:
+    """The same step, its tokens named one by one."""
+    rows = torch.arange(plan.num_tokens, device=plan.slot_mapping.device)
+    parts = [(name, getattr(plan, name)) for name in ("decode", "prefill", "sparse")]
+    named = {
+        name: remade(part, {"rows": rows[part.rows]}) for name, part in parts if part is not None
+    }
+    return remade(plan, named)

@@ -19,6 +19,7 @@ from openmla.layers.mla_v4 import MLAAttentionV4
 from openmla.plan import Batch, Plan, Workspace, make_plan
 
 ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at once
+WIDER_TILES = 256  # output rows from which runs are merged by wider tiles
 
 
 class CompressedStepShape(NamedTuple):
@@ -73,7 +74,8 @@ def compressed_step_shapes(
         lengths.add((config.indexer.topk + 1) * ratio)
     widest_ring = -(-min(longest, max_tokens + span - 1) // BS) + 1
     widest = max(-(-longest // (per_block * ratio)), -(-ENOUGH // per_block)) if per_block else 1
-    for T in numbers_of_tokens(max_tokens, multiprocessors(cache.window.data.device)):
+    units = multiprocessors(cache.window.data.device)
+    for T in numbers_of_tokens(max_tokens, units, config.num_heads):
         for B in sorted({1, min(T, most)}):
             new = T // B
             own = -(-new // (per_block * ratio)) + 1 if per_block else 0
@@ -89,11 +91,13 @@ def compressed_step_shapes(
                 yield CompressedStepShape(B, new, length, widest, widest_ring)
 
 
-def numbers_of_tokens(most: int, units: int) -> list[int]:
+def numbers_of_tokens(most: int, units: int, num_heads: int) -> list[int]:
     """Falling. Half as much again each time meets every power of two that a number of runs is
-    rounded up to; from two tokens per multiprocessor, of `units`, on nothing is cut."""
+    rounded up to; from two tokens per multiprocessor, of `units`, on nothing is cut. Between them,
+    where rows become so many that runs are merged by wider tiles."""
     powers = [2**i for i in range(max(2 * units, 8).bit_length() + 1)]
-    numbers = {n for n in (*powers, *(3 * n // 2 for n in powers[1:])) if n < most}
+    wider = -(-WIDER_TILES // num_heads)
+    numbers = {n for n in (*powers, *(3 * n // 2 for n in powers[1:]), wider) if n < most}
     return sorted({*numbers, most}, reverse=True)
 
 

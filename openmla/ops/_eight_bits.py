@@ -58,8 +58,9 @@ def check_eight_bits(
 
 
 def heads_spec(q: Tensor) -> str:
-    """Of q, k and v: in e4m3, v may have its keys contiguous."""
-    if q.dtype == E4M3:
+    """Of q, k and v: in e4m3, v may have its keys contiguous. Where q is neither that nor a wider
+    float, the error names both."""
+    if q.dtype == E4M3 or q.dtype not in (*OUT_DTYPES, torch.float64):
         return "q:T H E q row, k:S H E q row, v:S H V q"
     return "q:T H E f row, k:S H E f row, v:S H V f row"
 

@@ -30,6 +30,12 @@ def check_chip(where: str, device: torch.device) -> None:
         )
 
 
+def check_scale_kind(op: str, q_scale: object) -> None:
+    """A number is easily given for a tensor; torch's own words about that are many."""
+    if q_scale is not None and not isinstance(q_scale, Tensor):
+        raise ShapeError(f"{op}: q_scale must be a tensor, got {type(q_scale).__name__}.")
+
+
 def out_dtype(queries: torch.dtype) -> torch.dtype:
     """Of outputs: the queries', for e4m3 ones bf16."""
     return torch.bfloat16 if queries == E4M3 else queries

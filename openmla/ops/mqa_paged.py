@@ -33,7 +33,7 @@ from openmla.backends import Problem, bucketed, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._queries import E4M3, check_queries, out_dtype
+from openmla.ops._queries import E4M3, check_queries, check_scale_kind, out_dtype
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_query_lens, check_start_loc
 
@@ -157,6 +157,7 @@ def mqa_paged(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend in latent space; see the module's text for the contract."""
+    check_scale_kind("mqa_paged", q_scale)
     out, lse = _OP(
         q_latent,
         cache,

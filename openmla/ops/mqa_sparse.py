@@ -30,7 +30,7 @@ from torch import Tensor
 from openmla.backends.segments import Segment, problem, problem_of
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._queries import check_queries, out_dtype
+from openmla.ops._queries import check_queries, check_scale_kind, out_dtype
 from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
 from openmla.ops._values import check_start_loc
 
@@ -195,6 +195,7 @@ def mqa_sparse(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend to listed rows; see the module's text for the contract."""
+    check_scale_kind("mqa_sparse", q_scale)
     flat: list[Tensor | None] = []
     given = [segment for segment in (first, second) if segment is not None]
     for segment in given:

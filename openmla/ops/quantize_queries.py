@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
+from openmla.ops._queries import check_scale_kind
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 
 _SPEC = "latent:T H C f row, q_pe:T H R f row"
@@ -76,6 +77,7 @@ def quantize_queries(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # q [T, H, D] e4m3, scale [T, H] f32
     """Quantise queries; see the module's text for the contract."""
+    check_scale_kind("quantize_queries", q_scale)
     q, scale = _OP(latent, q_pe, q_scale, backend=backend)
     return q, scale
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,12 +71,20 @@ def check_query_dtype(
     check_chip(where, device)
 
 
-def check_planned_queries(config: MLAConfig, cache: LayerCache, query_dtype: str) -> None:
-    """The same of a plan."""
+def check_wide_queries(where: str, query_dtype: str | None, dtype: torch.dtype) -> None:
+    """Outputs of fp8 queries are bf16, their lse is float32: float64 would be so in name only."""
+    if query_dtype is not None and dtype == torch.float64:
+        raise ConfigError(f"{where}: query_dtype must be None for queries in {dtype}.")
+
+
+def check_planned_queries(
+    where: str, config: MLAConfig, cache: LayerCache, query_dtype: str | None
+) -> None:
+    """The same of a cache."""
     part = next(iter(cache.parts), None)
     device = torch.device("cpu") if part is None else part.data.device
     format = None if cache.latent is None else cache.latent.format
-    check_query_dtype("plan", config, query_dtype, format, device)
+    check_query_dtype(where, config, query_dtype, format, device)
 
 
 def check_planned_output(config: MLAConfig, output: str) -> None:
@@ -154,14 +162,24 @@ def check_eight_bit_products(where: str, device: torch.device, dtype: torch.dtyp
         raise ConfigError(f"{where}: prefill_dtype must be None for queries in {dtype}.")
 
 
-def check_room_for_keys(workspace: Workspace | None, apart: bool, backend: str) -> None:
-    """A workspace reserved for keys in two parts has no room for whole ones."""
-    if workspace is None or apart or len(workspace.keys) == len(workspace.expanded):
-        return
-    raise ConfigError(
-        f"plan: workspace must have room for whole keys, which mha_ragged by {backend} wants, got "
-        "none. Give warmup() the same backend."
-    )
+def check_room_for_keys(
+    workspace: Workspace, backends: Mapping[str, str], apart: bool, prefill_dtype: str | None
+) -> None:
+    """Where keys are expanded, the workspace has room for whole ones, of the type they are; none is
+    needed where mha_ragged takes them in two parts."""
+    expanding = [op for op in ("mha_ragged", "mha_masked") if op in backends]
+    whole = [op for op in expanding if op != "mha_ragged" or not apart]
+    eight_bits = workspace.keys.dtype == torch.float8_e4m3fn
+    if whole and eight_bits != (prefill_dtype is not None):
+        raise ConfigError(
+            f"plan: workspace must be for prefill_dtype {prefill_dtype!r}, got keys of "
+            f"{workspace.keys.dtype}. Give warmup() the same prefill_dtype."
+        )
+    if whole and len(workspace.keys) < len(workspace.expanded):
+        raise ConfigError(
+            f"plan: workspace must have room for whole keys, which {whole[0]} by "
+            f"{backends[whole[0]]} wants, got none. Give warmup() the same backend."
+        )
 
 
 def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:

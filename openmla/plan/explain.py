@@ -85,18 +85,12 @@ def _output(plan: Plan, output: str) -> Line:
 
 
 def _expanded(plan: Plan, prefill: PrefillPlan) -> Line:
-    config, dtype = plan.config, plan.problem("cache_write").dtype
     chunks = prefill.chunks if prefill.one_shot is None else (prefill.one_shot,)
     gathered = max((chunk.num_keys for chunk in chunks), default=0)
     rows = prefill.rows
     new = num_rows(rows)
     keys = gathered if prefill.one_shot is not None else max(gathered, new)
-    each = config.num_heads * (config.qk_head_dim + config.qk_nope_head_dim + config.v_head_dim)
-    if plan.prefill_dtype is not None:  # whole keys and queries are bytes
-        each -= config.num_heads * config.qk_head_dim
-    held = (gathered * config.latent_dim + keys * each) * dtype.itemsize
-    if plan.prefill_dtype is not None:
-        held += config.num_heads * (keys + new) * config.qk_head_dim
+    held = plan.expanded_bytes(gathered, keys, new)
     count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
     what = f"{shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}"
     return Line(

@@ -24,6 +24,7 @@ from openmla.plan.checks import (
     check_planned_queries,
     check_prefill_dtype,
     check_room_for_keys,
+    check_wide_queries,
     check_workspace,
 )
 from openmla.plan.compressed import plan_compressed
@@ -99,8 +100,7 @@ def make_plan(
     _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
-    if query_dtype is not None:
-        check_planned_queries(config, cache, query_dtype)
+    check_planned_queries("plan", config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
     asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
     latent: Any = partial(_plan_latent, output=output, **asked)
@@ -170,14 +170,14 @@ def _plan_latent(
     _check_options(config, form, beside)
     check_cache(config, cache, latent, form)
     check_batch(batch, latent)
-    device, dtype = latent.data.device, _queries_dtype(latent, dtype, prefill_dtype)
+    device, dtype = latent.data.device, _queries_dtype(latent, dtype, query_dtype, prefill_dtype)
     run_length = fixed_run(config.num_heads) if batch_invariant else 0
     if into is None:
         if workspace is not None:
             check_workspace(workspace, config, dtype, device)
         # which op attends to a request must not follow from how short it is, or was
-        everyone = uniform or batch_invariant
-        routes = _routes(batch, config, latent, dtype, form, everyone, run_length)
+        everyone, asked = uniform or batch_invariant, (query_dtype, prefill_dtype)
+        routes = _routes(batch, config, latent, dtype, form, everyone, run_length, asked)
         rows = _rows_at_once(
             batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
         )
@@ -193,8 +193,8 @@ def _plan_latent(
     calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype, prefill_dtype)
     caches = cache_kind([latent], cache.index)
     choice = choose(config, caches, dtype, calls, run_length, frozen(backend))
-    if parts.prefill is not None and prefill_dtype is None:
-        check_room_for_keys(workspace, choice.keys_apart, choice.backends["mha_ragged"])
+    if workspace is not None:
+        check_room_for_keys(workspace, choice.backends, choice.keys_apart, prefill_dtype)
     if into is None:
         parts = upload(parts, device)
     else:
@@ -230,12 +230,16 @@ def _plan_latent(
 
 
 def _queries_dtype(
-    latent: PagedCache, dtype: torch.dtype | None, prefill_dtype: str | None
+    latent: PagedCache,
+    dtype: torch.dtype | None,
+    query_dtype: str | None,
+    prefill_dtype: str | None,
 ) -> torch.dtype:
     """As given, or by default the cache's, bf16 for a packed cache. Chips are looked at."""
     layout = latent.layout
     if dtype is None:
         dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+    check_wide_queries("plan", query_dtype, dtype)
     if prefill_dtype is not None:
         check_eight_bit_products("plan", latent.data.device, dtype)
     return dtype
@@ -258,6 +262,7 @@ def _routes(
     form: str,
     uniform: bool,
     run_length: int,
+    asked: Sequence[str | None],
 ) -> Mapping[str, Sequence[int]]:
     """Which request takes which form; `uniform` absorbed ones all choose, however short."""
     absorbed = _forms(batch, config, latent, dtype, form, run_length)
@@ -277,7 +282,7 @@ def _routes(
     if uniform and config.indexer is not None and asking:
         short, routes["absorbed"] = routes["absorbed"], []
     if choosing or short:
-        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing)
+        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing, asked)
         chosen = sorted((*chosen, *short))
         routes |= {"chosen": chosen, "masked": masked}
     return routes

@@ -220,12 +220,13 @@ def gathering_problem(
 
 @lru_cache(maxsize=4096)
 def sparse_efficiencies(
-    config: MLAConfig, kind: CacheKind, dtype: torch.dtype
+    config: MLAConfig, kind: CacheKind, queries: torch.dtype, heads: torch.dtype
 ) -> tuple[float, float]:
-    """What prompts reach: rows gathered, and all keys computed and masked."""
-    gathering = gathering_problem(config, kind, dtype, PROMPT)
+    """What prompts reach: rows gathered by absorbed queries, and all keys computed and masked, by
+    kernels for what these are."""
+    gathering = gathering_problem(config, kind, queries, PROMPT)
     E, V = config.qk_head_dim, config.v_head_dim
-    masking = mha_masked_problem(kind.device, dtype, E=E, V=V)
+    masking = mha_masked_problem(kind.device, heads, E=E, V=V)
     gathered, masked = (efficiency(p, choose_backend(p, "auto")) for p in (gathering, masking))
     return gathered, masked
 

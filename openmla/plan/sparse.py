@@ -183,8 +183,10 @@ def sparse_routes(
     dtype: torch.dtype,
     form: str,
     choosing: set[int],
+    asked: Sequence[str | None] = (None, None),
 ) -> tuple[list[int], list[int]]:
-    """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    """Those requests by route: rows gathered in latent space, or expanded and masked. `asked`: the
+    query_dtype and prefill_dtype, which have kernels of their own."""
     if form != "expanded" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
         return sorted(choosing), []
     absorbed: list[int] = []
@@ -196,7 +198,8 @@ def sparse_routes(
             gather = True
         elif form == "auto" and b not in bounded and n > 1:
             if efficiencies is None:
-                efficiencies = sparse_efficiencies(config, cache_kind([latent]), dtype)
+                queries, heads = (torch.float8_e4m3fn if each else dtype for each in asked)
+                efficiencies = sparse_efficiencies(config, cache_kind([latent]), queries, heads)
             gather = choose_sparse_absorbed(
                 config,
                 n,

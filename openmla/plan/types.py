@@ -347,8 +347,7 @@ class Plan:
         if sparse is None or config.indexer is None:
             return {}
         rows = max((chunk.num_keys for chunk in sparse.masked), default=0)
-        dtype = self.problem("cache_write").dtype
-        heads = config.num_heads * (2 * config.qk_head_dim + config.v_head_dim)
+        dtype, masked = self.problem("cache_write").dtype, sparse.num_rows - sparse.num_absorbed
         listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)
         most = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
         return {
@@ -356,5 +355,18 @@ class Plan:
             "selection": 4 * config.indexer.topk * listed,
             "latent queries": most * latent_row(config) * dtype.itemsize,
             "mask": sparse.mask_bytes,
-            "expanded keys": rows * (config.latent_dim + heads) * dtype.itemsize,
+            "expanded keys": self.expanded_bytes(rows, rows, masked),
         }
+
+    def expanded_bytes(self, gathered: int, keys: int, queries: int) -> int:
+        """Of rows gathered, keys and values expanded from them or from new ones, whole keys; in fp8
+        also of queries, with a scale each, and of codes in 16 bits."""
+        config, size = self.config, self.problem("cache_write").dtype.itemsize
+        H, D, E = config.num_heads, config.latent_dim, config.qk_head_dim
+        held = gathered * D * size
+        if self.keeps_codes:
+            held = gathered * (D + config.kv_lora_rank * size)
+        held += keys * H * (config.qk_nope_head_dim + config.v_head_dim) * size
+        if self.prefill_dtype is None:
+            return held + keys * H * E * size
+        return held + keys * H * E + queries * (H * E + 4 * (-(-H // 4) * 4))

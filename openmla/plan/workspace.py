@@ -23,7 +23,7 @@ class Workspace(NamedTuple):
 
     rows: Tensor  # [n, D]
     expanded: Tensor  # [m, H * (P + V)], m >= n
-    keys: Tensor  # [m, H, P + R], no rows where keys are read in two parts
+    keys: Tensor  # [m, H, P + R], e4m3 in fp8 prefill; no rows where keys are read in two parts
     selection: Tensor  # [T, K] i32, no rows where nothing is kept of it
 
     def __repr__(self) -> str:
@@ -58,9 +58,11 @@ def reserve(
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     keys_apart: bool = False,
+    prefill_dtype: str | None = None,
 ) -> Workspace:
     """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers.
-    `keys_apart`: dense prefill reads keys in two parts, so that nothing holds whole ones."""
+    `keys_apart`: dense prefill reads keys in two parts, so that nothing holds whole ones. With
+    `prefill_dtype` "fp8" whole keys are e4m3."""
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be positive, got {value}.")
@@ -82,10 +84,11 @@ def reserve(
     most = max(workspace_tokens, max_tokens)
     both = config.qk_nope_head_dim + config.v_head_dim
     whole = 0 if keys_apart and config.indexer is None else most
+    keys = torch.float8_e4m3fn if prefill_dtype is not None else dtype
     return Workspace(
         rows=torch.empty(workspace_tokens, config.latent_dim, dtype=dtype, device=device),
         expanded=torch.empty(most, H * both, dtype=dtype, device=device),
-        keys=torch.empty(whole, H, config.qk_head_dim, dtype=dtype, device=device),
+        keys=torch.empty(whole, H, config.qk_head_dim, dtype=keys, device=device),
         selection=torch.empty((0, 0), dtype=torch.int32, device=device),
     )
 

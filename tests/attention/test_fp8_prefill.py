@@ -16,6 +16,8 @@ from openmla.config import PRESETS, MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.layers.warm import warmup
 from openmla.layers.weights import absorb
+from openmla.ops import mha_ragged, quantize_heads
+from openmla.ops.quantize_heads import allocate_heads
 from openmla.plan import Batch, make_plan
 
 DENSE = replace(PRESETS["deepseek-v2-lite"], num_heads=4, max_positions=4096)
@@ -133,6 +135,42 @@ def test_workspace_of_context_chunks() -> None:
         cache, projected, absorbed, DENSE, (60, 20), prefill_dtype="fp8", workspace=workspace
     )
     assert error(cut, whole) < 0.03  # each chunk's probabilities are rounded at its own largest
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_keys_are_in_the_workspace(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step's own there are only queries, whose scales begin on 16 bytes for every chunk."""
+    config = replace(DENSE, num_heads=3)
+    projected, absorbed, cache = projections(config), weights(config), cache_of(config, format)
+    workspace = warmup(
+        config, cache, max_requests=2, max_tokens=128, workspace_tokens=16, prefill_dtype="fp8"
+    )
+    made: list[int] = []
+    quantised: list[tuple[int, int]] = []
+    asked: list[Tensor] = []
+
+    def allocate(S: int, *args: Any, **kwargs: Any) -> Tensor:
+        made.append(S)
+        return allocate_heads(S, *args, **kwargs)
+
+    def quantize(values: Tensor, *args: Any, **kwargs: Any) -> None:
+        quantised.append((values.data_ptr(), values.shape[0]))
+        quantize_heads(values, *args, **kwargs)
+
+    def attend(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked.append(args[5])
+        return mha_ragged(q, *args, **kwargs)
+
+    monkeypatch.setattr("openmla.attention.eight_bits.allocate_heads", allocate)
+    monkeypatch.setattr("openmla.attention.eight_bits.quantize_heads", quantize)
+    monkeypatch.setattr("openmla.attention.expanded.mha_ragged", attend)
+    firsts = (61, 21)
+    steps(cache, projected, absorbed, config, firsts, prefill_dtype="fp8", workspace=workspace)
+    assert made == [sum(firsts), sum(LENS) - sum(firsts)]
+    kept = [size for place, size in quantised if place == workspace.keys.data_ptr()]
+    assert len(kept) == len(quantised) - 2 and len(kept) > 4
+    assert all(scale.data_ptr() % 16 == 0 for scale in asked)
+    assert len({scale.shape[0] for scale in asked}) > 2
 
 
 def test_nothing_is_cut_off() -> None:

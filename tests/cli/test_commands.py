@@ -109,6 +109,14 @@ def test_eval_has_a_row_for_weights_in_eight_bits(
             asked = ["--prompt", "hello", "--max-new-tokens", "4", "--absorbed-format", "fp8"]
             main(["generate", "--model", str(tiny[kind]), *asked])
             assert "kv_b_proj in eight bits, beside" in capsys.readouterr().out
+            fp8 = ["--cache-format", "fp8", "--kv-scale", "0.1", "--query-dtype", "fp8"]
+            main(
+                ["generate", "--model", str(tiny[kind]), *asked[:4], *fp8, "--prefill-dtype", "fp8"]
+            )
+            assert "tokens" in capsys.readouterr().out
+            assert main(["generate", "--model", str(tiny[kind]), *asked[:4], *fp8[4:]])
+            told = capsys.readouterr().err
+            assert "query_dtype must be None over a cache of the default format" in told
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

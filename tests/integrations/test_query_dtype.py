@@ -43,6 +43,13 @@ def test_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=f"attach: query_dtype {message}"):
             attach(model, **options)  # type: ignore[arg-type]
+    with pytest.raises(
+        ConfigError, match=r"query_dtype must be None for queries in torch\.float64"
+    ):
+        attach(
+            make_model("deepseek_v3").double(),
+            query_dtype="fp8", cache_format="fp8", kv_scale=1.0,
+        )  # fmt: skip
     with pytest.raises(ConfigError, match="attach: query_dtype must be None for deepseek_v4"):
         attach(make_v4(), query_dtype="fp8", cache_format="fp8")
     with pytest.raises(ConfigError, match="not attached"):

@@ -178,6 +178,45 @@ def test_quantised_caches(device: str, kv: str) -> None:
         assert layer.kv_cache.shape[-1] == 656
 
 
+@pytest.mark.parametrize("kv", ["fp8", "fp8_ds_mla"])
+def test_queries_and_prompts_in_fp8(device: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where --additional-config asks for them, also of a step that is captured."""
+    asked = {"openmla": {"query_dtype": "fp8", "prefill_dtype": "fp8"}}
+    sizes: dict[str, Any] = {"C": 512, "rope": 64, "dtype": torch.bfloat16}
+    engine = Engine(device, kv=kv, **sizes, additional_config=asked)
+    plans = []
+    planned = openmla.make_plan
+
+    def remember(*args: Any, **given: Any) -> openmla.Plan:
+        plans.append(planned(*args, **given))
+        return plans[-1]
+
+    def near(wanted: dict[str, int], q: Tensor, rows: Tensor, out: Tensor) -> None:
+        at = 0
+        for name, n in wanted.items():
+            engine.rows[name] = torch.cat([engine.rows.get(name, rows[:0]), rows[at : at + n]])
+            exact = engine.plain(q[at : at + n], engine.rows[name])
+            error = (out[at : at + n].double() - exact).norm() / exact.norm()
+            assert error < 0.15
+            at += n
+
+    monkeypatch.setattr(openmla, "make_plan", remember)
+    monkeypatch.setattr(engine, "check", near)
+    for wanted in STEPS:
+        engine.step(wanted)
+    assert any("quantize_heads" in plan.backends for plan in plans)
+    assert all(plan.decode is None or "quantize_queries" in plan.backends for plan in plans)
+    bf16 = Engine(device, **sizes, additional_config=asked)
+    with pytest.raises(openmla.ConfigError, match="query_dtype must be None over a cache of bf16"):
+        bf16.step({"a": 1})
+
+
+def test_prompts_of_vllm_are_not_ours(device: str) -> None:
+    asked = {"openmla": {"prefill_dtype": "fp8"}}
+    with pytest.raises(ValueError, match="must not be given with decode context parallelism"):
+        Engine(device, additional_config=asked, ranks=2)
+
+
 def test_padded_requests_and_tokens(device: str) -> None:
     """Nothing is read or written for them, whatever lengths they had before."""
     engine = Engine(device)

@@ -148,11 +148,12 @@ def test_the_cpu_platform(vllm: None, chosen: bool) -> None:
 
 
 def test_options(vllm: None) -> None:
-    from openmla.integrations.vllm.backend import option
+    from openmla.integrations.vllm.options import option
 
     given = stand_ins.config(additional_config={"openmla": {"backend": "reference"}})
     assert option(given, "backend", "auto") == "reference"
     assert option(given, "index_format", "index_fp8") == "index_fp8"
+    assert option(given, "query_dtype", None) is None
     wrong = stand_ins.config(additional_config={"openmla": {"backends": "reference"}})
     with pytest.raises(ValueError, match="unknown option 'backends'"):
         option(wrong, "backend", "auto")

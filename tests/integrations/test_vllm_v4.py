@@ -131,7 +131,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def config(*ratios: int, chosen: bool) -> Any:
     backend = CUSTOM if chosen else OTHER
     attention = SimpleNamespace(backend=backend)
-    return SimpleNamespace(attention_config=attention, ratios=ratios, made=0)
+    return SimpleNamespace(attention_config=attention, ratios=ratios, made=0, additional_config={})
 
 
 def test_not_chosen_it_is_vllms_own(vllm: Any) -> None:
@@ -154,6 +154,15 @@ def test_chosen_its_layers_and_caches_are_ours(vllm: Any) -> None:
     assert issubclass(backend, Backend) and backend.get_name() == "THEIRS"
     assert backend.get_builder_cls() is vllm.v4.Builder and Backend.get_builder_cls() is dict
     assert isinstance(model.layers[1].indexer.indexer_op, vllm.v4.Chooser)
+
+
+@pytest.mark.parametrize("name", ["query_dtype", "prefill_dtype"])
+def test_fp8_is_refused_before_a_model_is_made(vllm: Any, name: str) -> None:
+    asked = config(1, chosen=True)
+    asked.additional_config = {"openmla": {name: "fp8"}}
+    with pytest.raises(ConfigError, match=f"openmla: {name} must not be given for DeepSeek V4."):
+        vllm.v4.DeepseekV4ForCausalLM(vllm_config=asked)
+    assert asked.made == 0
 
 
 def test_elsewhere_than_on_a_cpu_it_is_refused_before_a_model_is_made(vllm: Any) -> None:

@@ -8,9 +8,24 @@ from importlib.util import find_spec
 
 import pytest
 
+SLOW = (
+    "dense-fp8", "dense-many", "dense-packed", "dense-bf16", "sparse-fp8", "portable-bf16",
+    "portable-fp8",
+)  # fmt: skip
+
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="package triton is not installed")
-@pytest.mark.parametrize("model", ["dense", "sparse", "v4", "sparse-fp8"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "dense",
+        "sparse",
+        "v4",
+        "dense-odd",
+        "sparse-packed",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW),
+    ],
+)
 def test_random_steps_ask_for_no_other_kernel(model: str) -> None:
     """In a process of its own: kernels are not launched there, which other tests would miss."""
     command = [sys.executable, "-m", "tests.layers.kernel_keys", model]

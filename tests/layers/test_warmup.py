@@ -12,6 +12,7 @@ import torch
 
 from openmla import (
     PRESETS,
+    ConfigError,
     IndexerConfig,
     LayerCache,
     MLAAttention,
@@ -29,6 +30,7 @@ from openmla.layers.warm_v4 import (
     run_compressed_steps,
 )
 from openmla.plan import Plan
+from tests.layers.kernel_keys import Uneven
 from tests.layers.v4 import (
     LENGTH,
     RATIOS,
@@ -157,6 +159,20 @@ def test_kinds_of_v4() -> None:
         assert rings == {2, 5}
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"query_dtype": "int8"}, "warmup: query_dtype must be None or 'fp8', got 'int8'."),
+        ({"query_dtype": "fp8"}, "warmup: query_dtype must be None over a cache of fp32, got"),
+        ({"prefill_dtype": "bf16"}, "warmup: prefill_dtype must be 'fp8' or None, got 'bf16'."),
+    ],
+)
+def test_what_plans_would_refuse(asked: dict[str, Any], message: str, device: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        warmup(CONFIGS[0], cache_of(CONFIGS[0], device), max_requests=1, max_tokens=1, **asked)
+    assert message in str(error.value)
+
+
 def test_a_kind_is_a_batch_of_equals() -> None:
     cache, config = cache_of(CONFIGS[0], "cpu"), CONFIGS[0]
     space = warmup(config, cache, max_requests=2, max_tokens=8, dtype=torch.float32)
@@ -182,6 +198,35 @@ def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
                 run_step(shape, config, cache, space, torch.float32, "auto")
     assert not compiled
     assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
+@pytest.mark.parametrize("format", ["fp8", "fp8_ds_mla", "bf16"])
+@pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.model_type)
+def test_nothing_is_compiled_for_fp8_after_it_on_cuda(config: MLAConfig, format: str) -> None:
+    """Queries of decode and prefill in e4m3; heads of no power of two, at real widths."""
+    wide = PRESETS["deepseek-v3"]
+    config = replace(
+        config, num_heads=6, kv_lora_rank=wide.kv_lora_rank, v_head_dim=wide.v_head_dim,
+        qk_nope_head_dim=wide.qk_nope_head_dim, qk_rope_head_dim=wide.qk_rope_head_dim,
+    )  # fmt: skip
+    formats: dict[str, Any] = {"format": format, "index_format": "index_fp32"}
+    scale: dict[str, Any] = {"kv_scale": 0.5} if format == "fp8" else {}
+    cache = allocate_cache(config, num_blocks=200, block_size=16, device="cuda", **formats, **scale)
+    asked: dict[str, Any] = {"prefill_dtype": "fp8"}
+    if format != "bf16":
+        asked["query_dtype"] = "fp8"
+    sizes: dict[str, Any] = {"max_requests": 9, "max_tokens": 40, "workspace_tokens": 64}
+    space = warmup(config, cache, **sizes, **asked)
+    with compilations() as compiled:
+        for B, new, length in ((1, 1, 7), (3, 1, 100), (9, 1, 333), (7, 2, 90), (1, 33, 61)):
+            for form in ("absorbed", "expanded"):
+                shape = StepShape(B, new, length, form)
+                run_step(shape, config, cache, space, torch.bfloat16, "auto", **asked)
+        mixed: Any = Uneven([1, 17, 2, 20], [1, 300, 66, 20])
+        run_step(mixed, config, cache, space, torch.bfloat16, "auto", **asked)
+    assert not compiled
 
 
 @pytest.mark.gpu

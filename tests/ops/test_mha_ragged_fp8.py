@@ -180,6 +180,15 @@ def test_bad_input(name: str, change: Callable[[Any], Any], message: str) -> Non
     assert f"mha_ragged: {message}" in str(error.value)
 
 
+def test_other_eight_bits_are_refused() -> None:
+    """Told of e4m3 beside the wider ones."""
+    inputs = quantised(BASE.make(), keys_contiguous=False)
+    for dtype in (torch.float8_e5m2, torch.int8):
+        other = Inputs({**inputs.tensors, "q": inputs["q"].float().to(dtype)}, inputs.scalars, ())
+        with pytest.raises(ShapeError, match=f"q must be fp8, fp16, .* got {dtype}"):
+            other.run(mha_ragged, backend="auto")
+
+
 def test_scales_without_e4m3_are_refused() -> None:
     inputs = BASE.make()
     scaled = {**inputs.scalars, "q_scale": torch.ones(62, 4)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,11 @@ def test_bad_input() -> None:
         quantize_queries(latent, q_pe, torch.ones(2))
     with pytest.raises(ShapeError, match="q_scale must be float32"):
         quantize_queries(latent, q_pe, torch.ones((), dtype=torch.float64))
+    number: Any = 1.0
+    with pytest.raises(
+        ShapeError, match=r"quantize_queries: q_scale must be a tensor, got float\."
+    ):
+        quantize_queries(latent, q_pe, number)
 
 
 def test_opcheck_and_fullgraph(device: str) -> None:

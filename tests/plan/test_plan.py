@@ -258,6 +258,29 @@ def test_warmup_bounds_the_peak() -> None:
     assert make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart).keys_apart
     with pytest.raises(ConfigError, match="room for whole keys, which mha_ragged by reference"):
         make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart, backend="reference")
+
+
+def test_workspace_of_fp8_prefill() -> None:
+    """Keys are bytes there; a plan is told where it is not for the same prefill_dtype."""
+    sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 50, "workspace_tokens": 20}
+    asked: dict[str, Any] = {"backend": "reference", "dtype": torch.float32, "form": "expanded"}
+    eight, plain = (
+        warmup(CONFIG, CACHE, **sizes, backend="reference", dtype=torch.float32, prefill_dtype=each)
+        for each in ("fp8", None)
+    )
+    assert eight.keys.dtype == torch.float8_e4m3fn and eight.keys.shape == (50, 4, 24)
+    assert eight.num_bytes == plain.num_bytes - 3 * 50 * 96
+    batch = make_batch([3], [3])
+    make_plan(batch, CONFIG, CACHE, **asked, workspace=eight, prefill_dtype="fp8")
+    for space, prefill_dtype, kind in ((eight, None, "float8_e4m3fn"), (plain, "fp8", "float32")):
+        with pytest.raises(ConfigError) as error:
+            make_plan(batch, CONFIG, CACHE, **asked, workspace=space, prefill_dtype=prefill_dtype)
+        assert str(error.value) == (
+            f"plan: workspace must be for prefill_dtype {prefill_dtype!r}, got keys of "
+            f"torch.{kind}. Give warmup() the same prefill_dtype."
+        )
+        absorbed = asked | {"form": "absorbed"}  # which expands nothing
+        make_plan(batch, CONFIG, CACHE, **absorbed, workspace=space, prefill_dtype=prefill_dtype)
     for changes, message in (
         ({"max_tokens": 0}, "max_tokens must be positive, got 0"),
         ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),

@@ -7,6 +7,7 @@ import torch
 
 from openmla import (
     PRESETS,
+    Batch,
     ConfigError,
     LayerCache,
     MLAConfig,
@@ -113,6 +114,15 @@ def test_refused(config: MLAConfig, format: str, query_dtype: str, message: str)
         make_plan(batch, config, cache, query_dtype=query_dtype)
 
 
+def test_float64_is_refused() -> None:
+    """lse of float64 queries is float64, which e4m3 ones do not have."""
+    requests = Requests(*DECODE)
+    cache, _ = stored(requests)
+    _, batch = requests.part(written=True)
+    with pytest.raises(ConfigError, match=r"plan: query_dtype must be None for queries in torch\."):
+        make_plan(batch, DENSE, cache, dtype=torch.float64, query_dtype="fp8")
+
+
 def test_refused_by_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     from openmla.plan.checks import check_query_dtype
 
@@ -122,3 +132,23 @@ def test_refused_by_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     v4 = next(config for config in PRESETS.values() if config.compressor is not None)
     with pytest.raises(ConfigError, match="query_dtype must be None for"):
         check_query_dtype("plan", v4, "fp8", "fp8_dsv4", torch.device("cpu"))
+
+
+def test_routes_ask_the_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a sparse prompt is gathered or masked follows from what it is asked to be."""
+    seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def efficiencies(config: object, kind: object, *dtypes: torch.dtype) -> tuple[float, float]:
+        seen.append((dtypes[0], dtypes[1]))
+        return 1.0, 1.0
+
+    monkeypatch.setattr("openmla.plan.sparse.sparse_efficiencies", efficiencies)
+    cache = allocate_cache(
+        SPARSE, num_blocks=40, block_size=4, format="fp8", kv_scale=1.0, index_format="index_fp32"
+    )
+    batch = Batch([40], [90], torch.arange(40, dtype=torch.int32)[None], torch.arange(50, 90))
+    wide, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+    for query_dtype in (None, "fp8"):
+        for prefill_dtype in (None, "fp8"):
+            make_plan(batch, SPARSE, cache, query_dtype=query_dtype, prefill_dtype=prefill_dtype)
+    assert seen == [(wide, wide), (wide, e4m3), (e4m3, wide), (e4m3, e4m3)]

@@ -85,7 +85,7 @@ def test_explain_says_how_many_keys_and_bytes() -> None:
     assert "scores    in 1 chunks of 0.0 MiB at most (bound 256.0 MiB)" in text
     assert "masked    42 tokens, expanded: asked for: form='expanded'; 1 chunks of" in text
     assert "MiB at most, beside what a backend holds: scores 0.0 MiB, selection" in text
-    assert "mask 0.0 MiB, expanded keys 0.2 MiB" in text
+    assert "mask 0.0 MiB, expanded keys 0.1 MiB" in text
     assert "mha_masked   reference" in text
     text = plan_of([2], [70], form="absorbed").explain()
     assert "chosen    2 tokens, absorbed, over their own rows, in 1 chunks" in text

@@ -53,7 +53,7 @@ FP_FUSION = True  # as in merge_states, whose sums these are; the quantiser has 
 
 @triton.jit(
     do_not_specialize=NOT_SPECIALIZED,
-    do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
+    do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "lse", "other_lse"],
 )
 def _merge_quantize_kernel(
     values, scales, global_scale, rows, out, lse, other_out, other_lse,

@@ -25,6 +25,7 @@ from openmla.plan.checks import (
     check_eight_bit_products,
     check_prefill_dtype,
     check_query_dtype,
+    check_wide_queries,
 )
 
 FIRST_BLOCKS = 64  # of a pool that may grow
@@ -90,6 +91,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
     _check_options(options, config, block_size)
     weight = next(modules[0].parameters())
     check_query_dtype("attach", config, options.query_dtype, options.cache_format, weight.device)
+    check_wide_queries("attach", options.query_dtype, weight.dtype)
     if options.prefill_dtype is not None:
         check_eight_bit_products("attach", weight.device, weight.dtype)
     _check_capture(model, options)

@@ -68,13 +68,13 @@ def workspace_bytes(plan: Plan | RankPlan) -> int:
         return max([together, *(workspace_bytes(part.plan) for part in plan.parts.values())])
     if plan.form == "captured":
         return 0
-    total, prefill, config = sum(plan.sparse_bytes().values()), plan.prefill, plan.config
+    total, prefill = sum(plan.sparse_bytes().values()), plan.prefill
     if prefill is not None:
         chunks = (prefill.one_shot, *prefill.chunks)
         keys = [chunk.num_keys for chunk in chunks if chunk is not None]
+        new = sum(plan.query_lens[b] for b in plan.routes["expanded"])
         if prefill.one_shot is None and prefill.route != "context":
-            keys.append(sum(plan.query_lens[b] for b in plan.routes["expanded"]))
-        columns = config.qk_nope_head_dim + config.v_head_dim + config.qk_head_dim
-        each = config.latent_dim + config.num_heads * columns
-        total += max(keys, default=0) * each * plan.problem("cache_write").dtype.itemsize
+            keys.append(new)
+        most = max(keys, default=0)
+        total += plan.expanded_bytes(most, most, new)
     return total

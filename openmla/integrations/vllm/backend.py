@@ -19,16 +19,6 @@ def is_chosen(vllm_config: Any) -> bool:
     return vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
 
 
-def option(vllm_config: Any, name: str, default: str) -> str:
-    """Of --additional-config '{"openmla": {"index_format": "index_bf16"}}'."""
-    given = vllm_config.additional_config
-    options = given.get("openmla", {}) if isinstance(given, dict) else {}
-    unknown = set(options) - {"index_format", "backend"}
-    if unknown:
-        raise ValueError(f"openmla: unknown option {sorted(unknown)[0]!r} of additional_config.")
-    return options.get(name, default)
-
-
 class OpenMLABackend(MLACommonBackend):
     """Dense and sparse alike: vLLM has one name for backends of others."""
 

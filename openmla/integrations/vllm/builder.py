@@ -10,7 +10,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 import openmla
-from openmla.integrations.vllm.backend import OpenMLAMetadata, option
+from openmla.integrations.vllm.backend import OpenMLAMetadata
+from openmla.integrations.vllm.options import option
 
 
 class Decode(NamedTuple):
@@ -68,6 +69,13 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         self.config = config_of(self.layer, heads, vllm_config.model_config.hf_text_config)
         self.dtype = vllm_config.model_config.dtype
         self.backend = option(vllm_config, "backend", "auto")
+        self.query_dtype = option(vllm_config, "query_dtype", None)
+        self.prefill_dtype = option(vllm_config, "prefill_dtype", None)
+        if self.prefill_dtype is not None and self.ranks > 1:
+            raise ValueError(
+                "openmla: prefill_dtype must not be given with decode context parallelism, where "
+                "prompts are vLLM's own."
+            )
         for layer in layers:
             layer.impl.bind(layer, self)
         drafts = vllm_config.speculative_config
@@ -136,11 +144,13 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         """Over buffers that stay where they are, if a graph may be captured of it or replayed."""
         cache = self.layer.impl.cache_of(self.layer.kv_cache)
         given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, **more}
+        given |= {"query_dtype": self.query_dtype, "prefill_dtype": self.prefill_dtype}
         if (
             self.device.type == "cuda"
             and B * self.width == T
             and max(batch.query_lens) <= self.width
         ):
+            given["prefill_dtype"] = None  # nothing is expanded
             given["into"] = openmla.slice_buffers(
                 self._buffers(cache, batch.block_table.shape[1]), max_requests=B, max_tokens=T
             )

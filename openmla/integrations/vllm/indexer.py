@@ -20,7 +20,8 @@ from vllm.v1.attention.backend import (
 
 import openmla
 from openmla.cache.format import get_format
-from openmla.integrations.vllm.backend import is_chosen, option
+from openmla.integrations.vllm.backend import is_chosen
+from openmla.integrations.vllm.options import option
 
 SELECT = "openmla_vllm::select"
 

@@ -25,6 +25,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from openmla.errors import ConfigError
+from openmla.integrations.vllm.options import option
 from openmla.ops import Segment, index_select, mqa_sparse
 
 SCORES = 2**24  # of tokens and entries, held at once
@@ -39,6 +40,9 @@ class DeepseekV4ForCausalLM(deepseek_v4.DeepseekV4ForCausalLM):
                 "openmla: DeepSeek V4 must be on a CPU to run with --attention-backend CUSTOM, got "
                 f"{current_platform.device_type}; leave the option out for vLLM's own."
             )
+        for name in ("query_dtype", "prefill_dtype"):
+            if chosen and option(vllm_config, name, None) is not None:
+                raise ConfigError(f"openmla: {name} must not be given for DeepSeek V4.")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if chosen:
             take_over(self)
