@@ -200,17 +200,25 @@ def test_nothing_is_compiled_after_it_on_cuda(config: MLAConfig) -> None:
     assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
 
 
+def widened(config: MLAConfig) -> MLAConfig:
+    wide = PRESETS["deepseek-v3.2"]
+    indexer = config.indexer
+    if indexer is not None and wide.indexer is not None:
+        indexer = replace(indexer, head_dim=wide.indexer.head_dim)
+    return replace(
+        config, num_heads=6, kv_lora_rank=wide.kv_lora_rank, v_head_dim=wide.v_head_dim,
+        qk_nope_head_dim=wide.qk_nope_head_dim, qk_rope_head_dim=wide.qk_rope_head_dim,
+        indexer=indexer,
+    )  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is nothing to compile")
 @pytest.mark.parametrize("format", ["fp8", "fp8_ds_mla", "bf16"])
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=lambda config: config.model_type)
 def test_nothing_is_compiled_for_fp8_after_it_on_cuda(config: MLAConfig, format: str) -> None:
     """Queries of decode and prefill in e4m3; heads of no power of two, at real widths."""
-    wide = PRESETS["deepseek-v3"]
-    config = replace(
-        config, num_heads=6, kv_lora_rank=wide.kv_lora_rank, v_head_dim=wide.v_head_dim,
-        qk_nope_head_dim=wide.qk_nope_head_dim, qk_rope_head_dim=wide.qk_rope_head_dim,
-    )  # fmt: skip
+    config = widened(config)
     formats: dict[str, Any] = {"format": format, "index_format": "index_fp32"}
     scale: dict[str, Any] = {"kv_scale": 0.5} if format == "fp8" else {}
     cache = allocate_cache(config, num_blocks=200, block_size=16, device="cuda", **formats, **scale)
