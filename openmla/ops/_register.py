@@ -40,7 +40,7 @@ _DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 }
 _DTYPE_NAMES = {
     "f": "fp16, bf16, fp32 or fp64",
-    "q": "fp8, fp16, bf16, fp32 or fp64",
+    "q": "e4m3, fp16, bf16, fp32 or fp64",
     "f32": "float32",
     "i32": "int32",
     "i64": "int64",

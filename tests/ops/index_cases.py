@@ -171,7 +171,7 @@ def unit_budget(actual: Tensor, exact: Tensor, magnitude: Tensor, *, fp8: bool) 
 BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ({"q_idx": lambda t: t[0]}, "q_idx must be [T, HI, DI], got (4, 32)"),
     ({"q_idx": lambda t: t[0, 0, 0]}, "q_idx must be [T, HI, DI], got ()"),
-    ({"q_idx": lambda t: t.int()}, "q_idx must be fp8, fp16, bf16, fp32 or fp64, got torch.int32"),
+    ({"q_idx": lambda t: t.int()}, "q_idx must be e4m3, fp16, bf16, fp32 or fp64, got torch.int32"),
     (
         {"q_idx": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
         "q_idx must be contiguous along its last dimension",

@@ -240,7 +240,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
     ("name", "change", "message"),
     [
         ("q_idx", lambda t: t[0], "q_idx must be [T, HI, DI], got (4, 32)"),
-        ("q_idx", lambda t: t.int(), "q_idx must be fp8, fp16, bf16, fp32 or fp64, got torch.int"),
+        ("q_idx", lambda t: t.int(), "q_idx must be e4m3, fp16, bf16, fp32 or fp64, got torch.int"),
         (
             "q_idx",
             lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
@@ -249,7 +249,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         ("w_idx", lambda t: t[:, 1:], "w_idx must be [T, HI] with HI=4, got (7, 3)"),
         ("w_idx", lambda t: t.half(), "w_idx must be torch.float32, got torch.float16"),
         ("k_idx", lambda t: t[:, 1:], "k_idx must be [S, DI] with DI=32, got (12, 31)"),
-        ("k_idx", lambda t: t.byte(), "k_idx must be fp8, fp16, bf16, fp32 or fp64, got torch.ui"),
+        ("k_idx", lambda t: t.byte(), "k_idx must be e4m3, fp16, bf16, fp32 or fp64, got torch.ui"),
         ("k_idx", lambda t: t.T.contiguous().T, "k_idx must be contiguous along its last dim"),
         ("k_scale", lambda t: t[1:], "k_scale must be [S] with S=12, got (11,)"),
         ("k_scale", lambda t: t.double(), "k_scale must be float32, got torch.float64"),

@@ -325,7 +325,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
     ("name", "change", "message"),
     [
         ("q", lambda t: t[0], "q must be [T, H, E], got (4, 24)"),
-        ("q", lambda t: t.int(), "q must be fp8, fp16, bf16, fp32 or fp64, got torch.int32"),
+        ("q", lambda t: t.int(), "q must be e4m3, fp16, bf16, fp32 or fp64, got torch.int32"),
         ("k", lambda t: t[:, :, :-1], "k must be [S, H, E] with E=24, got (62, 4, 23)"),
         ("k", lambda t: t.float(), "k must be torch.bfloat16 like q, got torch.float32"),
         ("v", lambda t: t[:-1], "v must be [S, H, V] with S=62, got (61, 4, 16)"),

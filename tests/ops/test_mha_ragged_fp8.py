@@ -185,7 +185,7 @@ def test_other_eight_bits_are_refused() -> None:
     inputs = quantised(BASE.make(), keys_contiguous=False)
     for dtype in (torch.float8_e5m2, torch.int8):
         other = Inputs({**inputs.tensors, "q": inputs["q"].float().to(dtype)}, inputs.scalars, ())
-        with pytest.raises(ShapeError, match=f"q must be fp8, fp16, .* got {dtype}"):
+        with pytest.raises(ShapeError, match=f"q must be e4m3, fp16, .* got {dtype}"):
             other.run(mha_ragged, backend="auto")
 
 

@@ -60,7 +60,7 @@ def test_scales_are_used(device: str) -> None:
         ({"q_scale": lambda _: 0.5}, "q_scale must be a tensor, got float."),
         ({"q_scale": lambda s: s.double()}, "q_scale must be float32 on cpu, got torch.float64"),
         ({"q_scale": lambda s: s[:2]}, r"q_scale must be \[\] or \[T, H\] with T=3, H=4, got \(2"),
-        ({"q_latent": lambda q: q.to(torch.float8_e5m2)}, "q_latent must be fp8, fp16"),
+        ({"q_latent": lambda q: q.to(torch.float8_e5m2)}, "q_latent must be e4m3, fp16"),
         ({"q_latent": lambda q: q.bfloat16()}, "q_scale must be None for queries of torch.bf"),
     ],
 )  # fmt: skip

@@ -45,7 +45,7 @@ def _put(index: int, value: int) -> Callable[[Tensor], Tensor]:
         ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
         (
             {"q_latent": lambda t: t.to(torch.int32)},
-            "q_latent must be fp8, fp16, bf16, fp32",
+            "q_latent must be e4m3, fp16, bf16, fp32",
         ),
         (
             {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
