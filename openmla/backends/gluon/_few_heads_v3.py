@@ -104,7 +104,9 @@ def _few_heads_kernel(
     mask_q = (heads < H)[:, None]
     for g in gl.static_range(v3.GROUPS):
         own = gl.load(q_at + v3.GROUP * g, mask=mask_q, other=0.0)
-        queries[g].store(own.to(gl.bfloat16))  # holds e4m3 exactly
+        if Q_SCALES:  # bf16 holds e4m3 exactly; Triton 3.6 has no direct conversion on SM89
+            own = own.to(gl.float32).to(gl.bfloat16)
+        queries[g].store(own)
     heads = first_head + gl.arange(0, few.BLOCK_H, gl.SliceLayout(1, QUERY_ROPE))
     q_at = q + (t64 * q_token + heads * q_head)[:, None] + primitives.C
     q_at += gl.arange(0, 64, gl.SliceLayout(0, QUERY_ROPE))[None, :]
