@@ -39,7 +39,15 @@ from openmla.errors import (
 from openmla.integrations import Scales, attach, calibrate, detach, expect_scales
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
 from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output, make_output
-from openmla.plan import Batch, Plan, Workspace, make_plan, plan_buffers, slice_buffers
+from openmla.plan import (
+    Batch,
+    DecodePlanner,
+    Plan,
+    Workspace,
+    make_plan,
+    plan_buffers,
+    slice_buffers,
+)
 
 __version__ = "0.1.0"
 
@@ -56,6 +64,7 @@ __all__ = [
     "CompressedPool",
     "CompressorConfig",
     "ConfigError",
+    "DecodePlanner",
     "IndexInputs",
     "IndexerConfig",
     "LayerCache",

@@ -22,11 +22,12 @@ def attend_absorbed(
     latent: PagedCache,
     plan: Plan,
     decode: DecodePlan,
+    out: Tensor | None = None,  # [n, H, V]
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
-    """Queries into latent space, one mqa_paged, outputs out of it."""
+    """Queries into latent space, one mqa_paged, outputs out of it; into `out` if it is given."""
     out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
     backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
-    return out_of_latent(out_latent, absorbed, backend, fixed=fixed), lse
+    return out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=out), lse
 
 
 def absorbed_latent(
@@ -77,17 +78,24 @@ def attend_chosen(
     plan: Plan,
     sparse: SparsePlan,
     selection: Selection,
+    out: Tensor | None = None,  # [n, H, V]
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
     """The same over each token's own rows, a chunk of queries at a time."""
-    H, V = plan.config.num_heads, plan.config.v_head_dim
-    backend = plan.called_with("project_heads")
-    out = q_nope.new_empty((sparse.num_absorbed, H, V))
+    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    step = q_nope, q_pe, absorbed, latent, plan, sparse, selection
+    if len(sparse.query_chunks) == 1:
+        out_latent, lse = chosen_latent(*step, 0)
+        return out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=out), lse
+    if out is None:
+        shape = (sparse.num_absorbed, plan.config.num_heads, plan.config.v_head_dim)
+        out = q_nope.new_empty(shape)
     lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
     for number, chunk in enumerate(sparse.query_chunks):
-        out_latent, lse[chunk] = chosen_latent(
-            q_nope, q_pe, absorbed, latent, plan, sparse, selection, number
-        )
-        out[chunk] = out_of_latent(out_latent, absorbed, backend, fixed=plan.batch_invariant)
+        out_latent, lse[chunk] = chosen_latent(*step, number)
+        room = out[chunk]
+        some = out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=room)
+        if some is not room:
+            room.copy_(some)
     return out, lse
 
 
@@ -171,15 +179,36 @@ def into_latent(
             backend=backend,
         )  # fmt: skip
         return q_latent
+    if writes_in_place(q_nope):
+        C = absorbed.w_uk.shape[2]
+        q_latent = q_nope.new_empty((*q_nope.shape[:2], C + q_pe.shape[2]))
+        torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk, out=q_latent[:, :, :C].transpose(0, 1))
+        q_latent[:, :, C:] = q_pe
+        return q_latent
     into_latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk)  # [H, n, C]
     return torch.cat([into_latent.transpose(0, 1), q_pe], dim=-1)
 
 
+def writes_in_place(operand: Tensor) -> bool:
+    """Whether torch.bmm writes into a strided view as it is: cuBLAS does. A tracer is not asked."""
+    return operand.is_cuda and not torch.compiler.is_compiling()
+
+
 def out_of_latent(
-    out_latent: Tensor, absorbed: AbsorbedWeights, backend: str, *, fixed: bool = False
+    out_latent: Tensor,
+    absorbed: AbsorbedWeights,
+    backend: str,
+    *,
+    fixed: bool = False,
+    out: Tensor | None = None,  # [n, H, V]
 ) -> Tensor:
-    if absorbed.uv_scale is not None or fixed:
-        out = out_latent.new_empty((*out_latent.shape[:2], absorbed.w_uv.shape[2]))
+    """Each head's product by w_uv; into `out` if it is given."""
+    H, V = out_latent.shape[1], absorbed.w_uv.shape[2]
+    scaled = absorbed.uv_scale is not None or fixed
+    if out is None and (scaled or writes_in_place(out_latent)):
+        out = out_latent.new_empty((out_latent.shape[0], H, V))
+    if scaled:
+        assert out is not None
         project_heads(
             out,
             out_latent,
@@ -188,6 +217,9 @@ def out_of_latent(
             batch_invariant=fixed,
             backend=backend,
         )
+        return out
+    if out is not None and writes_in_place(out_latent):
+        torch.bmm(out_latent.transpose(0, 1), absorbed.w_uv, out=out.transpose(0, 1))
         return out
     bf16_on_cpu = out_latent.dtype == torch.bfloat16 and out_latent.device.type == "cpu"
     if bf16_on_cpu and out_latent.shape[0] <= FEW_TOKENS:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.attention.absorbed import attend_absorbed, attend_chosen
+from openmla.attention.absorbed import attend_absorbed, attend_chosen, writes_in_place
 from openmla.attention.expanded import attend_expanded
 from openmla.attention.masked import attend_masked
 from openmla.attention.quantized import (
@@ -81,7 +81,8 @@ def attend_step(
         projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
         attend_quantized(out, projected, absorbed, latent, plan, selection)
         return out
-    parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
+    room = out if isinstance(out, Tensor) and sink is None else None
+    parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write, room)
     if sink is not None:
         parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
     if isinstance(out, QuantizedOutput):
@@ -101,21 +102,30 @@ def attend_parts(
     selection: Selection | None,
     raw: RawProjections | None,
     write: bool,
+    out: Tensor | None = None,  # [T, H, V]
 ) -> list[Part]:
-    """Write, then the tokens of each form."""
+    """Write, then the tokens of each form; absorbed ones straight into `out` where they can."""
     projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
     parts: list[Part] = []
     if plan.decode is not None:
-        attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode)
+        room = room_for(out, plan.decode.rows)
+        attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode, room)
         parts.append((plan.decode.rows, *attended))
     if plan.prefill is not None:
         attended = attend_expanded(projected, absorbed, latent, plan, plan.prefill)
         parts.append((plan.prefill.rows, *attended))
     if plan.sparse is not None:
         assert selection is not None
-        attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection)
+        attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection, out)
         parts.append((plan.sparse.rows, *attended))
     return parts
+
+
+def room_for(out: Tensor | None, rows: Rows) -> Tensor | None:
+    """The part of `out` that these tokens fill, if a view can be written to as it is."""
+    if out is None or not isinstance(rows, slice) or not writes_in_place(out):
+        return None
+    return out[rows]
 
 
 def begin_step(
@@ -158,7 +168,9 @@ def put_together(
     if plan.padding:
         into[plan.num_tokens - plan.padding :] = empty
     for rows, part in parts:
-        into[rows] = part
+        room = room_for(into, rows)
+        if room is None or room.data_ptr() != part.data_ptr():  # else it was written there
+            into[rows] = part
     return into
 
 
@@ -288,13 +300,16 @@ def _attend_sparse(
     plan: Plan,
     sparse: SparsePlan,
     selection: Selection,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed rows first, then masked ones, as the plan packed them."""
     q_nope, q_pe = projected.q_nope[sparse.rows], projected.q_pe[sparse.rows]
     n = sparse.num_absorbed
     parts = []
     if n:
-        parts.append(attend_chosen(q_nope[:n], q_pe[:n], absorbed, latent, plan, sparse, selection))
+        room = None if sparse.masked else room_for(out, sparse.rows)
+        step = absorbed, latent, plan, sparse, selection, room
+        parts.append(attend_chosen(q_nope[:n], q_pe[:n], *step))
     if sparse.masked:
         q = torch.cat([q_nope[n:], q_pe[n:]], dim=-1)
         parts.append(attend_masked(q, projected, absorbed, latent, plan, sparse, selection))

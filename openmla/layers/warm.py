@@ -51,13 +51,14 @@ def warmup(
     absorbed: AbsorbedWeights | None = None,
     query_dtype: str | None = None,
     prefill_dtype: str | None = None,
+    batch_invariant: bool = False,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
 
-    Pass the result to make_plan, and `backend`, `dtype`, `output`, `query_dtype` and
-    `prefill_dtype` alike. Steps then compile nothing and allocate no expanded keys or values of
-    their own. Nothing is written: the steps have no slots.
+    Pass the result to make_plan, with the same `backend`, `dtype`, `output`, `query_dtype`,
+    `prefill_dtype` and `batch_invariant`. Steps then compile nothing and allocate no expanded keys
+    or values of their own. Nothing is written: the steps have no slots.
     V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
@@ -99,7 +100,7 @@ def warmup(
         for shape in shapes:
             run_step(
                 shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype,
-                prefill_dtype,
+                prefill_dtype, batch_invariant,
             )  # fmt: skip
     return workspace
 
@@ -177,6 +178,7 @@ def run_step(
     absorbed: AbsorbedWeights | None = None,
     query_dtype: str | None = None,
     prefill_dtype: str | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
@@ -196,6 +198,7 @@ def run_step(
         output=output,
         query_dtype=query_dtype,
         prefill_dtype=prefill_dtype,
+        batch_invariant=batch_invariant,
     )
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:

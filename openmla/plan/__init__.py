@@ -2,6 +2,7 @@
 
 from openmla.plan.batch import Batch
 from openmla.plan.captured import plan_buffers, slice_buffers
+from openmla.plan.decode import DecodePlanner
 from openmla.plan.explanation import Explanation
 from openmla.plan.plan import make_plan
 from openmla.plan.types import (
@@ -21,6 +22,7 @@ __all__ = [
     "CompressedPlan",
     "ContextChunk",
     "DecodePlan",
+    "DecodePlanner",
     "Explanation",
     "KeyChunk",
     "Plan",

@@ -55,7 +55,7 @@ class Engine:
         for name, cache in enumerate(caches):
             layer = stand_ins.Layer(
                 heads, C, P, rope, V, self.scale, self.w_uk, self.w_uv, cache,
-                _k_scale=torch.tensor(0.05 if kv == "fp8" else 1.0),
+                layer_name=str(name), _k_scale=torch.tensor(0.05 if kv == "fp8" else 1.0),
             )  # fmt: skip
             layer.impl = OpenMLAImpl(
                 heads, C + rope, self.scale, 1, None, None, kv, None, "decoder", None,
@@ -104,6 +104,10 @@ class Engine:
         kv_c, k_pe = rows.split([self.C, self.R], 1)
         impl = self.layers[layer].impl
         cache, scale = self.layers[layer].kv_cache, self.layers[layer]._k_scale
+        stand_ins.CONTEXT[0] = SimpleNamespace(
+            attn_metadata=dict.fromkeys("01", metadata),
+            no_compile_layers=dict(zip("01", self.layers, strict=True)),
+        )
         impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, None, "auto", scale)
         impl.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, scale, out)
 
@@ -213,7 +217,7 @@ def test_queries_and_prompts_in_fp8(device: str, kv: str, monkeypatch: pytest.Mo
 
 def test_prompts_of_vllm_are_not_ours(device: str) -> None:
     asked = {"openmla": {"prefill_dtype": "fp8"}}
-    with pytest.raises(ValueError, match="must not be given with decode context parallelism"):
+    with pytest.raises(ValueError, match="not supported with decode context parallelism"):
         Engine(device, additional_config=asked, ranks=2)
 
 
@@ -455,7 +459,10 @@ def test_layers_that_share_a_choice_take_its_step(device: str) -> None:
     common = engine.common({"a": 50}, 1, 50)
     metadata = engine.builder.build(0, common)
     assert sharing.build(0, common) is metadata
-    with pytest.raises(ValueError, match="must be planned after those that choose"):
+    with pytest.raises(
+        ValueError,
+        match="must be planned after those that select, over the same tensors, got another",
+    ):
         sharing.build(0, engine.common({"a": 50}, 1, 50))  # of another step
     del engine.config.compilation_config.static_forward_context["0"]
     with pytest.raises(ValueError, match="must have an indexer, got none"):

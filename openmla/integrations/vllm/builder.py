@@ -1,11 +1,14 @@
-"""A step of vLLM's scheduler as a plan, also for CUDA graphs."""
+"""A step of vLLM's scheduler as a plan, captured in CUDA graphs or not."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
@@ -13,17 +16,22 @@ import openmla
 from openmla.integrations.vllm.backend import OpenMLAMetadata
 from openmla.integrations.vllm.options import option
 
+logger = init_logger("vllm.openmla")
+
+# What two groups of layers must have in common to share a selection.
+STEP_TENSORS = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+
 
 class Decode(NamedTuple):
-    """Of single tokens over this rank's keys, under decode context parallelism."""
+    """Single tokens over this rank's keys, under decode context parallelism."""
 
     plan: openmla.Plan
     seq_lens: Tensor
 
 
-def config_of(layer: Any, num_heads: int, text: Any) -> openmla.MLAConfig:
-    """This rank's part of a layer. Not from the model's file: vLLM changes what it loads."""
-    indexer = None
+def config_of(layer: Any, num_heads: int, vllm_config: Any) -> openmla.MLAConfig:
+    """This rank's part of a layer. The model's file does not serve: vLLM changes what it loads."""
+    indexer, text = None, vllm_config.model_config.hf_text_config
     if layer.use_sparse:
         indexer = openmla.IndexerConfig(text.index_n_heads, text.index_head_dim, text.index_topk)
     return openmla.MLAConfig.from_numbers(
@@ -34,12 +42,13 @@ def config_of(layer: Any, num_heads: int, text: Any) -> openmla.MLAConfig:
         v_head_dim=layer.v_head_dim,
         scale=float(layer.scale),
         indexer=indexer,
+        max_positions=vllm_config.model_config.max_model_len,
     )
 
 
 class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
-    """Without context parallelism nothing of the class above is used: it would reserve memory for
-    vLLM's prefill."""
+    """Without context parallelism nothing of vLLM's MLA builder is used: it would reserve memory
+    for vLLM's own prefill."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
 
@@ -51,38 +60,47 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             super().__init__(kv_cache_spec, layer_names, vllm_config, device, OpenMLAMetadata)
         else:
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
-            self.reorder_batch_threshold = None
+            self.reorder_batch_threshold = None  # requests stay in order
+        # A decode plan reads vLLM's own tensors, so a draft step has nothing to rebuild.
+        self.supports_draft_decode_metadata_update = self.ranks == 1
         context = vllm_config.compilation_config.static_forward_context
         layers = [context[name] for name in layer_names]
-        # Where layers share what one of them chose, that one has the index rows.
+        # Of layers that share a selection, the one with the indexer has the index cache.
         self.layer = next((layer for layer in layers if layer.indexer is not None), layers[0])
-        self.chooser: Any = None  # of another group: vLLM has those apart that choose nothing
+        self.leader: Any = None  # the layer of another group whose indexer selects for this one
         if self.layer.use_sparse and self.layer.indexer is None:
-            everyone = context.values()
-            choosers = [one for one in everyone if getattr(one, "indexer", None) is not None]
-            if not choosers:
+            leaders = [one for one in context.values() if getattr(one, "indexer", None) is not None]
+            if not leaders:
                 raise ValueError(
-                    "openmla: a pipeline stage of sparse layers must have an indexer, got none."
+                    "openmla: a pipeline stage with sparse layers must have an indexer, got none."
                 )
-            self.chooser = choosers[0]
-        heads = self.layer.num_heads * self.ranks  # which vLLM gathers for decode
-        self.config = config_of(self.layer, heads, vllm_config.model_config.hf_text_config)
-        self.dtype = vllm_config.model_config.dtype
-        self.backend = option(vllm_config, "backend", "auto")
-        self.query_dtype = option(vllm_config, "query_dtype", None)
+            self.leader = leaders[0]
+        heads = self.layer.num_heads * self.ranks  # vLLM gathers them for decode
+        self.config = config_of(self.layer, heads, vllm_config)
+        self.options = {
+            "dtype": vllm_config.model_config.dtype,
+            "backend": option(vllm_config, "backend", "auto"),
+            "query_dtype": option(vllm_config, "query_dtype", None),
+            "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT),
+        }
         self.prefill_dtype = option(vllm_config, "prefill_dtype", None)
         if self.prefill_dtype is not None and self.ranks > 1:
             raise ValueError(
-                "openmla: prefill_dtype must not be given with decode context parallelism, where "
-                "prompts are vLLM's own."
+                "openmla: prefill_dtype is not supported with decode context parallelism, where "
+                "vLLM runs prefill itself. Leave it out."
             )
         for layer in layers:
             layer.impl.bind(layer, self)
         drafts = vllm_config.speculative_config
         self.drafting = drafts is not None
         self.width = 1 + (drafts.num_speculative_tokens if drafts and self.ranks == 1 else 0)
-        self.whole: dict[str, Tensor] | None = None
-        self.latest: tuple[Any, Any] = (None, None)  # vLLM's metadata of a step, and ours
+        sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+        requests = max(vllm_config.scheduler_config.max_num_seqs, *sizes, 1)
+        self.max_tokens = requests * self.width
+        self.every = torch.arange(self.max_tokens + 1, dtype=torch.int32)
+        self.planners: dict[str | None, openmla.DecodePlanner] = {}  # by output format
+        self.planned_cache: openmla.LayerCache | None = None
+        self.latest: OpenMLAMetadata | None = None
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -96,78 +114,140 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         if self.ranks > 1:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         m = common_attn_metadata
-        if self.chooser is not None:  # one step, so that what it chooses is there for all
-            step, metadata = self.chooser.impl.builder.latest
-            if step is not m:
+        if self.leader is not None:
+            return self._leaders_metadata(m)
+        metadata = OpenMLAMetadata(
+            num_reqs=m.num_reqs,
+            max_query_len=m.max_query_len,
+            max_seq_len=m.max_seq_len,
+            num_actual_tokens=m.num_actual_tokens,
+            query_start_loc=m.query_start_loc,
+            slot_mapping=m.slot_mapping,
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_prefills=m.num_reqs,
+            plan=self.plan(m, self.cache()),
+            common=m,
+        )
+        self.latest = metadata
+        return metadata
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OpenMLAMetadata:
+        """vLLM's MLA builder asks that no query be longer than its threshold for reordering, which
+        is only set with context parallelism."""
+        if self.ranks > 1:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)
+
+    def update_draft_decode_metadata(self, metadata: OpenMLAMetadata) -> None:
+        """Called inside the graph of a draft step, once vLLM has written its lengths."""
+        for output, plan in ((None, metadata.plan), ("fp8", metadata.quantized_plan)):
+            if plan is not None:
+                m = metadata.common
+                B = m.num_reqs
+                self.planners[output].update(plan, m.seq_lens[:B], m.query_start_loc[: B + 1])
+
+    def quantized_plan(self, metadata: OpenMLAMetadata) -> openmla.Plan:
+        """The plan of this step whose output is fp8 with one scale; made when a layer asks."""
+        if metadata.quantized_plan is None:
+            metadata.quantized_plan = self.plan(metadata.common, self.cache(), "fp8")
+        return metadata.quantized_plan
+
+    def _leaders_metadata(self, m: Any) -> OpenMLAMetadata:
+        """The metadata of the layers that select, which holds the selection."""
+        latest = self.leader.impl.builder.latest
+        if latest is None:
+            raise ValueError(
+                "openmla: layers that share a selection must be planned after those that select."
+            )
+        for name in STEP_TENSORS:
+            theirs, ours = getattr(latest.common, name), getattr(m, name)
+            if theirs.data_ptr() != ours.data_ptr() or theirs.shape != ours.shape:
                 raise ValueError(
-                    "openmla: layers that share a choice must be planned after those that choose, "
-                    "over the same blocks."
+                    "openmla: layers that share a selection must be planned after those that "
+                    f"select, over the same tensors, got another {name}."
                 )
-            return metadata
+        return latest
+
+    def cache(self) -> openmla.LayerCache:
+        """The cache as vLLM bound it; kernels are compiled and planners made for a new one."""
+        cache: openmla.LayerCache = self.layer.impl.cache_of(self.layer.kv_cache)
+        if cache is not self.planned_cache:
+            self.planned_cache, self.planners = cache, {}
+            self._warm_up(cache)
+        return cache
+
+    def _warm_up(self, cache: openmla.LayerCache) -> None:
+        """Compile this group's kernels before vLLM serves, unless the user turned that off."""
+        if self.device.type != "cuda" or not self.vllm_config.kernel_config.enable_jit_warmup:
+            return
+        started = time.perf_counter()
+        scheduler = self.vllm_config.scheduler_config
+        openmla.warmup(
+            self.config,
+            cache,
+            max_requests=scheduler.max_num_seqs,
+            max_tokens=scheduler.max_num_batched_tokens,
+            prefill_dtype=self.prefill_dtype,
+            **self.options,
+        )
+        torch.cuda.synchronize(self.device)
+        logger.info(
+            "openmla compiled its attention kernels in %.1f s.", time.perf_counter() - started
+        )
+
+    def plan(self, m: Any, cache: openmla.LayerCache, output: str | None = None) -> openmla.Plan:
+        B, T = m.num_reqs, m.num_actual_tokens
+        if not self._is_uniform(m.query_start_loc_cpu[: B + 1], B, T):
+            return self._plan_requests(m, cache, output)
+        return self.decode_planner(cache, output).plan(
+            block_table=m.block_table_tensor[:B],
+            seq_lens=m.seq_lens[:B],
+            query_start_loc=m.query_start_loc[: B + 1],
+            slot_mapping=m.slot_mapping[:T],
+        )
+
+    def decode_planner(
+        self, cache: openmla.LayerCache, output: str | None = None
+    ) -> openmla.DecodePlanner:
+        if output not in self.planners:
+            self.planners[output] = openmla.DecodePlanner(
+                self.config, cache, max_tokens=self.max_tokens, output=output, **self.options
+            )
+        return self.planners[output]
+
+    def _is_uniform(self, starts: Tensor, B: int, T: int) -> bool:
+        """Whether every request has the same few tokens, but for padding at the end."""
+        width = T // B
+        if width * B != T or width > self.width:
+            return False
+        if self.device.type == "cpu" and self.config.indexer is not None:
+            return False  # nothing is captured, and short contexts need no indexer
+        even = self.every[: B + 1] * width
+        return torch.equal(starts, even) or torch.equal(starts, even.clamp_(max=starts[-1]))
+
+    def _plan_requests(self, m: Any, cache: openmla.LayerCache, output: str | None) -> openmla.Plan:
+        """A step with prompts, planned request by request."""
         B, T = m.num_reqs, m.num_actual_tokens
         query_lens = m.query_start_loc_cpu[: B + 1].diff().tolist()
+        lens = m.seq_lens_cpu_upper_bound[:B].tolist()
         given: dict[str, Any] = {}
-        if self.drafting:  # accepted drafts are known on the device only, prompts here, too
+        if self.drafting:  # only the device knows how many draft tokens were accepted
             exact = [n > self.width for n in query_lens]
             given = {"device_seq_lens": m.seq_lens[:B], "exact": exact}
         batch = openmla.Batch(
             query_lens=query_lens,
-            seq_lens=self._bounds(m, query_lens),
+            # a request that pads the step has no tokens, and whatever length was there before
+            seq_lens=[S if n else 0 for S, n in zip(lens, query_lens, strict=True)],
             block_table=m.block_table_tensor[:B],
             slot_mapping=m.slot_mapping[:T],
             padding=T - sum(query_lens),
             **given,
         )
-        plan = self._plan(batch, B, T)
-        metadata = OpenMLAMetadata(
-            num_reqs=B,
-            max_query_len=m.max_query_len,
-            max_seq_len=m.max_seq_len,
-            num_actual_tokens=T,
-            query_start_loc=m.query_start_loc,
-            slot_mapping=m.slot_mapping,
-            num_decodes=0,
-            num_decode_tokens=0,
-            num_prefills=B,
-            plan=plan,
-        )
-        self.latest = (m, metadata)
-        return metadata
-
-    @staticmethod
-    def _bounds(m: Any, query_lens: list[int]) -> list[int]:
-        """Lengths; requests that fill up a graph have whatever was there before."""
-        lens = m.seq_lens_cpu_upper_bound[: m.num_reqs].tolist()
-        return [S if n else 0 for S, n in zip(lens, query_lens, strict=True)]
-
-    def _plan(self, batch: openmla.Batch, B: int, T: int, **more: Any) -> openmla.Plan:
-        """Over buffers that stay where they are, if a graph may be captured of it or replayed."""
-        cache = self.layer.impl.cache_of(self.layer.kv_cache)
-        given: dict[str, Any] = {"dtype": self.dtype, "backend": self.backend, **more}
-        given |= {"query_dtype": self.query_dtype, "prefill_dtype": self.prefill_dtype}
-        if (
-            self.device.type == "cuda"
-            and B * self.width == T
-            and max(batch.query_lens) <= self.width
-        ):
-            given["prefill_dtype"] = None  # nothing is expanded
-            given["into"] = openmla.slice_buffers(
-                self._buffers(cache, batch.block_table.shape[1]), max_requests=B, max_tokens=T
-            )
-        return openmla.make_plan(batch, self.config, cache, **given)
-
-    def _buffers(self, cache: openmla.LayerCache, max_blocks: int) -> dict[str, Tensor]:
-        if self.whole is None:
-            sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-            requests = max(self.vllm_config.scheduler_config.max_num_seqs, *sizes, 1)
-            self.whole = openmla.plan_buffers(
-                self.config,
-                cache,
-                max_requests=requests,
-                max_tokens=requests * self.width,
-                max_blocks=max_blocks,
-            )
-        return self.whole
+        return openmla.make_plan(
+            batch, self.config, cache, output=output, prefill_dtype=self.prefill_dtype,
+            **self.options,
+        )  # fmt: skip
 
     def _build_decode(
         self,
@@ -181,14 +261,13 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         dcp_tot_seq_lens_device: Tensor | None,
     ) -> Decode:
         """Context parallelism: a token sees all of this rank's keys, of which there may be none."""
-        query_lens = query_start_loc_cpu.diff().tolist()
-        batch = openmla.Batch(
-            query_lens=query_lens,
-            seq_lens=[max(max_seq_len, 1) if n else 0 for n in query_lens],
+        cache = self.cache()
+        if not hasattr(self, "no_slots"):  # vLLM has written the rows
+            self.no_slots = torch.full((self.max_tokens,), -1, device=self.device)
+        plan = self.decode_planner(cache).plan(
             block_table=block_table_tensor,
-            slot_mapping=torch.full((num_decode_tokens,), -1, device=self.device),
-            device_seq_lens=seq_lens_device,
-            padding=num_decode_tokens - sum(query_lens),
+            seq_lens=seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            slot_mapping=self.no_slots[:num_decode_tokens],
         )
-        plan = self._plan(batch, len(query_lens), num_decode_tokens, form="absorbed")
         return Decode(plan, seq_lens_device)

@@ -1,4 +1,4 @@
-"""V3.2 and GLM-5: vLLM's indexer module, its keys and its choice by select_step."""
+"""V3.2 and GLM-5: vLLM's indexer module, with its keys and its selection by select_step."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
@@ -20,7 +21,7 @@ from vllm.v1.attention.backend import (
 
 import openmla
 from openmla.cache.format import get_format
-from openmla.integrations.vllm.backend import is_chosen
+from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
 
 SELECT = "openmla_vllm::select"
@@ -28,10 +29,18 @@ SELECT = "openmla_vllm::select"
 
 @torch.library.custom_op(SELECT, mutates_args=("chosen",))
 def select(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, layer_name: str) -> None:
-    """Of a layer's tokens, into this step's metadata. `chosen`, vLLM's buffer of positions, stays
-    as it is: that it might change keeps compilers from dropping or moving the call."""
+    """Select a layer's keys into the step's metadata. `chosen`, vLLM's buffer of positions, is not
+    written; declaring it as mutated keeps compilers from dropping or moving the call.
+
+    vLLM runs these models with breakable CUDA graphs: attention is a break, run eagerly at every
+    replay, and so is the selection, which reads the same metadata. Whether such graphs are on is
+    known once vLLM has its config, so the wrapper is made at the call."""
+    eager_break_during_capture(_select)(q, k, weights, layer_name)
+
+
+def _select(q: Tensor, k: Tensor, weights: Tensor, layer_name: str) -> None:
     context = get_forward_context()
-    if not isinstance(context.attn_metadata, dict):  # vLLM measures memory
+    if not isinstance(context.attn_metadata, dict):  # the profiling run
         return
     metadata, layer = context.attn_metadata[layer_name], context.no_compile_layers[layer_name]
     T = metadata.num_actual_tokens
@@ -47,11 +56,11 @@ def _(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, layer_name: str) ->
 
 
 class OpenMLAIndexer(Indexer):
-    """In the place of vLLM's, which quantises queries by a kernel that neither CPUs nor SM80 have.
-    openmla rounds them as its format of index keys says."""
+    """Replaces vLLM's, which quantizes queries with a kernel that CPUs and SM80 do not have.
+    openmla rounds them as its index format says."""
 
     def take_over(self) -> None:
-        """Of an instance whose class was changed."""
+        """Set up an instance of vLLM's class that became one of this class."""
         self.format = option(self.vllm_config, "index_format", "index_fp8")
         layout = get_format(self.format, "index")
         self.k_cache.__class__ = IndexCache
@@ -86,7 +95,7 @@ class IndexCache(DeepseekV32IndexerCache):
 
 
 class IndexBackend(AttentionBackend):
-    """Of index keys: their pages are wanted, the layer's plan has the rest."""
+    """Gives index keys their pages; the layer's plan covers the rest."""
 
     @staticmethod
     def get_name() -> str:
@@ -107,6 +116,7 @@ class IndexBackend(AttentionBackend):
 
 class IndexBuilder(AttentionMetadataBuilder[Any]):
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -114,13 +124,16 @@ class IndexBuilder(AttentionMetadataBuilder[Any]):
     def build(self, *args: Any, **given: Any) -> None:
         return None
 
+    def update_draft_decode_metadata(self, metadata: None) -> None:
+        return None
+
 
 class IndexOp(SparseAttnIndexer):
-    """vLLM's own unless this backend is chosen: then it is never called, and its constructor, which
-    asks for DeepGEMM, is not either."""
+    """vLLM's own op unless this backend is selected. Then nothing calls it, and its constructor,
+    which requires DeepGEMM, does not run."""
 
     def __init__(self, k_cache: Any, *args: Any, **given: Any) -> None:
-        if is_chosen(get_current_vllm_config()) and isinstance(k_cache, DeepseekV32IndexerCache):
+        if is_selected(get_current_vllm_config()) and isinstance(k_cache, DeepseekV32IndexerCache):
             CustomOp.__init__(self)
         else:
             super().__init__(k_cache, *args, **given)

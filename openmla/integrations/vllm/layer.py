@@ -1,4 +1,4 @@
-"""A layer: vLLM's weights and cache tensors as they are, to attend_step."""
+"""One layer: vLLM's weights and cache tensors, passed to attend_step as they are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.platforms import current_platform
 
 import openmla
+from openmla.integrations.vllm import prefill
 from openmla.integrations.vllm.backend import OpenMLAMetadata
+from openmla.integrations.vllm.memory import profiled_rows
 
 FORMATS = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -18,38 +24,48 @@ FORMATS = {
 
 
 class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
-    """The class above serves prefill under decode context parallelism, which gathers the context of
-    all ranks."""
+    """vLLM's class serves prefill under decode context parallelism, where the context of all ranks
+    is gathered."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
     supports_pcp = False
-    masked_mha_available = False  # of vLLM; the plan masks
+    masked_mha_available = False  # vLLM's own; the plan decides about masks
     supports_quant_query_input = False
 
     def __init__(self, *args: Any, topk_indices_buffer: Tensor | None = None, **given: Any) -> None:
         for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
             if given.get(name) is not None:
-                raise NotImplementedError(f"openmla: MLA has no {name}.")
+                raise NotImplementedError(f"openmla: {name} is not supported for MLA.")
         given.pop("index_group_builder", None)
         super().__init__(*args, **given)
         self.supports_quant_query_input = False
-        self.is_sparse = topk_indices_buffer is not None  # given to layers that choose
+        self.is_sparse = topk_indices_buffer is not None  # only sparse layers get one
+        self.vllm_config = get_current_vllm_config()
+        if self.dcp_world_size == 1 and not current_platform.is_cpu():
+            prefill.select(self.vllm_config)
         self.layer: Any = None
+        self._attend_eagerly: Any = None
         self._weights: openmla.AbsorbedWeights | None = None
         self._cache: tuple[Tensor | None, openmla.LayerCache | None] = (None, None)
 
     def bind(self, layer: Any, builder: Any) -> None:
-        """By the builder: forward_mha is not given its layer."""
+        """Called by the builder: forward_mha does not get its layer."""
         self.layer, self.builder = layer, builder
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Also before the profiling run, in which vLLM allocates as many expanded rows as the layer
+        says, and sizes the KV cache around them."""
         self._weights = None
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        layer = next((one for one in layers if getattr(one, "impl", None) is self), None)
+        if layer is not None and self.dcp_world_size == 1:
+            layer._chunked_prefill_workspace_size = profiled_rows(layer, self.vllm_config)
 
     @property
     def weights(self) -> openmla.AbsorbedWeights:
-        """vLLM's W_UK_T [H, P, C] and W_UV [H, C, V]: views of one weight, quantised ones copied by
-        vLLM."""
+        """vLLM's W_UK_T [H, P, C] and W_UV [H, C, V]: views of one weight, or copies that vLLM made
+        of a quantized one."""
         if self._weights is None:
             w_uk, w_uv = self.layer.W_UK_T.data, self.layer.W_UV.data
             (H, P, C), V = w_uk.shape, w_uv.shape[2]
@@ -65,7 +81,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         return self._weights
 
     def cache_of(self, kv_cache: Tensor) -> openmla.LayerCache:
-        """vLLM's tensor [N, BS, W], pages as far apart as vLLM put them."""
+        """vLLM's tensor [N, BS, W], with whatever stride between pages it has."""
         known, cache = self._cache
         if known is not kv_cache or cache is None:
             data, scale = kv_cache, self.layer._k_scale
@@ -85,10 +101,10 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         return cache
 
     def record_logical_topk_ready(self) -> None:
-        """Called of sparse layers."""
+        """vLLM calls it on sparse layers."""
 
     def do_kv_cache_update(self, *args: Any, **given: Any) -> None:
-        """attend_step writes, but for context parallelism."""
+        """attend_step writes the rows, except with context parallelism."""
         if self.dcp_world_size > 1:
             super().do_kv_cache_update(*args, **given)
 
@@ -109,15 +125,47 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
                 output_scale,
             )  # fmt: skip
             return
-        P = self.qk_nope_head_dim
-        assert attn_metadata.plan is not None
+        if self._attend_eagerly is None:  # vLLM has its config by now
+            self._attend_eagerly = eager_break_during_capture(self._attend)
+        self._attend_eagerly(q, kv_c_normed, k_pe, attn_metadata, output, output_scale)
+
+    def _attend(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        attn_metadata: OpenMLAMetadata,
+        output: Tensor,
+        output_scale: Tensor | None,
+    ) -> None:
+        """Runs eagerly where vLLM captures breakable CUDA graphs; a replay repeats the arguments of
+        the capture, so the step is taken from the forward context.
+
+        vLLM makes its own attention op such a break, but only if breakable graphs were on when its
+        module was imported. They are not on a first start, whose inspection of the model imports
+        that module before the config is complete."""
+        current = get_forward_context().attn_metadata
+        if isinstance(current, dict):
+            attn_metadata = current[self.layer.layer_name]
+        T, P = attn_metadata.num_actual_tokens, self.qk_nope_head_dim
+        q, kv_c_normed, k_pe, output = q[:T], kv_c_normed[:T], k_pe[:T], output[:T]
+        plan, selection = attn_metadata.plan, attn_metadata.selection
+        out: Any = output.view(-1, self.num_heads, self.v_head_dim)
+        if output_scale is not None:  # vLLM fused the quantization of what o_proj reads
+            plan = self.builder.quantized_plan(attn_metadata)
+            scale = output_scale.reshape(())
+            out = openmla.QuantizedOutput(output.flatten(1), None, scale, "fp8")
+            if selection is not None:  # made for the other plan of this step
+                assert plan.sparse is not None
+                selection = selection._replace(row_lens=plan.sparse.row_lens)
+        assert plan is not None
         openmla.attend_step(
             openmla.Projected(q[..., :P], q[..., P:], kv_c_normed, k_pe.squeeze(1)),
             self.weights,
             self.cache_of(self.layer.kv_cache),
-            attn_metadata.plan,
-            selection=attn_metadata.selection,
-            out=output.view(-1, self.num_heads, self.v_head_dim),
+            plan,
+            selection=selection,
+            out=out,
         )
 
     def forward_mqa(
@@ -127,7 +175,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         attn_metadata: OpenMLAMetadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Context parallelism: this rank's part of the keys; vLLM merges by the lse."""
+        """Context parallelism: attention over this rank's keys; vLLM merges the ranks by lse."""
         assert attn_metadata.decode is not None
         q_latent = torch.cat(q, -1) if isinstance(q, tuple) else q
         cache = self.cache_of(self.layer.kv_cache)

@@ -1,7 +1,7 @@
-"""V3.2, GLM-5 and their drafts, with our indexer where this backend is chosen.
+"""V3.2, GLM-5 and their MTP drafts, with openmla's indexer if this backend is selected.
 
-That is vLLM's model for every platform. On CUDA vLLM has another one, which writes rows and calls
-kernels of its own: it stays where this backend is not chosen.
+openmla then uses vLLM's generic model. On CUDA vLLM has another one, which writes rows and calls
+kernels itself; it stays in place if this backend is not selected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MODELS = {
 
 
 def register() -> None:
-    """By name: vLLM looks at a model in another process, and imports it when it is asked for."""
+    """By name: vLLM inspects a model in another process and imports it when it is needed."""
     from vllm import ModelRegistry
 
     for architecture in MODELS:
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def __getattr__(architecture: str) -> Any:
-    """A model that is vLLM's own, unless this backend is chosen."""
+    """vLLM's own model, unless this backend is selected."""
     from importlib import import_module
 
     if architecture not in MODELS:
@@ -44,25 +44,26 @@ def __getattr__(architecture: str) -> Any:
     own, common = (getattr(import_module(module), name) for module, name in MODELS[architecture])
 
     def __new__(cls: type, *args: Any, vllm_config: Any, **given: Any) -> Any:
-        from openmla.integrations.vllm.backend import is_chosen
+        from openmla.integrations.vllm.backend import is_selected
 
-        if not is_chosen(vllm_config):
+        if not is_selected(vllm_config):
             return own.__new__(cls)
-        return with_our_indexer(common, *args, vllm_config=vllm_config, **given)
+        return with_openmla_indexer(common, *args, vllm_config=vllm_config, **given)
 
     made = type(architecture, (own,), {"__new__": __new__, "__module__": __name__})
     globals()[architecture] = made
     return made
 
 
-def with_our_indexer(common: Any, *args: Any, vllm_config: Any, **given: Any) -> Any:
+def with_openmla_indexer(common: Any, *args: Any, vllm_config: Any, **given: Any) -> Any:
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
     from openmla.integrations.vllm import indexer
 
     indexer.register()
+    use_packed_fp8_rows(vllm_config)
     ops = vllm_config.compilation_config.splitting_ops
-    if ops and indexer.SELECT not in ops:  # not in a graph of one piece: it reads the step's plan
+    if ops and indexer.SELECT not in ops:  # it reads the step's plan, so no graph may contain it
         ops.append(indexer.SELECT)
     model = common(*args, vllm_config=vllm_config, **given)
     for module in model.modules():
@@ -70,3 +71,22 @@ def with_our_indexer(common: Any, *args: Any, vllm_config: Any, **given: Any) ->
             module.__class__ = indexer.OpenMLAIndexer
             module.take_over()
     return model
+
+
+def use_packed_fp8_rows(vllm_config: Any) -> None:
+    """For sparse models vLLM's own backends take `fp8` to mean DeepSeek's packed rows, with a scale
+    per 128 columns and 16-bit rope columns."""
+    from vllm.logger import init_logger
+
+    from openmla.integrations.vllm.options import option
+
+    cache = vllm_config.cache_config
+    if cache.cache_dtype in ("fp8", "fp8_e4m3") and not option(
+        vllm_config, "fp8_per_tensor", False
+    ):
+        init_logger("vllm.openmla").info_once(
+            "openmla uses the fp8_ds_mla KV cache format for this sparse model, as vLLM's own "
+            'backends do. --additional-config \'{"openmla": {"fp8_per_tensor": true}}\' keeps one '
+            "scale per tensor."
+        )
+        cache.cache_dtype = "fp8_ds_mla"
