@@ -87,11 +87,10 @@ class DecodePlanner:
     ) -> Plan:
         """The plan of a step over these tensors, the same object whenever they are at the same
         addresses. Call it before every step: a sparse plan is brought up to date here."""
-        B, T = seq_lens.shape[0], slot_mapping.shape[0]
         key = (
-            B, T, block_table.data_ptr(), block_table.shape[1], block_table.stride(0),
-            seq_lens.data_ptr(), query_start_loc.data_ptr(), slot_mapping.data_ptr(),
-            times_forgotten(),
+            block_table.shape, block_table.stride(), seq_lens.shape, query_start_loc.shape,
+            slot_mapping.shape, block_table.data_ptr(), seq_lens.data_ptr(),
+            query_start_loc.data_ptr(), slot_mapping.data_ptr(), times_forgotten(),
         )  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
@@ -161,7 +160,7 @@ class DecodePlanner:
     def _check(
         self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor
     ) -> None:
-        B, T = seq_lens.shape[0], slot_mapping.shape[0]
+        B, T = seq_lens.numel(), slot_mapping.numel()
         device = latent_of(self.cache).data.device
         columns = block_table.shape[1] if block_table.dim() == 2 else 1
         for name, tensor, shape, dtype in (

@@ -6,6 +6,7 @@ vLLM's types are stood in for (vllm_stand_ins.py); `make test-vllm` runs the rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,13 @@ class Engine:
             self.config.compilation_config.static_forward_context[str(name)] = layer
         self.builder = OpenMLABuilder(None, ["0", "1"], self.config, torch.device(device))
         self.free = list(range(1, BLOCKS))  # 0 is vLLM's null block
+        # vLLM writes every step into the same tensors, which its graphs read
+        self.fixed = {
+            "query_start_loc": torch.zeros(9, dtype=torch.int32, device=device),
+            "seq_lens": torch.zeros(8, dtype=torch.int32, device=device),
+            "block_table": torch.zeros(8, MAX_BLOCKS, dtype=torch.int32, device=device),
+            "slot_mapping": torch.zeros(128, dtype=torch.int64, device=device),
+        }
         self.blocks: dict[str, list[int]] = {}
         self.rows: dict[str, Tensor] = {}  # [S, C + R], as they were given
 
@@ -90,17 +98,26 @@ class Engine:
         seq_lens = torch.tensor(lens, dtype=torch.int32)
         stale = seq_lens.clone()
         stale[len(wanted) :] = 999  # of requests that are gone
+        on_device = []
+        for name, value in zip(
+            self.fixed, (starts, seq_lens, table, torch.tensor(slots)), strict=True
+        ):
+            on_device.append(self.fixed[name][: len(value)])
+            on_device[-1].copy_(value)
         return stand_ins.CommonAttentionMetadata(
-            starts.to(self.device), starts, seq_lens.to(self.device), stale, requests, tokens,
-            max(query_lens), max(lens), table.to(self.device),
-            torch.tensor(slots).to(self.device),
+            on_device[0], starts, on_device[1], stale, requests, tokens, max(query_lens), max(lens),
+            *on_device[2:],
         )  # fmt: skip
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor]:
         q = torch.randn(tokens, self.heads, P + self.R).to(self.device, self.dtype)
         return q, torch.randn(tokens, self.C + self.R).to(self.device, self.dtype)
 
-    def attend(self, metadata: Any, q: Tensor, rows: Tensor, out: Tensor, layer: int = 0) -> None:
+    def attend(
+        self, metadata: Any, q: Tensor, rows: Tensor, out: Tensor, layer: int = 0,
+        captured: Any = None, output_scale: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """vLLM's op. `captured` is the metadata of the graph that this replays."""
         kv_c, k_pe = rows.split([self.C, self.R], 1)
         impl = self.layers[layer].impl
         cache, scale = self.layers[layer].kv_cache, self.layers[layer]._k_scale
@@ -109,7 +126,9 @@ class Engine:
             no_compile_layers=dict(zip("01", self.layers, strict=True)),
         )
         impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, None, "auto", scale)
-        impl.forward_mha(q, kv_c, k_pe.unsqueeze(1), cache, metadata, scale, out)
+        impl.forward_mha(
+            q, kv_c, k_pe.unsqueeze(1), cache, captured or metadata, scale, out, output_scale
+        )
 
     def step(self, wanted: dict[str, int], requests: int = 0, tokens: int = 0) -> Tensor:
         """One layer's step, checked; returns what it attended to."""
@@ -324,9 +343,8 @@ def test_graphs_of_many_sizes_over_one_set_of_buffers(drafts: int) -> None:
     for size in sizes:
         tokens = size * width
         common = engine.common({}, size, tokens)
-        for name in ("query_start_loc", "query_start_loc_cpu"):
-            starts = torch.arange(size + 1, dtype=torch.int32) * width
-            setattr(common, name, starts.to(getattr(common, name).device))
+        for starts in (common.query_start_loc, common.query_start_loc_cpu):
+            starts.copy_(torch.arange(size + 1, dtype=torch.int32) * width)
         common.seq_lens.fill_(MAX_BLOCKS * BLOCK_SIZE)
         common.seq_lens_cpu_upper_bound.fill_(MAX_BLOCKS * BLOCK_SIZE)
         metadata = engine.builder.build_for_cudagraph_capture(common)
@@ -378,14 +396,15 @@ class SparseEngine(Engine):
         self.keys = torch.zeros(0, 128, dtype=torch.float64, device=device)
 
     def forward(
-        self, metadata: Any, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor
-    ) -> None:
+        self, metadata: Any, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor,
+        captured: Any = None,
+    ) -> None:  # fmt: skip
         """What vLLM's layer does: its indexer, then its attention."""
         stand_ins.CONTEXT[0] = SimpleNamespace(
             attn_metadata={"0": metadata}, no_compile_layers={"0": self.layers[0]}
         )
         self.indexer(hidden, low, None, lambda positions, q, k: (q, k))
-        self.attend(metadata, q, rows, out)
+        self.attend(metadata, q, rows, out, captured=captured)
 
     def check_last(self, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor) -> None:
         """The last of one request's tokens, which sees all keys and chooses among them."""
@@ -459,14 +478,153 @@ def test_layers_that_share_a_choice_take_its_step(device: str) -> None:
     common = engine.common({"a": 50}, 1, 50)
     metadata = engine.builder.build(0, common)
     assert sharing.build(0, common) is metadata
-    with pytest.raises(
-        ValueError,
-        match="must be planned after those that select, over the same tensors, got another",
-    ):
-        sharing.build(0, engine.common({"a": 50}, 1, 50))  # of another step
+    assert sharing.build(0, replace(common)) is metadata  # as each group of layers gets one
+    with pytest.raises(ValueError, match="in the same step as those that select, and after them"):
+        sharing.build(0, engine.common({"a": 50}, 1, 50))
+    with pytest.raises(ValueError, match="in the same blocks, got another block_table_tensor"):
+        sharing.build(0, replace(common, block_table_tensor=common.block_table_tensor.clone()))
     del engine.config.compilation_config.static_forward_context["0"]
     with pytest.raises(ValueError, match="must have an indexer, got none"):
         type(engine.builder)(None, ["1"], engine.config, torch.device(device))
+
+
+def test_a_graph_is_captured_without_a_threshold(device: str) -> None:
+    """vLLM's builder compares queries with one, which is set with context parallelism only."""
+    engine = Engine(device, drafts=1)
+    common = engine.common({"a": 2, "b": 2}, 2, 4)
+    metadata = engine.builder.build_for_cudagraph_capture(common)
+    assert metadata.plan is not None and metadata.plan.num_tokens == 4
+    assert engine.builder.reorder_batch_threshold is None
+    with pytest.raises(TypeError):  # what the real one does
+        stand_ins.MLACommonMetadataBuilder.build_for_cudagraph_capture(engine.builder, common)
+
+
+def test_decode_steps_of_a_size_share_a_plan(device: str) -> None:
+    engine = Engine(device, drafts=1)
+    engine.step({"a": 20, "b": 9})
+    steps = [{"a": 1, "b": 1}, {"b": 1, "a": 1}, {"a": 1}, {"a": 2, "b": 2}, {"b": 2}]
+    plans = []
+    for wanted in steps:
+        width = next(iter(wanted.values()))
+        engine.step(wanted, requests=2, tokens=2 * width)
+        assert engine.builder.latest is not None
+        plans.append(engine.builder.latest.plan)
+    assert plans[0] is plans[1] is plans[2] and plans[3] is plans[4] is not plans[0]
+    latest = engine.builder.build(0, engine.common({"a": 1, "b": 2}, 2, 3))
+    assert latest.plan not in plans  # requests that differ are planned one by one
+
+
+def test_attention_and_selection_are_breaks_of_a_graph(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever vLLM made of its own op. A replay repeats the arguments of the capture."""
+    monkeypatch.setattr(stand_ins.ENVS, "VLLM_USE_BREAKABLE_CUDAGRAPH", True)
+    engine = SparseEngine(device)
+    captured = engine.builder.build(0, engine.common({}, 2, 80))
+    hidden, low = torch.randn(80, 48, device=device), torch.randn(80, 24, device=device)
+    q, rows = engine.inputs(80)
+    out = torch.zeros(80, H * V, device=device)
+    metadata = engine.builder.build(0, engine.common({"a": 70}, 1, 70))
+    engine.forward(metadata, hidden, low, q, rows, out, captured)
+    assert stand_ins.BREAKS == ["_select", "_attend"]
+    engine.check_last(*(tensor[:70] for tensor in (hidden, low, q, rows, out)))
+    assert not out[70:].any()
+
+
+def test_batch_invariance_is_passed_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.envs as envs
+
+    from openmla.integrations.vllm.backend import OpenMLABackend
+
+    assert OpenMLABackend.supports_batch_invariance()
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
+    engine = Engine(device)
+    for wanted in STEPS:
+        engine.step(wanted)
+        assert engine.builder.latest is not None and engine.builder.latest.plan is not None
+        assert engine.builder.latest.plan.batch_invariant
+
+
+def test_outputs_are_quantized_where_vllm_gives_a_scale(device: str) -> None:
+    """By the op that ends the step, into vLLM's buffer."""
+    for engine in (Engine(device), SparseEngine(device)):
+        for wanted in ({"a": 40}, {"a": 1}):
+            n = wanted["a"]
+            metadata = engine.builder.build(0, engine.common(wanted, 1, n))
+            q, rows = engine.inputs(n)
+            plain = torch.zeros(n, H * V, device=device)
+            fp8 = torch.zeros(n, H * V, device=device, dtype=torch.float8_e4m3fn)
+            scale = torch.tensor([0.02], device=device)
+            if isinstance(engine, SparseEngine):
+                given = torch.randn(n, 48, device=device), torch.randn(n, 24, device=device)
+                engine.forward(metadata, *given, q, rows, plain)
+            else:
+                engine.attend(metadata, q, rows, plain)
+            engine.attend(metadata, q, rows, fp8, output_scale=scale)
+            assert metadata.quantized_plan is not None
+            assert metadata.quantized_plan.output == "fp8"
+            torch.testing.assert_close(
+                fp8.float() * scale, plain, rtol=0.07, atol=0.07 * float(plain.abs().max())
+            )
+            engine.rows["a"] = torch.cat([engine.rows.get("a", rows[:0]), rows])
+
+
+def test_vllm_profiles_what_a_step_takes(device: str) -> None:
+    """Rows of expanded keys and values that its layer allocates in the profiling run."""
+    for engine in (Engine(device), SparseEngine(device)):
+        layer = engine.layers[0]
+        layer.impl.process_weights_after_loading(torch.float32)
+        row = H * (P + V) * 4
+        profiled = (layer._chunked_prefill_workspace_size or 0) * row
+        chunk = 8 * 128  # context rows at a time: eight of the longest
+        assert profiled >= chunk * (row + 4 * (engine.C + R)) + 128 * H * 8
+        if layer.use_sparse:
+            assert profiled >= 256 << 20  # of scores
+
+
+def test_kernels_are_compiled_once_per_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    warmed: list[Any] = []
+    monkeypatch.setattr(openmla, "warmup", lambda *args, **given: warmed.append(given))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    engine = Engine("cpu", warm=True)
+    engine.builder.device = SimpleNamespace(type="cuda")
+    for _ in range(2):
+        engine.step({"a": 3})
+    assert len(warmed) == 1 and warmed[0]["max_requests"] == 8 and warmed[0]["max_tokens"] == 128
+    assert any("compiled its attention kernels" in line for line in stand_ins.INFOS)
+    for layer in engine.layers:  # vLLM's real cache, after the one it measured graphs with
+        layer.kv_cache = layer.kv_cache.clone()
+    engine.step({"a": 1})
+    assert len(warmed) == 2
+
+
+@pytest.mark.parametrize("asked", [{}, {"openmla": {"fp8_per_tensor": True}}])
+def test_fp8_of_a_sparse_model_is_packed(asked: dict[str, Any]) -> None:
+    from openmla.integrations.vllm import models
+
+    config = stand_ins.config(cache_dtype="fp8", additional_config=asked)
+    stand_ins.CONFIG[0] = config
+    models.DeepseekV32ForCausalLM(vllm_config=config)
+    assert config.cache_config.cache_dtype == ("fp8" if asked else "fp8_ds_mla")
+    assert len(stand_ins.INFOS) == (0 if asked else 1)
+
+
+def test_vllm_takes_openmla_for_prefill_too() -> None:
+    """Or it looks for one of its own, and has none for float32; with context parallelism its own
+    runs."""
+    from openmla.integrations.vllm.prefill import OpenMLAPrefill
+
+    engine = Engine("cpu")
+    chosen = engine.config.attention_config.mla_prefill_backend
+    assert chosen is stand_ins.MLAPrefillBackendEnum.CUSTOM
+    assert chosen.get_path().endswith("prefill.OpenMLAPrefill")
+    assert torch.float32 in OpenMLAPrefill.supported_dtypes
+    assert OpenMLAPrefill().supports_quant_output(stand_ins.FP8_OUTPUT)
+    assert not OpenMLAPrefill().supports_quant_output("nvfp4")
+    with pytest.raises(NotImplementedError, match="attends in OpenMLAImpl"):
+        OpenMLAPrefill().run_prefill_new_tokens()
+    ranks = Engine("cpu", ranks=2)
+    assert ranks.config.attention_config.mla_prefill_backend is None
 
 
 @pytest.mark.gpu

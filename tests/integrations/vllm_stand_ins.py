@@ -267,6 +267,7 @@ class Layer:
     layer_name: str = "0"
     indexer: Any = None
     use_sparse: bool = False
+    _chunked_prefill_workspace_size: int | None = None
     _k_scale: Tensor = field(default_factory=lambda: torch.tensor(1.0))
     dims: ClassVar = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 

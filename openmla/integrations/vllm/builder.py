@@ -18,8 +18,8 @@ from openmla.integrations.vllm.options import option
 
 logger = init_logger("vllm.openmla")
 
-# What two groups of layers must have in common to share a selection.
-STEP_TENSORS = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+# Where the rows of a step are: what two groups of layers must have in common to share a selection.
+PLACES = ("block_table_tensor", "slot_mapping")
 
 
 class Decode(NamedTuple):
@@ -156,16 +156,18 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
     def _leaders_metadata(self, m: Any) -> OpenMLAMetadata:
         """The metadata of the layers that select, which holds the selection."""
         latest = self.leader.impl.builder.latest
-        if latest is None:
+        # vLLM makes this tensor once a step; the others stay where they are from step to step
+        if latest is None or latest.common.query_start_loc_cpu is not m.query_start_loc_cpu:
             raise ValueError(
-                "openmla: layers that share a selection must be planned after those that select."
+                "openmla: layers that share a selection must be planned in the same step as those "
+                "that select, and after them."
             )
-        for name in STEP_TENSORS:
+        for name in PLACES:
             theirs, ours = getattr(latest.common, name), getattr(m, name)
             if theirs.data_ptr() != ours.data_ptr() or theirs.shape != ours.shape:
                 raise ValueError(
-                    "openmla: layers that share a selection must be planned after those that "
-                    f"select, over the same tensors, got another {name}."
+                    "openmla: layers that share a selection must have their rows in the same "
+                    f"blocks, got another {name}."
                 )
         return latest
 
