@@ -26,7 +26,7 @@ FAST := tests/attention tests/cache tests/config tests/ops tests/plan tests/test
 	tests/test_readme.py tests/integrations/test_masks.py
 
 .PHONY: demo test test-fast test-all test-parallel lint mutants table setup clean test-gpu bench-gpu \
-	demo-vllm test-vllm test-vllm-all setup-vllm docs
+	demo-vllm test-vllm test-vllm-all test-vllm-gpu setup-vllm docs
 
 demo: setup
 	@$(BIN)/openmla doctor
@@ -68,6 +68,10 @@ test-vllm: setup-vllm
 test-vllm-all: setup-vllm
 	@.venv-vllm/bin/python -m tests.vllm --all
 	@.venv-vllm/bin/python -m tests.vllm.v4 --all
+
+# The same engine on a GPU, with the python3 that has vLLM; nothing is installed.
+test-vllm-gpu:
+	$(PYTHON) -m tests.vllm.gpu --speed --load
 
 # On a machine with a GPU, with its own python3, torch and Triton; nothing is installed. Both go on
 # where they were cut.

@@ -264,6 +264,33 @@ def test_drafts_whose_number_the_device_knows(device: str) -> None:
     engine.check(wanted, q, rows, out)
 
 
+def test_a_draft_model_is_a_token_ahead_of_the_hosts_lengths(device: str) -> None:
+    """It reads what the target model has just sampled, prompts and accepted drafts alike."""
+    engine = Engine(device, drafts=2, method="draft_model")
+    context = engine.config.compilation_config.static_forward_context
+    for name in "01":
+        context[f"draft_model.{name}"] = context.pop(name)
+    names = list(context)
+    engine.builder = type(engine.builder)(None, names, engine.config, torch.device(device))
+    for wanted in ({"a": 20}, {"a": 9, "b": 6, "c": 3}):
+        n = sum(wanted.values())
+        common = engine.common(wanted, len(wanted), n)
+        common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound - 1
+        metadata = engine.builder.build(0, common)
+        q, rows = engine.inputs(n)
+        out = torch.zeros(n, H * V, device=device)
+        engine.attend(metadata, q, rows, out)
+        engine.check(wanted, q, rows, out)
+
+
+def test_runner_v1_needs_the_backend_of_drafts() -> None:
+    Engine("cpu", drafts=1)
+    Engine("cpu", drafts=1, runner_v2=False, draft_backend="CUSTOM")
+    assert stand_ins.WARNINGS == []
+    Engine("cpu", drafts=1, runner_v2=False)
+    assert len(stand_ins.WARNINGS) == 1 and '"attention_backend": "CUSTOM"' in stand_ins.WARNINGS[0]
+
+
 def test_two_layers_share_a_plan(device: str) -> None:
     engine = Engine(device)
     common = engine.common({"a": 6}, 1, 6)

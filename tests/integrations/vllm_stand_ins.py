@@ -284,8 +284,16 @@ def config(
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend, mla_prefill_backend=None),
         additional_config=more.pop("additional_config", {}),
+        use_v2_model_runner=more.pop("runner_v2", True),
         parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
-        speculative_config=SimpleNamespace(num_speculative_tokens=drafts) if drafts else None,
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=drafts,
+            method=more.pop("method", "mtp"),
+            attention_backend=more.pop("draft_backend", None),
+            uses_draft_kv_cache=lambda: True,
+        )
+        if drafts
+        else None,
         model_config=model,
         scheduler_config=SimpleNamespace(
             max_num_seqs=requests, enable_chunked_prefill=True, max_num_batched_tokens=128
@@ -307,7 +315,10 @@ def modules(version: str) -> dict[str, dict[str, Any]]:
     """What the plugin imports, by module."""
     registry = SimpleNamespace(register_model=MODELS.__setitem__)
     logger = SimpleNamespace(
-        warning=WARNINGS.append, info=lambda *text: INFOS.append(text[0]), info_once=INFOS.append
+        warning=WARNINGS.append,
+        warning_once=WARNINGS.append,
+        info=lambda *text: INFOS.append(text[0]),
+        info_once=INFOS.append,
     )
     return {
         "vllm": {"__version__": version, "ModelRegistry": registry},

@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tests.vllm.checkpoints import FOLDER, ROOT, checkpoint, dtype_of
@@ -224,6 +225,126 @@ class Driver:
         self.engine.abort_request(self.alive)
         return int(self.pool.get_num_free_blocks())
 
+    # on GPUs, where steps are scheduled ahead and one may bring no token
+
+    def runs(self) -> dict[str, Any]:
+        """How vLLM runs the model."""
+        config = self.engine.vllm_config
+        compilation = config.compilation_config
+        return {
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+            "graphs": str(compilation.cudagraph_mode).rpartition(".")[2],
+            "cache": str(config.cache_config.cache_dtype),
+            "drafted": self.counted("vllm:spec_decode_num_draft_tokens"),
+            "accepted": self.counted("vllm:spec_decode_num_accepted_tokens"),
+            "preemptions": self.counted("vllm:num_preemptions"),
+        }
+
+    def counted(self, name: str) -> int:
+        return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
+
+    def time_shape(self, requests: int, length: int, steps: int) -> dict[str, float]:
+        """Seconds of prefill, milliseconds of a decode step, microseconds of its metadata."""
+        import torch
+
+        prompts = [
+            [(i * 7919 + j * 104729) % 1000 + 2 for j in range(length)] for i in range(requests)
+        ]
+        builds = watch_builds()
+        torch.cuda.synchronize()
+        prefill = self.fill(prompts, 8 * steps)
+        torch.cuda.synchronize()
+        for _ in range(6):
+            self.engine.step()
+        builds.clear()
+        best = float("inf")
+        for _ in range(3):
+            torch.cuda.synchronize()
+            began, made = time.perf_counter(), 0
+            for _ in range(steps):
+                made += len(self.engine.step())
+            torch.cuda.synchronize()
+            best = min(best, (time.perf_counter() - began) * requests / max(made, 1))
+        decode = [each.seconds for each in builds if each.tokens == each.requests]
+        self.end()
+        return {"prefill s": prefill, "decode ms": 1e3 * best, "build us": 1e6 * median(decode)}
+
+    def time_mixed(self, requests: int, times: int = 6) -> float:
+        """Microseconds for the metadata of a step in which two of so many requests are prompts."""
+        self.fill([[2 + i % 900] * 700 for i in range(requests - 2)], 400)
+        builds, seconds = watch_builds(), []
+        for turn in range(times):
+            for i in range(2):
+                prompt = {"prompt_token_ids": [3 + i] * (200 + 100 * i)}
+                self.engine.add_request(f"mixed-{self.count}-{turn}-{i}", prompt, self.greedy(1))
+            builds.clear()
+            for _ in range(4):
+                self.engine.step()
+            mixed = [each for each in builds if each.tokens > each.requests == requests]
+            seconds += [each.seconds for each in mixed]
+        self.end()
+        return 1e6 * median(seconds)
+
+    def end(self) -> None:
+        self.drop()
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    def profile(self, requests: int, length: int, steps: int) -> dict[str, Any]:
+        """Milliseconds per decode step that the GPU is busy, by kernel."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        self.fill([[2 + i % 900] * length for i in range(requests)], 8 * steps)
+        for _ in range(6):
+            self.engine.step()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(steps):
+                self.engine.step()
+            torch.cuda.synchronize()
+        spent: dict[str, float] = {}
+        for event in seen.events():
+            if event.device_type.name == "CUDA":
+                name = event.name[:60]
+                spent[name] = spent.get(name, 0.0) + event.device_time / 1e3 / steps
+        self.end()
+        top = sorted(spent.items(), key=lambda each: -each[1])[:6]
+        return {"busy ms": sum(spent.values()), "top": top}
+
+
+class Build:
+    """A step's attention metadata, of all groups of layers, whoever made it."""
+
+    def __init__(self, common: Any) -> None:
+        self.starts, self.seconds = common.query_start_loc_cpu, 0.0
+        self.requests, self.tokens = common.num_reqs, common.num_actual_tokens
+
+
+BUILDS: list[Build] = []
+
+
+def watch_builds() -> list[Build]:
+    """From now on."""
+    from vllm.v1.worker.utils import AttentionGroup
+
+    real = AttentionGroup.build_metadata
+    BUILDS.clear()
+    if getattr(real, "is_watched", False):
+        return BUILDS
+
+    def build_metadata(group: Any, common: Any, *args: Any, **given: Any) -> Any:
+        began = time.perf_counter()
+        made = real(group, common, *args, **given)
+        seconds = time.perf_counter() - began
+        if not BUILDS or BUILDS[-1].starts is not common.query_start_loc_cpu:
+            BUILDS.append(Build(common))
+        BUILDS[-1].seconds += seconds
+        return made
+
+    build_metadata.is_watched = True  # type: ignore[attr-defined]
+    AttentionGroup.build_metadata = build_metadata
+    return BUILDS
+
 
 def main() -> None:
     _, pipe, arguments, pretended = sys.argv
@@ -232,6 +353,10 @@ def main() -> None:
         import vllm
 
         vllm.__version__ = pretended
+    if os.environ.get("OPENMLA_AS_DEEP_GEMM"):  # vLLM's sparse backends need DeepGEMM
+        from openmla.integrations import deep_gemm
+
+        deep_gemm.install(force=True)
     driver = Driver(json.loads(arguments))
     for line in sys.stdin:
         question = json.loads(line)

@@ -57,8 +57,9 @@ def load(name: str, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
+    torch.backends.cuda.matmul.allow_tf32 = False
     model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=getattr(torch, dtype))
-    return model.eval()
+    return model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def regret(name: str, prompts: list[list[int]], given: list[list[int]]) -> list[list[float]]:
@@ -68,8 +69,9 @@ def regret(name: str, prompts: list[list[int]], given: list[list[int]]) -> list[
     answers = []
     with torch.inference_mode():
         for prompt, chosen in zip(prompts, given, strict=True):
-            logits = model(torch.tensor([prompt + chosen])).logits[0, len(prompt) - 1 : -1]
-            taken = logits.gather(1, torch.tensor(chosen)[:, None])[:, 0]
+            given_ids = torch.tensor([prompt + chosen], device=model.device)
+            logits = model(given_ids).logits[0, len(prompt) - 1 : -1]
+            taken = logits.gather(1, given_ids[0, len(prompt) :, None])[:, 0]
             answers.append(((logits.amax(1) - taken) / logits.std(1)).tolist())
     return answers
 
@@ -102,7 +104,8 @@ def generate(*asked: Any) -> list[list[int]]:
     with torch.inference_mode():
         for prompt, new in zip(question.prompts, question.new, strict=True):
             out = model.generate(
-                input_ids=torch.tensor([prompt]),
+                input_ids=torch.tensor([prompt], device=model.device),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long, device=model.device),
                 max_new_tokens=new,
                 do_sample=False,
                 eos_token_id=None,

@@ -93,7 +93,13 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             layer.impl.bind(layer, self)
         drafts = vllm_config.speculative_config
         self.drafting = drafts is not None
+        # A draft model of its own reads one token more of each request than vLLM's host lengths
+        # say: the one that the target model has just sampled.
+        standalone = drafts is not None and drafts.method == "draft_model"
+        self.ahead = int(standalone and layer_names[0].startswith("draft_model."))
         self.width = 1 + (drafts.num_speculative_tokens if drafts and self.ranks == 1 else 0)
+        if drafts is not None and drafts.uses_draft_kv_cache():
+            self._check_draft_backend(drafts, vllm_config.use_v2_model_runner)
         sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
         requests = max(vllm_config.scheduler_config.max_num_seqs, *sizes, 1)
         self.max_tokens = requests * self.width
@@ -101,6 +107,14 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         self.planners: dict[str | None, openmla.DecodePlanner] = {}  # by output format
         self.planned_cache: openmla.LayerCache | None = None
         self.latest: OpenMLAMetadata | None = None
+
+    @staticmethod
+    def _check_draft_backend(drafts: Any, runner_v2: bool) -> None:
+        if drafts.attention_backend is None and not runner_v2:
+            logger.warning_once(
+                "With model runner V1, draft layers use an attention backend of vLLM's own unless "
+                '--speculative-config has "attention_backend": "CUSTOM".'
+            )
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -232,10 +246,10 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         """A step with prompts, planned request by request."""
         B, T = m.num_reqs, m.num_actual_tokens
         query_lens = m.query_start_loc_cpu[: B + 1].diff().tolist()
-        lens = m.seq_lens_cpu_upper_bound[:B].tolist()
+        lens = (m.seq_lens_cpu_upper_bound[:B] + self.ahead).tolist()
         given: dict[str, Any] = {}
         if self.drafting:  # only the device knows how many draft tokens were accepted
-            exact = [n > self.width for n in query_lens]
+            exact = [n > self.width + self.ahead for n in query_lens]
             given = {"device_seq_lens": m.seq_lens[:B], "exact": exact}
         batch = openmla.Batch(
             query_lens=query_lens,

@@ -1,0 +1,118 @@
+"""Prefill and decode in the engine, openmla and vLLM's own backends in turn on one GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.vllm.checkpoints import FOLDER
+from tests.vllm.engine import Engine
+
+SHAPES = "1x1024,1x8192,1x32768,16x1024,16x8192,64x1024,64x4096,64x8192,128x2048"
+TURNS, STEPS = 2, 25
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 16, 64, 128],
+}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_model_len": 33792,
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 16384,
+    "kv_cache_memory_bytes": 24 << 30,
+    "gpu_memory_utilization": 0.2,
+    "enforce_eager": False,
+    "disable_log_stats": True,
+    "compilation_config": GRAPHS,
+}
+# by model: names of engines, and what they are started with
+FP8 = {"kv_cache_dtype": "fp8"}
+UNBROKEN = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}
+ENGINES: dict[str, dict[str, dict[str, Any]]] = {
+    "speed-16": {
+        "openmla": {"attention_backend": "CUSTOM"},
+        "FLASH_ATTN_MLA": {"attention_backend": "FLASH_ATTN_MLA"},
+        "TRITON_MLA": {"attention_backend": "TRITON_MLA"},
+    },
+    "speed-128": {
+        "openmla": {"attention_backend": "CUSTOM"},
+        "FLASH_ATTN_MLA": {"attention_backend": "FLASH_ATTN_MLA"},
+        "FLASHMLA": {"attention_backend": "FLASHMLA"},
+    },
+    "speed-16-fp8": {
+        "openmla": {"attention_backend": "CUSTOM", **FP8},
+        "openmla, fp8 queries": {"attention_backend": "CUSTOM", **FP8}
+        | {"additional_config": {"openmla": {"query_dtype": "fp8"}}},
+        "TRITON_MLA": {"attention_backend": "TRITON_MLA", **FP8},
+    },
+    "speed-v3.2": {
+        "openmla": {"attention_backend": "CUSTOM", "kv_cache_dtype": "fp8_ds_mla"},
+        "FLASHMLA_SPARSE": {"attention_backend": "FLASHMLA_SPARSE", "kv_cache_dtype": "fp8_ds_mla"},
+    },
+}
+
+
+def speed(model: str, shapes: str = "") -> list[str]:
+    """Prints the table and writes it; returns what failed."""
+    from tests.vllm.gpu import GPU_VARIABLES
+
+    variables = {**GPU_VARIABLES, "OMP_NUM_THREADS": "4"}
+    if "v3.2" in model:  # the same graphs for all; openmla's drop-in where DeepGEMM is missing
+        variables |= {**UNBROKEN, "OPENMLA_AS_DEEP_GEMM": "1"}
+    engines: dict[str, Engine] = {}
+    failed, rows = [], []
+    try:
+        for who, given in ENGINES[model].items():
+            log = f"{model}-{who}".replace(" ", "-").replace(",", "")
+            made = Engine(log, model.removesuffix("-fp8"), {**OPTIONS, **given}, variables)
+            engines[who] = made
+        for who, engine in list(engines.items()):
+            try:
+                engine.ask("time_shape", requests=2, length=512, steps=2)
+            except RuntimeError as error:
+                failed.append(f"{model} {who}: {error}")
+                del engines[who]
+        for shape in (shapes or SHAPES).split(","):
+            requests, length = map(int, shape.split("x"))
+            best: dict[str, dict[str, float]] = {}
+            for turn in range(TURNS):
+                for who in list(engines)[:: 1 if turn % 2 else -1]:
+                    asked = {"requests": requests, "length": length, "steps": STEPS}
+                    seen = engines[who].ask("time_shape", **asked)
+                    if who in best:
+                        seen = {key: min(value, best[who][key]) for key, value in seen.items()}
+                    best[who] = seen
+            rows.append({"shape": shape} | best)
+            print(line(shape, best), flush=True)
+        for requests, length in ((1, 1024), (64, 8192)):
+            for who, engine in engines.items():
+                seen = engine.ask("profile", requests=requests, length=length, steps=8)
+                rows.append({"profile": f"{requests}x{length}", "who": who, **seen})
+                top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
+                print(f"  {requests}x{length} {who}: GPU {seen['busy ms']:.2f} ms; {top}")
+        if "openmla" in engines:
+            mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
+            rows.append({"mixed build us": mixed})
+            print("  metadata of a mixed step of 64 requests, us:", mixed, flush=True)
+    finally:
+        for engine in engines.values():
+            engine.close()
+    (FOLDER / f"gpu-{model}.json").write_text(json.dumps(rows, indent=1))
+    return failed
+
+
+def line(shape: str, best: dict[str, dict[str, float]]) -> str:
+    """Each engine's times, and how fast openmla is against the best of vLLM's own."""
+    cells = [
+        f"{who} {each['decode ms']:.3f} ms ({each['build us']:.0f} us), {each['prefill s']:.3f} s"
+        for who, each in best.items()
+    ]
+    own = [who for who in best if not who.startswith("openmla")]
+    if own and "openmla" in best:
+        ratios = [
+            min(best[who][key] for who in own) / best["openmla"][key]
+            for key in ("decode ms", "prefill s")
+        ]
+        cells.append(f"ratio: decode {ratios[0]:.2f}, prefill {ratios[1]:.2f}")
+    return f"{shape:>8}  " + "; ".join(cells)
