@@ -283,7 +283,7 @@ class Driver:
             mixed = [each for each in builds if each.tokens > each.requests == requests]
             seconds += [each.seconds for each in mixed]
         self.end()
-        return 1e6 * median(seconds)
+        return 1e6 * median(seconds) if seconds else float("nan")
 
     def end(self) -> None:
         self.drop()
@@ -298,7 +298,7 @@ class Driver:
         self.fill([[2 + i % 900] * length for i in range(requests)], 8 * steps)
         for _ in range(6):
             self.engine.step()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
             for _ in range(steps):
                 self.engine.step()
             torch.cuda.synchronize()
