@@ -94,9 +94,13 @@ def warmup(
             run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
             return workspace
         shapes = step_shapes(config, cache, workspace, max_requests, max_tokens)
-        if absorbed is not None:  # their products have a kernel for few tokens, and one for many
-            many = min(max_tokens, MANY_TOKENS)
-            shapes = chain(shapes, [StepShape(1, many, many, "absorbed")])
+        if absorbed is not None or batch_invariant:  # products have one kernel for many tokens
+            many = min(max_tokens, max(MANY_TOKENS, -(-MANY_ROWS // config.num_heads)))
+            longest = min(
+                LONG, config.max_positions, cache.parts[0].num_blocks * cache.parts[0].block_size
+            )
+            lengths = sorted({many, max(many, longest)})
+            shapes = chain(shapes, [StepShape(1, many, each, "absorbed") for each in lengths])
         for shape in shapes:
             run_step(
                 shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype,
@@ -105,7 +109,9 @@ def warmup(
     return workspace
 
 
-MANY_TOKENS = 64
+MANY_TOKENS = 128
+MANY_ROWS = 1024  # query rows from which fixed runs are merged by another tile
+LONG = 16384  # keys that are more fixed runs than launch early
 FOLDED_ROWS = 128  # most query rows, tokens times heads, that read keys together
 
 

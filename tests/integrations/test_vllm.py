@@ -562,8 +562,9 @@ def test_batch_invariance_is_passed_on(device: str, monkeypatch: pytest.MonkeyPa
     import vllm.envs as envs
 
     from openmla.integrations.vllm.backend import OpenMLABackend
+    from openmla.integrations.vllm.indexer import IndexBackend
 
-    assert OpenMLABackend.supports_batch_invariance()
+    assert OpenMLABackend.supports_batch_invariance() and IndexBackend.supports_batch_invariance()
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
     engine = Engine(device)
     for wanted in STEPS:

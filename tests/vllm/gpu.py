@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ PROMPTS = {
     "crowd": prompts_of([*range(17, 31), 16, 32], seed=3),
     "long": prompts_of([2500, 3000, 100], seed=4),
     "loops": [prompt * 6 for prompt in prompts_of([9, 13, 20, 5], seed=5)],  # n-grams are found
-    "many": prompts_of([20 + 7 * i for i in range(64)], seed=6),
+    "many": prompts_of([20 + 13 * i for i in range(32)], seed=6),
 }
 USUAL = {
     "max_model_len": 4096,
@@ -166,11 +166,12 @@ class Seen(NamedTuple):
     tokens: list[list[int]]
     repeats: bool
     settings: dict[str, Any]
-    seconds: float
+
+
+RECORD = FOLDER / "gpu-matrix.json"
 
 
 def run(name: str, case: Case) -> Seen:
-    began = time.perf_counter()
     log = "gpu-" + "".join(c if c.isalnum() else "-" for c in name)
     variables = {**GPU_VARIABLES, **case.variables}
     with Engine(log, case.model, {**USUAL, **case.options}, variables) as engine:
@@ -179,7 +180,7 @@ def run(name: str, case: Case) -> Seen:
         settings = engine.ask("settings") | engine.ask("runs")
     jit = [line for line in engine.log.read_text().splitlines() if "JIT compilation during" in line]
     settings["compiled late"] = [line for line in jit if "openmla" in line or is_ours(line)]
-    return Seen(once, once == again, settings, time.perf_counter() - began)
+    return Seen(once, once == again, settings)
 
 
 def is_ours(line: str) -> bool:
@@ -190,32 +191,39 @@ def is_ours(line: str) -> bool:
     return bool(name) and any(f"def {name}(" in each.read_text() for each in files)
 
 
-def judge(seen: dict[str, Seen]) -> dict[str, tuple[float, float]]:
-    """Largest and mean regret by case, and of transformers in the model's dtype by model and
-    prompts."""
-    judged: dict[str, tuple[float, float]] = {}
-    for model in dict.fromkeys(CASES[name].model for name in seen):
-        mine = {name: each.tokens for name, each in seen.items() if CASES[name].model == model}
-        kinds = dict.fromkeys(CASES[name].prompts for name in mine)
-        for kind in kinds:
-            new = [NEW] * len(PROMPTS[kind])
-            mine[f"{model} {kind}"] = tokens(Question(model, PROMPTS[kind], new))
-        kind_of = {name: CASES[name].prompts for name in mine if name in CASES}
-        asked = [
-            (name, prompt, given)
-            for name, all_given in mine.items()
-            for prompt, given in zip(
-                PROMPTS[kind_of.get(name, name.rpartition(" ")[2])], all_given, strict=True
-            )
-        ]
-        found = regrets(model, [each[1] for each in asked], [each[2] for each in asked])
-        for name in mine:
-            flat = [r for each, rs in zip(asked, found, strict=True) if each[0] == name for r in rs]
-            judged[name] = max(flat), sum(flat) / len(flat)
+Judged = dict[str, tuple[float, float]]  # largest and mean regret
+
+
+def judge(seen: dict[str, Seen], jobs: int) -> Judged:
+    """By case, and by model and prompts of what transformers generates in the model's dtype."""
+    models = list(dict.fromkeys(CASES[name].model for name in seen))
+    judged: Judged = {}
+    with ThreadPoolExecutor(jobs) as pool:
+        for each in pool.map(lambda model: judge_model(model, seen), models):
+            judged |= each
     return judged
 
 
-def faults(name: str, seen: dict[str, Seen], judged: dict[str, tuple[float, float]]) -> list[str]:
+def judge_model(model: str, seen: dict[str, Seen]) -> Judged:
+    mine = {name: each.tokens for name, each in seen.items() if CASES[name].model == model}
+    kinds = {name: CASES[name].prompts for name in mine}
+    for kind in dict.fromkeys(kinds.values()):
+        name, new = f"{model} {kind}", [NEW] * len(PROMPTS[kind])
+        mine[name], kinds[name] = tokens(Question(model, PROMPTS[kind], new)), kind
+    asked = [
+        (name, prompt, given)
+        for name, all_given in mine.items()
+        for prompt, given in zip(PROMPTS[kinds[name]], all_given, strict=True)
+    ]
+    found = regrets(model, [each[1] for each in asked], [each[2] for each in asked])
+    judged = {}
+    for name in mine:
+        flat = [r for each, rs in zip(asked, found, strict=True) if each[0] == name for r in rs]
+        judged[name] = max(flat), sum(flat) / len(flat)
+    return judged
+
+
+def faults(name: str, seen: dict[str, Seen], judged: Judged) -> list[str]:
     """What is wrong with a case; nothing if its list is empty."""
     case, found = CASES[name], []
     own = [
@@ -235,25 +243,32 @@ def faults(name: str, seen: dict[str, Seen], judged: dict[str, tuple[float, floa
     return found + [f"compiled late: {line}" for line in seen[name].settings["compiled late"]]
 
 
-def matrix(names: list[str], jobs: int) -> list[str]:
-    """Prints the table; returns what failed."""
+def generate(names: list[str], jobs: int) -> list[str]:
+    """Runs the engines; what each gave goes into the record at once. Returns what failed."""
     for model in dict.fromkeys(CASES[name].model for name in names):
         checkpoint(model)
     failed, seen = [], {}
     with ThreadPoolExecutor(jobs) as pool:
-        futures = {name: pool.submit(run, name, CASES[name]) for name in names}
-        for name, future in futures.items():
+        futures = {pool.submit(run, name, CASES[name]): name for name in names}
+        for future in as_completed(futures):
+            name = futures[future]
             try:
                 seen[name] = future.result()
             except Exception as error:
                 failed.append(f"{name}: {error}")
-    judged = judge(seen)
+            print("ok  " if name in seen else "FAIL", name, flush=True)
+            RECORD.write_text(json.dumps({name: each._asdict() for name, each in seen.items()}))
+    return failed
+
+
+def matrix(jobs: int) -> list[str]:
+    """Judges the record and prints the table; returns what failed."""
+    record = json.loads(RECORD.read_text())
+    seen = {name: Seen(**each) for name, each in record.items() if name in CASES}
+    judged, failed = judge(seen, jobs), []
     head = ("case", "", "backend", "runner, graphs", "again", "worst", "mean", "bf16's", "drafts")
     rows: list[tuple[str, ...]] = [head]
-    for name in names:
-        if name not in seen:
-            rows.append((name, "FAIL", *[""] * 7))
-            continue
+    for name in filter(seen.__contains__, CASES):
         wrong, settings = faults(name, seen, judged), seen[name].settings
         failed += [f"{name}: {each}" for each in wrong]
         theirs = judged[f"{CASES[name].model} {CASES[name].prompts}"]
@@ -267,8 +282,6 @@ def matrix(names: list[str], jobs: int) -> list[str]:
             )
         )  # fmt: skip
     show(rows)
-    record = {n: s.settings | {"repeats": s.repeats, "regret": judged[n]} for n, s in seen.items()}
-    (FOLDER / "gpu-matrix.json").write_text(json.dumps(record, indent=1))
     return failed
 
 
@@ -286,17 +299,27 @@ def main() -> None:
     parser.add_argument("--speed", default="", nargs="?", const="speed-16", help="models to time")
     parser.add_argument("--shapes", default="", help="for --speed, such as 1x1024,16x8192")
     parser.add_argument("--load", action="store_true", help="the asynchronous engine under load")
-    parser.add_argument("--no-matrix", action="store_true", help="skip the cases")
+    parser.add_argument("--no-cases", action="store_true", help="skip the cases")
+    parser.add_argument(
+        "--judge",
+        default="both",
+        choices=("both", "later", "only"),
+        help="judge tokens after generating them, in another call, or alone",
+    )
     options = parser.parse_args()
     began = time.perf_counter()
     CASES["v2 draft model"] = draft_model()
     wanted = options.only.split(";")
     names = [name for name in CASES if any(each in name for each in wanted)]
-    failed = [] if options.no_matrix else matrix(names, options.jobs)
-    for model in filter(None, options.speed.split(",")):
-        failed += gpu_speed.speed(model, options.shapes)
+    failed = []
+    if options.judge != "only" and not options.no_cases:
+        failed += generate(names, options.jobs)
+    if options.judge != "later" and not options.no_cases:
+        failed += matrix(min(options.jobs, 4))
+    if options.speed:
+        failed += gpu_speed.speed(options.speed.split(","), options.shapes)
     if options.load:
-        failed += gpu_load.load()
+        failed += gpu_load.load(options.judge)
     print(f"{(time.perf_counter() - began) / 60:.1f} minutes")
     for reason in failed:
         print(f"\nFAIL {reason}")

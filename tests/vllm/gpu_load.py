@@ -83,16 +83,26 @@ async def storm(backend: str) -> dict[str, Any]:
     return {"tokens per second": 1 / best, "tokens": tokens}
 
 
-def load() -> list[str]:
-    """Prints throughput; returns what failed."""
+RECORD = FOLDER / "gpu-load.json"
+
+
+def load(judge: str = "both") -> list[str]:
+    """Prints throughput and what a float32 model says of the tokens; returns what failed."""
+    failed = [] if judge == "only" else storms()
+    if judge != "later":
+        failed += check()
+    return failed
+
+
+def storms() -> list[str]:
     from tests.vllm.gpu import GPU_VARIABLES
-    from tests.vllm.reference import regrets
 
     seen, failed = {}, []
     for backend in ("CUSTOM", ""):
         variables = {**os.environ, **GPU_VARIABLES, "HF_HUB_OFFLINE": "1"}
         variables |= {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "4"}
         log = FOLDER / "logs" / f"gpu-load-{backend or 'own'}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as errors:
             done = subprocess.run(
                 [sys.executable, "-m", "tests.vllm.gpu_load", backend],
@@ -101,8 +111,16 @@ def load() -> list[str]:
         if done.returncode:
             failed.append(f"load {backend}: see {log}\n{log.read_text()[-1500:]}")
             continue
-        seen[backend] = json.loads(done.stdout.splitlines()[-1])
-    asked = requests()
+        answer = seen[backend] = json.loads(done.stdout.splitlines()[-1])
+        print(f"{backend or 'vLLM itself'}: {answer['tokens per second']:.0f} tokens/s", flush=True)
+        RECORD.write_text(json.dumps(seen))
+    return failed
+
+
+def check() -> list[str]:
+    from tests.vllm.reference import regrets
+
+    seen, failed, asked = json.loads(RECORD.read_text()), [], requests()
     for backend, answer in seen.items():
         for i, (request, got) in enumerate(zip(asked, answer["tokens"], strict=True)):
             if request["aborted"] is None and len(got) != request["new"]:

@@ -20,8 +20,8 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 33792,
     "max_num_seqs": 128,
     "max_num_batched_tokens": 16384,
-    "kv_cache_memory_bytes": 24 << 30,
-    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 8 << 30,  # all engines are up at once
+    "gpu_memory_utilization": 0.05,
     "enforce_eager": False,
     "disable_log_stats": True,
     "compilation_config": GRAPHS,
@@ -53,53 +53,69 @@ ENGINES: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def speed(model: str, shapes: str = "") -> list[str]:
-    """Prints the table and writes it; returns what failed."""
+def speed(models: list[str], shapes: str = "") -> list[str]:
+    """Prints a table for each model and writes it; returns what failed. All engines start at once,
+    then one at a time works."""
     from tests.vllm.gpu import GPU_VARIABLES
 
     variables = {**GPU_VARIABLES, "OMP_NUM_THREADS": "4"}
-    if "v3.2" in model:  # the same graphs for all; openmla's drop-in where DeepGEMM is missing
-        variables |= {**UNBROKEN, "OPENMLA_AS_DEEP_GEMM": "1"}
-    engines: dict[str, Engine] = {}
-    failed, rows = [], []
+    # the same graphs for all; openmla's drop-in where DeepGEMM is missing
+    sparse = {**UNBROKEN, "OPENMLA_AS_DEEP_GEMM": "1"}
+    started: dict[str, dict[str, Engine]] = {}
+    failed: list[str] = []
     try:
-        for who, given in ENGINES[model].items():
-            log = f"{model}-{who}".replace(" ", "-").replace(",", "")
-            made = Engine(log, model.removesuffix("-fp8"), {**OPTIONS, **given}, variables)
-            engines[who] = made
-        for who, engine in list(engines.items()):
-            try:
-                engine.ask("time_shape", requests=2, length=512, steps=2)
-            except RuntimeError as error:
-                failed.append(f"{model} {who}: {error}")
-                del engines[who]
-        for shape in (shapes or SHAPES).split(","):
-            requests, length = map(int, shape.split("x"))
-            best: dict[str, dict[str, float]] = {}
-            for turn in range(TURNS):
-                for who in list(engines)[:: 1 if turn % 2 else -1]:
-                    asked = {"requests": requests, "length": length, "steps": STEPS}
-                    seen = engines[who].ask("time_shape", **asked)
-                    if who in best:
-                        seen = {key: min(value, best[who][key]) for key, value in seen.items()}
-                    best[who] = seen
-            rows.append({"shape": shape} | best)
-            print(line(shape, best), flush=True)
-        for requests, length in ((1, 1024), (64, 8192)):
-            for who, engine in engines.items():
-                seen = engine.ask("profile", requests=requests, length=length, steps=8)
-                rows.append({"profile": f"{requests}x{length}", "who": who, **seen})
-                top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
-                print(f"  {requests}x{length} {who}: GPU {seen['busy ms']:.2f} ms; {top}")
-        if "openmla" in engines:
-            mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
-            rows.append({"mixed build us": mixed})
-            print("  metadata of a mixed step of 64 requests, us:", mixed, flush=True)
+        for model in models:
+            for who, given in ENGINES[model].items():
+                log = f"{model}-{who}".replace(" ", "-").replace(",", "")
+                more = variables | (sparse if "v3.2" in model else {})
+                made = Engine(log, model.removesuffix("-fp8"), {**OPTIONS, **given}, more)
+                started.setdefault(model, {})[who] = made
+        for model, engines in started.items():
+            for who, engine in list(engines.items()):
+                try:
+                    engine.ask("time_shape", requests=2, length=512, steps=2)
+                except RuntimeError as error:
+                    failed.append(f"{model} {who}: {error}")
+                    del engines[who]
+        for model, engines in started.items():
+            measure(model, engines, shapes)
     finally:
-        for engine in engines.values():
-            engine.close()
-    (FOLDER / f"gpu-{model}.json").write_text(json.dumps(rows, indent=1))
+        for engines in started.values():
+            for engine in engines.values():
+                engine.close()
     return failed
+
+
+def measure(model: str, engines: dict[str, Engine], shapes: str) -> None:
+    rows: list[dict[str, Any]] = []
+    print(f"{model}: a decode step (its metadata), prefill of all prompts", flush=True)
+    for shape in (shapes or SHAPES).split(","):
+        requests, length = map(int, shape.split("x"))
+        best: dict[str, dict[str, float]] = {}
+        for turn in range(TURNS):
+            for who in list(engines)[:: 1 if turn % 2 else -1]:
+                asked = {"requests": requests, "length": length, "steps": STEPS}
+                seen = engines[who].ask("time_shape", **asked)
+                if who in best:
+                    seen = {key: min(value, best[who][key]) for key, value in seen.items()}
+                best[who] = seen
+        rows.append({"shape": shape} | best)
+        print(line(shape, best), flush=True)
+        write(model, rows)
+    for requests, length in ((1, 1024), (64, 8192)):
+        for who, engine in engines.items():
+            seen = engine.ask("profile", requests=requests, length=length, steps=8)
+            rows.append({"profile": f"{requests}x{length}", "who": who, **seen})
+            top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
+            print(f"  {requests}x{length} {who}: GPU {seen['busy ms']:.2f} ms; {top}", flush=True)
+    mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
+    rows.append({"mixed build us": mixed})
+    print("  metadata of a mixed step of 64 requests, us:", mixed, flush=True)
+    write(model, rows)
+
+
+def write(model: str, rows: list[dict[str, Any]]) -> None:
+    (FOLDER / f"gpu-{model}.json").write_text(json.dumps(rows, indent=1))
 
 
 def line(shape: str, best: dict[str, dict[str, float]]) -> str:

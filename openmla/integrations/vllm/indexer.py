@@ -113,6 +113,10 @@ class IndexBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(16)]
 
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True  # the layer's plan selects keys, whose bits are a row's own
+
 
 class IndexBuilder(AttentionMetadataBuilder[Any]):
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
