@@ -1,11 +1,14 @@
-"""Latent attention on a GPU beside FlashMLA, where that package is installed.
+"""Latent attention on a GPU compared with FlashMLA and with FlashAttention 3 (FA3) from vLLM.
 
     python3 -m bench.latent --json latent.json
+    python3 -m bench.latent --only vllm       batches as vLLM passes them; see bench/decode_batch.py
     python3 -m bench.latent --sweep --only h128
 
 One process: each shape's contenders are checked against float64, captured in CUDA graphs of several
 calls, and replayed in rotation; medians. FlashMLA takes 64 or 128 heads: fewer are padded for it.
-Ratios are those of its fastest contender.
+It needs the package flash_mla and, over all keys, pages of 64 rows. FA3 decodes bf16 rows and needs
+vLLM's _vllm_fa3_C: "fa3" has the arguments that vLLM uses under full CUDA graphs, "fa3 eager" those
+that it uses without. Ratios are to the fastest of these kernels.
 --sweep runs other tiles of the portable kernel in the same rotation: what wins is written into
 backends/triton/_tiles.py by hand.
 """
@@ -17,7 +20,6 @@ import inspect
 import itertools
 import json
 import os
-import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,16 +31,29 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from bench import fa3
+from bench.decode_batch import (
+    LOG_UNIFORM,
+    UNEVEN,
+    C,
+    D,
+    DecodeBatch,
+    decode_batch,
+    lengths,
+    vllm_batch,
+)
 from openmla.backends import Problem, forget_choices, slower, why_not
-from openmla.backends.segments import problem_of
+from openmla.backends.segments import alignment, problem_of, query_alignment
 from openmla.bench.harness import describe_machine
 from openmla.cache.format import get_format
 from openmla.ops import Segment, cache_gather, mqa_paged, mqa_sparse
+from openmla.ops.mqa_paged import problem as paged_problem
 
-D, C, K, BS = 576, 512, 2048, 64
+K, BS = 2048, 64
 SCALE = D**-0.5
+PEERS = ("flashmla", "fa3")  # parts of the names of other packages' contenders
 ROUNDS = 9
-Contender = Callable[[], tuple[Tensor, Tensor]]  # out [T, H, C], lse [T, H]
+Contender = Callable[..., tuple[Tensor, Tensor]]  # without arguments: out [T, H, C], lse [T, H]
 
 
 class Shape(NamedTuple):
@@ -167,21 +182,9 @@ def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> dict[
     return {"flashmla": decode, "gather+flashmla": gathered}
 
 
-UNEVEN = "uneven"  # 64 requests of 1 to 32768 keys, the same in every run
-
-
-def lengths(keys: str) -> list[int]:
-    """ "64x4096" is 64 requests of 4096 keys."""
-    if keys == UNEVEN:
-        seeded = random.Random(1)
-        return [seeded.randint(1, 32768) for _ in range(64)]
-    B, S = map(int, keys.split("x"))
-    return [S] * B
-
-
 def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shape:
     """Dense decode, `new` query tokens a request, causal among themselves."""
-    lens, one = lengths(keys), torch.ones((), device="cuda")
+    lens = lengths(keys)
     blocks = [-(-S // BS) for S in lens]
     cache = cached(sum(blocks) * BS, format)
     free = torch.randperm(sum(blocks), device="cuda").int().split(blocks)
@@ -189,70 +192,121 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     q = (torch.randn(len(lens) * new, H, D, device="cuda") / 3).bfloat16()
     if format != "bf16":  # other contenders' queries are fp8
         q = q.to(torch.float8_e4m3fn).bfloat16()
-    seq_lens = torch.tensor(lens, device="cuda", dtype=torch.int32)
-    start_loc = torch.arange(len(lens) + 1, device="cuda", dtype=torch.int32) * new
+    # as many layers as calls: the adapter's schedule is of a step, and one layer is its end
+    copies = calls - 1 if format == "bf16" else 0
+    layers = (cache, *(cache.clone() for _ in range(copies)))
+    batch = decode_batch((q[..., :C], q[..., C:]), layers, table, lens, new)
+    return dense(batch, calls, format)
 
-    layers = itertools.cycle([cache])
 
-    def attend(backend: str, copy: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def served(
+    keys: str, H: int, new: int, page: int, layout: str = "LBNHC", device: str = "cuda"
+) -> Shape:
+    """Dense decode as vLLM passes it, one call per layer in a graph. "cat+openmla" is what the vLLM
+    backend of openmla runs: it joins the two parts of the queries first. FA3 takes them apart."""
+    batch = vllm_batch(keys, H, new, page, layout, device)
+    shape = dense(batch, len(batch.layers))
+    ours = shape.contenders["openmla"]
+
+    def joined() -> tuple[Tensor, Tensor]:
+        return ours(q=torch.cat(batch.halves, -1))
+
+    return shape._replace(contenders={**shape.contenders, "cat+openmla": joined})
+
+
+def in_turn(call: Contender, layers: Sequence[Tensor]) -> Contender:
+    """Calls `call` with the cache of the next layer each time."""
+    caches = itertools.cycle(layers)
+    return lambda **changed: call(next(caches), **changed)
+
+
+def exact_paged(batch: DecodeBatch, format: str) -> tuple[Tensor, Tensor]:
+    """Every query, in float64."""
+    cache, one = batch.layers[0], torch.ones((), device=batch.q.device)
+    page, found = cache.shape[1], []
+    for b, S in enumerate(batch.lens):
+        positions = torch.arange(S, device=batch.q.device)
+        slots = batch.table[b, positions // page].long() * page + positions % page
+        rows = get_format(format).read(cache, slots, one, torch.float64, D)
+        for i in range(batch.new):
+            seen = rows[: S - batch.new + 1 + i]
+            found.append(attended(batch.q[b * batch.new + i][None], seen[None]))
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def dense(batch: DecodeBatch, calls: int, format: str = "bf16") -> Shape:
+    """Contenders for a step over all keys."""
+    cache, one = batch.layers[0], torch.ones((), device=batch.q.device)
+    T, H, _ = batch.q.shape
+    asked = paged_problem(
+        batch.q.device, batch.q.dtype, format, H=H, D=D, C=C, BS=cache.shape[1], tokens=T,
+        max_query_len=batch.new, run_length=0,
+        aligned=alignment(batch.layers) | query_alignment(batch.q),
+    )  # fmt: skip
+
+    def attend(
+        cache: Tensor, q: Tensor = batch.q, scales: Tensor | None = None, *, backend: str,
+        format: str = format,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         return mqa_paged(
-            q, next(layers) if copy is None else copy, one, table, seq_lens, start_loc,
-            format=format if copy is None else "bf16", C=C, scale=SCALE, causal=True,
-            max_query_len=new, backend=backend,
+            q, cache, one, batch.table, batch.seq_lens, batch.start_loc, scales, format=format, C=C,
+            scale=SCALE, causal=True, max_query_len=batch.new, backend=backend,
         )  # fmt: skip
 
-    ours = partial(attend, "triton" if format == "fp8_ds_mla" else "gluon")
-
-    S = lens[0] - new + 1  # keys of the first token
-    slots = table[0, : blocks[0]].long()[:, None] * BS + torch.arange(BS, device="cuda")
-    rows = get_format(format).read(cache, slots.flatten()[:S], one, torch.float64, D)
-    exact = attended(q[:1], rows[None])
-    contenders: dict[str, Contender] = {"openmla": ours}
-    if find_spec("flash_mla") is not None and format == "bf16":
-        contenders["flashmla"] = _flash_paged(q, cache, table, seq_lens, new)
-        # as many layers as calls: the adapter's schedule is of a step, and one layer is its end
-        layers = itertools.cycle([cache, *(cache.clone() for _ in range(calls - 1))])
-        contenders["flashmla adapter"] = partial(attend, "flashmla")
-    eight, scales = q.to(torch.float8_e4m3fn), torch.ones(q.shape[:2], device="cuda")
-    with_e4m3 = partial(
-        mqa_paged, eight, cache, one, table, seq_lens, start_loc, scales, format=format, C=C,
-        scale=SCALE, causal=True, max_query_len=new,
-    )  # fmt: skip
+    able = [name for name in ("gluon", "triton") if why_not(asked, name) is None]
+    chosen = able[0] if able else "auto"  # on a CPU
+    contenders: dict[str, Contender] = {
+        "openmla": in_turn(partial(attend, backend=chosen), batch.layers)
+    }
+    if format == "bf16":
+        if find_spec("flash_mla") is not None and cache.shape[1] == BS:
+            contenders["flashmla"] = in_turn(_flash_paged(batch), batch.layers)
+        if why_not(asked, "flashmla") is None:
+            adapter = partial(attend, backend="flashmla")
+            contenders["flashmla adapter"] = in_turn(adapter, batch.layers)
+        if fa3.why_absent() is None:
+            for name, decode in fa3.decoders(batch):
+                contenders[name] = in_turn(decode, batch.layers)
+    eight, scales = batch.q.to(torch.float8_e4m3fn), torch.ones(T, H, device=batch.q.device)
+    with_e4m3 = partial(attend, cache, eight, scales)
     if format == "fp8_ds_mla":
         contenders["triton e4m3"] = partial(with_e4m3, backend="triton")
     if format == "fp8":
         copy = get_format(format).decode(cache, one, torch.bfloat16, D)
         contenders |= {
-            "openmla bf16": partial(attend, "gluon", copy),
-            "triton": partial(attend, "triton"),
+            "openmla bf16": partial(attend, copy, format="bf16", backend="gluon"),
+            "triton": partial(attend, cache, backend="triton"),
         }
         for name, backend in (("openmla e4m3", "gluon"), ("triton e4m3", "triton")):
             contenders[name] = partial(with_e4m3, backend=backend)
         if find_spec("flash_mla") is not None:
-            contenders["flashmla"] = _flash_paged_fp8(q, cache, table, seq_lens, new)
-    return Shape(contenders, exact, calls, sum(lens), get_format(format).row_bytes(D))
+            contenders["flashmla"] = _flash_paged_fp8(batch)
+    exact = exact_paged(batch, format)
+    return Shape(contenders, exact, calls, sum(batch.lens), get_format(format).row_bytes(D))
 
 
-def _flash_paged(q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new: int) -> Contender:
+def _flash_paged(batch: DecodeBatch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     flash = import_module("flash_mla")
     metadata, _ = flash.get_mla_metadata()
     legacy = legacy_side(flash)
-    queries = q.view(-1, new, *q.shape[1:])
+    queries = batch.q.view(-1, batch.new, *batch.q.shape[1:])
 
-    def decode() -> tuple[Tensor, Tensor]:
+    def decode(cache: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = flash.flash_mla_with_kvcache(
-            queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
-            causal=True, **legacy,
+            queries, cache.unsqueeze(2), batch.table, batch.seq_lens, C, metadata,
+            softmax_scale=SCALE, causal=True, **legacy,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 
     return decode
 
 
-def _flash_paged_fp8(
-    q: Tensor, cache: Tensor, table: Tensor, seq_lens: Tensor, new: int
-) -> Contender:
+def _flash_paged_fp8(batch: DecodeBatch) -> Contender:
     """Takes fp8 queries, and rounds probabilities to fp8."""
+    q, cache, table, seq_lens, new = (
+        batch.q, batch.layers[0], batch.table, batch.seq_lens, batch.new
+    )  # fmt: skip
     flash = import_module("flash_mla.flash_mla_interface")
     metadata, _ = flash.get_mla_metadata()
     metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
@@ -436,6 +490,21 @@ def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
         for B in (1, 16, 64, 128):
             yield f"v4-decode-h{H}-b{B}-k{chosen}", partial(compressed, B, H, chosen, 20)
     yield "v4-prefill-h64-t4096-k512", partial(compressed, 4096, 64, 512, 2)
+    yield from vllm_shapes()
+
+
+def vllm_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
+    """What vLLM passes to attention in a decode step: pages of 16 rows by default, of 64 for its
+    FLASHMLA."""
+    uneven = [f"{B}x{LOG_UNIFORM}" for B in (16, 64, 128)]
+    even = ["1x1024", "1x32768", "16x8192", "64x4096", "128x2048"]
+    for H in (16, 128):
+        for keys in (*even, *uneven):
+            yield f"vllm-decode-h{H}-p16-{keys}", partial(served, keys, H, 1, 16)
+        for keys in ("64x4096", f"64x{LOG_UNIFORM}"):
+            yield f"vllm-decode-h{H}-p64-{keys}", partial(served, keys, H, 1, 64)
+    yield "vllm-verify2-h16-p16-64x4096", partial(served, "64x4096", 16, 2, 16)
+    yield "vllm-decode-h16-p16-64x4096-BLNHC", partial(served, "64x4096", 16, 1, 16, "BLNHC")
 
 
 def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
@@ -456,7 +525,7 @@ def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
         except too_large as reason:
             print(f"{title:<36} {name:<13} does not fit: {reason}")
         except RuntimeError as reason:
-            if "flashmla" not in name:
+            if not any(peer in name for peer in PEERS):
                 raise
             print(f"{title:<36} {name:<13} cannot: {reason}")
     return found
@@ -484,6 +553,19 @@ def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, 
     return {name: statistics.median(times) for name, times in seen.items()}
 
 
+def is_baseline(name: str) -> bool:
+    """Whether ratios may be to this contender: not to our adapter of another package's kernel."""
+    return name.endswith("flashmla") or name.startswith("fa3")
+
+
+def absent() -> dict[str, str]:
+    """Baselines that cannot run here, and why."""
+    missing = {"fa3": fa3.why_absent()}
+    if find_spec("flash_mla") is None:
+        missing["flashmla"] = "package flash_mla is not installed"
+    return {name: why for name, why in missing.items() if why is not None}
+
+
 def kept_rows(path: str | None, machine: Any) -> list[dict[str, Any]]:
     """Shapes measured before a run was cut, if on this machine and commit."""
     if path is None or not os.path.exists(path):
@@ -502,6 +584,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     machine = describe_machine("cuda")
     print(machine)
+    for name, why in absent().items():
+        print(f"without {name}: {why}")
     print(f"{'shape':<36} {'contender':<17} {'us':>9} {'ratio':>6} {'TB/s':>6} {'error':>8}")
     rows = kept_rows(options.json, machine)
     known = {row["shape"] for row in rows}
@@ -524,7 +608,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
             if name not in times:
                 print(f"{title:<36} {name:<13} WRONG, error {checked[name][0]:.4f}")
                 continue
-            theirs = [us for peer, us in times.items() if peer.endswith("flashmla")]
+            theirs = [us for peer, us in times.items() if is_baseline(peer)]
             ratio = min(theirs) / times[name] if theirs else None
             rate = shape.rows * shape.row_bytes / times[name] / 1e6
             shown = "" if ratio is None else f"{ratio:.2f}"

@@ -24,6 +24,8 @@ Data = dict[str, Any]
 PEERS = {
     "flashmla": "FlashMLA",
     "gather+flashmla": "gather and FlashMLA",
+    "fa3": "FA3 (vLLM)",
+    "fa3 eager": "FA3 (vLLM), eager",
     "cuDNN, padded": "cuDNN, padded",
     "cuDNN, one by one": "cuDNN, one by one",
     "deep_gemm": "DeepGEMM",
