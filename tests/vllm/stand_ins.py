@@ -1,4 +1,4 @@
-"""That vLLM has what the stand-ins of tests/integrations say: names, fields, parameters.
+"""That vLLM has what the stand-ins of tests/integrations say, and does what they do.
 
 python -m tests.vllm.stand_ins
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields, is_dataclass
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from tests.integrations import vllm_stand_ins as stand_ins
@@ -25,7 +26,8 @@ ATTRIBUTES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.model_executor.layers.attention.mla_attention": {
         "MLAAttention": (
             "num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-            "scale", "W_UK_T", "W_UV", "kv_cache", "impl", "indexer", "use_sparse",
+            "scale", "W_UK_T", "W_UV", "kv_cache", "impl", "indexer", "use_sparse", "layer_name",
+            "_chunked_prefill_workspace_size",
         ),
     },
 }  # fmt: skip
@@ -54,8 +56,59 @@ def compare(name: str, ours: Any, theirs: Any) -> list[str]:
     return found + [f"{name}.{member}" for member in members if not hasattr(theirs, member)]
 
 
+def outcome(function: Any, *args: Any) -> Any:
+    """What a call returns, or the name of what it raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        return type(error).__name__
+
+
+def behaviour(modules: dict[str, Any]) -> dict[str, Any]:
+    """What the classes that the plugin builds on do, by probes that both kinds can run."""
+    common = modules["vllm.model_executor.layers.attention.mla_attention"]
+    builder: Any = type(
+        "Probe", (common.MLACommonMetadataBuilder,), {"build": lambda *args, **given: "built"}
+    )
+    seen: dict[str, Any] = {}
+    for threshold, requests, tokens, longest in (
+        (None, 4, 4, 1), (1, 4, 4, 1), (1, 2, 4, 2), (3, 2, 6, 3), (1, 5, 4, 1),
+    ):  # fmt: skip
+        made = object.__new__(builder)
+        made.reorder_batch_threshold = threshold
+        step = SimpleNamespace(num_reqs=requests, num_actual_tokens=tokens, max_query_len=longest)
+        seen[f"capture {threshold} {requests}x{tokens} {longest}"] = outcome(
+            made.build_for_cudagraph_capture, step
+        )
+    seen["threshold"] = common.MLACommonMetadataBuilder.reorder_batch_threshold
+    whole = modules["vllm.v1.attention.backend"].AttentionMetadataBuilder
+    seen["no threshold"] = whole.reorder_batch_threshold
+    seen["drafts rebuild"] = whole.supports_draft_decode_metadata_update
+
+    def plain() -> None: ...
+
+    broken = modules["vllm.compilation.breakable_cudagraph"].eager_break_during_capture
+    seen["no break unless asked"] = broken(plain) is plain
+    registry = modules["vllm.v1.attention.backends.mla.prefill.registry"]
+    custom = registry.MLAPrefillBackendEnum.CUSTOM
+    registry.register_mla_prefill_backend(custom, "somebody.Prefill")
+    seen["prefill backend"] = custom.get_path()
+    base = modules["vllm.v1.attention.backends.mla.prefill.base"].MLAPrefillBackend
+    seen["quantized by default"] = base.supports_quant_output(None, "fp8")
+    return seen
+
+
+def behave_alike() -> list[str]:
+    """Probes with different outcomes."""
+    ours = {name: SimpleNamespace(**each) for name, each in stand_ins.modules("").items()}
+    theirs = {name: import_module(name) for name in ours}
+    mine, real = behaviour(ours), behaviour(theirs)
+    return [f"{name}: {mine[name]} where vLLM has {real[name]}" for name in mine
+            if mine[name] != real[name]]  # fmt: skip
+
+
 def main() -> None:
-    found = []
+    found = behave_alike()
     for module, attributes in stand_ins.modules("").items():
         theirs = import_module(module)
         for name, ours in attributes.items():
