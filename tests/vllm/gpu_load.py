@@ -19,8 +19,8 @@ MODEL = "gpu-v3"
 OPTIONS: dict[str, Any] = {
     "max_model_len": 4096,
     "max_num_seqs": 64,
-    "kv_cache_memory_bytes": 2 << 30,
-    "gpu_memory_utilization": 0.05,
+    "gpu_memory_utilization": 0.3,  # vLLM measures what is left for the KV cache
+    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
     "enable_prefix_caching": True,
     "skip_tokenizer_init": True,
     "seed": 0,

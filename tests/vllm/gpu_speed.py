@@ -8,8 +8,15 @@ from typing import Any
 from tests.vllm.checkpoints import FOLDER
 from tests.vllm.engine import Engine
 
-SHAPES = "1x1024,1x8192,1x32768,16x1024,16x8192,64x1024,64x4096,64x8192,128x2048"
-TURNS, STEPS = 2, 25
+# by model: requests x tokens that each has at first
+SHAPES = {
+    "speed-16": "1x1024,1x8192,1x32768,16x1024,16x8192,64x1024,64x4096,64x8192,128x2048",
+    "speed-128": "1x1024,1x32768,16x1024,16x8192,64x4096,128x2048",
+    "speed-16-fp8": "1x1024,1x32768,16x8192,64x8192,128x2048",
+    "speed-v3.2": "1x1024,1x32768,16x1024,16x8192,64x4096",
+}
+PROFILED = ("1x1024", "64x8192")
+TURNS, STEPS = 2, 15
 GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -89,7 +96,7 @@ def speed(models: list[str], shapes: str = "") -> list[str]:
 def measure(model: str, engines: dict[str, Engine], shapes: str) -> None:
     rows: list[dict[str, Any]] = []
     print(f"{model}: a decode step (its metadata), prefill of all prompts", flush=True)
-    for shape in (shapes or SHAPES).split(","):
+    for shape in (shapes or SHAPES[model]).split(","):
         requests, length = map(int, shape.split("x"))
         best: dict[str, dict[str, float]] = {}
         for turn in range(TURNS):
@@ -102,15 +109,18 @@ def measure(model: str, engines: dict[str, Engine], shapes: str) -> None:
         rows.append({"shape": shape} | best)
         print(line(shape, best), flush=True)
         write(model, rows)
-    for requests, length in ((1, 1024), (64, 8192)):
-        for who, engine in engines.items():
-            seen = engine.ask("profile", requests=requests, length=length, steps=8)
-            rows.append({"profile": f"{requests}x{length}", "who": who, **seen})
-            top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
-            print(f"  {requests}x{length} {who}: GPU {seen['busy ms']:.2f} ms; {top}", flush=True)
-    mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
-    rows.append({"mixed build us": mixed})
-    print("  metadata of a mixed step of 64 requests, us:", mixed, flush=True)
+    if model == "speed-16":
+        for shape in PROFILED:
+            requests, length = map(int, shape.split("x"))
+            for who, engine in engines.items():
+                seen = engine.ask("profile", requests=requests, length=length, steps=8)
+                rows.append({"profile": shape, "who": who, **seen})
+                top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
+                print(f"  {shape} {who}: GPU {seen['busy ms']:.2f} ms; {top}", flush=True)
+    if model in ("speed-16", "speed-v3.2"):
+        mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
+        rows.append({"mixed build us": mixed})
+        print("  metadata of a mixed step of 64 requests, us:", mixed, flush=True)
     write(model, rows)
 
 
