@@ -601,7 +601,10 @@ def test_pooling_is_by_triton_without_cute_dsl(vllm: Any, monkeypatch: pytest.Mo
     layer = Attention(128)
     vllm.v4_cuda.take_over(layer)
     assert "_compress_norm_rope_store" not in vars(layer.compressor)
-    vllm.installed = ["cutlass"]
+    vllm.capability = (8, 9)  # vLLM's CuTe DSL kernels are for SM90 and newer
+    vllm.v4_cuda.take_over(layer)
+    assert "_compress_norm_rope_store" in vars(layer.compressor)
+    vllm.capability, vllm.installed, layer = (9, 0), ["cutlass"], Attention(128)
     monkeypatch.delattr(Compressor, "_compress_norm_rope_store")  # vLLM 0.32
     with pytest.raises(ConfigError, match=r"vLLM 0\.32 cannot pool .* without CuTe DSL"):
         vllm.v4_cuda.take_over(layer)

@@ -3,7 +3,7 @@
 vLLM's FlashMLA layer is built on every GPU, because it stores rows as "fp8_dsv4". What openmla
 replaces besides attention and selection (v4.py) depends on what is installed:
 
-    pooling        vLLM's Triton kernel, unless CuTe DSL is installed
+    pooling        vLLM's Triton kernel, unless CuTe DSL is installed, on SM90 or newer
     window rows    rope and cache_write, if vLLM's compiled op is missing
     wo_a in fp8    weights dequantized once, unless DeepGEMM is installed
 """
@@ -35,7 +35,7 @@ INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 
 def check(vllm_config: Any) -> None:
     """Raise for what cannot run, before a model is built."""
-    found = tuple(current_platform.get_device_capability() or (0, 0))
+    found = capability()
     if found < LEAST:
         raise ConfigError(
             f"openmla: DeepSeek V4 in vLLM needs SM89 or newer, got SM{found[0]}{found[1]}: vLLM's "
@@ -49,9 +49,13 @@ def check(vllm_config: Any) -> None:
             )
 
 
-def has_cute_dsl() -> bool:
-    """vLLM's CuTe DSL kernels import both packages."""
-    return find_spec("cutlass") is not None and find_spec("quack") is not None
+def capability() -> tuple[int, ...]:
+    return tuple(current_platform.get_device_capability() or (0, 0))
+
+
+def uses_cute_dsl() -> bool:
+    """vLLM's CuTe DSL kernels import both packages, and vLLM serves V4 from SM90 on."""
+    return capability() >= (9, 0) and all(map(find_spec, ("cutlass", "quack")))
 
 
 @contextmanager
@@ -63,7 +67,7 @@ def building(vllm_config: Any) -> Iterator[None]:
     pooling.mqa_logits_use_mx_scales = lambda: False
     kernels, select = vllm_config.kernel_config, nvidia._select_dsv4_attn_cls
     warm_up = kernels.enable_jit_warmup
-    kernels.enable_jit_warmup = warm_up and has_cute_dsl()
+    kernels.enable_jit_warmup = warm_up and uses_cute_dsl()
     nvidia._select_dsv4_attn_cls = lambda vllm_config: DeepseekV4FlashMLAAttention
     try:
         yield
@@ -78,7 +82,7 @@ def take_over(layer: Any) -> None:
         raise ConfigError(
             "openmla: index keys of DeepSeek V4 must be fp8, got MXFP4. Leave out indexer_kv_dtype."
         )
-    if layer.compressor is not None and not has_cute_dsl():
+    if layer.compressor is not None and not uses_cute_dsl():
         if not hasattr(layer.compressor, "_compress_norm_rope_store"):
             raise ConfigError(
                 "openmla: vLLM 0.32 cannot pool the keys of DeepSeek V4 without CuTe DSL. Install "
