@@ -122,7 +122,9 @@ def test_the_indexers_op_is_vllms_own_unless_chosen(vllm: None) -> None:
     assert indexer.IndexOp(cache).made_by_vllm
     stand_ins.CONFIG[0] = stand_ins.config()
     assert not hasattr(indexer.IndexOp(cache), "made_by_vllm")
-    assert indexer.IndexOp("V4's cache").made_by_vllm
+    v4_cache = type("DeepseekV4IndexerCache", (), {})()
+    assert not hasattr(indexer.IndexOp(v4_cache), "made_by_vllm")
+    assert indexer.IndexOp("another cache").made_by_vllm
 
 
 @pytest.mark.parametrize("chosen", [True, False])

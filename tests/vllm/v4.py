@@ -233,7 +233,7 @@ def with_own_kernels() -> type:
     def compared(layer: Any, q: Any, kv: Any, positions: Any, output: Any) -> None:
         """vLLM's attention, from which ours may be off by roundings to bf16."""
         ours = torch.empty_like(output)
-        v4.attend(layer, q, kv, positions, ours)
+        v4.Attend(layer).attend(q, positions, ours)
         type(layer).forward_mqa(layer, q, kv, positions, output)
         off, most = (ours.float() - output.float()).abs(), output.float().abs().amax((1, 2))
         worst = float((off.amax((1, 2)) / most.clamp_min(1e-6)).max())

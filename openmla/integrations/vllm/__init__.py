@@ -7,7 +7,8 @@
     memory.py    what a step takes besides the KV cache, for vLLM's profiling run
     indexer.py   V3.2 and GLM-5: their indexer by select_step
     models.py    puts that indexer into these models
-    v4.py        V4, whose attention asks for no backend, on CPUs
+    v4.py        V4, whose attention asks for no backend
+    v4_cuda.py   V4 on CUDA without DeepGEMM, CuTe DSL or a compiled op
     cpu.py       vLLM's CPU platform, which accepts no third-party backend by itself
 
 Only this file is imported before vLLM asks for the backend, and it does not need vLLM. Unless the

@@ -25,6 +25,8 @@ from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
 
 SELECT = "openmla_vllm::select"
+# Caches of index keys that openmla selects from. V4's is named, because its module is large.
+REPLACED = ("DeepseekV32IndexerCache", "DeepseekV4IndexerCache")
 
 
 @torch.library.custom_op(SELECT, mutates_args=("chosen",))
@@ -137,7 +139,8 @@ class IndexOp(SparseAttnIndexer):
     which requires DeepGEMM, does not run."""
 
     def __init__(self, k_cache: Any, *args: Any, **given: Any) -> None:
-        if is_selected(get_current_vllm_config()) and isinstance(k_cache, DeepseekV32IndexerCache):
+        replaced = type(k_cache).__name__ in REPLACED
+        if is_selected(get_current_vllm_config()) and replaced:
             CustomOp.__init__(self)
         else:
             super().__init__(k_cache, *args, **given)
