@@ -54,11 +54,17 @@ def num_rows(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
+ALIGN = 16  # bytes; kernels are compiled for tensors that start on a multiple of these
+
+
 def pick(table: Tensor, requests: Sequence[int]) -> Tensor:
+    """Rows of some requests: the table itself, a view if they are neighbours, or a copy."""
     if everyone(requests, table.shape[0]):
         return table
-    if table.device.type == "cpu" and _neighbours(requests):  # elsewhere alignment counts
-        return table[requests[0] : requests[-1] + 1]
+    if _neighbours(requests):
+        some = table[requests[0] : requests[-1] + 1]
+        if table.device.type == "cpu" or some.data_ptr() % ALIGN == table.data_ptr() % ALIGN == 0:
+            return some
     (index,) = upload((integers(requests, torch.int64),), table.device)
     return table[index]
 

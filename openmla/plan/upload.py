@@ -12,6 +12,9 @@ from openmla.plan.types import remade
 
 Tree = TypeVar("Tree")
 ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
+# Bytes of pinned memory that are asked for at least. torch keeps pinned blocks by size, and a new
+# one takes a fraction of a millisecond: so most plans ask for the same.
+LEAST = 1 << 16
 PLAIN = frozenset((int, str, slice, type(None)))  # most of what parts hold, and no tensor
 
 
@@ -37,7 +40,9 @@ def _send(tree: Tree, device: torch.device) -> Tree:
         places.append((key, tensor, end))
         end += -(-tensor.nbytes // ALIGN) * ALIGN
     pinned = device.type == "cuda"
-    packed = torch.empty(end // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    room = max(end, LEAST) if pinned else end
+    staging = torch.empty(room // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
+    packed = staging[: end // 4]
     first = packed.data_ptr()
     for _, tensor, begin in places:  # bytes as they are: a torch operation costs more than they do
         memmove(first + begin, tensor.data_ptr(), tensor.nbytes)

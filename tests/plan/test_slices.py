@@ -10,6 +10,7 @@ from torch import Tensor
 
 from openmla import ConfigError, make_plan, plan_buffers, slice_buffers
 from openmla.plan import sparse
+from openmla.plan.rows import pick
 from tests.plan import v4
 from tests.plan.captured import KINDS, make_step, tensors_of
 
@@ -127,3 +128,16 @@ def test_a_step_too_large_for_its_slice_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"plan: {said}"):
             make_plan(batch, config, cache, into=part)
     assert all(torch.equal(before[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("columns", [8, 7])
+def test_rows_of_neighbours_are_not_copied(device: str, columns: int) -> None:
+    """On a GPU only where they are aligned like the whole: kernels are compiled for that."""
+    table = torch.arange(6 * columns, dtype=torch.int32, device=device).view(6, columns)
+    for requests in ([1, 2, 3], [4, 5], [5], [0, 1, 2, 3, 4, 5], [1, 3], []):
+        picked = pick(table, requests)
+        assert torch.equal(picked, table[torch.tensor(requests, dtype=torch.int64, device=device)])
+        if device == "cuda":
+            assert picked.data_ptr() % 16 == 0
+    shared = pick(table, [2, 3]).untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+    assert shared == (device == "cpu" or columns == 8)
