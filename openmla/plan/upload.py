@@ -42,7 +42,7 @@ def _send(tree: Tree, device: torch.device) -> Tree:
     pinned = device.type == "cuda"
     room = max(end, LEAST) if pinned else end
     staging = torch.empty(room // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
-    packed = staging[: end // 4]
+    packed = staging if room == end else staging[: end // 4]
     first = packed.data_ptr()
     for _, tensor, begin in places:  # bytes as they are: a torch operation costs more than they do
         memmove(first + begin, tensor.data_ptr(), tensor.nbytes)
