@@ -50,18 +50,20 @@ def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size
 
 
 def step_bytes(
-    config: MLAConfig, *, max_tokens: int, context_rows: int, itemsize: int
-) -> int:  # fmt: skip
+    config: MLAConfig, *, max_tokens: int, context_rows: int, itemsize: int, absorbed: bool = False
+) -> int:
     """The most that one layer holds during a step of max_tokens new tokens, besides inputs, outputs
     and caches; not for V4. Context is gathered and expanded `context_rows` at a time. Keys are
-    counted whole, as backends need them that do not read them in two parts."""
+    counted whole, as backends need them that do not read them in two parts. `absorbed`: prompts
+    are, too, so that all queries and outputs are in latent space at once."""
     H, E, V = config.num_heads, config.qk_head_dim, config.v_head_dim
     expanded = config.qk_nope_head_dim + V + E
     rows = max(context_rows, max_tokens)
     dense = itemsize * (rows * H * expanded + context_rows * config.latent_dim)
     dense += max_tokens * H * (2 * V * itemsize + 8)  # two partial outputs and their lse
     if config.indexer is None:
-        return dense
+        latent = config.latent_dim + 2 * config.kv_lora_rank  # queries, outputs, partial outputs
+        return max(dense, max_tokens * H * latent * itemsize) if absorbed else dense
     selection = 2 * 4 * config.indexer.topk * max_tokens  # positions, and slots
     return selection + max(LOGITS_BYTES, dense + MASK_BYTES, LATENT_BYTES)
 

@@ -64,6 +64,8 @@ class Engine:
             )  # fmt: skip
             self.layers.append(layer)
             self.config.compilation_config.static_forward_context[str(name)] = layer
+        for layer in self.layers:
+            layer.impl.process_weights_after_loading(dtype)
         self.builder = OpenMLABuilder(None, ["0", "1"], self.config, torch.device(device))
         self.free = list(range(1, BLOCKS))  # 0 is vLLM's null block
         # vLLM writes every step into the same tensors, which its graphs read
@@ -115,9 +117,9 @@ class Engine:
 
     def attend(
         self, metadata: Any, q: Tensor, rows: Tensor, out: Tensor, layer: int = 0,
-        captured: Any = None, output_scale: Tensor | None = None,
+        captured: bool = False, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """vLLM's op. `captured` is the metadata of the graph that this replays."""
+        """vLLM's op. `captured`: with the arguments of a capture, in which there was no step."""
         kv_c, k_pe = rows.split([self.C, self.R], 1)
         impl = self.layers[layer].impl
         cache, scale = self.layers[layer].kv_cache, self.layers[layer]._k_scale
@@ -126,9 +128,10 @@ class Engine:
             no_compile_layers=dict(zip("01", self.layers, strict=True)),
         )
         impl.do_kv_cache_update(kv_c, k_pe.unsqueeze(1), cache, None, "auto", scale)
-        impl.forward_mha(
-            q, kv_c, k_pe.unsqueeze(1), cache, captured or metadata, scale, out, output_scale
-        )
+        self.layers[layer].forward_impl(
+            q, kv_c, k_pe.unsqueeze(1), cache, None if captured else metadata, output=out,
+            output_scale=output_scale,
+        )  # fmt: skip
 
     def step(self, wanted: dict[str, int], requests: int = 0, tokens: int = 0) -> Tensor:
         """One layer's step, checked; returns what it attended to."""
@@ -419,12 +422,13 @@ class SparseEngine(Engine):
             H, 80, self.scale, 1, None, None, "auto", None, "decoder", None, qk_nope_head_dim=P,
             v_head_dim=V, topk_indices_buffer=self.indexer.topk_indices_buffer,
         )  # fmt: skip
+        layer.impl.process_weights_after_loading(torch.float32)
         self.builder = type(self.builder)(None, ["0"], self.config, torch.device(device))
         self.keys = torch.zeros(0, 128, dtype=torch.float64, device=device)
 
     def forward(
         self, metadata: Any, hidden: Tensor, low: Tensor, q: Tensor, rows: Tensor, out: Tensor,
-        captured: Any = None,
+        captured: bool = False,
     ) -> None:  # fmt: skip
         """What vLLM's layer does: its indexer, then its attention."""
         stand_ins.CONTEXT[0] = SimpleNamespace(
@@ -547,13 +551,12 @@ def test_attention_and_selection_are_breaks_of_a_graph(
     """Whatever vLLM made of its own op. A replay repeats the arguments of the capture."""
     monkeypatch.setattr(stand_ins.ENVS, "VLLM_USE_BREAKABLE_CUDAGRAPH", True)
     engine = SparseEngine(device)
-    captured = engine.builder.build(0, engine.common({}, 2, 80))
     hidden, low = torch.randn(80, 48, device=device), torch.randn(80, 24, device=device)
     q, rows = engine.inputs(80)
     out = torch.zeros(80, H * V, device=device)
     metadata = engine.builder.build(0, engine.common({"a": 70}, 1, 70))
-    engine.forward(metadata, hidden, low, q, rows, out, captured)
-    assert stand_ins.BREAKS == ["_select", "_attend"]
+    engine.forward(metadata, hidden, low, q, rows, out, captured=True)
+    assert stand_ins.BREAKS == ["_select", "run"]
     engine.check_last(*(tensor[:70] for tensor in (hidden, low, q, rows, out)))
     assert not out[70:].any()
 
@@ -570,7 +573,8 @@ def test_batch_invariance_is_passed_on(device: str, monkeypatch: pytest.MonkeyPa
     for wanted in STEPS:
         engine.step(wanted)
         assert engine.builder.latest is not None and engine.builder.latest.plan is not None
-        assert engine.builder.latest.plan.batch_invariant
+        plan = engine.builder.latest.plan
+        assert plan.batch_invariant and plan.prefill is None  # whatever its chunks, the same bits
 
 
 def test_outputs_are_quantized_where_vllm_gives_a_scale(device: str) -> None:

@@ -153,9 +153,9 @@ class MLAPrefillBackend:
 def eager_break_during_capture(function: Any) -> Any:
     """A break leaves the graph that is being captured: here it is told of every call."""
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **given: Any) -> Any:
         BREAKS.append(function.__name__)
-        return function(*args)
+        return function(*args, **given)
 
     return wrapped if ENVS.VLLM_USE_BREAKABLE_CUDAGRAPH else function
 
@@ -271,6 +271,20 @@ class Layer:
     _k_scale: Tensor = field(default_factory=lambda: torch.tensor(1.0))
     dims: ClassVar = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
+    def forward_impl(
+        self, q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """All tokens of the step by forward_mha; before there are steps, zeros."""
+        if attn_metadata is None:
+            return output.fill_(0)
+        n = attn_metadata.num_actual_tokens
+        self.impl.forward_mha(
+            q[:n], k_c_normed[:n], k_pe[:n], kv_cache, attn_metadata, self._k_scale, output[:n],
+            output_scale,
+        )  # fmt: skip
+        return output
+
 
 def config(
     *, chosen: bool = True, ranks: int = 1, drafts: int = 0, dtype: torch.dtype = torch.float32,
@@ -327,7 +341,8 @@ def modules(version: str) -> dict[str, dict[str, Any]]:
         "vllm.forward_context": {"get_forward_context": lambda: CONTEXT[0]},
         "vllm.envs": vars(ENVS),
         "vllm.compilation.breakable_cudagraph": {
-            "eager_break_during_capture": eager_break_during_capture
+            "eager_break_during_capture": eager_break_during_capture,
+            "is_breakable_cudagraph_enabled": lambda: ENVS.VLLM_USE_BREAKABLE_CUDAGRAPH,
         },
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
         "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefillBackend},

@@ -260,8 +260,10 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             padding=T - sum(query_lens),
             **given,
         )
+        # only the absorbed form has the same bits for a prompt in other chunks or partly cached
+        form = "absorbed" if self.options["batch_invariant"] else "auto"
         return openmla.make_plan(
-            batch, self.config, cache, output=output, prefill_dtype=self.prefill_dtype,
+            batch, self.config, cache, output=output, prefill_dtype=self.prefill_dtype, form=form,
             **self.options,
         )  # fmt: skip
 

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.compilation.breakable_cudagraph import (
+    eager_break_during_capture,
+    is_breakable_cudagraph_enabled,
+)
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
@@ -21,6 +24,30 @@ FORMATS = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
+
+
+def break_graphs_at(layer: Any) -> None:
+    """Run a layer's attention eagerly where vLLM captures breakable CUDA graphs.
+
+    vLLM makes its attention op such a break, but only if these graphs were on when its module was
+    imported. On a first start they are not: vLLM inspects the model, which imports that module,
+    before its config is complete. A graph without the break replays the step of its capture.
+    """
+    forward_impl = layer.forward_impl
+
+    def run(
+        q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, **given: Any,
+    ) -> Any:  # fmt: skip
+        """A replay repeats the arguments of the capture, so the step is looked up."""
+        current = get_forward_context().attn_metadata
+        if isinstance(current, dict):
+            attn_metadata = current[layer.layer_name]
+        return forward_impl(
+            q, k_c_normed, k_pe, layer.kv_cache, attn_metadata, output=output, **given
+        )
+
+    layer.forward_impl = eager_break_during_capture(run)
 
 
 class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
@@ -45,7 +72,6 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         if self.dcp_world_size == 1 and not current_platform.is_cpu():
             prefill.select(self.vllm_config)
         self.layer: Any = None
-        self._attend_eagerly: Any = None
         self._weights: openmla.AbsorbedWeights | None = None
         self._cache: tuple[Tensor | None, openmla.LayerCache | None] = (None, None)
 
@@ -61,6 +87,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         layer = next((one for one in layers if getattr(one, "impl", None) is self), None)
         if layer is not None and self.dcp_world_size == 1:
             layer._chunked_prefill_workspace_size = profiled_rows(layer, self.vllm_config)
+            if is_breakable_cudagraph_enabled() and "forward_impl" not in vars(layer):
+                break_graphs_at(layer)
 
     @property
     def weights(self) -> openmla.AbsorbedWeights:
@@ -125,30 +153,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
                 output_scale,
             )  # fmt: skip
             return
-        if self._attend_eagerly is None:  # vLLM has its config by now
-            self._attend_eagerly = eager_break_during_capture(self._attend)
-        self._attend_eagerly(q, kv_c_normed, k_pe, attn_metadata, output, output_scale)
-
-    def _attend(
-        self,
-        q: Tensor,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        attn_metadata: OpenMLAMetadata,
-        output: Tensor,
-        output_scale: Tensor | None,
-    ) -> None:
-        """Runs eagerly where vLLM captures breakable CUDA graphs; a replay repeats the arguments of
-        the capture, so the step is taken from the forward context.
-
-        vLLM makes its own attention op such a break, but only if breakable graphs were on when its
-        module was imported. They are not on a first start, whose inspection of the model imports
-        that module before the config is complete."""
-        current = get_forward_context().attn_metadata
-        if isinstance(current, dict):
-            attn_metadata = current[self.layer.layer_name]
-        T, P = attn_metadata.num_actual_tokens, self.qk_nope_head_dim
-        q, kv_c_normed, k_pe, output = q[:T], kv_c_normed[:T], k_pe[:T], output[:T]
+        P = self.qk_nope_head_dim
         plan, selection = attn_metadata.plan, attn_metadata.selection
         out: Any = output.view(-1, self.num_heads, self.v_head_dim)
         if output_scale is not None:  # vLLM fused the quantization of what o_proj reads

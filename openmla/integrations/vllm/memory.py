@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import vllm.envs as envs
+
 from openmla.plan import default_workspace_tokens
 from openmla.plan.workspace import step_bytes
 
@@ -29,6 +31,7 @@ def profiled_rows(layer: Any, vllm_config: Any) -> int:
         max_tokens=scheduler.max_num_batched_tokens,
         context_rows=context,
         itemsize=itemsize,
+        absorbed=bool(envs.VLLM_BATCH_INVARIANT),
     )
     row = layer.num_heads * (layer.qk_nope_head_dim + layer.v_head_dim) * itemsize
     return -(-held // row)
