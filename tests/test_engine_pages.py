@@ -15,7 +15,7 @@ def test_the_page_runs() -> None:
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"{PAGE.name}, block {number + 1}", "exec"), names)
-    assert names["plan"].num_tokens == 8 and not names["out"][2:].any()
+    assert names["plan"].num_tokens == 4 and not names["out"][2:].any()
 
 
 def test_the_pages_name_one_another() -> None:

@@ -114,7 +114,12 @@ def test_the_installed_command_runs() -> None:
         ("0.32.0", ["openmla"], "others,openmla", "openmla serves with --attention-backend CUSTOM"),
         ("0.32.0", ["openmla"], "others", "openmla is not in VLLM_PLUGINS=others."),
         ("0.32.0", [], None, "openmla is not installed as a package, so vLLM does not find it."),
-        ("0.9.1", ["openmla"], None, "openmla was tested with vLLM 0.32.x, this is 0.9.1: it does"),
+        (
+            "0.9.1",
+            ["openmla"],
+            None,
+            "openmla was tested with vLLM 0.32.x or 0.33.x, this is 0.9.1: it does",
+        ),
     ],
 )
 def test_vllm_is_told_of(

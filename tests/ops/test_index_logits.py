@@ -88,7 +88,12 @@ def test_contract_of_one_tile(format: str, backend: str, device: str) -> None:
             }
             tensors = {name: one[name] for name in inputs.tensors}
             alone = Inputs(tensors, {**inputs.scalars, "num_keys": seen}, ())
-            assert torch.equal(run_or_skip(index_logits, alone, backend)[0], actual[t, :seen])
+            scores = run_or_skip(index_logits, alone, backend)[0]
+            if backend == "triton" and device == "cpu":
+                # the interpreter multiplies by numpy, whose sums depend on the matrix on some CPUs
+                torch.testing.assert_close(scores, actual[t, :seen], rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(scores, actual[t, :seen])
 
 
 @pytest.mark.parametrize("case", LOOPED, ids=str)
