@@ -151,7 +151,9 @@ def engine_options(model: str, option: str) -> dict[str, Any]:
     """With index keys as they are, unless the option is to round them: transformers rounds none."""
     options = {**OURS, **OPTIONS[option].options}
     if model in SPARSE and option != "index fp8":
-        options["additional_config"] = {"openmla": {"index_format": "index_fp32"}}
+        # without the second, vLLM's fp8 means packed rows in these models
+        given = {"index_format": "index_fp32", "fp8_per_tensor": True}
+        options["additional_config"] = {"openmla": given}
     return options
 
 
