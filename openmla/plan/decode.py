@@ -49,13 +49,14 @@ class DecodePlanner:
         batch_invariant: bool = False,
         query_dtype: str | None = None,
         output: str | None = None,
-        form: str = "auto",
     ) -> None:
         check_kind("decode_planner", "config", config, MLAConfig)
         check_kind("decode_planner", "cache", cache, LayerCache)
         if config.compressor is not None or config.rope.kind == "longrope":
-            what = "V4" if config.compressor is not None else "longrope models"
-            raise ConfigError(f"decode_planner: {what} are not supported. Use make_plan(into=).")
+            what = "DeepSeek V4" if config.compressor is not None else "longrope"
+            raise ConfigError(
+                f"decode_planner: {what} models are not supported. Use make_plan(into=)."
+            )
         if as_integer(max_tokens) is None or max_tokens < 1:
             raise ConfigError(
                 f"decode_planner: max_tokens must be a positive integer, got {max_tokens!r}."
@@ -64,7 +65,7 @@ class DecodePlanner:
             check_planned_output(config, output)
         check_planned_queries("decode_planner", config, cache, query_dtype)
         latent = latent_of(cache)
-        check_cache(config, cache, latent, form)
+        check_cache(config, cache, latent, "auto")
         layout = latent.layout
         if dtype is None:
             dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
@@ -145,7 +146,7 @@ class DecodePlanner:
 
     @torch.inference_mode(False)
     def _start_locs(self, name: str, count: int, query_start_loc: Tensor) -> Tensors:
-        """Where requests start in each of so many chunks: in one, where they start anyway."""
+        """query_start_loc of each chunk; of a single one, the engine's own."""
         if count == 1:
             return (query_start_loc,)
         places = []
@@ -220,10 +221,9 @@ class DecodePlanner:
         self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: int
     ) -> SparsePlan:
         config, index = self.config, self.cache.index
-        assert config.indexer is not None
-        M = block_table.shape[1]
-        held = 0 if index is None else query_bytes(config, index)
-        chunks = () if index is None else even_chunks(T, M * index.block_size, held)
+        assert index is not None  # check_cache looked
+        held = query_bytes(config, index)
+        chunks = even_chunks(T, block_table.shape[1] * index.block_size, held)
         attending = query_chunks(T, config, self.dtype.itemsize)
         rows, loc = self._rows, query_start_loc
         return SparsePlan(

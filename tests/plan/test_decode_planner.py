@@ -196,7 +196,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens must be a positive integer, got 0"):
         DecodePlanner(engine.config, engine.cache, max_tokens=0)
     v4 = openmla.PRESETS["tiny-v4"]
-    with pytest.raises(ConfigError, match=r"V4 are not supported. Use make_plan\(into=\)"):
+    with pytest.raises(
+        ConfigError, match=r"DeepSeek V4 models are not supported. Use make_plan\(into=\)"
+    ):
         DecodePlanner(v4, engine.cache, max_tokens=4)
     long = openmla.PRESETS["tiny-minicpm3"]
     with pytest.raises(ConfigError, match="longrope models are not supported"):

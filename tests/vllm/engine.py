@@ -27,6 +27,13 @@ VARIABLES = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
+GPU_VARIABLES = {
+    "OMP_NUM_THREADS": "2",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 # what an engine is started with unless a case says otherwise
 USUAL: dict[str, Any] = {
     "max_model_len": 1024,

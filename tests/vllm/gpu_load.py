@@ -13,6 +13,8 @@ from contextlib import suppress
 from typing import Any
 
 from tests.vllm.checkpoints import FOLDER, ROOT, VOCABULARY, checkpoint
+from tests.vllm.engine import GPU_VARIABLES
+from tests.vllm.reference import regrets
 
 REQUESTS, ABORTED = 200, 30
 MODEL = "gpu-v3"
@@ -95,8 +97,6 @@ def load(judge: str = "both") -> list[str]:
 
 
 def storms() -> list[str]:
-    from tests.vllm.gpu import GPU_VARIABLES
-
     seen, failed = {}, []
     for backend in ("CUSTOM", ""):
         variables = {**os.environ, **GPU_VARIABLES, "HF_HUB_OFFLINE": "1"}
@@ -118,8 +118,6 @@ def storms() -> list[str]:
 
 
 def check() -> list[str]:
-    from tests.vllm.reference import regrets
-
     seen, failed, asked = json.loads(RECORD.read_text()), [], requests()
     for backend, answer in seen.items():
         for i, (request, got) in enumerate(zip(asked, answer["tokens"], strict=True)):

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from tests.vllm.checkpoints import FOLDER
-from tests.vllm.engine import Engine
+from tests.vllm.engine import GPU_VARIABLES, Engine
 
 # by model: requests x tokens that each has at first
 SHAPES = {
@@ -63,8 +63,6 @@ ENGINES: dict[str, dict[str, dict[str, Any]]] = {
 def speed(models: list[str], shapes: str = "") -> list[str]:
     """Prints a table for each model and writes it; returns what failed. All engines start at once,
     then one at a time works."""
-    from tests.vllm.gpu import GPU_VARIABLES
-
     variables = {**GPU_VARIABLES, "OMP_NUM_THREADS": "4"}
     # the same graphs for all; openmla's drop-in where DeepGEMM is missing
     sparse = {**UNBROKEN, "OPENMLA_AS_DEEP_GEMM": "1"}

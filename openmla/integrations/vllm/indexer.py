@@ -25,7 +25,7 @@ from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
 
 SELECT = "openmla_vllm::select"
-# Caches of index keys that openmla selects from. V4's is named, because its module is large.
+# Index caches that openmla selects from; by name, so that V4's module is not imported for V3.2.
 REPLACED = ("DeepseekV32IndexerCache", "DeepseekV4IndexerCache")
 
 

@@ -57,7 +57,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
     can_return_lse_for_decode = True
     supports_dcp = True
     supports_pcp = False
-    masked_mha_available = False  # vLLM's own; the plan decides about masks
+    masked_mha_available = False  # vLLM's own path; here the plan picks masked attention
     supports_quant_query_input = False
 
     def __init__(self, *args: Any, topk_indices_buffer: Tensor | None = None, **given: Any) -> None:
@@ -80,8 +80,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self.layer, self.builder = layer, builder
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Also before the profiling run, in which vLLM allocates as many expanded rows as the layer
-        says, and sizes the KV cache around them."""
+        """vLLM calls this after every weight load, and so before its profiling run: this is where
+        the layer learns how many expanded rows to allocate in that run."""
         self._weights = None
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         layer = next((one for one in layers if getattr(one, "impl", None) is self), None)

@@ -11,14 +11,13 @@ from typing import Any
 
 import vllm.envs as envs
 
+from openmla.integrations.vllm.builder import config_of
 from openmla.plan import default_workspace_tokens
 from openmla.plan.workspace import step_bytes
 
 
 def profiled_rows(layer: Any, vllm_config: Any) -> int:
     """Rows of [H, P + V] that take as much memory as a step of this layer."""
-    from openmla.integrations.vllm.builder import config_of
-
     config, scheduler = config_of(layer, layer.num_heads, vllm_config), vllm_config.scheduler_config
     itemsize = vllm_config.model_config.dtype.itemsize
     context = default_workspace_tokens(
