@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 M = TypeVar("M")
 OVERRIDES: dict[Any, str] = {}
@@ -43,6 +43,7 @@ class AttentionBackendEnum(enum.Enum):
 class AttentionCGSupport(enum.Enum):
     UNIFORM_BATCH = 2
     UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
 
 
 class MultipleOf(int): ...
@@ -299,7 +300,10 @@ def config(
         attention_config=SimpleNamespace(backend=backend, mla_prefill_backend=None),
         additional_config=more.pop("additional_config", {}),
         use_v2_model_runner=more.pop("runner_v2", True),
-        parallel_config=SimpleNamespace(decode_context_parallel_size=ranks),
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=ranks,
+            cp_kv_cache_interleave_size=more.pop("interleave", 1),
+        ),
         speculative_config=SimpleNamespace(
             num_speculative_tokens=drafts,
             method=more.pop("method", "mtp"),
@@ -338,6 +342,9 @@ def modules(version: str) -> dict[str, dict[str, Any]]:
         "vllm": {"__version__": version, "ModelRegistry": registry},
         "vllm.logger": {"init_logger": lambda name: logger},
         "vllm.config": {"get_current_vllm_config": lambda: CONFIG[0]},
+        "vllm.distributed.parallel_state": {
+            "get_dcp_group": lambda: SimpleNamespace(device_group=distributed.group.WORLD)
+        },
         "vllm.forward_context": {"get_forward_context": lambda: CONTEXT[0]},
         "vllm.envs": vars(ENVS),
         "vllm.compilation.breakable_cudagraph": {

@@ -12,6 +12,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import openmla
+from openmla.parallel import RankPlan
 
 
 def is_selected(vllm_config: Any) -> bool:
@@ -61,11 +62,8 @@ class OpenMLABackend(MLACommonBackend):
 
     @classmethod
     def validate_configuration(cls, *args: Any, **given: Any) -> list[str]:
-        sparse = given.pop("use_sparse", False)
-        reasons = super().validate_configuration(*args, use_sparse=False, **given)
-        if sparse and given.get("use_dcp"):
-            reasons.append("decode context parallelism of sparse models not supported")
-        return reasons
+        given.pop("use_sparse", None)  # both kinds are supported
+        return super().validate_configuration(*args, use_sparse=False, **given)
 
 
 # What vLLM's layer reads of `prefill`: sparse models may use forward_mha, no context is chunked.
@@ -75,10 +73,12 @@ EVERY_TOKEN = SimpleNamespace(use_dense_mha=True, chunked_context=None, max_quer
 @dataclass
 class OpenMLAMetadata(MLACommonMetadata):
     """One step. It counts every token as prefill, so that vLLM passes a layer's whole step to
-    forward_mha and attend_step runs it as planned. With decode context parallelism it is vLLM's
-    own metadata, and `decode` holds the plan."""
+    forward_mha and attend_step runs it as planned. With decode context parallelism tokens that
+    count as decode go to forward_mqa: all of a sparse model's, planned in `across`; of a dense
+    model, those that vLLM counts so, planned in `decode`."""
 
     plan: openmla.Plan | None = None
+    across: RankPlan | None = None
     quantized_plan: openmla.Plan | None = None  # the same step, its output in fp8
     selection: openmla.Selection | None = None  # of the indexer that ran last
     common: Any = None  # the CommonAttentionMetadata this was built from

@@ -15,6 +15,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 import openmla
 from openmla.integrations.vllm.backend import OpenMLAMetadata
 from openmla.integrations.vllm.options import option
+from openmla.integrations.vllm.ranks import dcp_ranks, plan_over_dcp
+from openmla.parallel import Ranks
 
 logger = init_logger("vllm.openmla")
 
@@ -56,15 +58,17 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         self.ranks = vllm_config.parallel_config.decode_context_parallel_size
-        if self.ranks > 1:
+        context = vllm_config.compilation_config.static_forward_context
+        layers = [context[name] for name in layer_names]
+        # with context parallelism vLLM's builder splits a dense step into decode and prefill
+        self.is_split = self.ranks > 1 and not layers[0].use_sparse
+        if self.is_split:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device, OpenMLAMetadata)
         else:
             AttentionMetadataBuilder.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
             self.reorder_batch_threshold = None  # requests stay in order
         # A decode plan reads vLLM's own tensors, so a draft step has nothing to rebuild.
         self.supports_draft_decode_metadata_update = self.ranks == 1
-        context = vllm_config.compilation_config.static_forward_context
-        layers = [context[name] for name in layer_names]
         # Of layers that share a selection, the one with the indexer has the index cache.
         self.layer = next((layer for layer in layers if layer.indexer is not None), layers[0])
         self.leader: Any = None  # the layer of another group whose indexer selects for this one
@@ -89,9 +93,17 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
                 "openmla: prefill_dtype is not supported with decode context parallelism, where "
                 "vLLM runs prefill itself. Leave it out."
             )
+        drafts = vllm_config.speculative_config
+        self.dcp: Ranks | None = None
+        if self.ranks > 1 and not self.is_split:
+            if drafts is not None:
+                raise ValueError(
+                    "openmla: speculative decoding of a sparse model is not supported with decode "
+                    "context parallelism. Leave out --speculative-config."
+                )
+            self.dcp = dcp_ranks(vllm_config)
         for layer in layers:
             layer.impl.bind(layer, self)
-        drafts = vllm_config.speculative_config
         self.drafting = drafts is not None
         # A draft model of its own reads one token more of each request than vLLM's host lengths
         # say: the one that the target model has just sampled.
@@ -118,14 +130,16 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        if vllm_config.parallel_config.decode_context_parallel_size > 1:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return cls._cudagraph_support
+        if vllm_config.parallel_config.decode_context_parallel_size == 1:
+            return cls._cudagraph_support
+        if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
+            return AttentionCGSupport.NEVER  # ranks exchange candidates, which was never captured
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> OpenMLAMetadata:
-        if self.ranks > 1:
+        if self.is_split:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         m = common_attn_metadata
         if self.leader is not None:
@@ -140,16 +154,25 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             num_decodes=0,
             num_decode_tokens=0,
             num_prefills=m.num_reqs,
-            plan=self.plan(m, self.cache()),
             common=m,
         )
+        cache = self.cache()
+        if self.dcp is None:
+            metadata.plan = self.plan(m, cache)
+        else:
+            metadata.num_decodes, metadata.num_prefills = m.num_reqs, 0
+            metadata.num_decode_tokens = m.num_actual_tokens
+            metadata.across = plan_over_dcp(
+                m, cache, self.config, self.dcp, self.decode_planner(cache), self.options
+            )
+            metadata.decode = Decode(metadata.across.step, m.dcp_local_seq_lens[: m.num_reqs])
         self.latest = metadata
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OpenMLAMetadata:
         """vLLM's MLA builder asks that no query be longer than its threshold for reordering, which
         is only set with context parallelism."""
-        if self.ranks > 1:
+        if self.is_split:
             return super().build_for_cudagraph_capture(common_attn_metadata)
         return self.build(0, common_attn_metadata)
 

@@ -23,6 +23,7 @@ import openmla
 from openmla.cache.format import get_format
 from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
+from openmla.parallel import select_over_ranks
 
 SELECT = "openmla_vllm::select"
 # Index caches that openmla selects from; by name, so that V4's module is not imported for V3.2.
@@ -46,11 +47,12 @@ def _select(q: Tensor, k: Tensor, weights: Tensor, layer_name: str) -> None:
         return
     metadata, layer = context.attn_metadata[layer_name], context.no_compile_layers[layer_name]
     T = metadata.num_actual_tokens
-    metadata.selection = openmla.select_step(
-        openmla.IndexInputs(q[:T], weights[:T], k[:T]),
-        layer.impl.cache_of(layer.kv_cache),
-        metadata.plan,
-    )
+    given = openmla.IndexInputs(q[:T], weights[:T], k[:T])
+    cache = layer.impl.cache_of(layer.kv_cache)
+    if metadata.across is not None:
+        metadata.selection = select_over_ranks(given, cache, metadata.across)
+    else:
+        metadata.selection = openmla.select_step(given, cache, metadata.plan)
 
 
 @select.register_fake

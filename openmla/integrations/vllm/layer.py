@@ -19,6 +19,7 @@ import openmla
 from openmla.integrations.vllm import prefill
 from openmla.integrations.vllm.backend import OpenMLAMetadata
 from openmla.integrations.vllm.memory import profiled_rows
+from openmla.integrations.vllm.ranks import attend_own_keys
 
 FORMATS = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -69,7 +70,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self.supports_quant_query_input = False
         self.is_sparse = topk_indices_buffer is not None  # only sparse layers get one
         self.vllm_config = get_current_vllm_config()
-        if self.dcp_world_size == 1 and not current_platform.is_cpu():
+        # a dense model's prefill is vLLM's own with context parallelism
+        if (self.dcp_world_size == 1 or self.is_sparse) and not current_platform.is_cpu():
             prefill.select(self.vllm_config)
         self.layer: Any = None
         self._weights: openmla.AbsorbedWeights | None = None
@@ -85,7 +87,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self._weights = None
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         layer = next((one for one in layers if getattr(one, "impl", None) is self), None)
-        if layer is not None and self.dcp_world_size == 1:
+        # vLLM's own builder, of dense models with context parallelism, reads this number too
+        if layer is not None and (self.dcp_world_size == 1 or self.is_sparse):
             layer._chunked_prefill_workspace_size = profiled_rows(layer, self.vllm_config)
             if is_breakable_cudagraph_enabled() and "forward_impl" not in vars(layer):
                 break_graphs_at(layer)
@@ -181,7 +184,9 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         layer: Any,
     ) -> tuple[Tensor, Tensor]:
         """Context parallelism: attention over this rank's keys; vLLM merges the ranks by lse."""
-        assert attn_metadata.decode is not None
         q_latent = torch.cat(q, -1) if isinstance(q, tuple) else q
         cache = self.cache_of(self.layer.kv_cache)
+        if attn_metadata.across is not None:
+            return attend_own_keys(q_latent, cache, attn_metadata.across, attn_metadata.selection)
+        assert attn_metadata.decode is not None
         return openmla.attend_latent(q_latent, cache, attn_metadata.decode.plan)

@@ -18,7 +18,9 @@ from openmla.plan.workspace import step_bytes
 
 def profiled_rows(layer: Any, vllm_config: Any) -> int:
     """Rows of [H, P + V] that take as much memory as a step of this layer."""
-    config, scheduler = config_of(layer, layer.num_heads, vllm_config), vllm_config.scheduler_config
+    ranks = vllm_config.parallel_config.decode_context_parallel_size  # whose queries are gathered
+    config = config_of(layer, layer.num_heads * ranks, vllm_config)
+    scheduler = vllm_config.scheduler_config
     itemsize = vllm_config.model_config.dtype.itemsize
     context = default_workspace_tokens(
         config,
@@ -30,7 +32,7 @@ def profiled_rows(layer: Any, vllm_config: Any) -> int:
         max_tokens=scheduler.max_num_batched_tokens,
         context_rows=context,
         itemsize=itemsize,
-        absorbed=bool(envs.VLLM_BATCH_INVARIANT),
+        absorbed=bool(envs.VLLM_BATCH_INVARIANT) or ranks > 1,
     )
     row = layer.num_heads * (layer.qk_nope_head_dim + layer.v_head_dim) * itemsize
     return -(-held // row)
