@@ -250,31 +250,41 @@ class Driver:
     def counted(self, name: str) -> int:
         return int(sum(metric.value for metric in self.llm.get_metrics() if metric.name == name))
 
-    def time_shape(self, requests: int, length: int, steps: int) -> dict[str, float]:
-        """Seconds of prefill, milliseconds of a decode step, microseconds of its metadata."""
+    def open_shape(self, requests: int, length: int, new: int) -> float:
+        """Seconds of prefill; the requests go on living, each for that many tokens."""
         import torch
 
         prompts = [
             [(i * 7919 + j * 104729) % 1000 + 2 for j in range(length)] for i in range(requests)
         ]
-        builds = watch_builds()
         torch.cuda.synchronize()
-        prefill = self.fill(prompts, 8 * steps)
+        seconds = self.fill(prompts, new)
         torch.cuda.synchronize()
         for _ in range(6):
             self.engine.step()
+        return seconds
+
+    def time_steps(self, steps: int) -> dict[str, float]:
+        """Milliseconds of a decode step of all living requests, microseconds of its metadata."""
+        import torch
+
+        builds = watch_builds()
+        for _ in range(2):  # caches of the CPU, which the other engines had
+            self.engine.step()
         builds.clear()
-        best = float("inf")
-        for _ in range(3):
-            torch.cuda.synchronize()
-            began, made = time.perf_counter(), 0
-            for _ in range(steps):
-                made += len(self.engine.step())
-            torch.cuda.synchronize()
-            best = min(best, (time.perf_counter() - began) * requests / max(made, 1))
+        torch.cuda.synchronize()
+        began, made = time.perf_counter(), 0
+        for _ in range(steps):
+            made += len(self.engine.step())
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - began) * len(self.alive) / max(made, 1)
         decode = [each.seconds for each in builds if each.tokens == each.requests]
-        self.end()
-        return {"prefill s": prefill, "decode ms": 1e3 * best, "build us": 1e6 * median(decode)}
+        return {"decode ms": 1e3 * seconds, "build us": 1e6 * median(decode)}
+
+    def pin(self, cores: list[int]) -> None:
+        """Keep every thread of this process on some cores: all engines then have the same ones."""
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
 
     def time_mixed(self, requests: int, times: int = 6) -> float:
         """Microseconds for the metadata of a step in which two of so many requests are prompts."""
@@ -297,26 +307,51 @@ class Driver:
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
-    def profile(self, requests: int, length: int, steps: int) -> dict[str, Any]:
-        """Milliseconds per decode step that the GPU is busy, by kernel."""
+    def profile(self, steps: int) -> dict[str, Any]:
+        """Milliseconds per decode step of the living requests that the GPU is busy, by kernel."""
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        self.fill([[2 + i % 900] * length for i in range(requests)], 8 * steps)
-        for _ in range(6):
-            self.engine.step()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
             for _ in range(steps):
                 self.engine.step()
             torch.cuda.synchronize()
         spent: dict[str, float] = {}
+        spans: list[tuple[float, float]] = []
         for event in seen.events():
             if event.device_type.name == "CUDA":
                 name = event.name[:60]
                 spent[name] = spent.get(name, 0.0) + event.device_time / 1e3 / steps
-        self.end()
-        top = sorted(spent.items(), key=lambda each: -each[1])[:6]
-        return {"busy ms": sum(spent.values()), "top": top}
+                spans.append((event.time_range.start, event.time_range.end))
+        top = sorted(spent.items(), key=lambda each: -each[1])[:8]
+        return {"busy ms": covered(spans) / 1e3 / steps, "top": top}
+
+    def host_profile(self, steps: int) -> list[tuple[str, float]]:
+        """Where the host spends a decode step of the living requests: milliseconds in a function
+        and what it calls, the largest first. Tracing makes all of them slower."""
+        import cProfile
+        import pstats
+
+        traced = cProfile.Profile()
+        traced.enable()
+        for _ in range(steps):
+            self.engine.step()
+        traced.disable()
+        table: Any = pstats.Stats(traced)
+        spent = [
+            (f"{Path(file).name}:{line} {function}", 1e3 * cumulative / steps)
+            for (file, line, function), (_, _, _, cumulative, _) in table.stats.items()
+        ]
+        return sorted(spent, key=lambda each: -each[1])[:60]
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """How much of the time lies in some span: kernels that are launched early overlap."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total
 
 
 class Build:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 from typing import Any
 
 from tests.vllm.checkpoints import FOLDER
@@ -15,8 +16,8 @@ SHAPES = {
     "speed-16-fp8": "1x1024,1x32768,16x8192,64x8192,128x2048",
     "speed-v3.2": "1x1024,1x32768,16x1024,16x8192,64x4096",
 }
-PROFILED = ("1x1024", "64x8192")
-TURNS, STEPS = 2, 15
+WINDOWS, STEPS = 12, 20  # of decode steps, in turn; the median window counts
+CORES = [0, 1, 2, 3]  # for every engine: one works at a time
 GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -78,7 +79,9 @@ def speed(models: list[str], shapes: str = "") -> list[str]:
         for model, engines in started.items():
             for who, engine in list(engines.items()):
                 try:
-                    engine.ask("time_shape", requests=2, length=512, steps=2)
+                    engine.ask("open_shape", requests=2, length=512, new=64)
+                    engine.ask("end")
+                    engine.ask("pin", cores=CORES)
                 except RuntimeError as error:
                     failed.append(f"{model} {who}: {error}")
                     del engines[who]
@@ -93,28 +96,13 @@ def speed(models: list[str], shapes: str = "") -> list[str]:
 
 def measure(model: str, engines: dict[str, Engine], shapes: str) -> None:
     rows: list[dict[str, Any]] = []
-    print(f"{model}: a decode step (its metadata), prefill of all prompts", flush=True)
+    print(f"{model}: a decode step (GPU busy; metadata), prefill of all prompts", flush=True)
     for shape in (shapes or SHAPES[model]).split(","):
         requests, length = map(int, shape.split("x"))
-        best: dict[str, dict[str, float]] = {}
-        for turn in range(TURNS):
-            for who in list(engines)[:: 1 if turn % 2 else -1]:
-                asked = {"requests": requests, "length": length, "steps": STEPS}
-                seen = engines[who].ask("time_shape", **asked)
-                if who in best:
-                    seen = {key: min(value, best[who][key]) for key, value in seen.items()}
-                best[who] = seen
-        rows.append({"shape": shape} | best)
-        print(line(shape, best), flush=True)
+        seen = measure_shape(engines, requests, length)
+        rows.append({"shape": shape} | seen)
+        print(line(shape, seen), flush=True)
         write(model, rows)
-    if model == "speed-16":
-        for shape in PROFILED:
-            requests, length = map(int, shape.split("x"))
-            for who, engine in engines.items():
-                seen = engine.ask("profile", requests=requests, length=length, steps=8)
-                rows.append({"profile": shape, "who": who, **seen})
-                top = "; ".join(f"{name} {ms:.3f}" for name, ms in seen["top"][:4])
-                print(f"  {shape} {who}: GPU {seen['busy ms']:.2f} ms; {top}", flush=True)
     if model in ("speed-16", "speed-v3.2"):
         mixed = {who: engine.ask("time_mixed", requests=64) for who, engine in engines.items()}
         rows.append({"mixed build us": mixed})
@@ -122,21 +110,54 @@ def measure(model: str, engines: dict[str, Engine], shapes: str) -> None:
     write(model, rows)
 
 
+def measure_shape(engines: dict[str, Engine], requests: int, length: int) -> dict[str, Any]:
+    """Prefill, the better of two; then the requests live in all engines at once, which decode in
+    turn; at last what the GPU and the host do in a step."""
+    new = 40 + WINDOWS * (STEPS + 2)
+    asked = {"requests": requests, "length": length, "new": new + 40}
+    prefill: dict[str, list[float]] = {who: [] for who in engines}
+    for who, engine in engines.items():
+        prefill[who].append(engine.ask("open_shape", **asked))
+        engine.ask("end")
+    for who in list(engines)[::-1]:
+        prefill[who].append(engines[who].ask("open_shape", **asked))
+    windows: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
+    for turn in range(WINDOWS):
+        for who in list(engines)[:: 1 if turn % 2 else -1]:
+            windows[who].append(engines[who].ask("time_steps", steps=STEPS))
+    seen: dict[str, Any] = {}
+    for who, engine in engines.items():
+        decode = sorted(each["decode ms"] for each in windows[who])
+        seen[who] = {
+            "prefill s": min(prefill[who]),
+            "decode ms": median(decode),
+            "decode ms, all": decode,
+            "build us": median(each["build us"] for each in windows[who]),
+            "gpu": engine.ask("profile", steps=8),
+            "host": engine.ask("host_profile", steps=8),
+        }
+        engine.ask("end")
+    return seen
+
+
 def write(model: str, rows: list[dict[str, Any]]) -> None:
-    (FOLDER / f"gpu-{model}.json").write_text(json.dumps(rows, indent=1))
+    (FOLDER / f"gpu-{model}.json").write_text(json.dumps(rows))
 
 
-def line(shape: str, best: dict[str, dict[str, float]]) -> str:
+def line(shape: str, seen: dict[str, Any]) -> str:
     """Each engine's times, and how fast openmla is against the best of vLLM's own."""
     cells = [
-        f"{who} {each['decode ms']:.3f} ms ({each['build us']:.0f} us), {each['prefill s']:.3f} s"
-        for who, each in best.items()
+        f"{who} {each['decode ms']:.3f} ms ({each['decode ms, all'][0]:.3f} to "
+        f"{each['decode ms, all'][-1]:.3f}; GPU {each['gpu']['busy ms']:.3f}; "
+        f"{each['build us']:.0f} us), {each['prefill s']:.3f} s"
+        for who, each in seen.items()
     ]
-    own = [who for who in best if not who.startswith("openmla")]
-    if own and "openmla" in best:
+    own = [who for who in seen if not who.startswith("openmla")]
+    if own and "openmla" in seen:
         ratios = [
-            min(best[who][key] for who in own) / best["openmla"][key]
+            min(seen[who][key] for who in own) / seen["openmla"][key]
             for key in ("decode ms", "prefill s")
         ]
-        cells.append(f"ratio: decode {ratios[0]:.2f}, prefill {ratios[1]:.2f}")
-    return f"{shape:>8}  " + "; ".join(cells)
+        busy = min(seen[who]["gpu"]["busy ms"] for who in own) / seen["openmla"]["gpu"]["busy ms"]
+        cells.append(f"ratio: decode {ratios[0]:.2f}, GPU {busy:.2f}, prefill {ratios[1]:.2f}")
+    return f"{shape:>8}  " + ";\n          ".join(cells)
