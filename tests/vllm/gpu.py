@@ -3,7 +3,7 @@
 python -m tests.vllm.gpu                    every case, on a machine with vLLM and a GPU
 python -m tests.vllm.gpu --only "v3.2"      cases whose name contains this
 python -m tests.vllm.gpu --speed            then prefill and decode, in turn with vLLM's backends
-python -m tests.vllm.gpu --load             then 200 requests through the asynchronous engine
+python -m tests.vllm.gpu --load             then 200 requests through the OpenAI server
 
 The models are random and small. A token's regret is how much a float32 model prefers another token,
 in standard deviations of its logits; rounding gives each backend some. Without attention the mean
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=8, help="engines at a time")
     parser.add_argument("--speed", default="", nargs="?", const="speed-16", help="models to time")
     parser.add_argument("--shapes", default="", help="for --speed, such as 1x1024,16x8192")
-    parser.add_argument("--load", action="store_true", help="the asynchronous engine under load")
+    parser.add_argument("--load", action="store_true", help="the OpenAI server under load")
     parser.add_argument("--no-cases", action="store_true", help="skip the cases")
     parser.add_argument(
         "--judge",

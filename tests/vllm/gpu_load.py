@@ -1,32 +1,28 @@
-"""200 requests of random lengths that arrive at random, 30 of them aborted, through AsyncLLM."""
+"""200 requests of random lengths that arrive at random, 30 of them aborted, through the server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from typing import Any
 
-from tests.vllm.checkpoints import FOLDER, ROOT, VOCABULARY, checkpoint
+from tests.vllm.checkpoints import FOLDER, VOCABULARY, checkpoint
 from tests.vllm.engine import GPU_VARIABLES
 from tests.vllm.reference import regrets
+from tools.demo_vllm import Server, wait_for
 
-REQUESTS, ABORTED = 200, 30
+REQUESTS, ABORTED, TURNS = 200, 30, 3
 MODEL = "gpu-v3"
-OPTIONS: dict[str, Any] = {
-    "max_model_len": 4096,
-    "max_num_seqs": 64,
-    "gpu_memory_utilization": 0.3,  # vLLM measures what is left for the KV cache
-    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
-    "enable_prefix_caching": True,
-    "skip_tokenizer_init": True,
-    "seed": 0,
-}
+GRAPHS = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+OPTIONS = (
+    "--dtype", "bfloat16", "--skip-tokenizer-init", "--seed", "0", "--enable-prefix-caching",
+    "--max-model-len", "4096", "--max-num-seqs", "64",
+    "--gpu-memory-utilization", "0.3",  # vLLM measures what is left for the KV cache
+    "--compilation-config", json.dumps(GRAPHS),
+)  # fmt: skip
 
 
 def requests() -> list[dict[str, Any]]:
@@ -43,45 +39,44 @@ def requests() -> list[dict[str, Any]]:
     ]
 
 
-async def ask(engine: Any, name: str, request: dict[str, Any]) -> list[int]:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    asked = SamplingParams(
-        temperature=0, max_tokens=request["new"], ignore_eos=True, detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
-    )  # fmt: skip
+async def ask(session: Any, request: dict[str, Any]) -> list[int]:
+    """Tokens as the server streams them. A client that hangs up aborts its request."""
+    body = {
+        "model": "demo", "prompt": request["prompt"], "max_tokens": request["new"],
+        "temperature": 0, "ignore_eos": True, "stream": True, "return_token_ids": True,
+    }  # fmt: skip
     got: list[int] = []
 
     async def stream() -> None:
-        prompt = {"prompt_token_ids": request["prompt"]}
-        async for output in engine.generate(prompt, asked, name):
-            got[:] = output.outputs[0].token_ids
+        async with session.post("/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.content:
+                data = line.removeprefix(b"data: ").strip()
+                if data and data != b"[DONE]":
+                    got.extend(json.loads(data)["choices"][0]["token_ids"])
 
-    with suppress(TimeoutError):  # cancelled: vLLM aborts it
+    with suppress(TimeoutError):
         await asyncio.wait_for(stream(), request["aborted"])
     return got
 
 
-async def storm(backend: str) -> dict[str, Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+async def storm(server: Server) -> dict[str, Any]:
+    from aiohttp import ClientSession, TCPConnector
 
-    given = {"attention_backend": backend} if backend else {}
-    made = AsyncEngineArgs(model=str(checkpoint(MODEL)), dtype="bfloat16", **OPTIONS, **given)
-    engine = AsyncLLM.from_engine_args(made)
     asked, best, tokens = requests(), float("inf"), []
-    for turn in range(3):
-        began, tasks = time.perf_counter(), []
-        for i, request in enumerate(asked):
-            await asyncio.sleep(request["after"])
-            tasks.append(asyncio.create_task(ask(engine, f"{turn}-{i}", request)))
-        tokens = await asyncio.gather(*tasks)
-        best = min(best, (time.perf_counter() - began) / sum(map(len, tokens)))
-        await asyncio.sleep(0.5)
-        # refused while any request holds a block
-        assert await engine.reset_prefix_cache(), "blocks are lost"
-    engine.shutdown()
+    address = f"http://127.0.0.1:{server.port}"
+    async with ClientSession(address, connector=TCPConnector(limit=0)) as session:
+        for _ in range(TURNS):
+            began, tasks = time.perf_counter(), []
+            for request in asked:
+                await asyncio.sleep(request["after"])
+                tasks.append(asyncio.create_task(ask(session, request)))
+            tokens = await asyncio.gather(*tasks)
+            best = min(best, (time.perf_counter() - began) / sum(map(len, tokens)))
+            await asyncio.sleep(0.5)
+            # refused while any request holds a block
+            async with session.post("/reset_prefix_cache") as answer:
+                assert (await answer.json())["success"], "blocks are lost"
     return {"tokens per second": 1 / best, "tokens": tokens}
 
 
@@ -97,21 +92,21 @@ def load(judge: str = "both") -> list[str]:
 
 
 def storms() -> list[str]:
+    """One server after the other, by openmla and by the backend that vLLM takes by itself."""
     seen, failed = {}, []
+    variables = {**GPU_VARIABLES, "OMP_NUM_THREADS": "4", "VLLM_SERVER_DEV_MODE": "1"}
     for backend in ("CUSTOM", ""):
-        variables = {**os.environ, **GPU_VARIABLES, "HF_HUB_OFFLINE": "1"}
-        variables |= {"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "4"}
-        log = FOLDER / "logs" / f"gpu-load-{backend or 'own'}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("w") as errors:
-            done = subprocess.run(
-                [sys.executable, "-m", "tests.vllm.gpu_load", backend],
-                cwd=ROOT, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True,
-            )  # fmt: skip
-        if done.returncode:
-            failed.append(f"load {backend}: see {log}\n{log.read_text()[-1500:]}")
+        chosen = ("--attention-backend", backend) if backend else ()
+        name = f"gpu-load-{backend or 'own'}"
+        server = Server(name, checkpoint(MODEL), *OPTIONS, *chosen, variables=variables)
+        try:
+            wait_for([server], quiet=True)
+            answer = seen[backend] = asyncio.run(storm(server))
+        except Exception as error:
+            failed.append(f"load {backend}: {error!r}; see {server.log}")
             continue
-        answer = seen[backend] = json.loads(done.stdout.splitlines()[-1])
+        finally:
+            server.close()
         print(f"{backend or 'vLLM itself'}: {answer['tokens per second']:.0f} tokens/s", flush=True)
         RECORD.write_text(json.dumps(seen))
     return failed
@@ -139,7 +134,3 @@ def check() -> list[str]:
         ratio = seen["CUSTOM"]["tokens per second"] / seen[""]["tokens per second"]
         print(f"openmla has {ratio:.2f} times the throughput")
     return failed
-
-
-if __name__ == "__main__":
-    print(json.dumps(asyncio.run(storm(sys.argv[1]))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.vllm.reference import continued
-from tools.demo_vllm import OURS, Server, demo_checkpoint, wait_for
+from tools.demo_vllm import OURS, SMALL, Server, demo_checkpoint, wait_for
 
 PROMPTS = ("def ", "class Stack:\n", "import os\n\n\ndef walk(path):\n    ", "for x in ")
 NEW = 48
@@ -13,7 +13,7 @@ NEW = 48
 
 def server() -> str:
     """The engine has a process of its own here, as people run it; requests come together."""
-    running = Server("server", demo_checkpoint(), *OURS)
+    running = Server("server", demo_checkpoint(), *SMALL, *OURS)
     try:
         wait_for([running], quiet=True)
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
