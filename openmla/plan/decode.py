@@ -74,7 +74,7 @@ class DecodePlanner:
         self.max_tokens, self.backend = max_tokens, frozen(backend)
         self.query_dtype, self.output = query_dtype, output
         self.run_length = fixed_run(config.num_heads) if batch_invariant else 0
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, tuple[Plan, Tensor, Tensor]] = {}  # and what update() takes
         self._behind: dict[int, Tensor] = {}  # by tokens per request: how far from the last
         self._rows = self._make_rows() if config.indexer is not None else {}
 
@@ -85,23 +85,32 @@ class DecodePlanner:
         seq_lens: Tensor,  # [B] i32
         query_start_loc: Tensor,  # [B+1] i32
         slot_mapping: Tensor,  # [T] i64
+        num_requests: int | None = None,
+        num_tokens: int | None = None,
     ) -> Plan:
         """The plan of a step over these tensors, the same object whenever they are at the same
-        addresses. Call it before every step: a sparse plan is brought up to date here."""
+        addresses. Call it before every step: a sparse plan is brought up to date here.
+
+        `num_requests` and `num_tokens` are B and T where the tensors have room for more; slicing
+        them yourself does the same, but costs more than the rest of this call."""
         key = (
-            block_table.shape, block_table.stride(), seq_lens.shape, query_start_loc.shape,
-            slot_mapping.shape, block_table.data_ptr(), seq_lens.data_ptr(),
+            num_requests, num_tokens, block_table.shape, block_table.stride(), seq_lens.shape,
+            query_start_loc.shape, slot_mapping.shape, block_table.data_ptr(), seq_lens.data_ptr(),
             query_start_loc.data_ptr(), slot_mapping.data_ptr(), times_forgotten(),
         )  # fmt: skip
-        plan = self._plans.get(key)
-        if plan is None:
+        known = self._plans.get(key)
+        if known is None:
+            if num_requests is not None:
+                block_table, seq_lens = block_table[:num_requests], seq_lens[:num_requests]
+                query_start_loc = query_start_loc[: num_requests + 1]
+            slot_mapping = slot_mapping[:num_tokens]
             self._check(block_table, seq_lens, query_start_loc, slot_mapping)
             plan = self._make(block_table, seq_lens, query_start_loc, slot_mapping)
             if len(self._plans) >= MOST_PLANS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = plan
-        self.update(plan, seq_lens, query_start_loc)
-        return plan
+            known = self._plans[key] = plan, seq_lens, query_start_loc
+        self.update(*known)
+        return known[0]
 
     def update(self, plan: Plan, seq_lens: Tensor, query_start_loc: Tensor) -> None:
         """Recompute on the device what a sparse plan derives from the lengths; may be captured."""

@@ -117,6 +117,15 @@ def test_padded_requests_and_tokens(device: str) -> None:
     assert torch.equal(engine.memory[0, 0], before)  # the null block
 
 
+def test_single_tokens_padded_as_if_they_had_drafts(device: str) -> None:
+    """Two requests of one token in a step of four: the last two tokens belong to nobody."""
+    engine = Engine(device, drafts=1)
+    engine.step({"a": 30, "b": 3})
+    engine.step({"a": 1, "b": 1}, requests=2, tokens=4)
+    assert engine.builder.latest is not None
+    assert tuple(engine.builder.latest.plan.query_lens) == (1, 1)
+
+
 def test_drafts_whose_number_the_device_knows(device: str) -> None:
     """The host's lengths are upper bounds then."""
     engine = Engine(device, drafts=2)

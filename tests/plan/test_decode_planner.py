@@ -159,6 +159,26 @@ def test_steps_are_planned_without_looking_at_requests(monkeypatch: pytest.Monke
     assert engine.plan(1, 3) is first
 
 
+@pytest.mark.parametrize("topk", [None, 5])
+def test_the_first_rows_of_larger_tensors(device: str, topk: int | None) -> None:
+    """A step of `num_requests` is planned as over slices of the tensors."""
+    engine = Engine(device, topk)
+    for lens, width, requests in (([9, 20], 1, 3), ([31, 8], 3, 2)):
+        engine.update(lens, width, requests)
+        whole = engine.planner.plan(
+            block_table=engine.block_table,
+            seq_lens=engine.seq_lens,
+            query_start_loc=engine.query_start_loc,
+            slot_mapping=engine.slot_mapping,
+            num_requests=requests,
+            num_tokens=requests * width,
+        )
+        q = torch.randn(requests * width, H, C + R, device=device)
+        index = torch.randn(requests * width, 2, 8, device=device)
+        sliced = engine.attend(engine.plan(width, requests), q, index)
+        torch.testing.assert_close(engine.attend(whole, q, index), sliced)
+
+
 def test_the_oldest_plans_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """For an engine that makes its tensors anew at every step."""
     monkeypatch.setattr("openmla.plan.decode.MOST_PLANS", 2)
@@ -192,6 +212,12 @@ def test_what_is_refused() -> None:
         engine.planner.plan(
             block_table=engine.block_table[:2], seq_lens=engine.seq_lens[:2],
             query_start_loc=engine.query_start_loc[:3], slot_mapping=engine.slot_mapping[:3],
+        )  # fmt: skip
+    with pytest.raises(ShapeError, match=r"block_table must be \[9, 8\]"):
+        engine.planner.plan(
+            block_table=engine.block_table, seq_lens=engine.seq_lens.repeat(2),
+            query_start_loc=engine.query_start_loc, slot_mapping=engine.slot_mapping,
+            num_requests=9, num_tokens=9,
         )  # fmt: skip
     with pytest.raises(ConfigError, match="max_tokens must be a positive integer, got 0"):
         DecodePlanner(engine.config, engine.cache, max_tokens=0)

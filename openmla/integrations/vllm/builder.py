@@ -237,13 +237,15 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
 
     def plan(self, m: Any, cache: openmla.LayerCache, output: str | None = None) -> openmla.Plan:
         B, T = m.num_reqs, m.num_actual_tokens
-        if not self._is_uniform(m.query_start_loc_cpu[: B + 1], B, T):
+        if not self._is_uniform(m, B, T):
             return self._plan_requests(m, cache, output)
         return self.decode_planner(cache, output).plan(
-            block_table=m.block_table_tensor[:B],
-            seq_lens=m.seq_lens[:B],
-            query_start_loc=m.query_start_loc[: B + 1],
-            slot_mapping=m.slot_mapping[:T],
+            block_table=m.block_table_tensor,
+            seq_lens=m.seq_lens,
+            query_start_loc=m.query_start_loc,
+            slot_mapping=m.slot_mapping,
+            num_requests=B,
+            num_tokens=T,
         )
 
     def decode_planner(
@@ -255,13 +257,16 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             )
         return self.planners[output]
 
-    def _is_uniform(self, starts: Tensor, B: int, T: int) -> bool:
+    def _is_uniform(self, m: Any, B: int, T: int) -> bool:
         """Whether every request has the same few tokens, but for padding at the end."""
         width = T // B
         if width * B != T or width > self.width:
             return False
         if self.device.type == "cpu" and self.config.indexer is not None:
             return False  # nothing is captured, and short contexts need no indexer
+        if width == m.max_query_len == 1:
+            return True  # vLLM schedules no request without tokens
+        starts = m.query_start_loc_cpu[: B + 1]
         even = self.every[: B + 1] * width
         return torch.equal(starts, even) or torch.equal(starts, even.clamp_(max=starts[-1]))
 

@@ -42,10 +42,12 @@ def plan_over_dcp(
     topk, slots = config.indexer.topk, m.slot_mapping[:T]
     if m.max_query_len == 1 and B == T:
         plan = planner.plan(
-            block_table=m.block_table_tensor[:B],
-            seq_lens=m.dcp_local_seq_lens[:B],
-            query_start_loc=m.query_start_loc[: B + 1],
-            slot_mapping=slots,
+            block_table=m.block_table_tensor,
+            seq_lens=m.dcp_local_seq_lens,
+            query_start_loc=m.query_start_loc,
+            slot_mapping=m.slot_mapping,
+            num_requests=B,
+            num_tokens=T,
         )
         offered = min(topk, m.block_table_tensor.shape[1] * cache.latent.block_size)
     else:
