@@ -122,7 +122,7 @@ def test_single_tokens_padded_as_if_they_had_drafts(device: str) -> None:
     engine = Engine(device, drafts=1)
     engine.step({"a": 30, "b": 3})
     engine.step({"a": 1, "b": 1}, requests=2, tokens=4)
-    assert engine.builder.latest is not None
+    assert engine.builder.latest is not None and engine.builder.latest.plan is not None
     assert tuple(engine.builder.latest.plan.query_lens) == (1, 1)
 
 

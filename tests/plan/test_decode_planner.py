@@ -200,7 +200,7 @@ def test_what_is_refused() -> None:
         ("query_start_loc", engine.query_start_loc[2:3]),
         ("slot_mapping", engine.slot_mapping[:1].int()),
     ):
-        given = {
+        given: dict[str, Any] = {
             "block_table": engine.block_table[:1],
             "seq_lens": engine.seq_lens[:1],
             "query_start_loc": engine.query_start_loc[:2],
