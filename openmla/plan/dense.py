@@ -51,7 +51,6 @@ def plan_prefill(
     type."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
-    table = pick(batch.block_table, requests)
     bounds = list(accumulate(query_lens, initial=0))
     query_start_loc = integers(bounds)
 
@@ -73,6 +72,7 @@ def plan_prefill(
     longest = max(query_lens)
     if batch.causal and not any(contexts):
         return PrefillPlan(rows, "new", query_start_loc, longest)
+    table = pick(batch.block_table, requests)
     if batch.causal and sum(seq_lens) <= rows_at_once and not (fixed or apart):
         one_shot = chunk(0, [0] * len(requests), seq_lens)
         ends = list(accumulate(seq_lens))

@@ -36,7 +36,8 @@ def _send(tree: Tree, device: torch.device) -> Tree:
     _collect(tree, found)
     places, end = [], 0
     for key, tensor in found.items():
-        tensor = tensor.contiguous()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
         places.append((key, tensor, end))
         end += -(-tensor.nbytes // ALIGN) * ALIGN
     pinned = device.type == "cuda"

@@ -73,7 +73,7 @@ INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
 
 class Case(NamedTuple):
     """One engine. `first` prompts are sent before the others. `equal_to` is a case that must give
-    the same tokens."""
+    the same tokens: all of them if batch-invariant, else up to ties."""
 
     model: str
     options: dict[str, Any]
@@ -130,6 +130,10 @@ CASES = {
     "v3 MTP drafts": ours("v3-mtp", DECODE_GRAPHS, drafts(MTP), equal_to="v3 decode graphs"),
     "v3 MTP drafts, default": ours("v3-mtp", DEFAULT, drafts(MTP), equal_to="v3 default"),
     "v3 MTP drafts, runner V1": ours("v3-mtp", drafts(MTP), variables=RUNNER_V1),
+    "v3 batch-invariant, uneven": ours("v3", DEFAULT, variables=INVARIANT),
+    "v3 MTP drafts, batch-invariant": ours(
+        "v3-mtp", DEFAULT, drafts(MTP), variables=INVARIANT, equal_to="v3 batch-invariant, uneven"
+    ),
     "v3.2 eager": ours("v3.2", INDEX),
     "v3.2 default": ours("v3.2", DEFAULT, INDEX),
     "v3.2 default, many": ours("v3.2", DEFAULT, INDEX, prompts="many"),
@@ -235,7 +239,12 @@ def faults(name: str, seen: dict[str, Seen], judged: Judged) -> list[str]:
     if not (seen[name].repeats or may_differ):
         found.append("a repeat gave other tokens")
     if case.equal_to in seen and seen[case.equal_to].tokens != seen[name].tokens:
-        found.append(f"tokens differ from those of {case.equal_to!r}")
+        # a draft token is computed in another batch, and so rounded elsewhere; then both tokens
+        # are as good as those of transformers in the model's dtype
+        theirs = judged[f"{case.model} {case.prompts}"][0]
+        worst = max(judged[name][0], judged[case.equal_to][0])
+        if case.variables == INVARIANT or worst > theirs:
+            found.append(f"tokens differ from those of {case.equal_to!r}")
     return found + [f"compiled late: {line}" for line in seen[name].settings["compiled late"]]
 
 

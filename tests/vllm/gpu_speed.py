@@ -17,8 +17,8 @@ SHAPES = {
     "speed-16-fp8": "1x1024,1x32768,16x1024,16x8192,64x8192,128x4096",
     "speed-v3.2": "1x1024,1x32768,16x1024,16x8192,64x4096",
 }
-WINDOWS, STEPS = 32, 7  # of decode steps, in turn
-CORES = [8, 9, 10, 11]  # for every engine: one works at a time
+WINDOWS, STEPS = 16, 20  # of decode steps, in turn
+CORES = [0, 1, 2, 3]  # for every engine: one works at a time
 GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",

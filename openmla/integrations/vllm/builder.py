@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from operator import sub
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,11 @@ logger = init_logger("vllm.openmla")
 
 # Where the rows of a step are: what two groups of layers must have in common to share a selection.
 PLACES = ("block_table_tensor", "slot_mapping")
+
+
+def first_rows(tensor: Tensor, n: int) -> Tensor:
+    """tensor[:n], which even where that is everything takes longer than this comparison."""
+    return tensor if len(tensor) == n else tensor[:n]
 
 
 class Decode(NamedTuple):
@@ -273,8 +279,9 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
     def _plan_requests(self, m: Any, cache: openmla.LayerCache, output: str | None) -> openmla.Plan:
         """A step with prompts, planned request by request."""
         B, T = m.num_reqs, m.num_actual_tokens
-        query_lens = m.query_start_loc_cpu[: B + 1].diff().tolist()
-        lens = (m.seq_lens_cpu_upper_bound[:B] + self.ahead).tolist()
+        starts = m.query_start_loc_cpu.tolist()[: B + 1]
+        query_lens = list(map(sub, starts[1:], starts))
+        lens = m.seq_lens_cpu_upper_bound.tolist()[:B]
         given: dict[str, Any] = {}
         if self.drafting:  # only the device knows how many draft tokens were accepted
             exact = [n > self.width + self.ahead for n in query_lens]
@@ -282,10 +289,10 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         batch = openmla.Batch(
             query_lens=query_lens,
             # a request that pads the step has no tokens, and whatever length was there before
-            seq_lens=[S if n else 0 for S, n in zip(lens, query_lens, strict=True)],
-            block_table=m.block_table_tensor[:B],
-            slot_mapping=m.slot_mapping[:T],
-            padding=T - sum(query_lens),
+            seq_lens=[S + self.ahead if n else 0 for S, n in zip(lens, query_lens, strict=True)],
+            block_table=first_rows(m.block_table_tensor, B),
+            slot_mapping=first_rows(m.slot_mapping, T),
+            padding=T - starts[-1],
             **given,
         )
         # only the absorbed form has the same bits for a prompt in other chunks or partly cached
