@@ -31,8 +31,18 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.generation import generate, worst_logits  # noqa: E402
-from tests.integrations.models import MODELS, OUTSIDE, make_model, on, padded_prompts  # noqa: E402
+from tests.integrations.generation import captured, generate, worst_logits  # noqa: E402
+from tests.integrations.models import (  # noqa: E402
+    IDS,
+    MAKERS,
+    MODELS,
+    OUTSIDE,
+    SPARSE,
+    make_model,
+    model_of,
+    on,
+    padded_prompts,
+)
 
 
 # by default on a GPU, and some families' own code waits for the host in every step
@@ -400,6 +410,109 @@ def test_dropout_is_refused() -> None:
         model(ids)
     with torch.no_grad():
         assert model.eval()(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_bidirectional_attention_is_refused(kind: str) -> None:
+    """In all the ways it can be asked for, before attach() and after it; nothing is written."""
+    model = MAKERS[kind]()
+    module = model.model.layers[1].self_attn
+    model.config.is_causal = False
+    with pytest.raises(ConfigError, match="config: is_causal must be True"):
+        attach(model)
+    del model.config.is_causal
+    module.is_causal = False
+    with pytest.raises(UnsupportedError, match="is_causal must be True in every attention module"):
+        attach(model)
+    module.is_causal = True
+    attach(model)
+    past = model(IDS).past_key_values
+    refused = pytest.raises(UnsupportedError, match="attach: is_causal must be True, got False")
+    for options in ({}, {"use_cache": False}, {"past_key_values": past}):
+        with refused:
+            model(IDS, is_causal=False, **options)
+        model.config.is_causal = False
+        with refused:
+            model(IDS, **options)
+        model.config.is_causal = True
+    assert model(IDS[:, :1], past_key_values=past).logits.isfinite().all()
+    module.is_causal = False
+    with refused:  # config and call win over the module, as in transformers
+        del model.config.is_causal
+        model(IDS)
+
+
+@pytest.mark.parametrize("family", [*MODELS, *SPARSE])
+def test_every_family_says_that_a_call_is_not_causal(family: str) -> None:
+    model = attach(model_of(family))
+    with pytest.raises(UnsupportedError, match="attach: is_causal must be True, got False"):
+        model(IDS, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.config, "is_causal", False), "is_causal must be True, got F"),
+        (
+            lambda model: setattr(model.model.layers[2].self_attn, "is_causal", False),
+            "is_causal must be True, got F",
+        ),
+        (
+            lambda model: setattr(model.model.layers[2].self_attn, "scaling", 0.5),
+            "softmax scale must be .* by the config, got 0.5 in the model",
+        ),
+    ],
+)
+def test_a_captured_step_notices_other_attention(change: Any, message: str, device: str) -> None:
+    """What a graph would not look at again; the step before was replayed."""
+    model = attach(make_model("deepseek_v3").to(device), capture=True)
+    (ids,) = on(device, IDS)
+    past = model(ids, use_cache=True).past_key_values
+    step = {"past_key_values": past, "use_cache": True, "logits_to_keep": 1}
+    for place in (40, 41):
+        positions = torch.full((2, 1), place, device=device)
+        model(ids[:, :1], position_ids=positions, **step)
+    assert captured(model).recordings == 1
+    change(model)
+    captured(model)._step = lambda *args: pytest.fail("a recorded step")  # type: ignore[method-assign]
+    with pytest.raises(OpenMLAError, match=message):
+        model(ids[:, :1], position_ids=positions + 1, **step)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softcap", 30.0),
+        ("sliding_window", 8),
+        ("position_bias", torch.zeros(1, 4, 40, 40)),
+        ("cu_seq_lens_q", torch.tensor([0, 20, 40])),
+        ("anything", 1),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_unknown_attention_keywords_are_refused(name: str, value: Any, use_cache: bool) -> None:
+    model = attach(make_model("deepseek_v3"))
+    with pytest.raises(UnsupportedError, match=f"attention keyword {name} must not be given, got"):
+        model(IDS, use_cache=use_cache, **{name: value})
+    model(IDS, use_cache=use_cache, **{name: None}, num_items_in_batch=torch.tensor(3))
+
+
+def test_a_sink_without_a_cache_is_refused() -> None:
+    model = attach(make_model("deepseek_v3"))
+    with pytest.raises(UnsupportedError, match="s_aux"):
+        model(IDS, s_aux=torch.zeros(4), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_softmax_scale_changed_after_attach_is_refused(kind: str, use_cache: bool) -> None:
+    model = attach(MAKERS[kind]())
+    module = model.model.layers[1].self_attn
+    module.scaling *= 2
+    with pytest.raises(ConfigError, match="softmax scale must be "):
+        model(IDS, use_cache=use_cache)
+    module.scaling /= 2
+    assert model(IDS, use_cache=use_cache).logits.isfinite().all()
 
 
 def test_crop_after_right_padding_drops_columns_not_tokens() -> None:

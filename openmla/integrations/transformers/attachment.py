@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -70,6 +71,20 @@ class Attended(NamedTuple):
 
 
 Watcher = Callable[[Attended], None]
+
+
+def same_scaling(scaling: Any, config: MLAConfig) -> bool:
+    """Whether an attention module scales scores as its config says."""
+    return math.isclose(float(scaling), config.scale, rel_tol=1e-6)
+
+
+def check_scaling(scaling: Any, config: MLAConfig) -> None:
+    """An error where an attention module has another softmax scale than steps are planned with."""
+    if not same_scaling(scaling, config):
+        raise ConfigError(
+            f"attach: softmax scale must be {config.scale} by the config, "
+            f"got {scaling} in the model."
+        )
 
 
 @dataclass(eq=False)
@@ -199,6 +214,14 @@ class Attachment:
     def pools(self) -> tuple[BlockPool, ...]:
         """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+
+    def is_followed(self) -> bool:
+        """Whether modules and config ask for no other attention than attach() found in them."""
+        causal = getattr(self.previous[0], "is_causal", True)
+        return causal and all(
+            getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
+            for module in self.modules
+        )
 
     @contextmanager
     def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.masks import begin_reading, read_mask
 from openmla.ops import mha_ragged
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
 
 
+# Keywords that no attention function of transformers computes with; a hook reads position_ids.
+UNREAD = frozenset(
+    (
+        "cache_position", "indices", "input_ids", "mm_token_type_ids", "num_items_in_batch",
+        "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
+        "return_dict", "seq_idx", "token_type_ids", "use_cache",
+    )
+)  # fmt: skip
+
+
 @torch.compiler.disable  # bookkeeping on the host, which changes in every pass
 def openmla_attention(
     module: nn.Module,
@@ -27,12 +37,15 @@ def openmla_attention(
     key: Tensor,  # not looked at where a paged layer stored; else [B, H, T, P + R]
     value: Tensor,
     attention_mask: Tensor | None,  # [B, columns] or None
-    **kwargs: Any,
+    *,
+    scaling: float,
+    s_aux: Tensor | None = None,  # a sink per head
+    **others: Any,
 ) -> tuple[Tensor, None]:  # [B, S, H, V]
-    """The attention function transformers calls by name."""
+    """The attention function transformers calls by name. A keyword is used, known not to matter
+    (UNREAD), or refused."""
     attachment = getattr(module, "openmla", None)
-    if kwargs.get("dropout"):
-        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+    _refuse_keywords(module, attachment, **others)
     if torch.is_grad_enabled() and query.requires_grad:
         raise UnsupportedError(
             "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
@@ -44,7 +57,9 @@ def openmla_attention(
                 "attach: attention 'openmla_sparse' was chosen without attach(model). A model made "
                 "from an attached one's config must be attached, too."
             )
-        return _expanded(query, key, value, attention_mask, None, float(kwargs["scaling"])), None
+        _refuse_sink(s_aux)
+        return _expanded(query, key, value, attention_mask, None, float(scaling)), None
+    check_scaling(scaling, attachment.config)
     current, config = attachment.current, attachment.config
     layer, current.storing = current.storing, None
     packed = None
@@ -53,6 +68,7 @@ def openmla_attention(
         if layer is not None and current.own_cache is not None and config.compressor is None:
             packed = _packed_lens(B, S, current.positions, attention_mask)
     if layer is None:
+        _refuse_sink(s_aux)
         given = (attention_mask, current.positions, config.scale, current.generating)
         return _expanded(query, key, value, *given), None
     session = layer.session
@@ -61,10 +77,45 @@ def openmla_attention(
     layer.steps = session.steps
     layer.columns += S
     with attachment.using_caches(query.device):
-        out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
+        out = _attend(attachment, module, layer, query, s_aux)
     if module is attachment.modules[-1]:
         session.finish()
     return _unpacked(out, session.picked_on(out.device), B, S), None
+
+
+def _refuse_keywords(
+    module: nn.Module,
+    attachment: Any,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> None:
+    if dropout:
+        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise UnsupportedError(
+            "attach: is_causal must be True, got False: bidirectional attention is not supported. "
+            "Call detach(model) to run it."
+        )
+    compressor = attachment.config.compressor if isinstance(attachment, Attachment) else None
+    if compressor is None or sliding_window != compressor.window:
+        others["sliding_window"] = sliding_window
+    for name, given in others.items():
+        if given is not None and given is not False and name not in UNREAD:
+            shown = type(given).__name__ if isinstance(given, Tensor) else repr(given)
+            raise UnsupportedError(
+                f"attach: attention keyword {name} must not be given, got {shown}: it is not "
+                "supported. Leave it out, or call detach(model)."
+            )
+
+
+def _refuse_sink(s_aux: Tensor | None) -> None:
+    if s_aux is not None:
+        raise UnsupportedError("attach: attention sinks (s_aux) need a cache. Give use_cache=True.")
 
 
 def _attend(

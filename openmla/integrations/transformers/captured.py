@@ -335,6 +335,7 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
     past = kwargs.get("past_key_values")
     others = (value for name, value in kwargs.items() if name not in UNDERSTOOD)
     asked = any(value is not None and value is not False for value in others)
+    asked = asked or kwargs.get("is_causal") is not None or not attachment.is_followed()
     if asked or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
         return []
     if ids is None or ids.shape[1] != 1 or positions is None or past is None:
