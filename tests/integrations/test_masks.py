@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,51 @@ def test_holes(family: str, cached: bool, device: str) -> None:
     attach(model, block_size=4)
     ours = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=cached).logits
     torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_columns_that_are_no_tokens_are_as_in_transformers(
+    family: str, rows: int, cached: bool, device: str
+) -> None:
+    """Behind a row's first token: in the middle and on the right, in a batch of any size."""
+    model = model_of(family).to(device)
+    ids, mask = (part[-rows:].to(device) for part in padded_prompts(B=3, S=40))
+    mask[0, 17:20] = mask[0, 30] = mask[:, -4:] = 0
+    mask[-1, -9:] = 0
+    expected = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    attach(model, block_size=4)
+    ours = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=cached).logits
+    see = mask.cumsum(1) > 0
+    torch.testing.assert_close(ours[see], expected[see], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_classifier_may_pool_a_column_that_is_no_token(rows: int) -> None:
+    """It takes the last token that is not pad_token_id, whatever the mask says of it."""
+    from transformers import DeepseekV3ForSequenceClassification
+
+    torch.manual_seed(0)
+    model = DeepseekV3ForSequenceClassification(make_model("deepseek_v3").config).eval()
+    ids, mask = (part.flip(1) for part in padded_prompts(B=2))
+    ids, mask = ids[-rows:].clamp(min=2), mask[-rows:]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        attach(model, block_size=4)
+        actual = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, torch.tensor([-1])])
+@pytest.mark.parametrize("cached", [True, False])
+def test_right_padding_is_refused_whatever_generate_keeps(keep: Any, cached: bool) -> None:
+    model = attach(make_model("deepseek_v3"))
+    ids, mask = (part.flip(1) for part in padded_prompts(B=2))
+    options = {"max_new_tokens": 2, "logits_to_keep": keep, "use_cache": cached}
+    with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
+        model.generate(ids, attention_mask=mask, **options)
+    model(ids, attention_mask=mask, logits_to_keep=keep if isinstance(keep, Tensor) else 0)
 
 
 def test_where_tokens_are_is_uploaded_once_in_a_pass() -> None:
@@ -247,6 +293,43 @@ def test_assistants_that_draft_pad_tokens(seed: int, same: bool, device: str) ->
     attach(assistant, block_size=4)
     ours = model.generate(ids, assistant_model=assistant, **options)
     assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("hidden", [range(30, 40), range(10, 14), [0, 1, 2, 20, 38]])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_v4_takes_prompts_with_columns_that_are_no_tokens(
+    rows: int, hidden: Any, kept: bool
+) -> None:
+    """Tokens are what they are without them, and a kept cache goes on."""
+    model = make_v4()
+    ids, mask = padded_prompts(B=rows, S=40)
+    mask[:] = 1
+    mask[0, list(hidden)] = 0
+    if kept:
+        mask[:, -1] = 1
+    shown, first = mask[0].bool(), padded_prompts(B=rows, S=9, seed=5)[0]
+    past = None
+    if kept:
+        alone = model(torch.cat([first[:1], ids[:1, shown]], dim=1)).logits[:, 9:]
+    else:
+        alone = model(ids[:1, shown]).logits
+    attach(model)
+    whole = mask
+    if kept:
+        past = model(first).past_key_values
+        whole = torch.cat([torch.ones_like(first), mask], dim=1)
+    ours = model(ids, attention_mask=whole, past_key_values=past).logits
+    torch.testing.assert_close(ours[:1, shown], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_v4_generates_from_a_token() -> None:
+    model = attach(make_v4())
+    ids = padded_prompts(B=1)[0]
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    with pytest.raises(ShapeError, match="must show the last column of every row"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 
 def test_v4_takes_nothing_out() -> None:

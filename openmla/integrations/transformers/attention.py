@@ -198,35 +198,62 @@ def _expanded(
 ) -> Tensor:  # [B, S, H, V]
     """A module that expanded everything itself: without past_key_values, or with a cache that is
     not ours (the draft layers of generate(use_mtp=True))."""
-    B, H, S, E = query.shape
+    B, H, S, _ = query.shape
     T = key.shape[2]
     found = read_mask(B, T, mask, [[] for _ in range(B)], generating=generating)
     seen = torch.ones((B, T), dtype=torch.bool) if found is None else found.new
     new = seen[:, T - S :]
     picked, rows = (columns.flatten().nonzero().flatten() for columns in (new, seen))
-    lens, key_lens = new.sum(dim=1).tolist(), seen.sum(dim=1).tolist()
+    lens, key_lens = new.sum(dim=1), seen.sum(dim=1)
     packed = _packed_lens(B, S, positions, mask) if S == T else None
     if packed is not None:
-        lens = key_lens = packed
-    picked, rows = picked.to(query.device), rows.to(query.device)
-    q = query.transpose(1, 2).reshape(B * S, H, E)[picked]
-    k, v = (part.transpose(1, 2).reshape(B * T, H, -1)[rows] for part in (key, value))
+        lens = key_lens = torch.tensor(packed)
+    out = query.new_zeros((B * S, H, value.shape[-1]))
+    heads = (query, key, value)
+    _attend_ragged(out, heads, (picked, lens), (rows, key_lens), scale, causal=True)
+    # columns that are no tokens see the tokens before them and are seen by none
+    counts = seen.cumsum(1)[:, T - S :]
+    looking = (~new & (counts > 0)).flatten().nonzero().flatten()
+    if len(looking) > 0:
+        seen_by = torch.stack([looking // S, counts.flatten()[looking]], dim=1)
+        groups, lens = seen_by.unique_consecutive(dim=0, return_counts=True)
+        starts = key_lens.cumsum(0) - key_lens
+        rows = torch.cat([rows[starts[b] : starts[b] + n] for b, n in groups.tolist()])
+        _attend_ragged(out, heads, (looking, lens), (rows, groups[:, 1]), scale, causal=False)
+    return out.view(B, S, H, -1)
+
+
+def _attend_ragged(
+    out: Tensor,  # [B * S, H, V]
+    heads: tuple[Tensor, Tensor, Tensor],  # [B, H, S, E], [B, H, T, E], [B, H, T, V]
+    queries: tuple[Tensor, Tensor],  # which of B * S, and how many in a group
+    keys: tuple[Tensor, Tensor],  # the same of B * T
+    scale: float,
+    causal: bool,
+) -> None:
+    """Queries of each group attend to its keys."""
+    device = out.device
+    (picked, lens), (rows, key_lens) = queries, keys
+    picked, rows = picked.to(device), rows.to(device)
+    q, k, v = (
+        part.transpose(1, 2).flatten(0, 1)[where]
+        for part, where in zip(heads, (picked, rows, rows), strict=True)
+    )
     start_loc, key_start_loc = (
-        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(query.device)
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
         for counts in (lens, key_lens)
     )
-    out, _ = mha_ragged(
+    out[picked], _ = mha_ragged(
         q,
         k,
         v,
         start_loc,
         key_start_loc,
         scale=scale,
-        causal=True,
-        max_query_len=max(lens),
-        max_key_len=max(key_lens),
+        causal=causal,
+        max_query_len=int(lens.max()),
+        max_key_len=int(key_lens.max()),
     )
-    return _unpacked(out, picked, B, S)
 
 
 def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) -> list[int] | None:

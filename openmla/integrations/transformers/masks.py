@@ -30,7 +30,8 @@ def read_mask(
     None where there is nothing to say: every new column is a token, and the cached ones are what
     they were. Their number and the sum of their places tell that, so a step of one token per row
     reads B integers back from a GPU and no more. Columns that are not tokens may be anywhere; while
-    `generating`, a row with tokens must end with one.
+    `generating`, a row with tokens must end with one, unless it is alone: an assistant's mask shows
+    no token that looks like padding.
     """
     if mask is None:
         return None
@@ -52,7 +53,7 @@ def read_mask(
         return None
     if real is None:
         real = mask.to(torch.bool).cpu()
-    if generating and bool((~real[:, -1] & real.any(dim=1)).any()):
+    if generating and B > 1 and bool((~real[:, -1] & real.any(dim=1)).any()):
         raise ShapeError(
             "attach: prompts must be padded on the left to generate, got padding on the right. "
             'Set tokenizer.padding_side = "left".'
