@@ -515,6 +515,23 @@ def test_a_softmax_scale_changed_after_attach_is_refused(kind: str, use_cache: b
     assert model(IDS, use_cache=use_cache).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_a_cache_of_an_attached_model_is_refused_by_a_plain_one(kind: str, layers: int) -> None:
+    few = {} if layers == 3 else {"num_hidden_layers": 1}
+    if few and kind == "v4":
+        few["layer_types"] = ["compressed_sparse_attention"]  # type: ignore[assignment]
+    plain, model = MAKERS[kind](**few), attach(MAKERS[kind](**few))
+    past = model(IDS).past_key_values
+    for ids in (IDS[:, :1], IDS):
+        with pytest.raises(ConfigError, match="this cache belongs to an attached model, and the"):
+            plain(ids, past_key_values=past)
+    assert past.get_seq_length() == 40
+    ours = model(IDS[:, :1], past_key_values=past).logits
+    expected = plain(IDS[:, :1], past_key_values=plain(IDS).past_key_values).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_crop_after_right_padding_drops_columns_not_tokens() -> None:
     model = make_model("deepseek_v3")
     ids, mask = (part.flip(1) for part in padded_prompts(B=3))

@@ -92,6 +92,7 @@ class Pass:
     """What one forward pass hands from module to module; a thread has one pass at a time."""
 
     positions: Tensor | None = None  # as the model was given them
+    awaited: PagedLayer | None = None  # the layer whose attention module is about to store
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     session: Session | None = None  # of the pass under way
     generating: bool = False  # generate() asked, which goes on from the last column

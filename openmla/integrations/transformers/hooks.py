@@ -22,7 +22,7 @@ def before_forward(
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     current = attachment.current
-    current.storing = current.compressible = None
+    current.storing = current.awaited = current.compressible = None
     current.positions = kwargs.get("position_ids")
     implementation = module.config._attn_implementation
     if implementation != attachment.name:
