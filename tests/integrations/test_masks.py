@@ -14,7 +14,7 @@ from openmla.integrations.transformers import attach, attachment_of
 from openmla.integrations.transformers.masks import (
     Begun,
     Runs,
-    _sums,
+    _hashes,
     add_runs,
     hide_tokens,
     read_mask,
@@ -55,6 +55,48 @@ def test_what_a_mask_says() -> None:
         ]  # fmt: skip
 
 
+def test_no_mask_is_taken_for_another() -> None:
+    """Every mask of six cached columns and a new one, given for every other."""
+    columns = [[bool(bits >> j & 1) for j in range(6)] for bits in range(64)]
+    for mine in columns:
+        for given in columns:
+            mask = torch.tensor([[*given, True]])
+            if any(b and not a for a, b in zip(mine, given, strict=True)):
+                with pytest.raises(ShapeError, match="must not show what is not cached"):
+                    read_mask(1, 1, mask, [runs_of(mine)])
+                continue
+            found = read_mask(1, 1, mask, [runs_of(mine)])
+            assert (found is None) == (mine == given)
+    assert len(_hashes(torch.tensor(columns)).unique()) == 64
+
+
+@pytest.mark.parametrize("length", [1, 63, 4095, 4097, 10000])
+def test_long_masks_are_recognised(length: int) -> None:
+    """Over the ends of the tables that say so."""
+    gone = length // 3
+    cached: list[Runs] = [[(True, length)], [(False, gone), (True, length - gone)]]
+    mask = torch.ones(2, length + 1)
+    mask[1, :gone] = 0
+    assert read_mask(2, 1, mask, cached) is None
+    mask[1, -2] = 0
+    found = read_mask(2, 1, mask, cached)
+    assert found is not None and found.hidden == [[], [length - gone - 1]]
+
+
+def test_holes_that_move_are_told() -> None:
+    """As many as before, and their columns sum up to the same."""
+    model = attach(make_model("deepseek_v3"), block_size=4)
+    ids, _ = padded_prompts(B=1, S=12)
+    mask = torch.ones_like(ids)
+    mask[0, 3:5] = 0
+    for other in ((2, 5), (1, 6), (0, 7)):
+        past = model(ids, attention_mask=mask, position_ids=positions_of(mask)).past_key_values
+        moved = torch.ones(1, 13, dtype=mask.dtype)
+        moved[0, list(other)] = 0
+        with pytest.raises(ShapeError, match="must not show what is not cached, column 3 of row 0"):
+            model(ids[:, :1], attention_mask=moved, past_key_values=past)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
     """As begin_reading() has a GPU do it: once, after its event."""
@@ -64,7 +106,7 @@ def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
         mask[0, 0] = 0
         waited: list[bool] = []
         event = SimpleNamespace(synchronize=lambda: waited.append(True))  # noqa: B023
-        mask.openmla_begun = Begun(mask.bool() if whole else _sums(mask), event, whole)  # type: ignore[attr-defined]
+        mask.openmla_begun = Begun(mask.bool() if whole else _hashes(mask), event, whole)  # type: ignore[attr-defined]
         expected, found = read_mask(2, 2, mask.clone(), cached), read_mask(2, 2, mask, cached)
         assert waited == [True] and not hasattr(mask, "openmla_begun")
         if expected is None:
@@ -73,7 +115,7 @@ def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
         assert found is not None and torch.equal(found.new, expected.new)
         assert found.hidden == expected.hidden
     full = torch.ones(2, 5)
-    full.openmla_begun = Begun(full.bool() if whole else _sums(full), event, whole)  # type: ignore[attr-defined]
+    full.openmla_begun = Begun(full.bool() if whole else _hashes(full), event, whole)  # type: ignore[attr-defined]
     assert read_mask(2, 5, full, [[], []]) is None
 
 
