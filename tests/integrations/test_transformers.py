@@ -279,6 +279,34 @@ def test_a_full_pool_says_so_before_any_damage() -> None:
         model(longer[:, 22:], past_key_values=kept.past_key_values)  # what was there still works
 
 
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("step", [1, 3])  # a prompt, a decode step
+def test_ctrl_c_gives_blocks_back(kind: str, step: int, capture: bool) -> None:
+    """Again and again, with a pool that has room for one batch; the cache it hit is gone."""
+    model, passes = MAKERS[kind](), 0
+    model = attach(model, num_blocks=6 if kind == "v4" else 2, capture=capture)
+    expected = generate(model, IDS, max_new_tokens=4).sequences
+
+    def interrupt(*args: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == step:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    kept = []  # as an interactive shell keeps the last traceback
+    for _ in range(3):
+        passes = 0
+        with pytest.raises(KeyboardInterrupt) as told:
+            generate(model, IDS, max_new_tokens=4)
+        kept.append(told)
+    handle.remove()
+    assert torch.equal(generate(model, IDS, max_new_tokens=4).sequences, expected)
+    pool = attachment_of(model).pools[0]
+    assert pool.num_free == pool.num_blocks
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor any operation made."""
 

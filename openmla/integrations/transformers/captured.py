@@ -118,11 +118,11 @@ class CapturedDecode:
 
     def _step(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
         """One new token per row, replayed, or recorded where nothing fits it yet."""
-        session, before = layers[0].session, layers[0].session.steps
+        session = layers[0].session
         try:
             return self._replay(layers, kwargs)
         except BaseException:
-            if session.steps > before:  # it had begun
+            if session.unfinished:  # it had begun
                 session.fail()
             raise
 

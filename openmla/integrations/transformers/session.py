@@ -196,6 +196,7 @@ class Session:
 
         `packed`: lengths of the sequences that rows consist of, where those are not rows.
         """
+        self._end_interrupted()
         if self.unfinished:
             raise ConfigError(
                 "attach: the last pass over this cache failed half-way, so layers disagree on what "
@@ -233,12 +234,13 @@ class Session:
                             "deepseek_v4 when it generates or something is cached. Pad on the left."
                         )
             self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
-            self.entries, self.picked = self._entries(pool, requests, new, S)
+            # from here on an exception costs the cache, and its blocks are given back
+            attachment.current.session, self.unfinished = self, True
             if fresh:
                 self.requests += requests
                 self.columns = cached
+            self.entries, self.picked = self._entries(pool, requests, new, S)
             attachment.busy.update(requests)
-            attachment.current.session = self
             for b in range(B):
                 if hidden[b]:
                     self.columns[b] = hide_tokens(self.columns[b], hidden[b])
@@ -246,7 +248,13 @@ class Session:
             self.describe()
         self.plans, self.placed = {}, {}
         self.steps += 1
-        self.unfinished = True
+
+    def _end_interrupted(self) -> None:
+        """Free what this thread's last pass had taken, if it ended by Ctrl-C: torch calls no hooks
+        then."""
+        before = self.attachment.current.session
+        if before is not None and before.unfinished:
+            before.fail()
 
     def finish(self) -> None:
         """The pass's last layer has attended."""
@@ -292,7 +300,7 @@ class Session:
                 new.append((request, first, first + len(rest)))
                 wanted[request] += len(rest)
             copies = self.attachment.take(wanted)
-        except Exception:
+        except BaseException:
             for request, name in held.items():
                 pool.free(request)
                 pool.share(name, request)
