@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -558,6 +559,46 @@ def test_a_cache_of_an_attached_model_is_refused_by_a_plain_one(kind: str, layer
     ours = model(IDS[:, :1], past_key_values=past).logits
     expected = plain(IDS[:, :1], past_key_values=plain(IDS).past_key_values).logits
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_model_may_change_its_dtype_while_no_cache_lives(kind: str, capture: bool) -> None:
+    model = attach(MAKERS[kind](), capture=capture)
+    before = generate(model, IDS, max_new_tokens=3).sequences
+    with torch.no_grad():
+        past = model(IDS).past_key_values
+        with pytest.raises(ConfigError, match="Delete every past_key_values that was made before"):
+            model.bfloat16()(IDS)
+        with pytest.raises(ConfigError, match="Delete every past_key_values that was made before"):
+            model(IDS[:, :1], past_key_values=past)
+        del past
+        changed = model(IDS, use_cache=True)
+        fresh = attach(MAKERS[kind]().bfloat16())(IDS, use_cache=True)
+    torch.testing.assert_close(changed.logits, fresh.logits)
+    changed.past_key_values.reset()
+    cache = attachment_of(model).caches[0]
+    assert (cache.latent or cache.window).format == "bf16"  # type: ignore[union-attr]
+    model.float().load_state_dict(MAKERS[kind]().state_dict())
+    assert torch.equal(generate(model, IDS, max_new_tokens=3).sequences, before)
+
+
+def test_a_cache_of_an_attached_model_cannot_be_pickled(tmp_path: Path) -> None:
+    model = attach(make_model("deepseek_v3"))
+    past = model(IDS).past_key_values
+    with pytest.raises(UnsupportedError, match="cannot be pickled: its rows are in the model's bl"):
+        pickle.dumps(past)
+    with pytest.raises(UnsupportedError, match="Save the tokens and run them again"):
+        torch.save(past, tmp_path / "cache.pt")
+    assert copy.deepcopy(past).get_seq_length() == 40
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_square_masks_are_named(kind: str) -> None:
+    model = attach(MAKERS[kind]())
+    square = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    with pytest.raises(UnsupportedError, match=r"must be \[batch, columns\], got \(2, 1, 40, 40\)"):
+        model(IDS, attention_mask=square)
 
 
 def test_crop_after_right_padding_drops_columns_not_tokens() -> None:

@@ -296,12 +296,23 @@ class Attachment:
             rows = kept.latent or kept.window
             assert rows is not None
             if rows.format != format or rows.data.device != device:
-                raise ConfigError(
-                    f"attach: the cache is {rows.format} on {rows.data.device}, the "
-                    f"model wants {format} on {device} now. Call detach(model), then attach(model)."
-                )
+                if not self._holds_nothing():
+                    raise ConfigError(
+                        f"attach: the cache is {rows.format} on {rows.data.device}, the model "
+                        f"wants {format} on {device} now. Delete every past_key_values that was "
+                        "made before."
+                    )
+                if self.captured is not None:
+                    self.captured._drop()  # they read what goes
+                kept = self._new_cache(layer, format, device)
             kept = self.caches[layer] = self._grown(kept)
             return kept
+
+    def _holds_nothing(self) -> bool:
+        """Whether nobody will read a row that was cached before the pass under way."""
+        session = self.current.session
+        mine = session.requests if session is not None and session.fresh else ()
+        return set(self.pools[0].requests) <= set(mine)
 
     def _new_cache(self, layer: int, format: str, device: torch.device) -> LayerCache:
         allocate = allocate_cache if self.ranks is None else partial(rank_cache, ranks=self.ranks)

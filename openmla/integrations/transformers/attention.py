@@ -12,7 +12,7 @@ from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.compressed import attend_v4
-from openmla.integrations.transformers.masks import begin_reading, read_mask
+from openmla.integrations.transformers.masks import begin_reading, read_mask, refuse_square
 from openmla.ops import mha_ragged
 from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 
@@ -170,9 +170,13 @@ def _attend(
 def _padding_of(mask: Tensor | None) -> Tensor | None:
     """The padding mask that openmla_sparse_mask hung onto the mask it made."""
     if mask is None or not hasattr(mask, "openmla_padding"):
+        if (
+            mask is not None and mask.numel() > 1
+        ):  # the one that openmla_sparse_mask makes has one bit
+            refuse_square(mask)
         raise UnsupportedError(
             "attach: the attention mask was copied or replaced on its way to the layers, and the "
-            "padding with it. Square masks and layers on several devices are not supported here."
+            "padding with it. Layers on several devices are not supported here."
         )
     padding: Tensor | None = mask.openmla_padding
     return padding

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,10 +40,7 @@ def read_mask(
     if mask is None:
         return None
     if mask.dim() != 2:
-        raise UnsupportedError(
-            f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
-            "Square masks are not supported."
-        )
+        refuse_square(mask)
     past = sum(length for _, length in cached[0]) if cached else 0
     if mask.shape[0] != B or mask.shape[1] not in (S, past + S):
         raise ShapeError(
@@ -65,6 +62,14 @@ def read_mask(
         )
     hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
     return Columns(real[:, -S:], hidden)
+
+
+def refuse_square(mask: Tensor) -> NoReturn:
+    """Of a mask that says more than which columns are tokens."""
+    raise UnsupportedError(
+        f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
+        "Square masks are not supported."
+    )
 
 
 def _hashes(mask: Tensor) -> Tensor:

@@ -42,6 +42,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         twin.columns, twin.steps = self.columns, self.steps
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "attach: the cache of an attached model cannot be pickled: its rows are in the model's "
+            "block pool. Save the tokens and run them again."
+        )
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to initialise: caches belong to the attachment."""
 

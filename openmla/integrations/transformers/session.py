@@ -73,6 +73,7 @@ class Session:
         self.plans: dict[tuple[torch.device, int], Plan | RankPlan] = {}  # by compress ratio too
         self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
+        self.fresh = True  # the pass under way is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)
 
@@ -236,6 +237,7 @@ class Session:
             self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
             # from here on an exception costs the cache, and its blocks are given back
             attachment.current.session, self.unfinished = self, True
+            self.fresh = fresh
             if fresh:
                 self.requests += requests
                 self.columns = cached
