@@ -73,6 +73,7 @@ def read_config(
             f"Supported: {', '.join(sorted(FAMILIES))}."
         )
     family = FAMILIES[model_type]
+    _refuse_other_attention(fields, family)
     read = _read_v4 if family.compressed else _read_latent
     return read(fields, model_type, family, rotated)
 
@@ -202,10 +203,20 @@ def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(max(layer - offset + 1, 0) % frequency != 0 for layer in range(num_layers))
 
 
+def _refuse_other_attention(fields: Fields, family: Family) -> None:
+    """Fields that ask for attention of another kind, whatever the model type."""
+    expect(fields, "is_causal", True, "(bidirectional attention is not supported)")
+    expect(fields, "use_bidirectional_attention", False, "(it is not supported)")
+    expect(fields, "attn_logit_softcapping", None, "(soft-capped scores are not supported)")
+    expect(fields, "alibi", False, "(ALiBi is not supported)")
+    unrotated = family.rope_kind == "none"
+    never = "never " if unrotated else ""
+    expect(fields, "mla_use_nope", unrotated, f"where the shared columns are {never}rotated")
+
+
 def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
     expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
     expect(fields, "sliding_window", None, "for this model type")
-    expect(fields, "mla_use_nope", True, "where the shared columns are never rotated")
     expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from openmla.integrations.transformers import attach, attachment_of
 from openmla.integrations.transformers.masks import (
     Begun,
     Runs,
-    _sums,
+    _hashes,
     add_runs,
     hide_tokens,
     read_mask,
@@ -54,6 +55,48 @@ def test_what_a_mask_says() -> None:
         ]  # fmt: skip
 
 
+def test_no_mask_is_taken_for_another() -> None:
+    """Every mask of six cached columns and a new one, given for every other."""
+    columns = [[bool(bits >> j & 1) for j in range(6)] for bits in range(64)]
+    for mine in columns:
+        for given in columns:
+            mask = torch.tensor([[*given, True]])
+            if any(b and not a for a, b in zip(mine, given, strict=True)):
+                with pytest.raises(ShapeError, match="must not show what is not cached"):
+                    read_mask(1, 1, mask, [runs_of(mine)])
+                continue
+            found = read_mask(1, 1, mask, [runs_of(mine)])
+            assert (found is None) == (mine == given)
+    assert len(_hashes(torch.tensor(columns)).unique()) == 64
+
+
+@pytest.mark.parametrize("length", [1, 63, 4095, 4097, 10000])
+def test_long_masks_are_recognised(length: int) -> None:
+    """Over the ends of the tables that say so."""
+    gone = length // 3
+    cached: list[Runs] = [[(True, length)], [(False, gone), (True, length - gone)]]
+    mask = torch.ones(2, length + 1)
+    mask[1, :gone] = 0
+    assert read_mask(2, 1, mask, cached) is None
+    mask[1, -2] = 0
+    found = read_mask(2, 1, mask, cached)
+    assert found is not None and found.hidden == [[], [length - gone - 1]]
+
+
+def test_holes_that_move_are_told() -> None:
+    """As many as before, and their columns sum up to the same."""
+    model = attach(make_model("deepseek_v3"), block_size=4)
+    ids, _ = padded_prompts(B=1, S=12)
+    mask = torch.ones_like(ids)
+    mask[0, 3:5] = 0
+    for other in ((2, 5), (1, 6), (0, 7)):
+        past = model(ids, attention_mask=mask, position_ids=positions_of(mask)).past_key_values
+        moved = torch.ones(1, 13, dtype=mask.dtype)
+        moved[0, list(other)] = 0
+        with pytest.raises(ShapeError, match="must not show what is not cached, column 3 of row 0"):
+            model(ids[:, :1], attention_mask=moved, past_key_values=past)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
     """As begin_reading() has a GPU do it: once, after its event."""
@@ -63,7 +106,7 @@ def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
         mask[0, 0] = 0
         waited: list[bool] = []
         event = SimpleNamespace(synchronize=lambda: waited.append(True))  # noqa: B023
-        mask.openmla_begun = Begun(mask.bool() if whole else _sums(mask), event, whole)  # type: ignore[attr-defined]
+        mask.openmla_begun = Begun(mask.bool() if whole else _hashes(mask), event, whole)  # type: ignore[attr-defined]
         expected, found = read_mask(2, 2, mask.clone(), cached), read_mask(2, 2, mask, cached)
         assert waited == [True] and not hasattr(mask, "openmla_begun")
         if expected is None:
@@ -72,7 +115,7 @@ def test_a_mask_that_was_copied_says_the_same(whole: bool) -> None:
         assert found is not None and torch.equal(found.new, expected.new)
         assert found.hidden == expected.hidden
     full = torch.ones(2, 5)
-    full.openmla_begun = Begun(full.bool() if whole else _sums(full), event, whole)  # type: ignore[attr-defined]
+    full.openmla_begun = Begun(full.bool() if whole else _hashes(full), event, whole)  # type: ignore[attr-defined]
     assert read_mask(2, 5, full, [[], []]) is None
 
 
@@ -96,6 +139,51 @@ def test_holes(family: str, cached: bool, device: str) -> None:
     attach(model, block_size=4)
     ours = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=cached).logits
     torch.testing.assert_close(ours[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_columns_that_are_no_tokens_are_as_in_transformers(
+    family: str, rows: int, cached: bool, device: str
+) -> None:
+    """Behind a row's first token: in the middle and on the right, in a batch of any size."""
+    model = model_of(family).to(device)
+    ids, mask = (part[-rows:].to(device) for part in padded_prompts(B=3, S=40))
+    mask[0, 17:20] = mask[0, 30] = mask[:, -4:] = 0
+    mask[-1, -9:] = 0
+    expected = model(ids, attention_mask=mask, position_ids=positions_of(mask)).logits
+    attach(model, block_size=4)
+    ours = model(ids, attention_mask=mask, position_ids=positions_of(mask), use_cache=cached).logits
+    see = mask.cumsum(1) > 0
+    torch.testing.assert_close(ours[see], expected[see], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_classifier_may_pool_a_column_that_is_no_token(rows: int) -> None:
+    """It takes the last token that is not pad_token_id, whatever the mask says of it."""
+    from transformers import DeepseekV3ForSequenceClassification
+
+    torch.manual_seed(0)
+    model = DeepseekV3ForSequenceClassification(make_model("deepseek_v3").config).eval()
+    ids, mask = (part.flip(1) for part in padded_prompts(B=2))
+    ids, mask = ids[-rows:].clamp(min=2), mask[-rows:]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        attach(model, block_size=4)
+        actual = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3, torch.tensor([-1])])
+@pytest.mark.parametrize("cached", [True, False])
+def test_right_padding_is_refused_whatever_generate_keeps(keep: Any, cached: bool) -> None:
+    model = attach(make_model("deepseek_v3"))
+    ids, mask = (part.flip(1) for part in padded_prompts(B=2))
+    options = {"max_new_tokens": 2, "logits_to_keep": keep, "use_cache": cached}
+    with pytest.raises(ShapeError, match="prompts must be padded on the left to generate"):
+        model.generate(ids, attention_mask=mask, **options)
+    model(ids, attention_mask=mask, logits_to_keep=keep if isinstance(keep, Tensor) else 0)
 
 
 def test_where_tokens_are_is_uploaded_once_in_a_pass() -> None:
@@ -247,6 +335,43 @@ def test_assistants_that_draft_pad_tokens(seed: int, same: bool, device: str) ->
     attach(assistant, block_size=4)
     ours = model.generate(ids, assistant_model=assistant, **options)
     assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("hidden", [range(30, 40), range(10, 14), [0, 1, 2, 20, 38]])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_v4_takes_prompts_with_columns_that_are_no_tokens(
+    rows: int, hidden: Any, kept: bool
+) -> None:
+    """Tokens are what they are without them, and a kept cache goes on."""
+    model = make_v4()
+    ids, mask = padded_prompts(B=rows, S=40)
+    mask[:] = 1
+    mask[0, list(hidden)] = 0
+    if kept:
+        mask[:, -1] = 1
+    shown, first = mask[0].bool(), padded_prompts(B=rows, S=9, seed=5)[0]
+    past = None
+    if kept:
+        alone = model(torch.cat([first[:1], ids[:1, shown]], dim=1)).logits[:, 9:]
+    else:
+        alone = model(ids[:1, shown]).logits
+    attach(model)
+    whole = mask
+    if kept:
+        past = model(first).past_key_values
+        whole = torch.cat([torch.ones_like(first), mask], dim=1)
+    ours = model(ids, attention_mask=whole, past_key_values=past).logits
+    torch.testing.assert_close(ours[:1, shown], alone, rtol=1e-4, atol=1e-4)
+
+
+def test_v4_generates_from_a_token() -> None:
+    model = attach(make_v4())
+    ids = padded_prompts(B=1)[0]
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    with pytest.raises(ShapeError, match="must show the last column of every row"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
 
 
 def test_v4_takes_nothing_out() -> None:

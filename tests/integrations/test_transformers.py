@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,18 @@ from openmla.integrations.transformers import (  # noqa: E402 - transformers may
     attachment_of,
     detach,
 )
-from tests.integrations.generation import generate, worst_logits  # noqa: E402
-from tests.integrations.models import MODELS, OUTSIDE, make_model, on, padded_prompts  # noqa: E402
+from tests.integrations.generation import captured, generate, worst_logits  # noqa: E402
+from tests.integrations.models import (  # noqa: E402
+    IDS,
+    MAKERS,
+    MODELS,
+    OUTSIDE,
+    SPARSE,
+    make_model,
+    model_of,
+    on,
+    padded_prompts,
+)
 
 
 # by default on a GPU, and some families' own code waits for the host in every step
@@ -269,6 +280,34 @@ def test_a_full_pool_says_so_before_any_damage() -> None:
         model(longer[:, 22:], past_key_values=kept.past_key_values)  # what was there still works
 
 
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("step", [1, 3])  # a prompt, a decode step
+def test_ctrl_c_gives_blocks_back(kind: str, step: int, capture: bool) -> None:
+    """Again and again, with a pool that has room for one batch; the cache it hit is gone."""
+    model, passes = MAKERS[kind](), 0
+    model = attach(model, num_blocks=6 if kind == "v4" else 2, capture=capture)
+    expected = generate(model, IDS, max_new_tokens=4).sequences
+
+    def interrupt(*args: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == step:
+            raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(interrupt)
+    kept = []  # as an interactive shell keeps the last traceback
+    for _ in range(3):
+        passes = 0
+        with pytest.raises(KeyboardInterrupt) as told:
+            generate(model, IDS, max_new_tokens=4)
+        kept.append(told)
+    handle.remove()
+    assert torch.equal(generate(model, IDS, max_new_tokens=4).sequences, expected)
+    pool = attachment_of(model).pools[0]
+    assert pool.num_free == pool.num_blocks
+
+
 class Largest(TorchDispatchMode):
     """Remembers the largest tensor any operation made."""
 
@@ -400,6 +439,166 @@ def test_dropout_is_refused() -> None:
         model(ids)
     with torch.no_grad():
         assert model.eval()(ids).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_bidirectional_attention_is_refused(kind: str) -> None:
+    """In all the ways it can be asked for, before attach() and after it; nothing is written."""
+    model = MAKERS[kind]()
+    module = model.model.layers[1].self_attn
+    model.config.is_causal = False
+    with pytest.raises(ConfigError, match="config: is_causal must be True"):
+        attach(model)
+    del model.config.is_causal
+    module.is_causal = False
+    with pytest.raises(UnsupportedError, match="is_causal must be True in every attention module"):
+        attach(model)
+    module.is_causal = True
+    attach(model)
+    past = model(IDS).past_key_values
+    refused = pytest.raises(UnsupportedError, match="attach: is_causal must be True, got False")
+    for options in ({}, {"use_cache": False}, {"past_key_values": past}):
+        with refused:
+            model(IDS, is_causal=False, **options)
+        model.config.is_causal = False
+        with refused:
+            model(IDS, **options)
+        model.config.is_causal = True
+    assert model(IDS[:, :1], past_key_values=past).logits.isfinite().all()
+    module.is_causal = False
+    with refused:  # config and call win over the module, as in transformers
+        del model.config.is_causal
+        model(IDS)
+
+
+@pytest.mark.parametrize("family", [*MODELS, *SPARSE])
+def test_every_family_says_that_a_call_is_not_causal(family: str) -> None:
+    model = attach(model_of(family))
+    with pytest.raises(UnsupportedError, match="attach: is_causal must be True, got False"):
+        model(IDS, is_causal=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda model: setattr(model.config, "is_causal", False), "is_causal must be True, got F"),
+        (
+            lambda model: setattr(model.model.layers[2].self_attn, "is_causal", False),
+            "is_causal must be True, got F",
+        ),
+        (
+            lambda model: setattr(model.model.layers[2].self_attn, "scaling", 0.5),
+            "softmax scale must be .* by the config, got 0.5 in the model",
+        ),
+    ],
+)
+def test_a_captured_step_notices_other_attention(change: Any, message: str, device: str) -> None:
+    """What a graph would not look at again; the step before was replayed."""
+    model = attach(make_model("deepseek_v3").to(device), capture=True)
+    (ids,) = on(device, IDS)
+    past = model(ids, use_cache=True).past_key_values
+    step = {"past_key_values": past, "use_cache": True, "logits_to_keep": 1}
+    for place in (40, 41):
+        positions = torch.full((2, 1), place, device=device)
+        model(ids[:, :1], position_ids=positions, **step)
+    assert captured(model).recordings == 1
+    change(model)
+    captured(model)._step = lambda *args: pytest.fail("a recorded step")  # type: ignore[method-assign]
+    with pytest.raises(OpenMLAError, match=message):
+        model(ids[:, :1], position_ids=positions + 1, **step)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("softcap", 30.0),
+        ("sliding_window", 8),
+        ("position_bias", torch.zeros(1, 4, 40, 40)),
+        ("cu_seq_lens_q", torch.tensor([0, 20, 40])),
+        ("anything", 1),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_unknown_attention_keywords_are_refused(name: str, value: Any, use_cache: bool) -> None:
+    model = attach(make_model("deepseek_v3"))
+    with pytest.raises(UnsupportedError, match=f"attention keyword {name} must not be given, got"):
+        model(IDS, use_cache=use_cache, **{name: value})
+    model(IDS, use_cache=use_cache, **{name: None}, num_items_in_batch=torch.tensor(3))
+
+
+def test_a_sink_without_a_cache_is_refused() -> None:
+    model = attach(make_model("deepseek_v3"))
+    with pytest.raises(UnsupportedError, match="s_aux"):
+        model(IDS, s_aux=torch.zeros(4), use_cache=False)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_softmax_scale_changed_after_attach_is_refused(kind: str, use_cache: bool) -> None:
+    model = attach(MAKERS[kind]())
+    module = model.model.layers[1].self_attn
+    module.scaling *= 2
+    with pytest.raises(ConfigError, match="softmax scale must be "):
+        model(IDS, use_cache=use_cache)
+    module.scaling /= 2
+    assert model(IDS, use_cache=use_cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_a_cache_of_an_attached_model_is_refused_by_a_plain_one(kind: str, layers: int) -> None:
+    few = {} if layers == 3 else {"num_hidden_layers": 1}
+    if few and kind == "v4":
+        few["layer_types"] = ["compressed_sparse_attention"]  # type: ignore[assignment]
+    plain, model = MAKERS[kind](**few), attach(MAKERS[kind](**few))
+    past = model(IDS).past_key_values
+    for ids in (IDS[:, :1], IDS):
+        with pytest.raises(ConfigError, match="this cache belongs to an attached model, and the"):
+            plain(ids, past_key_values=past)
+    assert past.get_seq_length() == 40
+    ours = model(IDS[:, :1], past_key_values=past).logits
+    expected = plain(IDS[:, :1], past_key_values=plain(IDS).past_key_values).logits
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_model_may_change_its_dtype_while_no_cache_lives(kind: str, capture: bool) -> None:
+    model = attach(MAKERS[kind](), capture=capture)
+    before = generate(model, IDS, max_new_tokens=3).sequences
+    with torch.no_grad():
+        past = model(IDS).past_key_values
+        with pytest.raises(ConfigError, match="Delete every past_key_values that was made before"):
+            model.bfloat16()(IDS)
+        with pytest.raises(ConfigError, match="Delete every past_key_values that was made before"):
+            model(IDS[:, :1], past_key_values=past)
+        del past
+        changed = model(IDS, use_cache=True)
+        fresh = attach(MAKERS[kind]().bfloat16())(IDS, use_cache=True)
+    torch.testing.assert_close(changed.logits, fresh.logits)
+    changed.past_key_values.reset()
+    cache = attachment_of(model).caches[0]
+    assert (cache.latent or cache.window).format == "bf16"  # type: ignore[union-attr]
+    model.float().load_state_dict(MAKERS[kind]().state_dict())
+    assert torch.equal(generate(model, IDS, max_new_tokens=3).sequences, before)
+
+
+def test_a_cache_of_an_attached_model_cannot_be_pickled(tmp_path: Path) -> None:
+    model = attach(make_model("deepseek_v3"))
+    past = model(IDS).past_key_values
+    with pytest.raises(UnsupportedError, match="cannot be pickled: its rows are in the model's bl"):
+        pickle.dumps(past)
+    with pytest.raises(UnsupportedError, match="Save the tokens and run them again"):
+        torch.save(past, tmp_path / "cache.pt")
+    assert copy.deepcopy(past).get_seq_length() == 40
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse", "v4"])
+def test_square_masks_are_named(kind: str) -> None:
+    model = attach(MAKERS[kind]())
+    square = torch.ones(2, 1, 40, 40, dtype=torch.bool).tril()
+    with pytest.raises(UnsupportedError, match=r"must be \[batch, columns\], got \(2, 1, 40, 40\)"):
+        model(IDS, attention_mask=square)
 
 
 def test_crop_after_right_padding_drops_columns_not_tokens() -> None:

@@ -7,6 +7,7 @@ thread.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -72,11 +73,26 @@ class Attended(NamedTuple):
 Watcher = Callable[[Attended], None]
 
 
+def same_scaling(scaling: Any, config: MLAConfig) -> bool:
+    """Whether an attention module scales scores as its config says."""
+    return math.isclose(float(scaling), config.scale, rel_tol=1e-6)
+
+
+def check_scaling(scaling: Any, config: MLAConfig) -> None:
+    """An error where an attention module has another softmax scale than steps are planned with."""
+    if not same_scaling(scaling, config):
+        raise ConfigError(
+            f"attach: softmax scale must be {config.scale} by the config, "
+            f"got {scaling} in the model."
+        )
+
+
 @dataclass(eq=False)
 class Pass:
     """What one forward pass hands from module to module; a thread has one pass at a time."""
 
     positions: Tensor | None = None  # as the model was given them
+    awaited: PagedLayer | None = None  # the layer whose attention module is about to store
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
     session: Session | None = None  # of the pass under way
     generating: bool = False  # generate() asked, which goes on from the last column
@@ -200,6 +216,14 @@ class Attachment:
         """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
 
+    def is_followed(self) -> bool:
+        """Whether modules and config ask for no other attention than attach() found in them."""
+        causal = getattr(self.previous[0], "is_causal", True)
+        return causal and all(
+            getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
+            for module in self.modules
+        )
+
     @contextmanager
     def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
         """The pool, for this thread alone. Not to be nested, and nothing in it waits for a lock."""
@@ -272,12 +296,23 @@ class Attachment:
             rows = kept.latent or kept.window
             assert rows is not None
             if rows.format != format or rows.data.device != device:
-                raise ConfigError(
-                    f"attach: the cache is {rows.format} on {rows.data.device}, the "
-                    f"model wants {format} on {device} now. Call detach(model), then attach(model)."
-                )
+                if not self._holds_nothing():
+                    raise ConfigError(
+                        f"attach: the cache is {rows.format} on {rows.data.device}, the model "
+                        f"wants {format} on {device} now. Delete every past_key_values that was "
+                        "made before."
+                    )
+                if self.captured is not None:
+                    self.captured._drop()  # they read what goes
+                kept = self._new_cache(layer, format, device)
             kept = self.caches[layer] = self._grown(kept)
             return kept
+
+    def _holds_nothing(self) -> bool:
+        """Whether nobody will read a row that was cached before the pass under way."""
+        session = self.current.session
+        mine = session.requests if session is not None and session.fresh else ()
+        return set(self.pools[0].requests) <= set(mine)
 
     def _new_cache(self, layer: int, format: str, device: torch.device) -> LayerCache:
         allocate = allocate_cache if self.ranks is None else partial(rank_cache, ranks=self.ranks)

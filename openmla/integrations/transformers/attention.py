@@ -10,14 +10,24 @@ from torch import Tensor, nn
 
 from openmla.attention import Projected, Selection, attend_step, select_step
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.compressed import attend_v4
-from openmla.integrations.transformers.masks import begin_reading, read_mask
+from openmla.integrations.transformers.masks import begin_reading, read_mask, refuse_square
 from openmla.ops import mha_ragged
 from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
+
+
+# Keywords that no attention function of transformers computes with; a hook reads position_ids.
+UNREAD = frozenset(
+    (
+        "cache_position", "indices", "input_ids", "mm_token_type_ids", "num_items_in_batch",
+        "output_attentions", "output_hidden_states", "output_router_logits", "position_ids",
+        "return_dict", "seq_idx", "token_type_ids", "use_cache",
+    )
+)  # fmt: skip
 
 
 @torch.compiler.disable  # bookkeeping on the host, which changes in every pass
@@ -27,12 +37,15 @@ def openmla_attention(
     key: Tensor,  # not looked at where a paged layer stored; else [B, H, T, P + R]
     value: Tensor,
     attention_mask: Tensor | None,  # [B, columns] or None
-    **kwargs: Any,
+    *,
+    scaling: float,
+    s_aux: Tensor | None = None,  # a sink per head
+    **others: Any,
 ) -> tuple[Tensor, None]:  # [B, S, H, V]
-    """The attention function transformers calls by name."""
+    """The attention function transformers calls by name. A keyword is used, known not to matter
+    (UNREAD), or refused."""
     attachment = getattr(module, "openmla", None)
-    if kwargs.get("dropout"):
-        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+    _refuse_keywords(module, attachment, **others)
     if torch.is_grad_enabled() and query.requires_grad:
         raise UnsupportedError(
             "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
@@ -44,7 +57,9 @@ def openmla_attention(
                 "attach: attention 'openmla_sparse' was chosen without attach(model). A model made "
                 "from an attached one's config must be attached, too."
             )
-        return _expanded(query, key, value, attention_mask, None, float(kwargs["scaling"])), None
+        _refuse_sink(s_aux)
+        return _expanded(query, key, value, attention_mask, None, float(scaling)), None
+    check_scaling(scaling, attachment.config)
     current, config = attachment.current, attachment.config
     layer, current.storing = current.storing, None
     packed = None
@@ -53,6 +68,7 @@ def openmla_attention(
         if layer is not None and current.own_cache is not None and config.compressor is None:
             packed = _packed_lens(B, S, current.positions, attention_mask)
     if layer is None:
+        _refuse_sink(s_aux)
         given = (attention_mask, current.positions, config.scale, current.generating)
         return _expanded(query, key, value, *given), None
     session = layer.session
@@ -61,10 +77,45 @@ def openmla_attention(
     layer.steps = session.steps
     layer.columns += S
     with attachment.using_caches(query.device):
-        out = _attend(attachment, module, layer, query, kwargs.get("s_aux"))
+        out = _attend(attachment, module, layer, query, s_aux)
     if module is attachment.modules[-1]:
         session.finish()
     return _unpacked(out, session.picked_on(out.device), B, S), None
+
+
+def _refuse_keywords(
+    module: nn.Module,
+    attachment: Any,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> None:
+    if dropout:
+        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise UnsupportedError(
+            "attach: is_causal must be True, got False: bidirectional attention is not supported. "
+            "Call detach(model) to run it."
+        )
+    compressor = attachment.config.compressor if isinstance(attachment, Attachment) else None
+    if compressor is None or sliding_window != compressor.window:
+        others["sliding_window"] = sliding_window
+    for name, given in others.items():
+        if given is not None and given is not False and name not in UNREAD:
+            shown = type(given).__name__ if isinstance(given, Tensor) else repr(given)
+            raise UnsupportedError(
+                f"attach: attention keyword {name} must not be given, got {shown}: it is not "
+                "supported. Leave it out, or call detach(model)."
+            )
+
+
+def _refuse_sink(s_aux: Tensor | None) -> None:
+    if s_aux is not None:
+        raise UnsupportedError("attach: attention sinks (s_aux) need a cache. Give use_cache=True.")
 
 
 def _attend(
@@ -119,9 +170,13 @@ def _attend(
 def _padding_of(mask: Tensor | None) -> Tensor | None:
     """The padding mask that openmla_sparse_mask hung onto the mask it made."""
     if mask is None or not hasattr(mask, "openmla_padding"):
+        if (
+            mask is not None and mask.numel() > 1
+        ):  # the one that openmla_sparse_mask makes has one bit
+            refuse_square(mask)
         raise UnsupportedError(
             "attach: the attention mask was copied or replaced on its way to the layers, and the "
-            "padding with it. Square masks and layers on several devices are not supported here."
+            "padding with it. Layers on several devices are not supported here."
         )
     padding: Tensor | None = mask.openmla_padding
     return padding
@@ -147,35 +202,62 @@ def _expanded(
 ) -> Tensor:  # [B, S, H, V]
     """A module that expanded everything itself: without past_key_values, or with a cache that is
     not ours (the draft layers of generate(use_mtp=True))."""
-    B, H, S, E = query.shape
+    B, H, S, _ = query.shape
     T = key.shape[2]
     found = read_mask(B, T, mask, [[] for _ in range(B)], generating=generating)
     seen = torch.ones((B, T), dtype=torch.bool) if found is None else found.new
     new = seen[:, T - S :]
     picked, rows = (columns.flatten().nonzero().flatten() for columns in (new, seen))
-    lens, key_lens = new.sum(dim=1).tolist(), seen.sum(dim=1).tolist()
+    lens, key_lens = new.sum(dim=1), seen.sum(dim=1)
     packed = _packed_lens(B, S, positions, mask) if S == T else None
     if packed is not None:
-        lens = key_lens = packed
-    picked, rows = picked.to(query.device), rows.to(query.device)
-    q = query.transpose(1, 2).reshape(B * S, H, E)[picked]
-    k, v = (part.transpose(1, 2).reshape(B * T, H, -1)[rows] for part in (key, value))
+        lens = key_lens = torch.tensor(packed)
+    out = query.new_zeros((B * S, H, value.shape[-1]))
+    heads = (query, key, value)
+    _attend_ragged(out, heads, (picked, lens), (rows, key_lens), scale, causal=True)
+    # columns that are no tokens see the tokens before them and are seen by none
+    counts = seen.cumsum(1)[:, T - S :]
+    looking = (~new & (counts > 0)).flatten().nonzero().flatten()
+    if len(looking) > 0:
+        seen_by = torch.stack([looking // S, counts.flatten()[looking]], dim=1)
+        groups, lens = seen_by.unique_consecutive(dim=0, return_counts=True)
+        starts = key_lens.cumsum(0) - key_lens
+        rows = torch.cat([rows[starts[b] : starts[b] + n] for b, n in groups.tolist()])
+        _attend_ragged(out, heads, (looking, lens), (rows, groups[:, 1]), scale, causal=False)
+    return out.view(B, S, H, -1)
+
+
+def _attend_ragged(
+    out: Tensor,  # [B * S, H, V]
+    heads: tuple[Tensor, Tensor, Tensor],  # [B, H, S, E], [B, H, T, E], [B, H, T, V]
+    queries: tuple[Tensor, Tensor],  # which of B * S, and how many in a group
+    keys: tuple[Tensor, Tensor],  # the same of B * T
+    scale: float,
+    causal: bool,
+) -> None:
+    """Queries of each group attend to its keys."""
+    device = out.device
+    (picked, lens), (rows, key_lens) = queries, keys
+    picked, rows = picked.to(device), rows.to(device)
+    q, k, v = (
+        part.transpose(1, 2).flatten(0, 1)[where]
+        for part, where in zip(heads, (picked, rows, rows), strict=True)
+    )
     start_loc, key_start_loc = (
-        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(query.device)
+        torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int().to(device)
         for counts in (lens, key_lens)
     )
-    out, _ = mha_ragged(
+    out[picked], _ = mha_ragged(
         q,
         k,
         v,
         start_loc,
         key_start_loc,
         scale=scale,
-        causal=True,
-        max_query_len=max(lens),
-        max_key_len=max(key_lens),
+        causal=causal,
+        max_query_len=int(lens.max()),
+        max_key_len=int(key_lens.max()),
     )
-    return _unpacked(out, picked, B, S)
 
 
 def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) -> list[int] | None:

@@ -118,11 +118,11 @@ class CapturedDecode:
 
     def _step(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
         """One new token per row, replayed, or recorded where nothing fits it yet."""
-        session, before = layers[0].session, layers[0].session.steps
+        session = layers[0].session
         try:
             return self._replay(layers, kwargs)
         except BaseException:
-            if session.steps > before:  # it had begun
+            if session.unfinished:  # it had begun
                 session.fail()
             raise
 
@@ -335,6 +335,7 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
     past = kwargs.get("past_key_values")
     others = (value for name, value in kwargs.items() if name not in UNDERSTOOD)
     asked = any(value is not None and value is not False for value in others)
+    asked = asked or kwargs.get("is_causal") is not None or not attachment.is_followed()
     if asked or kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
         return []
     if ids is None or ids.shape[1] != 1 or positions is None or past is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError, check_kind
-from openmla.integrations.transformers.attachment import Attachment
+from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.offload import is_away
 from openmla.integrations.transformers.scales import KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
@@ -63,10 +62,11 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
     modules = _attention_modules(model, str(text_config.model_type))
     config = _as_the_modules_are(read_config(text_config, rotated=True), modules)
     for module in modules:
-        if not math.isclose(float(module.scaling), config.scale, rel_tol=1e-6):  # type: ignore[arg-type]
-            raise ConfigError(
-                f"attach: softmax scale must be {config.scale} by the config, "
-                f"got {module.scaling} in the model."
+        check_scaling(module.scaling, config)
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedError(
+                "attach: is_causal must be True in every attention module, got False: "
+                "bidirectional attention is not supported."
             )
     check_asked("attach", options.backend)
     block_size, num_blocks = options.block_size, options.num_blocks

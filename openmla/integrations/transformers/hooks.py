@@ -22,7 +22,7 @@ def before_forward(
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     current = attachment.current
-    current.storing = current.compressible = None
+    current.storing = current.awaited = current.compressible = None
     current.positions = kwargs.get("position_ids")
     implementation = module.config._attn_implementation
     if implementation != attachment.name:
@@ -102,14 +102,15 @@ class WhileGenerating:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
-        generating = isinstance(keep, int) and keep == 1  # what generate() asks for
+        # generate() keeps one unless its caller says otherwise, and always asks for a dict
+        generating = keep is not None and (
+            kwargs.get("return_dict") is True or (isinstance(keep, int) and keep == 1)
+        )
         ids = kwargs.get("input_ids")
         if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
             generating = False
         elif mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
             generating = False  # a prompt is longer
-        elif mask.shape[0] == 1:
-            generating = False  # a token that only looks like padding: an assistant's mask is so
         self.attachment.current.generating = generating
 
     def end(self, model: nn.Module, args: Any, result: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
 
-COUNT = 1 << 40  # more than columns can sum up to; 2^20 of them fit a sum of 64 bits
+LEAST_COLUMNS = 1 << 12  # of a table of weights, which is twice as long whenever it is too short
 Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
+
+_made: dict[tuple[int, torch.device], Tensor] = {}  # _weights()
 
 
 class Columns(NamedTuple):
@@ -28,17 +32,15 @@ def read_mask(
     """What a mask [B, columns] says of S new columns and of the cached ones before them.
 
     None where there is nothing to say: every new column is a token, and the cached ones are what
-    they were. Their number and the sum of their places tell that, so a step of one token per row
-    reads B integers back from a GPU and no more. Columns that are not tokens may be anywhere; while
-    `generating`, a row with tokens must end with one.
+    they were. A hash of 64 bits tells that, so a step of one token per row reads B integers back
+    from a GPU and no more. Columns that are not tokens may be anywhere; while
+    `generating`, a row with tokens must end with one, unless it is alone: an assistant's mask shows
+    no token that looks like padding.
     """
     if mask is None:
         return None
     if mask.dim() != 2:
-        raise UnsupportedError(
-            f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
-            "Square masks are not supported."
-        )
+        refuse_square(mask)
     past = sum(length for _, length in cached[0]) if cached else 0
     if mask.shape[0] != B or mask.shape[1] not in (S, past + S):
         raise ShapeError(
@@ -46,13 +48,14 @@ def read_mask(
             f"got {tuple(mask.shape)}."
         )
     whole = mask.shape[1] > S  # or of the new columns only
-    expected = [_count_and_sum([*(runs if whole else ()), (True, S)]) for runs in cached]
-    sums, real = _read(mask)
-    if sums == expected:
+    sums_before = _sums_before(_table_len(mask.shape[1]))
+    expected = [_hash_of([*(runs if whole else ()), (True, S)], sums_before) for runs in cached]
+    hashes, real = _read(mask)
+    if hashes == expected:
         return None
     if real is None:
         real = mask.to(torch.bool).cpu()
-    if generating and bool((~real[:, -1] & real.any(dim=1)).any()):
+    if generating and B > 1 and bool((~real[:, -1] & real.any(dim=1)).any()):
         raise ShapeError(
             "attach: prompts must be padded on the left to generate, got padding on the right. "
             'Set tokenizer.padding_side = "left".'
@@ -61,14 +64,48 @@ def read_mask(
     return Columns(real[:, -S:], hidden)
 
 
-def _sums(mask: Tensor) -> Tensor:
-    """Of every row the number of its tokens, times COUNT, and the sum of their columns; [B]."""
-    weights = torch.arange(COUNT, COUNT + mask.shape[1], device=mask.device)
+def refuse_square(mask: Tensor) -> NoReturn:
+    """Of a mask that says more than which columns are tokens."""
+    raise UnsupportedError(
+        f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
+        "Square masks are not supported."
+    )
+
+
+def _hashes(mask: Tensor) -> Tensor:
+    """Of every row the sum of its tokens' weights, modulo 2^64; [B]."""
+    weights = _weights(_table_len(mask.shape[1]), mask.device)[: mask.shape[1]]
     return (mask.to(torch.bool) * weights).sum(dim=1)
 
 
+def _table_len(num_columns: int) -> int:
+    return max(1 << (num_columns - 1).bit_length(), LEAST_COLUMNS)
+
+
+def _weights(length: int, device: torch.device) -> Tensor:
+    """A number of 64 bits for each column, as good as random (splitmix64): no two sets of columns
+    that anybody would think of have the same sum. Made once per device."""
+    found = _made.get((length, device))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.arange(1, length + 1, device=device) * -0x61C8864680B583EB
+            for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+                shifted = (found >> shift) & ((1 << (64 - shift)) - 1)  # zeros come in, no signs
+                found = (found ^ shifted) * factor
+        if type(found) is Tensor:  # a tracer's stand-in would stay for eager passes
+            _made[length, device] = found
+    return found
+
+
+@cache
+def _sums_before(length: int) -> array[int]:
+    """Of every column the sum of the weights before it."""
+    weights = _weights(length, torch.device("cpu"))
+    return array("q", [0, *weights.cumsum(0).tolist()])
+
+
 class Begun(NamedTuple):
-    """A copy on its way to the host: all of a mask, or _sums() of it."""
+    """A copy on its way to the host: all of a mask, or _hashes() of it."""
 
     host: Tensor
     copied: Any  # the event behind it
@@ -84,7 +121,7 @@ def begin_reading(mask: Tensor | None, num_queries: object) -> None:
         return
     whole = isinstance(num_queries, int) and num_queries > 1
     with torch.cuda.device(mask.device):
-        source = mask.to(torch.bool) if whole else _sums(mask)
+        source = mask.to(torch.bool) if whole else _hashes(mask)
         host = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
         host.copy_(source, non_blocking=True)
         copied = torch.cuda.Event()
@@ -92,18 +129,17 @@ def begin_reading(mask: Tensor | None, num_queries: object) -> None:
     mask.openmla_begun = Begun(host, copied, whole)  # type: ignore[attr-defined]
 
 
-def _read(mask: Tensor) -> tuple[list[int], Tensor | None]:  # _sums(), and [B, columns] on the CPU
-    """As begin_reading() copied it, once: a mask may be changed and come again."""
+def _read(mask: Tensor) -> tuple[list[int], Tensor | None]:
+    """_hashes(), and where it is known [B, columns] on the CPU; as begin_reading() copied it, once:
+    a mask may be changed and come again."""
     begun: Begun | None = getattr(mask, "openmla_begun", None)
     if begun is None:
-        return _sums(mask).tolist(), None
+        return _hashes(mask).tolist(), None
     del mask.openmla_begun  # type: ignore[attr-defined]
     begun.copied.synchronize()
     if not begun.whole:
         return begun.host.tolist(), None
-    if bool(begun.host.all()):  # as most are
-        return [_count_and_sum([(True, mask.shape[1])])] * mask.shape[0], begun.host
-    return _sums(begun.host).tolist(), begun.host
+    return _hashes(begun.host).tolist(), begun.host
 
 
 def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
@@ -122,15 +158,14 @@ def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
     return hidden
 
 
-def _count_and_sum(runs: Runs) -> int:
-    """How many tokens a row has, times COUNT, and the sum of the columns they are in."""
-    column = count = total = 0
+def _hash_of(runs: Runs, sums_before: array[int]) -> int:
+    """_hashes() of a row with these runs."""
+    column = total = 0
     for is_token, length in runs:
         if is_token:
-            count += length
-            total += length * (2 * column + length - 1) // 2
+            total += sums_before[column + length] - sums_before[column]
         column += length
-    return COUNT * count + total
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def num_tokens(runs: Runs) -> int:

@@ -42,6 +42,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         twin.columns, twin.steps = self.columns, self.steps
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "attach: the cache of an attached model cannot be pickled: its rows are in the model's "
+            "block pool. Save the tokens and run them again."
+        )
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """There is nothing to initialise: caches belong to the attachment."""
 
@@ -56,8 +62,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         attachment = self.session.attachment
         if attachment.detached:
             raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
+        current = attachment.current
+        if current.awaited is not self:
+            raise ConfigError(
+                "attach: this cache belongs to an attached model, and the model it was given to is "
+                "not attached. Give that one a cache of its own."
+            )
         self.latents = (key_states, value_states)  # [B, 1, S, C], [B, 1, S, R]
-        attachment.current.storing = self
+        current.awaited, current.storing = None, self
         if attachment.config.compressor is None:
             return key_states, value_states
         return key_states[:, :, :1], value_states[:, :, :1]
@@ -112,7 +124,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
-    """Put a paged layer into a cache object that does not have one yet."""
+    """Put a paged layer into a cache object that does not have one yet, and await its update."""
     layers = past.layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())
@@ -120,6 +132,7 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
     if isinstance(present, PagedLayer):
         if present.session.attachment is not attachment:
             raise ConfigError("attach: this cache belongs to another attached model.")
+        attachment.current.awaited = present
         return
     if present.is_initialized and present.get_seq_length() > 0:
         raise ConfigError("attach: the cache must be empty or made after attach(), got a full one.")
@@ -133,4 +146,5 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
             "size attach(num_blocks=...) fixes."
         )
     session = next((entry.session for entry in past.layers if isinstance(entry, PagedLayer)), None)
-    past.layers[layer] = PagedLayer(session or Session(attachment), layer)
+    fresh = PagedLayer(session or Session(attachment), layer)
+    past.layers[layer] = attachment.current.awaited = fresh

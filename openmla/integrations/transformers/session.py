@@ -73,6 +73,7 @@ class Session:
         self.plans: dict[tuple[torch.device, int], Plan | RankPlan] = {}  # by compress ratio too
         self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
+        self.fresh = True  # the pass under way is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)
 
@@ -196,6 +197,7 @@ class Session:
 
         `packed`: lengths of the sequences that rows consist of, where those are not rows.
         """
+        self._end_interrupted()
         if self.unfinished:
             raise ConfigError(
                 "attach: the last pass over this cache failed half-way, so layers disagree on what "
@@ -226,18 +228,21 @@ class Session:
                 check_positions(attachment.current.positions, new, lens, late)
                 ends = [n + num_tokens(runs) for n, runs in zip(lens, new, strict=True)]
                 attachment.reach(max(ends))
-                if any(n > 0 and not runs[-1][0] for n, runs in zip(lens, new, strict=True)):
-                    raise ShapeError(
-                        "attach: attention_mask must show the last column of every row for "
-                        "deepseek_v4 once something is cached."
-                    )
+                for n, runs in zip(lens, new, strict=True):
+                    if not runs[-1][0] and (n or (generating and num_tokens(runs))):
+                        raise ShapeError(
+                            "attach: attention_mask must show the last column of every row for "
+                            "deepseek_v4 when it generates or something is cached. Pad on the left."
+                        )
             self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
-            self.entries, self.picked = self._entries(pool, requests, new, S, fresh)
+            # from here on an exception costs the cache, and its blocks are given back
+            attachment.current.session, self.unfinished = self, True
+            self.fresh = fresh
             if fresh:
                 self.requests += requests
                 self.columns = cached
+            self.entries, self.picked = self._entries(pool, requests, new, S)
             attachment.busy.update(requests)
-            attachment.current.session = self
             for b in range(B):
                 if hidden[b]:
                     self.columns[b] = hide_tokens(self.columns[b], hidden[b])
@@ -245,7 +250,13 @@ class Session:
             self.describe()
         self.plans, self.placed = {}, {}
         self.steps += 1
-        self.unfinished = True
+
+    def _end_interrupted(self) -> None:
+        """Free what this thread's last pass had taken, if it ended by Ctrl-C: torch calls no hooks
+        then."""
+        before = self.attachment.current.session
+        if before is not None and before.unfinished:
+            before.fail()
 
     def finish(self) -> None:
         """The pass's last layer has attended."""
@@ -291,7 +302,7 @@ class Session:
                 new.append((request, first, first + len(rest)))
                 wanted[request] += len(rest)
             copies = self.attachment.take(wanted)
-        except Exception:
+        except BaseException:
             for request, name in held.items():
                 pool.free(request)
                 pool.share(name, request)
@@ -311,34 +322,34 @@ class Session:
         requests: Sequence[int],
         new: Sequence[Runs],
         S: int,
-        fresh: bool,
     ) -> tuple[list[Entry], Tensor | None]:
         """The pass's queries, and which columns of the batch they are; None: all, in order.
 
-        Columns that are no tokens have queries too, for generate() may go on from one: a drafted
-        token that looks like padding. Only before a row's first token, and behind the last one of
-        prompts that are padded on the right, nobody can want to know.
+        Columns that are no tokens have queries too, for somebody may read what they give: a drafted
+        token that looks like padding may be generate()'s last, and a classifier may pool one. Only
+        before a row's first token there is nothing to see.
         """
         lens = [pool.seq_len(request) for request in requests]
         if all(len(runs) == 1 and runs[0][0] for runs in new):
             begins = [n - runs[0][1] for n, runs in zip(lens, new, strict=True)]
             return list(map(Entry, requests, begins, lens)), None
+        looks = isinstance(pool, BlockPool)  # a V4 request has one state, for one run of queries
         entries: list[Entry] = []
         picked: list[int] = []
         for b, request in enumerate(requests):
             stop = lens[b] - num_tokens(new[b])
             mine = [] if stop < lens[b] else [Entry(request, stop, stop)]
-            unread = S  # from here on nobody reads what a column gives that is no token
-            if fresh and len(requests) > 1 and not new[b][-1][0]:
-                unread = S - new[b][-1][1]
             column = 0
             for is_token, length in new[b]:
                 columns = range(b * S + column, b * S + column + length)
                 if is_token:
-                    mine.append(Entry(request, stop, stop + length))
+                    if mine and not mine[-1].looks:  # nobody looked in between
+                        mine[-1] = mine[-1]._replace(stop=stop + length)
+                    else:
+                        mine.append(Entry(request, stop, stop + length))
                     stop += length
                     picked += columns
-                elif stop > 0 and column < unread:
+                elif stop > 0 and looks:
                     mine += [Entry(request, stop, stop, looks=True)] * length
                     picked += columns
                 column += length
