@@ -70,7 +70,7 @@ def quantize_keys(
     """Whole keys in e4m3, and values as they are with the scale that is left to them."""
     S, H, P = k.shape
     requests = requests_of(key_start_loc, S)
-    scale = key_scale(kv_c, k_pe, requests, len(key_start_loc) - 1, absorbed, H, P)
+    scale = key_scale(kv_c, k_pe, requests, key_start_loc.shape[0] - 1, absorbed, H, P)
     if plan.workspace is not None:
         keys = plan.workspace.keys[:S]
     else:

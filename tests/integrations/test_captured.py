@@ -310,7 +310,8 @@ def test_a_capture_that_fails_once_is_repeated_on_cuda(recwarn: pytest.WarningsR
     model, ids = on("cuda", make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
     alone = generate(model, ids, max_new_tokens=6)
     attach(model)
-    forward, failed, stream = model.lm_head.forward, [], torch.cuda.current_stream()
+    failed: list[bool] = []
+    forward, stream = model.lm_head.forward, torch.cuda.current_stream()
 
     def asking(hidden: Tensor) -> Tensor:
         if torch.cuda.is_current_stream_capturing() and not failed:
