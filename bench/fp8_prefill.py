@@ -60,7 +60,11 @@ class Heads:
             "scale": E**-0.5, "causal": True, "max_query_len": max(lens), "max_key_len": max(lens),
         }  # fmt: skip
         whole = torch.cat([self.k, self.k_pe[:, None].expand(-1, H, -1)], 2)
-        self.k_scale = (whole.abs().amax((0, 2)).float() / 448).log2().ceil().exp2()
+        largest = torch.stack([part.abs().amax((0, 2)) for part in whole.split(list(lens))])
+        self.k_scale = (largest.float() / 448).log2().ceil().exp2()  # [B, H]
+        self.requests = torch.arange(len(lens), device="cuda").repeat_interleave(
+            torch.tensor(lens, device="cuda")
+        )
         self.v_scale = torch.ones_like(self.k_scale)
 
     def bf16(self) -> tuple[Tensor, Tensor]:
@@ -73,7 +77,7 @@ class Heads:
         q, k = (allocate_heads(T, H, E, device, keys_contiguous=False) for _ in range(2))
         q_scale = torch.empty((T, H), device=device)
         quantize_heads(q, q_scale, self.q)
-        quantize_heads(k, None, self.k, self.k_pe, self.k_scale)
+        quantize_heads(k, None, self.k, self.k_pe, self.k_scale, self.requests)
         return q, k, self.v, q_scale
 
     def fp8(self, made: tuple[Tensor, ...], backend: str) -> tuple[Tensor, Tensor]:
@@ -107,7 +111,7 @@ class Heads:
             q, k, v, q_scale = made
             q, k, v = (each[-n:, h].double() for each in (q, k, v))
             q = q * q_scale[-n:, h, None]
-            k, v = k * self.k_scale[h, None], v * self.v_scale[h, None]
+            k, v = k * self.k_scale[-1, h, None], v * self.v_scale[-1, h, None]
         logits = self.scalars["scale"] * torch.einsum("qhe,khe->qhk", q[-rows:], k)
         key = torch.arange(n, device="cuda")
         logits.masked_fill_(key > (key[-rows:])[:, None, None], -torch.inf)

@@ -53,6 +53,7 @@ CARDS = {
     "sm_90": "H100, H200, H20",
     "sm_100": "B200",
     "sm_120": "RTX 5090, RTX PRO 6000",
+    "sm_121": "DGX Spark (GB10)",
 }
 RAN = ("sm_90",)  # an H200; compatibility.json has the run
 # What a step does, and the row of `openmla doctor` that answers for it.

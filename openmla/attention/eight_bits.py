@@ -1,10 +1,10 @@
 """Expanded queries and keys in e4m3: scales found on the device, heads quantised.
 
-Keys have a scale per head: the next power of two that holds what a head's weights can make of the
-longest latent (Cauchy-Schwarz) and the largest k_pe, so that nothing is cut off and no key is
-looked at twice. It may be some 10 times what is there: e4m3 is floating point, and rounds all but
-the smallest values alike. Queries have a scale per row and head. A latent that is not finite has no
-say: what it makes is NaN or saturates by itself. Values stay in 16 bits.
+Keys have a scale per request and head: the next power of two that holds what a head's weights can
+make of the request's longest latent (Cauchy-Schwarz) and its largest k_pe, so that nothing is cut
+off and no key is looked at twice. It may be some 10 times what is there: e4m3 is floating point,
+and rounds all but the smallest values alike. Queries have a scale per row and head. A latent that
+is not finite has no say: what it makes is NaN or saturates by itself. Values stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keys(NamedTuple):
 
     k: Tensor  # [S, H, E]
     v: Tensor  # [S, H, V]
-    k_scale: Tensor | None  # [H]
+    k_scale: Tensor | None  # [B, H]
     v_scale: Tensor | None
 
 
@@ -62,35 +62,46 @@ def quantize_keys(
     k: Tensor,  # [S, H, P]
     k_pe: Tensor,  # [S, R], e4m3 itself where the cache's rows are
     v: Tensor,  # [S, H, V]
+    key_start_loc: Tensor,  # [B+1]
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,  # [] f32: kv_scale of rows that were not multiplied by it
 ) -> Keys:
     """Whole keys in e4m3, and values as they are with the scale that is left to them."""
     S, H, P = k.shape
-    scale = key_scale(kv_c, k_pe, absorbed, H, P)
+    requests = requests_of(key_start_loc, S)
+    scale = key_scale(kv_c, k_pe, requests, key_start_loc.shape[0] - 1, absorbed, H, P)
     if plan.workspace is not None:
         keys = plan.workspace.keys[:S]
     else:
         keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
-    quantize_heads(keys, None, k, k_pe, scale, backend=plan.backends["quantize_heads"])
+    backend = plan.backends["quantize_heads"]
+    quantize_heads(keys, None, k, k_pe, scale, requests, backend=backend)
     left = torch.ones_like(scale)
     if unit is not None:
         scale, left = scale * unit, left * unit
     return Keys(keys, v, scale, left)
 
 
+def requests_of(start_loc: Tensor, S: int) -> Tensor:  # [S] i64
+    """The request of each of S rows; rows past the last request are counted to it."""
+    rows = torch.arange(S, dtype=start_loc.dtype, device=start_loc.device)
+    return torch.bucketize(rows, start_loc[1:-1], right=True)
+
+
 def key_scale(
-    kv_c: Tensor, k_pe: Tensor, absorbed: AbsorbedWeights, H: int, P: int
-) -> Tensor:  # [H]
-    """Powers of two that hold every key of a head."""
+    kv_c: Tensor, k_pe: Tensor, requests: Tensor, B: int, absorbed: AbsorbedWeights, H: int, P: int
+) -> Tensor:  # [B, H]
+    """Powers of two that hold every key of a request and head."""
     weights = absorbed.dense(kv_c.dtype).view(H, -1, kv_c.shape[1])[:, :P]
     rows = torch.linalg.vector_norm(weights, dim=2, dtype=torch.float32).amax(1)
-    longest = _largest(torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32))
-    bound = torch.maximum(rows * longest, _largest(k_pe.to(torch.float32)))
+    longest = torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32)
+    both = torch.stack([_finite(longest), _finite(k_pe.to(torch.float32)).amax(1)])
+    most = both.new_zeros((2, B)).scatter_reduce_(1, requests.expand(2, -1), both, "amax")
+    bound = torch.maximum(most[0][:, None] * rows, most[1][:, None])
     return power_of_two((bound * (MARGIN / FP8_MAX)).clamp_min(SMALLEST))
 
 
-def _largest(values: Tensor) -> Tensor:
-    """Magnitude, of those that are finite."""
-    return values.abs().nan_to_num(0.0, posinf=0.0).amax()
+def _finite(values: Tensor) -> Tensor:
+    """Magnitudes, of those that are finite."""
+    return values.abs().nan_to_num(0.0, posinf=0.0)

@@ -183,6 +183,7 @@ def latents_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def keys_of(
     kv_c: Tensor,
     k_pe: Tensor,
+    key_start_loc: Tensor,
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,
@@ -191,7 +192,7 @@ def keys_of(
     k, v = expand(kv_c, absorbed, plan)
     if plan.prefill_dtype is None:
         return Keys(whole_keys(k, k_pe, plan), v, None, None)
-    return quantize_keys(kv_c, k, k_pe, v, absorbed, plan, unit)
+    return quantize_keys(kv_c, k, k_pe, v, key_start_loc, absorbed, plan, unit)
 
 
 def _mha(
@@ -212,7 +213,7 @@ def _mha(
     if plan.keys_apart:
         keys, rope = Keys(*expand(kv_c, absorbed, plan), None, None), k_pe
     else:
-        keys = keys_of(kv_c, k_pe, absorbed, plan, unit)
+        keys = keys_of(kv_c, k_pe, key_start_loc, absorbed, plan, unit)
     return mha_ragged(
         q.values,
         keys.k,

@@ -28,7 +28,7 @@ def attend_masked(
     for chunk in sparse.masked:
         rows = gather(latent, plan, chunk, projected.kv_c.dtype)
         kv_c = latents_of(rows[:, :C], projected.kv_c.dtype)
-        keys = keys_of(kv_c, rows[:, C:], absorbed, plan, unit)
+        keys = keys_of(kv_c, rows[:, C:], chunk.key_start_loc, absorbed, plan, unit)
         for group in chunk.groups:
             mask = pack_mask(
                 selection.positions[group.rows],

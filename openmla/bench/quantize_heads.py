@@ -31,7 +31,8 @@ def job(S: int, H: int, P: int, R: int, keys_contiguous: bool, device: str) -> J
         "row_scale": None,
         "x": torch.randn(S, H, P, device=device).bfloat16(),
         "shared": torch.randn(S, R, device=device).bfloat16() if R else None,
-        "head_scale": torch.full((H,), 0.125, device=device),
+        "head_scale": torch.full((1, H), 0.125, device=device),
+        "requests": torch.zeros(S, dtype=torch.int64, device=device),
     }
     return Job(Inputs(tensors, {}, ()), cost(S, H=H, P=P, R=R, itemsize=2), check)  # type: ignore[arg-type]
 

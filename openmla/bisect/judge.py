@@ -87,6 +87,10 @@ def _judge_values(layer: Layer, component: Component) -> Verdict:
         rows = tuple(bad.nonzero().flatten().tolist())
         note = explain(layer, component, actual, exact, peers, ())
         return Verdict(layer.number, component, math.inf, rows=rows, note=note or wrong)
+    if component.name in STORED:
+        lost = _lost(layer, component, exact, peers[0])
+        if lost:
+            return Verdict(layer.number, component, math.inf, note=lost)
     found = measure(component, actual, exact, peers)
     if component.name in STORED:
         found = with_factor(found, actual, exact, peers[0])
@@ -107,6 +111,19 @@ def _unusable(actual: Tensor, component: Component) -> str:
     if component.kind == "lse" and actual.dtype.itemsize < 4:
         return f"lse must be float32, got {actual.dtype}"
     return ""
+
+
+def _lost(layer: Layer, component: Component, exact: Tensor, peer: Tensor) -> str:
+    """Why no bytes could be right: the format, under the dump's scale, keeps so little of the true
+    rows that the budget would be larger than the rows, and any bytes would be within it."""
+    e, p = exact.double(), peer.double()
+    if not e.numel() or 1.5 * _rms(p - e, None) < _rms(e, None) or not bool(e.any()):
+        return ""
+    format, scale = layer.format_of(component.name), float(layer.kv_scale)
+    return (
+        f"true rows of size {float(_rms(e, None)):.3g} are lost in {format} under a kv_scale of "
+        f"{scale:.3g}, whatever the bytes"
+    )
 
 
 def measure(

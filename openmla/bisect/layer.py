@@ -17,6 +17,7 @@ from torch import Tensor
 from openmla.bisect.dump import DTYPES, Settings
 from openmla.bisect.precision import EXACT, Precision
 from openmla.cache.format import get_format
+from openmla.cache.scales import check_scale
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 
@@ -196,6 +197,7 @@ class Layer:
                         f"bisect: layers.{self.number}.{name} must be one number, "
                         f"got {list(tensor.shape)}."
                     )
+                check_scale("bisect", f"layers.{self.number}.{name}", tensor)
                 continue
             shape = self._shape(name)
             if shape is None:

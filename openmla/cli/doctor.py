@@ -27,9 +27,10 @@ PACKAGES = (
     "flash_mla",
 )
 WIDTH = 100  # of the report's lines
-# Of A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090.
+# Of A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, DGX Spark.
 MULTIPROCESSORS = {
-    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170
+    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
+    "sm_121": 48,
 }  # fmt: skip
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
 ISA_VALUE = "AVX512_CORE_BF16"

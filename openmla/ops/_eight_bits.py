@@ -13,7 +13,7 @@ from openmla.ops._register import bind
 E4M3 = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SCALES = ("q_scale", "k_scale", "v_scale")
-_SPEC = "q_scale:T H f32, k_scale:H f32, v_scale:H f32"
+_SPEC = "q_scale:T H f32, k_scale:B H f32, v_scale:B H f32"
 
 
 def check_eight_bits(
@@ -21,6 +21,7 @@ def check_eight_bits(
     heads: Sequence[tuple[str, Tensor | None]],  # q, k, v, and k_pe where the op has it
     scales: Sequence[Tensor | None],
     out_dtype: torch.dtype | None,
+    B: int,  # requests
 ) -> None:
     """Raise unless heads are of one dtype, and have scales and an out_dtype where it is e4m3."""
     q = heads[0][1]
@@ -49,7 +50,7 @@ def check_eight_bits(
     v = heads[2][1]
     assert v is not None
     given = (q, *(scale for scale in scales if scale is not None))
-    bind(op, "q:T H E q row, " + _SPEC, given)
+    bind(op, "q:T H E q row, " + _SPEC, given, {"B": B})
     if v.dim() == 3 and v.stride(2) != 1 and v.stride(0) != 1 and min(v.shape) > 1:
         raise ShapeError(
             f"{op}: v must be contiguous along its last dimension or along keys, "

@@ -7,10 +7,12 @@ x is what merge_states would leave in out, rounded to its dtype: of one backend,
 after the other write the same bytes. But no x is written, and no lse. A side whose lse is -inf,
 +inf or NaN saw no key: its out is not looked at; both so: x is 0. lse may have any strides. The
 merge is in float32 (float64 if any input is). Buffers, rows and what NaN becomes: as in
-ops/quantize_out.py.
+ops/quantize_out.py. With base=2 both lse are logarithms to base 2.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from openmla.ops._quantized import (
     row_bytes,
 )
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops.merge_states import in_nats
 
 _SPEC = "out:n H V f row, lse:n H f, other_out:n H V f row, other_lse:n H f"
 
@@ -132,9 +135,11 @@ def merge_quantize(
     rows: Tensor | None = None,  # [n] i64; negative: not written
     first_row: int = 0,
     format: str,
+    base: float = math.e,  # of both lse: math.e or 2
     backend: str = "auto",
 ) -> None:
     """Merge and quantise n rows; see the module's text for the contract."""
+    lse, other_lse = in_nats("merge_quantize", base, lse, other_lse)
     _OP(
         values,
         scales,

@@ -8,9 +8,13 @@ A side whose lse is -inf, +inf or NaN saw no key (conventions of others differ):
 looked at, whatever it holds. Both sides empty: out 0, lse -inf.
 The order of merging does not matter beyond rounding. other_out and other_lse may be the very
 tensors out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input is).
+With base=2 both lse are logarithms to base 2, as FlashInfer's are, and so is the one written:
+they are converted before and after, three small launches.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -31,6 +35,15 @@ def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
                 "16-bit lse costs percents of weight."
             )
     return dims
+
+
+def in_nats(op: str, base: float, lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two lse of a base as natural logarithms; base e as they are."""
+    if base == math.e:
+        return lse, other_lse
+    if base != 2:
+        raise ShapeError(f"{op}: base must be math.e or 2, got {base!r}.")
+    return lse * math.log(2), other_lse * math.log(2)
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -67,9 +80,15 @@ def merge_states(
     other_out: Tensor,  # [T, H, V]
     other_lse: Tensor,  # [T, H] f32
     *,
+    base: float = math.e,  # of both lse: math.e or 2
     backend: str = "auto",
 ) -> None:
     """Merge the other partial into out and lse; see the module's text for the contract."""
+    own, other_lse = in_nats("merge_states", base, lse, other_lse)
+    if own is not lse:
+        merge_states(out, own, other_out, other_lse, backend=backend)
+        lse.copy_(own / math.log(2))
+        return
     if torch.compiler.is_compiling():
         # Written in place, a slice would be compared with its tensor: a graph for those that are
         # all of it, and one for the others.

@@ -37,7 +37,8 @@ def _check(
     assert q is not None
     bound = [tensor for tensor in given if tensor is not None]
     dims = bind("mha_masked", f"{heads_spec(q)}, {_REST}", bound)
-    check_eight_bits("mha_masked", (("q", q), ("k", k), ("v", v)), scales, out_dtype)
+    heads = (("q", q), ("k", k), ("v", v))
+    check_eight_bits("mha_masked", heads, scales, out_dtype, dims["B+1"] - 1)
     if 32 * dims["words"] < max_key_len:
         raise ShapeError(
             f"mha_masked: mask must have a bit for each of max_key_len={max_key_len} keys, "
@@ -150,8 +151,8 @@ def mha_masked(
     key_start_loc: Tensor,  # [B+1] i32
     mask: Tensor,  # [T, words] i32
     q_scale: Tensor | None = None,  # [T, H] f32, of e4m3 heads
-    k_scale: Tensor | None = None,  # [H] f32
-    v_scale: Tensor | None = None,  # [H] f32
+    k_scale: Tensor | None = None,  # [B, H] f32
+    v_scale: Tensor | None = None,  # [B, H] f32
     *,
     scale: float,
     max_query_len: int,

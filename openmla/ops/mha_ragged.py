@@ -11,9 +11,10 @@ columns of keys and k_pe the others: backends that can read them apart copy noth
 sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows past
 key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
 float64 queries).
-Heads may be e4m3 with scales: q_scale [T, H], k_scale [H] and v_scale [H] are what q, k and v are
-multiplied by, all in float32, and `out` is of out_dtype. v may be of that type, too. Keys come
-whole then, and v may have its keys contiguous instead of its columns (quantize_heads makes both).
+Heads may be e4m3 with scales: q is multiplied by q_scale [T, H], k and v by their request's rows of
+k_scale [B, H] and v_scale [B, H], all in float32, and `out` is of out_dtype. v may be of that type,
+too. Keys come whole then, and v may have its keys contiguous instead of its columns (quantize_heads
+makes both).
 Backends may round exp(s - max), 256 times it, to e4m3; out is over the sum of what was rounded, lse
 has the sum before.
 max_query_len and max_key_len are the longest request's, exactly. With batch_invariant a request's
@@ -55,7 +56,7 @@ def _check(
             known = {"P": q.shape[2] - k_pe.shape[1]}
     dims = bind("mha_ragged", spec, bound, known)
     heads = (("q", q), ("k", k), ("v", v), ("k_pe", k_pe))
-    check_eight_bits("mha_ragged", heads, scales, out_dtype)
+    check_eight_bits("mha_ragged", heads, scales, out_dtype, dims["B+1"] - 1)
     return dims
 
 
@@ -173,8 +174,8 @@ def mha_ragged(
     key_start_loc: Tensor,  # [B+1] i32
     k_pe: Tensor | None = None,  # [S, R]
     q_scale: Tensor | None = None,  # [T, H] f32, of e4m3 heads
-    k_scale: Tensor | None = None,  # [H] f32
-    v_scale: Tensor | None = None,  # [H] f32
+    k_scale: Tensor | None = None,  # [B, H] f32
+    v_scale: Tensor | None = None,  # [B, H] f32
     *,
     scale: float,
     causal: bool,

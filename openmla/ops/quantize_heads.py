@@ -1,8 +1,8 @@
-"""quantize_heads: expanded heads into e4m3, with a scale per row and head or per head.
+"""quantize_heads: expanded heads into e4m3, with a scale per row and head or per request and head.
 
     x      = [x, shared]: a head's own columns, then those that all heads share
-    scale  = head_scale[h] if given, else row_scale[s, h] = 2^ceil(log2(max(|x| of the row, 2^-60)
-             / 448)), which is written
+    scale  = head_scale[requests[s], h] if given, else row_scale[s, h] = 2^ceil(log2(max(|x| of the
+             row, 2^-60) / 448)), which is written
     values = e4m3(x * (1 / scale))
 
 All in float32; e4m3() rounds to nearest even and saturates at 448. `values` [S, H, P + R] may have
@@ -20,6 +20,7 @@ from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
 from openmla.ops._eight_bits import E4M3
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._values import within
 
 Scale = Tensor | None
 
@@ -35,7 +36,7 @@ def allocate_heads(
 
 
 def _check(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale
+    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale, requests: Scale
 ) -> dict[str, int]:
     dims = bind("quantize_heads", "x:S H P f row", (x,))
     R = 0
@@ -47,8 +48,12 @@ def _check(
         raise ShapeError(f"quantize_heads: give row_scale or head_scale, got {given}.")
     if row_scale is not None:
         bind("quantize_heads", "x:S H P, row_scale:S H f32", (x, row_scale))
-    if head_scale is not None:
-        bind("quantize_heads", "x:S H P, head_scale:H f32", (x, head_scale))
+    if (head_scale is None) != (requests is None):
+        need, got = ("None without", "a tensor") if head_scale is None else ("given with", "None")
+        raise ShapeError(f"quantize_heads: requests must be {need} head_scale, got {got}.")
+    if head_scale is not None and requests is not None:
+        spec = "x:S H P, head_scale:B H f32, requests:S i64"
+        dims["B"] = bind("quantize_heads", spec, (x, head_scale, requests))["B"]
     if values.dtype != E4M3:
         raise ShapeError(f"quantize_heads: values must be {E4M3}, got {values.dtype}.")
     dims["E"], dims["R"] = dims["P"] + R, R
@@ -66,29 +71,42 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "quantize_heads", dtype=dtype)
 
 
+def _check_values(B: int, requests: Tensor) -> None:
+    if requests.numel() and not within(requests, B):
+        low, high = (int(value) for value in requests.aminmax())
+        raise ShapeError(
+            f"quantize_heads: requests must be rows of head_scale (0..{B - 1}), got {low}..{high}."
+        )
+
+
 def _decide(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale, *, backend: str
-) -> Decided:
-    dims = _check(values, row_scale, x, shared, head_scale)
+    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
+    requests: Scale = None, *, backend: str,
+) -> Decided:  # fmt: skip
+    dims = _check(values, row_scale, x, shared, head_scale, requests)
     return decided(dims, problem(x.device, x.dtype), backend)
 
 
 def _run(
-    known: Decided, values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale
-) -> None:
+    known: Decided, values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
+    requests: Scale = None,
+) -> None:  # fmt: skip
     refuse_grad("quantize_heads", (x,))
-    known.runner.run(values, row_scale, x, shared, head_scale)
+    if requests is not None and requests.device.type == "cpu":
+        _check_values(known.dims["B"], requests)
+    known.runner.run(values, row_scale, x, shared, head_scale, requests)
 
 
 def _fake(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale, *, backend: str
-) -> None:
-    _check(values, row_scale, x, shared, head_scale)
+    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
+    requests: Scale = None, *, backend: str,
+) -> None:  # fmt: skip
+    _check(values, row_scale, x, shared, head_scale, requests)
 
 
 _OP = register(
     "quantize_heads(Tensor(a!) values, Tensor(b!)? row_scale, Tensor x, Tensor? shared,"
-    " Tensor? head_scale, *, str backend) -> ()",
+    " Tensor? head_scale, Tensor? requests=None, *, str backend) -> ()",
     _decide,
     _run,
     _fake,
@@ -100,12 +118,13 @@ def quantize_heads(
     row_scale: Tensor | None,  # [S, H] f32, written in place, or None
     x: Tensor,  # [S, H, P]
     shared: Tensor | None = None,  # [S, R]
-    head_scale: Tensor | None = None,  # [H] f32, positive
+    head_scale: Tensor | None = None,  # [B, H] f32, positive
+    requests: Tensor | None = None,  # [S] i64, the row of head_scale that each row of x is under
     *,
     backend: str = "auto",
 ) -> None:
     """Quantise all rows; see the module's text for the contract."""
-    _OP(values, row_scale, x, shared, head_scale, backend=backend)
+    _OP(values, row_scale, x, shared, head_scale, requests, backend=backend)
 
 
 def cost(S: int, *, H: int, P: int, R: int = 0, itemsize: int) -> Cost:

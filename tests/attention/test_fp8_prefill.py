@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from openmla.attention import AbsorbedWeights, Projected, attend_step, make_selection
-from openmla.attention.eight_bits import key_scale
+from openmla.attention.eight_bits import key_scale, requests_of
 from openmla.cache import LayerCache, allocate_cache
 from openmla.config import PRESETS, MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
@@ -179,12 +179,16 @@ def test_nothing_is_cut_off() -> None:
     projected = projections(DENSE, outliers=True)
     kv_c, k_pe = projected.kv_c * 50, projected.k_pe * 3000
     H, P = DENSE.num_heads, DENSE.qk_nope_head_dim
-    scale = key_scale(kv_c, k_pe, absorbed, H, P)
+    starts = torch.tensor([0, LENS[0], LENS[0], sum(LENS)], dtype=torch.int32)  # one is empty
+    requests = requests_of(starts, sum(LENS))
+    assert requests.tolist() == [0] * LENS[0] + [2] * LENS[1]
+    scale = key_scale(kv_c, k_pe, requests, 3, absorbed, H, P)[[0, 2]]
     both = (kv_c.double() @ absorbed.kv_b.double().T).view(-1, H, P + DENSE.v_head_dim)
-    k = torch.maximum(both[:, :, :P].abs().amax((0, 2)), k_pe.double().abs().amax())
+    largest = torch.maximum(both[:, :, :P].abs().amax(2), k_pe.double().abs().amax(1)[:, None])
+    k = torch.stack([part.amax(0) for part in largest.split(LENS)])
     assert (k <= 448 * scale).all() and (k * 64 >= 448 * scale).all()
     kv_c[3, 0], kv_c[4, 1] = torch.nan, torch.inf  # which have no say
-    assert key_scale(kv_c, k_pe, absorbed, H, P).isfinite().all()
+    assert key_scale(kv_c, k_pe, requests, 3, absorbed, H, P).isfinite().all()
 
 
 def test_nan_stays_with_its_request() -> None:
@@ -194,10 +198,65 @@ def test_nan_stays_with_its_request() -> None:
     assert out[5 : LENS[0]].isnan().all() and out[LENS[0] :].isfinite().all()
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+@pytest.mark.parametrize("workspace_tokens", [None, 16], ids=["whole", "chunks"])
+def test_a_large_token_leaves_other_requests_alone(
+    format: str, workspace_tokens: int | None, device: str
+) -> None:
+    """A latent of 1e6 in the first request, then context: the second has the bits that it has
+    beside a request without one."""
+    absorbed, found = weights(DENSE), []
+    for large in (False, True):
+        projected, cache = projections(DENSE), cache_of(DENSE, format, 0.25, device)
+        if large:
+            projected.kv_c[5] = 1e6
+        asked: dict[str, Any] = {"prefill_dtype": "fp8"}
+        if workspace_tokens is not None:
+            asked["workspace"] = warmup(
+                DENSE, cache, max_requests=2, max_tokens=128, workspace_tokens=workspace_tokens,
+                prefill_dtype="fp8",
+            )  # fmt: skip
+        out = steps(cache, projected, absorbed, DENSE, (40, 20), **asked)
+        found.append(out[LENS[0] :])
+    assert error(found[1], found[0]) == 0
+
+
+def sparse_config() -> MLAConfig:
+    indexer = replace(PRESETS["deepseek-v3.2"].indexer, topk=16)  # type: ignore[type-var]
+    return replace(PRESETS["deepseek-v3.2"], num_heads=2, max_positions=4096, indexer=indexer)
+
+
+def test_a_large_token_leaves_other_sparse_requests_alone() -> None:
+    """Two masked requests whose rows are gathered and expanded together."""
+    config, n, found = sparse_config(), 40, []
+    C, P = config.kv_lora_rank, config.qk_nope_head_dim
+    positions = torch.arange(n, dtype=torch.int32)[:, None] - torch.arange(16, dtype=torch.int32)
+    positions = positions.clamp_min(-1).repeat(2, 1)
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    slots = torch.cat([torch.arange(n), 48 + torch.arange(n)])
+    for large in (0.0, 1e6):
+        torch.manual_seed(0)
+        q = torch.randn(2 * n, 2, config.qk_head_dim).bfloat16()
+        kv = torch.randn(2 * n, config.latent_dim).bfloat16()
+        kv[5] += large
+        projected = Projected(q[:, :, :P], q[:, :, P:], kv[:, :C], kv[:, C:])
+        cache = allocate_cache(
+            config, num_blocks=6, block_size=16, format="bf16", index_format="index_fp32"
+        )
+        plan = make_plan(
+            Batch([n, n], [n, n], table, slots), config, cache, dtype=torch.bfloat16,
+            form="expanded", prefill_dtype="fp8",
+        )  # fmt: skip
+        assert plan.sparse is not None and len(plan.sparse.masked) == 1
+        selection = make_selection(positions, cache, plan)
+        out = attend_step(projected, weights(config), cache, plan, selection=selection)
+        found.append(out[n:].double())
+    assert error(found[1], found[0]) == 0
+
+
 def test_sparse_prompts() -> None:
     """Masked tokens, all keys expanded: as in 16 bits."""
-    indexer = replace(PRESETS["deepseek-v3.2"].indexer, topk=16)  # type: ignore[type-var]
-    config = replace(PRESETS["deepseek-v3.2"], num_heads=2, max_positions=4096, indexer=indexer)
+    config = sparse_config()
     torch.manual_seed(0)
     T, H, P, R = 96, 2, config.qk_nope_head_dim, config.qk_rope_head_dim
     q, kv = torch.randn(T, H, P + R).bfloat16(), torch.randn(T, config.latent_dim).bfloat16()

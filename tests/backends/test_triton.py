@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "ops"
 OPS = sorted(op for op, backends in BACKENDS.items() if "triton" in backends)
-OTHERS = (80, 120)  # the oldest and the newest; the rest are `openmla doctor --compile all`'s
+OTHERS = (80, 121)  # the oldest and the newest; the rest are `openmla doctor --compile all`'s
 SPILLS = 64  # bytes
 
 
@@ -92,6 +92,16 @@ def test_rows_compile_for_the_gpu_they_were_measured_on(op: str) -> None:
 def test_one_row_compiles_for_others(op: str) -> None:
     for target in OTHERS:
         assert_compiles(builds_of(op, target)[0])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_sm_121_has_the_builds_of_sm_120(op: str) -> None:
+    """By name and constants: the chips differ in their number of multiprocessors."""
+    builds = [
+        [(build.name, build.constants, build.num_warps, build.num_stages) for build in found]
+        for found in (builds_of(op, 120), builds_of(op, 121))
+    ]
+    assert builds[0] and builds[0] == builds[1]
 
 
 def test_top_k_fits_in_registers_on_amd() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from openmla.bisect import compare, first_wrong
 from openmla.bisect.report import sentence
+from openmla.errors import ConfigError
 from tests.bisect.engine import BLOCK, Engine
 from tests.bisect.models import in_dtype, prompt
 from tests.bisect.v4 import dump_v4
@@ -126,6 +128,28 @@ def test_a_scale_that_is_off_by_less_than_fp8_rounds() -> None:
     dump = Engine(model, fp8=True).dump(TOKENS)
     dump.tensors["layers.2.kv_scale"].mul_(1.01)
     assert_named(model, dump, 2, "cache", "as if everything were multiplied by 1.0")
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_random_bytes_under_a_scale_that_keeps_nothing(scale: float) -> None:
+    """The scale is named: no bytes are right under it."""
+    model = in_dtype(make_model("deepseek_v3"), torch.bfloat16)
+    dump = Engine(model, fp8=True).dump(TOKENS)
+    stored = dump.tensors["layers.1.cache"]
+    torch.manual_seed(0)
+    stored.copy_(torch.randn(stored.shape).to(stored.dtype))
+    dump.tensors["layers.1.kv_scale"].fill_(scale)
+    assert_named(model, dump, 1, "cache", f"lost in fp8 under a kv_scale of {scale:.3g}")
+
+
+@pytest.mark.parametrize("name", ["kv_scale", "rope_ratio"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_scales_that_are_not_positive_and_finite(name: str, value: float) -> None:
+    model = in_dtype(make_model("deepseek_v3"), torch.bfloat16)
+    dump = Engine(model, fp8=True).dump(TOKENS)
+    dump.tensors[f"layers.1.{name}"] = torch.tensor(value)  # type: ignore[index]
+    with pytest.raises(ConfigError, match=rf"layers\.1\.{name} must be positive and finite, got"):
+        compare(model, dump)
 
 
 def test_a_dump_that_was_written_in_more_bits() -> None:

@@ -41,7 +41,9 @@ def test_kernels_are_asked_about_shapes_they_are_made_for() -> None:
 
 def test_targets_name_their_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    for target, many in (("sm_90", "gluon (many heads)"), ("sm_80", "triton")):
+    for target, many in (
+        ("sm_90", "gluon (many heads)"), ("sm_80", "triton"), ("sm_121", "triton")
+    ):  # fmt: skip
         assert main(["doctor", "--target", target]) == 0
         text = capsys.readouterr().out
         assert re.search(rf"^  mqa_sparse +{re.escape(many)}", text, re.M)

@@ -303,6 +303,31 @@ def test_what_waits_for_the_host_is_told_and_runs_on_cuda() -> None:
     assert torch.equal(generate(model, ids, max_new_tokens=6).sequences, alone.sequences)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
+def test_a_capture_that_fails_once_is_repeated_on_cuda(recwarn: pytest.WarningsRecorder) -> None:
+    """The first capture reads a number back: the second serves, on the stream that was current."""
+    model, ids = on("cuda", make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
+    alone = generate(model, ids, max_new_tokens=6)
+    attach(model)
+    failed: list[bool] = []
+    forward, stream = model.lm_head.forward, torch.cuda.current_stream()
+
+    def asking(hidden: Tensor) -> Tensor:
+        if torch.cuda.is_current_stream_capturing() and not failed:
+            failed.append(True)
+            hidden.sum().item()
+        return forward(hidden)
+
+    model.lm_head.forward = asking
+    for _ in range(2):
+        ours = generate(model, ids, max_new_tokens=6)
+        assert torch.equal(ours.sequences, alone.sequences)
+    assert failed and captured(model).recordable and captured(model).recorded[1].graph is not None
+    assert not [each for each in recwarn.list if "cannot be recorded" in str(each.message)]
+    assert torch.cuda.current_stream() == stream
+
+
 def test_what_cannot_be_recorded_is_told() -> None:
     bare = make_model("deepseek_v3").model
     with pytest.raises(ConfigError, match="capture needs a model with a language head"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ SIXTEEN_BITS = 2.0**-7
 
 
 def quantised(inputs: Inputs, *, keys_contiguous: bool, outliers: bool = False) -> Inputs:
-    """The same call in e4m3: scales per row and head of q, per head of k and v, odd strides."""
+    """The same call in e4m3: scales per row and head of q, per request and head of k and v, odd
+    strides."""
     tensors, scalars = dict(inputs.tensors), dict(inputs.scalars)
     for name in ("q", "k", "v"):
         x = tensors[name].float()
@@ -31,12 +33,16 @@ def quantised(inputs: Inputs, *, keys_contiguous: bool, outliers: bool = False) 
             x[:, :, :2] *= 30
             x[::7] *= 20
         seen = x.nan_to_num(0).abs()
-        by_row = seen.amax(2)
-        none = by_row.new_zeros(by_row.shape[1])
-        scale = by_row if name == "q" else by_row.amax(0) if len(by_row) else none
+        scale = seen.amax(2)
+        if name != "q":
+            lens = tensors["key_start_loc"].diff().tolist()
+            parts = scale[: sum(lens)].split(lens) if lens else ()
+            largest = [part.amax(0) if len(part) else scale.new_zeros(x.shape[1]) for part in parts]
+            scale = torch.stack(largest) if lens else scale.new_zeros(0, x.shape[1])
         scale = scale.clamp_min(1e-3) / 300  # no power of two
         tensors[f"{name}_scale"] = scale
-        codes = (x / (scale[:, :, None] if name == "q" else scale[:, None])).clamp(-448, 448)
+        by_row = scale if name == "q" else by_key(scale, tensors["key_start_loc"], len(x))
+        codes = (x / by_row[:, :, None]).clamp(-448, 448)
         tensors[name] = codes.to(E4M3)
     if keys_contiguous:
         tensors["v"] = tensors["v"].permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -47,13 +53,22 @@ def quantised(inputs: Inputs, *, keys_contiguous: bool, outliers: bool = False) 
     return Inputs(tensors, scalars, ())
 
 
+def by_key(scale: Tensor, key_start_loc: Tensor, S: int) -> Tensor:
+    """[S, H] from [B, H]: each key's; 1 for keys of no request."""
+    rows = scale.new_ones(S, scale.shape[1])
+    bounds = key_start_loc.tolist()
+    for b, (start, end) in enumerate(pairwise(bounds)):
+        rows[start:end] = scale[b]
+    return rows
+
+
 def exact(op: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, Tensor]:
     """The op over the same values in float64, by the reference."""
     tensors = {name: each for name, each in inputs.tensors.items() if "scale" not in name}
-    scales = {name: inputs[f"{name}_scale"].double() for name in ("q", "k", "v")}
-    tensors["q"] = inputs["q"].double() * scales["q"][:, :, None]
+    tensors["q"] = inputs["q"].double() * inputs["q_scale"].double()[:, :, None]
     for name in ("k", "v"):
-        tensors[name] = (inputs[name].double() * scales[name][:, None]).contiguous()
+        scale = by_key(inputs[f"{name}_scale"], inputs["key_start_loc"], len(inputs[name]))
+        tensors[name] = (inputs[name].double() * scale.double()[:, :, None]).contiguous()
     scalars = {name: each for name, each in inputs.scalars.items() if name != "out_dtype"}
     found: tuple[Tensor, Tensor] = Inputs(tensors, scalars, ()).run(op, backend="reference")
     return found
@@ -62,11 +77,38 @@ def exact(op: Callable[..., Any], inputs: Inputs) -> tuple[Tensor, Tensor]:
 def largest_sum(inputs: Inputs) -> float:
     """Of the magnitudes that any logit is the sum of."""
     q = inputs["q"].double() * inputs["q_scale"].double()[:, :, None]
-    k = inputs["k"].double() * inputs["k_scale"].double()[:, None]
+    scale = by_key(inputs["k_scale"], inputs["key_start_loc"], len(inputs["k"]))
+    k = inputs["k"].double() * scale.double()[:, :, None]
     if not q.numel() or not k.numel():
         return 0.0
     products = torch.einsum("qhe,khe->hqk", q.nan_to_num(0).abs(), k.nan_to_num(0).abs())
     return float(products.max()) * float(inputs.scalars["scale"])
+
+
+def check_beside_a_large_token(
+    op: Callable[..., Any], inputs: Inputs, large: int, backend: str
+) -> None:
+    """A key and value of 1e6 in request `large`: the others meet the contract alone, and beside it
+    have the same bits."""
+    queries, keys = (inputs[f"{name}_start_loc"].tolist() for name in ("query", "key"))
+    for name in ("k", "v"):
+        inputs[name][keys[large] + 2] = 1e6
+    together = run_or_skip(op, quantised(inputs, keys_contiguous=False), backend)
+    for b, (q_rows, k_rows) in enumerate(zip(pairwise(queries), pairwise(keys), strict=True)):
+        if b == large:
+            continue
+        n, S = q_rows[1] - q_rows[0], k_rows[1] - k_rows[0]
+        alone = dict(inputs.tensors)
+        for name, rows in (("q", q_rows), ("mask", q_rows), ("k", k_rows), ("v", k_rows)):
+            if name in alone:
+                alone[name] = alone[name][slice(*rows)]
+        alone["query_start_loc"] = inputs["query_start_loc"].new_tensor([0, n])
+        alone["key_start_loc"] = inputs["key_start_loc"].new_tensor([0, S])
+        scalars = {**inputs.scalars, "max_query_len": n, "max_key_len": S}
+        one = quantised(Inputs(alone, scalars, ()), keys_contiguous=False)
+        check_fp8(op, one, backend)
+        for found, wanted in zip(together, run_or_skip(op, one, backend), strict=True):
+            assert torch.equal(found[slice(*q_rows)], wanted)
 
 
 def check_fp8(op: Callable[..., Any], inputs: Inputs, backend: str) -> None:

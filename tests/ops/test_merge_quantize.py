@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -136,6 +137,23 @@ def test_contract_as_two_ops(format: str, dtype: torch.dtype, backend: str, devi
         backend=backend,
     )  # fmt: skip
     assert_same_bytes(actual, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lse_to_base_2(backend: str, device: str) -> None:
+    """The bytes of the same merge with natural logarithms."""
+    n, H, V = 5, 2, 128
+    out, _, other, _ = random_sides(n, H, V, torch.float32, device)
+    lse = torch.tensor([[3.0, -torch.inf]], device=device).repeat(n, 1)
+    found = []
+    for base, unit in ((math.e, math.log(2)), (2, 1.0)):
+        made = buffers("fp8_128", n, H * V, device=device)
+        sides = (out.nan_to_num(0), lse * unit, other.nan_to_num(0), torch.zeros_like(lse))
+        run(made, sides, backend, base=base)
+        found.append(made)
+    assert_same_bytes(*found)
+    with pytest.raises(ShapeError, match=r"merge_quantize: base must be math\.e or 2, got 10"):
+        run(made, sides, backend, base=10)
 
 
 def test_opcheck_and_fullgraph(device: str) -> None:

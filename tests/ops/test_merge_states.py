@@ -167,6 +167,37 @@ def test_bad_input_changes_nothing(
         torch.testing.assert_close(inputs[key], before[key], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("backend", backends("merge_states"))
+def test_lse_to_base_2(backend: str, device: str) -> None:
+    """Merged as the same partials with natural logarithms, and written to base 2."""
+    inputs = make(dtype=torch.float32, device=device)
+    halves = inputs.clone()
+    for name in ("lse", "other_lse"):
+        halves[name].mul_(math.log2(math.e))
+    out, lse = merged(inputs, backend)
+    merged(Inputs(halves.tensors, {"base": 2}, ()), backend)
+    torch.testing.assert_close(halves["out"], out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(halves["lse"], lse * math.log2(math.e), rtol=1e-6, atol=1e-5)
+    assert (halves["lse"] == -torch.inf).any()
+
+
+def test_lse_to_base_2_fullgraph() -> None:
+    inputs, others = make(dtype=torch.float32), make(dtype=torch.float32)
+    compiled = torch.compile(merge_states, fullgraph=True, backend="aot_eager")
+    compiled(*inputs.tensors.values(), base=2)
+    merge_states(*others.tensors.values(), base=2)
+    assert all(torch.equal(inputs[name], others[name]) for name in ("out", "lse"))
+
+
+@pytest.mark.parametrize("base", [10, 1, 0, -2, 2.5, torch.nan])
+def test_other_bases_are_refused(base: float) -> None:
+    inputs = make()
+    before = inputs.clone()
+    with pytest.raises(ShapeError, match=r"merge_states: base must be math\.e or 2, got"):
+        merge_states(*inputs.tensors.values(), base=base)
+    assert torch.equal(inputs["out"].view(torch.int16), before["out"].view(torch.int16))
+
+
 def test_grad_is_refused() -> None:
     with torch.inference_mode(False):
         inputs = make()

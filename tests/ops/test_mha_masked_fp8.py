@@ -11,7 +11,7 @@ from openmla.errors import ShapeError
 from openmla.ops import mha_masked
 from openmla.testing import Inputs, RaggedCase
 from tests.ops.contract import backends, slow_interpreted
-from tests.ops.fp8_cases import check_fp8, quantised
+from tests.ops.fp8_cases import check_beside_a_large_token, check_fp8, quantised
 
 CASES = [
     RaggedCase("prefill", (5, 17, 40), (5, 17, 40)),
@@ -23,8 +23,8 @@ CASES = [
 ]
 
 
-def masked(case: RaggedCase, device: str, **options: Any) -> Inputs:
-    """Heads of a ragged case under random bits: many, few, none of a row."""
+def masked(case: RaggedCase, device: str) -> Inputs:
+    """A ragged case under random bits: many, few, none of a row."""
     inputs = case.make(device)
     T, words = inputs["q"].shape[0], -(-max(case.key_lens, default=1) // 32)
     generator = torch.Generator().manual_seed(1)
@@ -33,21 +33,29 @@ def masked(case: RaggedCase, device: str, **options: Any) -> Inputs:
     bits[2::5] = 0
     tensors = {**inputs.tensors, "mask": bits.to(torch.int32).to(device)}
     scalars = {name: each for name, each in inputs.scalars.items() if name != "causal"}
-    return quantised(Inputs(tensors, scalars, ()), **options)
+    return Inputs(tensors, scalars, ())
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", backends("mha_masked"))
 @pytest.mark.parametrize("case", slow_interpreted(CASES, {"v3-several-tiles"}), ids=str)
 def test_contract(case: RaggedCase, backend: str, device: str) -> None:
-    check_fp8(mha_masked, masked(case, device, keys_contiguous=False), backend)
+    check_fp8(mha_masked, quantised(masked(case, device), keys_contiguous=False), backend)
 
 
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", backends("mha_masked"))
 def test_contract_of_contiguous_keys(backend: str, device: str) -> None:
-    inputs = masked(CASES[3], device, keys_contiguous=True, outliers=True)
+    inputs = quantised(masked(CASES[3], device), keys_contiguous=True, outliers=True)
     check_fp8(mha_masked, inputs, backend)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mha_masked"))
+def test_a_large_token_leaves_other_requests_alone(backend: str, device: str) -> None:
+    """A key and value of 1e6 in the first of three requests: the others get what they get alone."""
+    case = RaggedCase("large", (40, 9, 65), (40, 30, 165), E=192, V=128, H=3)
+    check_beside_a_large_token(mha_masked, masked(case, device), 0, backend)
 
 
 @pytest.mark.parametrize(
@@ -55,12 +63,13 @@ def test_contract_of_contiguous_keys(backend: str, device: str) -> None:
     [
         ("q_scale", None, "q_scale must be given with e4m3 heads, got None"),
         ("k", torch.zeros(62, 4, 24), "k must be torch.float8_e4m3fn like q, got torch.float32"),
-        ("v_scale", torch.ones(5), "v_scale must be [H] with H=4, got (5,)"),
+        ("v_scale", torch.ones(3, 5), "v_scale must be [B, H] with H=4, got (3, 5)"),
+        ("k_scale", torch.ones(4), "k_scale must be [B, H], got (4,)"),
         ("out_dtype", None, "out_dtype must be one of torch.bfloat16"),
     ],
 )
 def test_bad_input(name: str, value: Any, message: str) -> None:
-    inputs = masked(CASES[0], "cpu", keys_contiguous=False)
+    inputs = quantised(masked(CASES[0], "cpu"), keys_contiguous=False)
     tensors, scalars = dict(inputs.tensors), dict(inputs.scalars)
     (tensors if name in tensors else scalars)[name] = value
     with pytest.raises(ShapeError) as error:

@@ -14,7 +14,13 @@ from openmla.errors import ShapeError
 from openmla.ops import mha_ragged
 from openmla.testing import Inputs, RaggedCase
 from tests.ops.contract import GLUON, TRITON, backends, run_or_skip, slow_interpreted
-from tests.ops.fp8_cases import E4M3, check_fp8, exact, quantised
+from tests.ops.fp8_cases import (
+    E4M3,
+    check_beside_a_large_token,
+    check_fp8,
+    exact,
+    quantised,
+)
 
 BASE = RaggedCase("prefill", (5, 17, 40), (5, 17, 40))
 CASES = [
@@ -67,6 +73,17 @@ def test_contract_of_outliers(backend: str, device: str) -> None:
     case = RaggedCase("outliers", (40, 65), (40, 165), E=192, V=128)
     inputs = quantised(case.make(device), keys_contiguous=True, outliers=True)
     check_fp8(mha_ragged, inputs, backend)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("mha_ragged"))
+@pytest.mark.parametrize(("E", "V"), [(192, 128), (24, 16)])
+def test_a_large_token_leaves_other_requests_alone(
+    E: int, V: int, backend: str, device: str
+) -> None:
+    """A key and value of 1e6 in the second of four requests: the others get what they get alone."""
+    case = RaggedCase("large", (9, 40, 0, 65), (30, 40, 3, 165), E=E, V=V, H=3)
+    check_beside_a_large_token(mha_ragged, case.make(device), 1, backend)
 
 
 @pytest.mark.parametrize("backend", [GLUON, TRITON, "reference"])
@@ -160,7 +177,9 @@ def test_graph(backend: str) -> None:
         ("q_scale", lambda t: None, "q_scale must be given with e4m3 heads, got None"),
         ("v_scale", lambda t: None, "v_scale must be given with e4m3 heads, got None"),
         ("k_scale", lambda t: t.double(), "k_scale must be float32, got torch.float64"),
-        ("k_scale", lambda t: t[:-1], "k_scale must be [H] with H=4, got (3,)"),
+        ("k_scale", lambda t: t[:, :-1], "k_scale must be [B, H] with H=4, got (3, 3)"),
+        ("k_scale", lambda t: t[0], "k_scale must be [B, H], got (4,)"),
+        ("v_scale", lambda t: t[:1], "v_scale must be [B, H] with B=3, got (1, 4)"),
         ("q_scale", lambda t: t[:, 0], "q_scale must be [T, H], got (62,)"),
         ("k", lambda t: t.float(), "k must be torch.float8_e4m3fn like q, got torch.float32"),
         ("v", lambda t: t.half(), "v must be torch.float8_e4m3fn or torch.bfloat16, got"),

@@ -44,7 +44,9 @@ class Case(NamedTuple):
         shared = None
         if self.R:
             shared = torch.randn(self.S, self.R, generator=generator).to(self.shared or self.dtype)
-        scale = 0.01 + torch.rand(self.H, generator=generator)
+        scale = 0.01 + torch.rand(3, self.H, generator=generator)
+        scale[1] *= 1e6  # of three requests, whose rows take turns
+        requests = torch.arange(self.S) % 3
         return {
             "values": allocate_heads(
                 self.S, self.H, self.P + self.R, torch.device(device),
@@ -54,6 +56,7 @@ class Case(NamedTuple):
             "x": strided(x.to(device, self.dtype)),
             "shared": None if shared is None else shared.to(device),
             "head_scale": None if self.by_row else scale.to(device),
+            "requests": None if self.by_row else requests.to(device),
         }  # fmt: skip
 
 
@@ -81,7 +84,7 @@ def defined(made: dict[str, Any]) -> tuple[Tensor, Tensor]:
     for s in range(S):
         for h in range(H):
             if made["head_scale"] is not None:
-                scales[s, h] = made["head_scale"][h]
+                scales[s, h] = made["head_scale"][made["requests"][s], h]
                 continue
             largest = max(abs(value) for value in x[s, h].tolist())
             if any(math.isnan(value) or math.isinf(value) for value in x[s, h].tolist()):
@@ -126,7 +129,7 @@ def test_values_saturate() -> None:
     """60000 under a scale of 1 is 448, not NaN as a bare cast makes it."""
     values = torch.empty(1, 1, 2, dtype=E4M3)
     x = torch.tensor([[[60000.0, -1e30]]])
-    quantize_heads(values, None, x, None, torch.ones(1))
+    quantize_heads(values, None, x, None, torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
     assert values.float().flatten().tolist() == [448, -448]
 
 
@@ -138,9 +141,15 @@ def test_values_saturate() -> None:
         ("x", lambda t: t.to(E4M3), "x must be fp16, bf16, fp32 or fp64, got torch.float8_e4m3fn"),
         ("shared", lambda t: t[:-1], "shared must be [S, R] with S=37, got (36, 64)"),
         ("head_scale", lambda t: None, "give row_scale or head_scale, got neither"),
+        ("requests", lambda t: None, "requests must be given with head_scale, got None"),
+        ("requests", lambda t: t[1:], "requests must be [S] with S=37, got (36,)"),
+        ("requests", lambda t: t.int(), "requests must be int64, got torch.int32"),
+        ("requests", lambda t: t + 1, "requests must be rows of head_scale (0..2), got 1..3"),
+        ("requests", lambda t: t - 1, "requests must be rows of head_scale (0..2), got -1..1"),
         ("row_scale", lambda t: torch.ones(37, 3), "give row_scale or head_scale, got both"),
         ("head_scale", lambda t: t.half(), "head_scale must be float32, got torch.float16"),
-        ("head_scale", lambda t: t[:2], "head_scale must be [H] with H=3, got (2,)"),
+        ("head_scale", lambda t: t[:, :2], "head_scale must be [B, H] with H=3, got (3, 2)"),
+        ("head_scale", lambda t: t[0], "head_scale must be [B, H], got (3,)"),
     ],
 )
 def test_bad_input(name: str, change: Callable[[Any], Any], message: str) -> None:

@@ -5,7 +5,7 @@ Grid      persistent programs that take tiles of 128 queries from a counter: hea
           other, so that tiles of a head share its keys in L2, and each head's longest tiles first
 Reads     q [T, H, E], k [S, H, E] or its OWN first columns and the rest, v [S, H, V], through TMA
           descriptors in boxes of 128 bytes; query_start_loc, key_start_loc; where q and k are e4m3
-          q_scale [T, H], k_scale [H], v_scale [H]
+          q_scale [T, H], k_scale [B, H], v_scale [B, H]
 Writes    out [T, H, V], lse [T, H]
 
 Three warp groups. One finds tiles and issues copies, STAGES of each tile of keys and values in
@@ -126,11 +126,13 @@ def tile_owner(tile, query_start_loc, B):
 
 
 @gluon.jit
-def describe(info, first, end, h, visible, S):
-    """Write what the attending groups have to know about a tile; `first` is -1 past the last."""
+def describe(info, first, end, h, visible, S, scaled):
+    """Write what the attending groups have to know about a tile; `first` is -1 past the last.
+    `scaled`: where k_scale and v_scale have its request and head."""
     i = gl.arange(0, INFO, ONE)
     numbers = gl.where(i == 0, first, gl.where(i == 1, end, h))
-    info.store(gl.where(i < 3, numbers, gl.where(i == 3, visible, S)))
+    others = gl.where(i == 3, visible, gl.where(i == 4, S, scaled))
+    info.store(gl.where(i < 3, numbers, others))
 
 
 @gluon.jit
@@ -198,7 +200,8 @@ def load_partition(
             steps = num_steps(visible, S, BLOCK_N, CAUSAL)
             if count > 0:
                 mbarrier.wait(signals.queries_read, (count - 1) & 1)
-            describe(info, first, end, h, visible, S)
+            # rows past all requests see no key, whatever the scale
+            describe(info, first, end, h, visible, S, gl.minimum(b, B - 1) * H + h)
             mbarrier.arrive(signals.queries, count=1)
             mbarrier.expect(signals.queries, SIZE * BLOCK_M * (A + REST))
             for g in gl.static_range(GROUPS):
@@ -243,7 +246,7 @@ def load_partition(
             count += 1
     if count > 0:
         mbarrier.wait(signals.queries_read, (count - 1) & 1)
-    describe(info, -1, 0, 0, 0, 0)
+    describe(info, -1, 0, 0, 0, 0, 0)
     mbarrier.arrive(signals.queries, count=2)
     # what was announced last is waited for, too
     for i in gl.static_range(STAGES):
@@ -321,9 +324,13 @@ def attend_partition(
         row = first + gl.arange(0, ROWS, LINES)
         row_scale = qk_scale
         scale = qk_scale
+        left = 1.0
         if EIGHT_BITS:
+            scaled = described(info, 5)
+            left = gl.load(scales.v + scaled)
             at = scales.q + row.to(gl.int64) * scales.q_token + h * scales.q_head
-            row_scale = gl.load(at, mask=row < end, other=1.0) * (gl.load(scales.k + h) * qk_scale)
+            k_scale = gl.load(scales.k + scaled) * qk_scale
+            row_scale = gl.load(at, mask=row < end, other=1.0) * k_scale
             scale = row_scale[:, None]
         if steps > 0:
             stage = step % STAGES
@@ -368,9 +375,6 @@ def attend_partition(
         # stored from registers, so that the next tile's queries may already come in
         seen = running_sum != 0  # NaN stays NaN
         row_lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
-        left = 1.0
-        if EIGHT_BITS:
-            left = gl.load(scales.v + h)
         normaliser = gl.where(seen, left / running_sum, 0.0)
         gl.store(lse + row.to(gl.int64) * H + h, row_lse, mask=row < end)
         row = first + gl.arange(0, ROWS, ACC_ROWS)

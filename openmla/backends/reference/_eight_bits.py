@@ -12,16 +12,20 @@ Scales = tuple[Tensor, Tensor, Tensor]
 
 
 def decoded(
-    q: Tensor, k: Tensor, v: Tensor, scales: Scales | None
+    q: Tensor, k: Tensor, v: Tensor, key_start_loc: Tensor, scales: Scales | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v times their scales, in float32; as they are without scales."""
+    """q, k and v times their scales, in float32, keys of requests alone; as they are without
+    scales."""
     if scales is None:
         return q, k, v
     q_scale, k_scale, v_scale = scales
+    lens = key_start_loc.diff()
+    k_scale, v_scale = (each.repeat_interleave(lens, dim=0) for each in (k_scale, v_scale))
+    used = len(k_scale)
     return (
         q.float() * q_scale[:, :, None],
-        k.float() * k_scale[:, None],
-        v.float() * v_scale[:, None],
+        k[:used].float() * k_scale[:, :, None],
+        v[:used].float() * v_scale[:, :, None],
     )
 
 

@@ -29,7 +29,7 @@ def run(
     scales: Scales | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = decoded(q, k, v, scales)
+    q, k, v = decoded(q, k, v, key_start_loc, scales)
     T, H, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros((T, H, v.shape[2]), dtype=out_dtype)

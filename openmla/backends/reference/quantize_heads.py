@@ -22,13 +22,14 @@ def run(
     x: Tensor,
     shared: Tensor | None,
     head_scale: Tensor | None,
+    requests: Tensor | None,
 ) -> None:
     x = x.to(torch.float32)
     if shared is not None:
         x = torch.cat([x, shared.to(torch.float32)[:, None].expand(-1, x.shape[1], -1)], dim=2)
     if row_scale is None:
-        assert head_scale is not None
-        scale = head_scale.expand(x.shape[:2])
+        assert head_scale is not None and requests is not None
+        scale = head_scale[requests]
     else:
         most = torch.full((), FP8_MAX, device=x.device)  # torch multiplies by a number's reciprocal
         largest = x.abs().amax(2) if x.shape[2] else x.new_zeros(x.shape[:2])

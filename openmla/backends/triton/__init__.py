@@ -1,1 +1,1 @@
-"""Portable kernels: one source for SM80 to SM120, any number of heads."""
+"""Portable kernels: one source for SM80 to SM121, any number of heads."""

@@ -24,6 +24,7 @@ SHARED_MEMORY = {
     90: 227 << 10,
     100: 227 << 10,
     120: 99 << 10,
+    121: 99 << 10,
     942: 64 << 10,
 }
 # Pointers into buffers that a plan or its caller slices: Triton must not recompile a kernel when a
@@ -48,7 +49,7 @@ MULTIPLES_OF_16 = frozenset(
 TARGETS = tuple(SHARED_MEMORY)
 COMPILED = ("triton", "gluon")  # backends with ahead-of-time builds
 GFX942 = 942  # AMD's CDNA3, as a number so that one table holds all targets
-ARCH_SPECIFIC = (90, 100, 120)  # compiled as sm_90a and so on, as Triton does
+ARCH_SPECIFIC = (90, 100, 120, 121)  # compiled as sm_90a and so on, as Triton does
 
 
 class Build(NamedTuple):

@@ -27,8 +27,8 @@ FP8 = torch.float8_e4m3fn
 # Targets that multiply fp8 queries and keys natively; elsewhere both become 16-bit numbers, which
 # hold them exactly. SM89 and SM90 accumulate fp8 products with some 13 bits only, as the contract
 # allows: on an H200 scores of a V3.2 layer are off by 5e-5 of themselves.
-FP8_PRODUCTS = (89, 90, 100, 120)
-FP8_CONVERTED = (89, 90, 100, 120)  # targets with e4m3 as a type, which convert two to fp16 at once
+FP8_PRODUCTS = (89, 90, 100, 120, 121)
+FP8_CONVERTED = FP8_PRODUCTS  # targets with e4m3 as a type, which convert two to fp16 at once
 LARGE = (90, 100)  # targets with 227 KiB of shared memory
 WIDEST = 256  # columns of a key
 HEADS = 128  # of one product, at most

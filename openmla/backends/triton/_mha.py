@@ -9,7 +9,7 @@ Grid      (T // BLOCK_M + B + 1, H): one program owns BLOCK_M queries of one req
           The last tiles, the longest if causal, start first; a head's run side by side and share
           its keys in L2.
 Reads     q [T, H, E], k [S, H, E], or [S, H, BLOCK_A] and k_pe [S, E - BLOCK_A], v [S, H, V],
-          of e4m3 heads q_scale [T, H], k_scale [H], v_scale [H];
+          of e4m3 heads q_scale [T, H], k_scale [B, H], v_scale [B, H];
           query_start_loc [B+1], key_start_loc [B+1]; with bits mask [T, words] and, listed from
           it by _list_tiles_kernel, key tiles that have any
 Writes    out [T, H, V], lse [T, H]
@@ -250,7 +250,8 @@ def _mha_kernel(
     if EIGHT:  # of each row
         scale_at = q_scale + (first + m).to(tl.int64) * scale_token + h * scale_head
         row_scales = tl.load(scale_at, mask=row_valid, other=1.0)
-        qk_scale = row_scales * (tl.load(k_scale + h) * qk_scale)
+        # rows past all requests have no scale and see no key
+        qk_scale = row_scales * (tl.load(k_scale + b * H + h, mask=b < B, other=1.0) * qk_scale)
     k += first_key.to(tl.int64) * K_TOKEN + h * k_head
     if APART:
         k_pe += first_key.to(tl.int64) * PE_TOKEN
@@ -289,7 +290,7 @@ def _mha_kernel(
     )  # fmt: skip
     _, normalizer, row_lse = finish_softmax(running_max, running_sum)
     if EIGHT:
-        normalizer *= tl.load(v_scale + h)
+        normalizer *= tl.load(v_scale + b * H + h, mask=b < B, other=1.0)
     row = (first + m).to(tl.int64) * H + h
     tl.store(lse + row, row_lse, mask=row_valid)
     values = (acc * normalizer[:, None]).to(out.dtype.element_ty)

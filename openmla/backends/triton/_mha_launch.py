@@ -37,7 +37,7 @@ PRODUCTS = {
 }
 HEADS = {**TYPES, E4M3: "fp8e4nv"}  # elsewhere e4m3 is read as bytes
 FIRST_EIGHT = 89  # the first target with products of e4m3; AMD's CDNA3 has another eight bits
-SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
+SMALL = (86, 89, 120, 121)  # targets with 99 KiB of shared memory
 ASYNC = (90, 100)  # targets whose products run asynchronously, from shared memory
 WIDEST = 512  # columns of a head
 FP_FUSION = True

@@ -22,7 +22,7 @@ from openmla.backends.triton._build import (
 from openmla.backends.triton._versions import DISABLE_LICM_STOPS_TRITON
 from openmla.cache.format import GROUP
 
-SMALL = (86, 89, 120)  # targets with 99 KiB of shared memory
+SMALL = (86, 89, 120, 121)  # targets with 99 KiB of shared memory
 KINDS = {
     "slots": rows.SLOTS.value,
     "positions": rows.POSITIONS.value,
@@ -52,7 +52,7 @@ EXACT_IN = {
 }
 PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 E4M3 = torch.float8_e4m3fn
-EIGHT_BITS_ON = (89, 90, 100, 120)  # targets with products of e4m3
+EIGHT_BITS_ON = (89, 90, 100, 120, 121)  # targets with products of e4m3
 LEAST_COLUMNS = 16  # of a product; 32 of eight bits
 WIDEST = 1024  # columns of a row, held as tiles of a power of two
 FEW_HEADS = 16  # the least rows of a tensor core product: one tile has them all

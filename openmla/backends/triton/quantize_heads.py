@@ -3,7 +3,7 @@
 Computes  values, row_scale (specification: ops/quantize_heads.py)
 Grid      (cdiv(S, BLOCK_S) * H,): a program owns BLOCK_S rows of a head; heads of the same rows run
           side by side, as they lie in memory.
-Reads     x [S, H, P], shared [S, R], head_scale [H]
+Reads     x [S, H, P], shared [S, R], head_scale [B, H], requests [S]
 Writes    values [S, H, P + R], row_scale [S, H]
 Limits    see why_not()
 
@@ -77,8 +77,8 @@ def store_columns(
 
 @triton.jit(do_not_specialize=["S"])
 def _quantize_heads_kernel(
-    values, row_scale, x, shared, head_scale, S, x_token, x_head, shared_token, values_token,
-    values_head, values_column, scale_token, scale_head,
+    values, row_scale, x, shared, head_scale, requests, S, x_token, x_head, shared_token,
+    values_token, values_head, values_column, scale_token, scale_head,
     H: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, R: tl.constexpr,
     BY_ROW: tl.constexpr, CVT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_FIRST: tl.constexpr,
     BLOCK_REST: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -109,7 +109,9 @@ def _quantize_heads_kernel(
         scale_at = row_scale + s.to(tl.int64) * scale_token + h * scale_head
         tl.store(scale_at, scale, mask=valid)
     else:
-        scale = tl.load(head_scale + h * scale_head) + tl.zeros([BLOCK_S], tl.float32)
+        b = tl.load(requests + s, mask=valid, other=0)
+        scale_at = head_scale + b * scale_token + h * scale_head
+        scale = tl.load(scale_at, mask=valid, other=1.0)
     factor = tl.div_rn(1.0, scale)
     at = values + s.to(tl.int64) * values_token + h * values_head
     store_columns(at, valid, first, factor, values_column, 0, FIRST, BLOCK_FIRST, CVT)
@@ -131,6 +133,7 @@ def run(
     x: Tensor,
     shared: Tensor | None,
     head_scale: Tensor | None,
+    requests: Tensor | None,
 ) -> None:
     S, H, P = x.shape
     R = 0 if shared is None else shared.shape[1]
@@ -150,13 +153,13 @@ def run(
         x,
         same,
         scale,
+        scale if requests is None else requests.contiguous(),
         S,
         x.stride(0),
         x.stride(1),
         0 if shared is None else shared.stride(0),
         *values.stride(),
-        scale.stride(0) if by_row else 0,
-        scale.stride(-1),
+        *scale.stride(),
     )
 
 
@@ -208,7 +211,7 @@ def heads_build(
     constants["values_token" if by_keys else "values_column"] = 1
     types = {
         "values": "*u8", "x": "*bf16", "shared": f"*{shared}",
-        **dict.fromkeys(("row_scale", "head_scale"), "*fp32"),
+        **dict.fromkeys(("row_scale", "head_scale"), "*fp32"), "requests": "*i64",
     }  # fmt: skip
     return Build(
         f"quantize-heads-{name}", _quantize_heads_kernel,

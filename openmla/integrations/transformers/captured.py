@@ -281,15 +281,22 @@ class CapturedDecode:
     def _capture(
         self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int
     ) -> tuple[Any, Any]:
-        """Record what a step launches, then launch it once."""
+        """Record what a step launches, then launch it once. A capture that fails is tried once
+        more, in memory of its own: what other code of the process did meanwhile may be the reason.
+        It is not warmed up again, since other ranks may be past that."""
         if self.memory is None or not self.memory.holds(device, rows, blocks):
             self._drop()
             self.memory = GraphMemory(device, rows, blocks)
         self.memory.warm_up(step)
         try:
-            graph, out = self.memory.record(step)
+            try:
+                graph, out = self.memory.record(step)
+            except RuntimeError:
+                self._drop()  # a pool that a recording failed in is not one to go on with
+                self.memory = GraphMemory(device, rows, blocks)
+                graph, out = self.memory.record(step)
         except RuntimeError as reason:
-            self._drop()  # a pool that a recording failed in is not one to go on with
+            self._drop()
             said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
             message = f"attach: this model's decode step cannot be recorded: {said} "
             if self.asked:

@@ -13,8 +13,10 @@ to the device when its last graph is gone and more is asked for, and with torch.
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,6 +31,23 @@ def has_graphs(device: torch.device) -> bool:
 
 
 _RECORDING = threading.RLock()  # whoever launches on such a stream: it would be recorded
+
+
+# Graphs whose capture failed: torch's allocator keeps asking them which stream they capture.
+_FAILED: list[Any] = []
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector: graphs of a model that is gone are part of a cycle, and
+    destroying one of them during a capture on the same thread fails the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
@@ -68,13 +87,21 @@ class GraphMemory:
     def record(self, step: Callable[[], Any]) -> tuple[Any, Any]:
         """The graph of what a step launches, and what the step returned."""
         graph = torch.cuda.CUDAGraph()
-        with _RECORDING, torch.cuda.device(self.device):
-            # other threads go on: what they allocate meanwhile is no part of this
-            mode = "thread_local"
-            with torch.cuda.graph(
-                graph, pool=self.handle, stream=self.stream, capture_error_mode=mode
-            ):
-                out = step()
+        # other threads go on: what they allocate meanwhile is no part of this
+        mode = "thread_local"
+        with _RECORDING, torch.cuda.device(self.device), _no_collection():
+            try:
+                # a capture that fails leaves its own stream as the current one
+                with (
+                    torch.cuda.stream(torch.cuda.current_stream()),
+                    torch.cuda.graph(
+                        graph, pool=self.handle, stream=self.stream, capture_error_mode=mode
+                    ),
+                ):
+                    out = step()
+            except BaseException:
+                _FAILED.append(graph)
+                raise
         return graph, out
 
     @property
