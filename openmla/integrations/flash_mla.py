@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from openmla.cache.format import FORMATS
 from openmla.errors import OpenMLAError
 from openmla.integrations import drop_in
 from openmla.integrations.drop_in import DropInError, kept, refused, starts
@@ -28,7 +29,7 @@ from openmla.integrations.flash_mla_schedule import (
 )
 from openmla.integrations.later import Later
 from openmla.ops import Segment, mqa_paged, mqa_sparse
-from openmla.ops._queries import multiplies_fp8
+from openmla.ops._queries import E4M3, EIGHT_BITS, multiplies_fp8, out_dtype
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -125,7 +126,7 @@ def flash_mla_with_kvcache(
             None if extra_k_cache is None else (extra_k_cache.shape, extra_k_cache.dtype),
             None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape,
             None if extra_topk_length is None else extra_topk_length.shape,
-            attn_sink is not None, descale_q is not None,
+            attn_sink is not None, descale_q is not None, descale_k is not None,
         )  # fmt: skip
         check_schedule(tile_scheduler_metadata, num_splits, plan.shape)
         scale = plan.scale if softmax_scale is None else softmax_scale
@@ -216,13 +217,17 @@ def _dense(
         B, tokens, causal = B * n, 1, False
     one, begins = kept(_dense_constants, q, B, tokens)
     unit = one if descale_k is None else descale_k.reshape(())
-    eight_bits, q_scale = q.dtype == torch.float8_e4m3fn, None
-    multiplied = eight_bits and format == "fp8" and multiplies_fp8(q.device)
-    wide = eight_bits and not multiplied
-    if multiplied:
-        q_scale = one if descale_q is None else descale_q.reshape(())
-    elif wide:  # exact; their scale goes to the keys, whose values are mended at the end
-        q, unit = q.to(torch.bfloat16), unit if descale_q is None else unit * descale_q.reshape(())
+    q_scale, unscaled, dtype = None, None, out_dtype(q.dtype)
+    if q.dtype == E4M3:
+        by = None if descale_q is None else descale_q.reshape(())
+        if format in EIGHT_BITS and (q.is_cpu or multiplies_fp8(q.device)):
+            q_scale = one if by is None else by
+        elif by is None:
+            q = q.to(torch.bfloat16)  # exact
+        elif FORMATS[format].scaled:  # exact: the keys' scale holds both, outputs lose one again
+            q, unit, unscaled = q.to(torch.bfloat16), unit * by, by
+        else:  # no other scale reaches these rows
+            q = q.to(torch.float32) * by
     parts = []
     for g in range(G):
         pages = k_cache.select(2, g)
@@ -235,9 +240,9 @@ def _dense(
             )
         )  # fmt: skip
     out, lse = parts[0] if G == 1 else map(partial(torch.cat, dim=1), zip(*parts, strict=True))
-    out = out.view(-1, n, H, C)
-    if wide and descale_q is not None:
-        out = out.div_(descale_q)
+    out = out.view(-1, n, H, C).to(dtype)
+    if unscaled is not None:
+        out = out.div_(unscaled)
     if n == 1:
         return out, _as_theirs(lse).view(-1, H, 1)
     return out, _as_theirs(lse.view(-1, n, H).transpose(1, 2).contiguous())

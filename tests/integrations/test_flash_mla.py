@@ -162,6 +162,25 @@ def stored(format: str, N: int, BS: int, D: int) -> tuple[Tensor, Tensor]:
     return pages.unsqueeze(2), layout.read(pages, slots, ONE, torch.float32, D)
 
 
+@pytest.mark.parametrize(("format", "D"), [("fp8_ds_mla", 576), ("fp8_dsv4", 512), ("bf16", 576)])
+def test_dense_fp8_queries_over_rows_with_their_own_scales(
+    format: str, D: int, device: str
+) -> None:
+    torch.manual_seed(1)
+    pages, rows = stored(format, 3, 64, D)
+    q, lens, of_q = torch.randn(2, 2, 16, D).to(FP8), [3, 130], 0.03
+    table = torch.arange(3, dtype=torch.int32).expand(2, 3)
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, table, torch.tensor(lens, dtype=torch.int32), 512,
+        get_mla_metadata()[0], causal=True, descale_q=torch.tensor([of_q]),
+    )  # fmt: skip
+    for b, S in enumerate(lens):
+        for i in range(2):
+            exact = attended(of_q * q[b, i].double(), rows[: S - 1 + i], 512, D**-0.5)
+            close(out[b, i], exact[0])
+            close(lse[b, :, i], exact[1], torch.float32)
+
+
 @pytest.mark.parametrize(
     ("format", "D", "H", "n", "BS", "viewed"),
     [
@@ -486,6 +505,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("attn_sink must not be given without", dense_call(attn_sink=torch.zeros(8)), AssertionError),
     ("block_table and cache_seqlens must", dense_call(block_table=None), AssertionError),
     ("descale_q must be None for q", dense_call(descale_q=torch.ones(1)), AssertionError),
+    ("descale_k must be None for rows of bf16", dense_call(descale_k=torch.ones(1)),
+     AssertionError),
+    ("descale_k must be None for rows of fp8_dsv4", listed_call(descale_k=torch.ones(1)),
+     AssertionError),
     # what their C++ checks
     ("cache_seqlens must be int32", dense_call(cache_seqlens=torch.tensor([5, 9])), RuntimeError),
     ("of the 2 requests", dense_call(cache_seqlens=torch.tensor([5], dtype=I32)), RuntimeError),
