@@ -39,7 +39,7 @@ from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.plan.captured import check_buffers
-from openmla.plan.checks import check_batch
+from openmla.plan.checks import check_batch, check_dtype
 from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import chosen
 from openmla.plan.rows import pick, pick_rows, rope_offsets, some
@@ -86,6 +86,7 @@ def plan_over_ranks(
         fields |= _fields(batch, config, cache, ranks)
         sizes = {"workspace": _num_rows(workspace), "into": _shapes(into)}
         fields["options"] = {"form": form, "context": context} | sizes | asked
+        check_dtype("parallel", dtype)
         _check_step(batch, form, context)
         if config.compressor is not None:
             options = asked | {"form": form, "workspace": workspace, "into": into}

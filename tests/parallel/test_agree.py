@@ -69,14 +69,14 @@ def reserving(rank: int) -> None:
         )
         for n in (8, 16)
     ]
-    buffers = [
-        rank_buffers(TINY, story.mine, ranks, max_tokens=n, max_blocks=8) for n in (10, 12)
-    ]
+    buffers = [rank_buffers(TINY, story.mine, ranks, max_tokens=n, max_blocks=8) for n in (10, 12)]
     for name, given, options in (
         ("workspace", rooms, {"form": "expanded", "context": "gather"}),
         ("into", buffers, {}),
     ):
-        with pytest.raises(ConfigError, match="options must be the same .* on rank 1 than on rank"):
+        with pytest.raises(
+            ConfigError, match=r"options must be the same .* on rank 1 than on rank"
+        ):
             planned(story, story.batch, **{name: given[rank]}, **options)
         planned(story, story.batch, **{name: given[0]}, **options)
 
