@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openmla.attention import AbsorbedWeights, Projected
 from openmla.attention.write import finish
-from openmla.cache import LayerScales
+from openmla.cache import LayerCache, LayerScales
 from openmla.cache.format import FP8_MAX
 from openmla.cache.scales import next_power_of_two
 from openmla.errors import ConfigError, check_kind
@@ -90,6 +90,7 @@ def calibrate_layer(
                 f"(hidden, positions, cache, plan), got {type(batch).__name__}."
             )
         hidden, positions, cache, plan = batch
+        check_kind("calibrate", "cache", cache, LayerCache)
         check_kind("calibrate", "plan", plan, Plan)
         check_tokens("calibrate", hidden, positions, cache, plan, layer.config, layer.dtype)
         projected, raw, _ = layer.project(hidden, positions, plan)
