@@ -22,7 +22,7 @@ from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
 from openmla.config import INDEXED_RATIO
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops import Segment, compress_kv, mqa_sparse
 from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
@@ -53,6 +53,8 @@ def attend_compressed(
     entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys. `out` is
     filled and returned, as attend_step's.
     """
+    check_kind("step", "cache", cache, LayerCache)
+    check_kind("step", "plan", plan, Plan)
     check_out(out, q, plan)
     inputs = CompressedInputs(q, rows, raw, table, pool_inputs, index, index_pool_inputs, hadamard)
     if not isinstance(sink, Tensor):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.attention.types import IndexInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
-from openmla.errors import ConfigError, ShapeError
+from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.ops import cache_write, index_logits, index_topk, map_slots
 from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
@@ -19,6 +19,12 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
 
     Keys are written whatever the plan: later steps will need them.
     """
+    for name, given, kind in (
+        ("index", index, IndexInputs),
+        ("cache", cache, LayerCache),
+        ("plan", plan, Plan),
+    ):
+        check_kind("select", name, given, kind)
     keys = check_index(index, cache, plan)
     write_keys(index, keys, plan)
     if plan.sparse is None:

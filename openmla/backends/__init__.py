@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from openmla.backends.requirements import explain_failure, missing
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 from openmla.hardware import capability
 
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -141,46 +141,63 @@ def why_not(problem: Problem, backend: str) -> str | None:
     if reason is not None:
         return reason
     try:
-        reason = load(problem.op, backend).why_not(problem)
+        reason = _asked(problem, backend, "why_not", None)
     except Exception as error:
         explain_failure(problem.op, error)
         raise
+    if reason is not None and not isinstance(reason, str):
+        raise ConfigError(
+            f"{problem.op}: why_not of backend {backend!r} must return a sentence or None, got "
+            f"{reason!r}."
+        )
     return reason
+
+
+def _asked(problem: Problem, backend: str, name: str, default: Any) -> Any:
+    """What a backend's function of this name says of a problem; the default where it has none."""
+    rule: Callable[[Problem], Any] | None = getattr(load(problem.op, backend), name, None)
+    if rule is None:
+        return default
+    try:
+        return rule(problem)
+    except Exception as error:
+        if (problem.op, backend) not in OTHERS or isinstance(error, OpenMLAError):
+            raise
+        raise ConfigError(
+            f"{problem.op}: {name} of backend {backend!r} must answer for every problem, got "
+            f"{type(error).__name__}: {error}. Fix it, or call "
+            f"unregister_backend({problem.op!r}, {backend!r})."
+        ) from error
 
 
 def slower(problem: Problem, backend: str) -> str | None:
     """Why another backend is faster where both can run a problem, as measured; None if none is."""
-    rule: Callable[[Problem], str | None] | None
-    rule = getattr(load(problem.op, backend), "slower", None)
-    return None if rule is None else rule(problem)
+    reason: str | None = _asked(problem, backend, "slower", None)
+    return reason
 
 
 def kernel_of(problem: Problem, backend: str) -> str:
     """The kernel that a backend runs a problem with; "" where it has one."""
-    named: Callable[[Problem], str] | None
-    named = getattr(load(problem.op, backend), "kernel_of", None)
-    return "" if named is None else named(problem)
+    named: str = _asked(problem, backend, "kernel_of", "")
+    return named
 
 
 def efficiency(problem: Problem, backend: str) -> float:
     """The fraction of peak matmul throughput that a backend reaches on long inputs."""
-    rule: Callable[[Problem], float] | None
-    rule = getattr(load(problem.op, backend), "efficiency", None)
-    return 1.0 if rule is None else rule(problem)
+    found: float = _asked(problem, backend, "efficiency", 1.0)
+    return found
 
 
 def prefers_slots(problem: Problem, backend: str) -> bool:
     """Whether a backend that takes positions is better off with slots, mapped by a launch."""
-    rule: Callable[[Problem], bool] | None
-    rule = getattr(load(problem.op, backend), "prefers_slots", None)
-    return rule is not None and rule(problem)
+    found: bool = _asked(problem, backend, "prefers_slots", False)
+    return found
 
 
 def reads_apart(problem: Problem, backend: str) -> bool:
     """Whether a backend reads the shared columns of keys by themselves, without a copy of all."""
-    rule: Callable[[Problem], bool] | None
-    rule = getattr(load(problem.op, backend), "reads_apart", None)
-    return problem.R > 0 and rule is not None and rule(problem)
+    found: bool = problem.R > 0 and _asked(problem, backend, "reads_apart", False)
+    return found
 
 
 def _interpreted() -> bool:

@@ -32,6 +32,13 @@ def as_integer(value: object) -> int | None:
         return None
 
 
+def _integer(name: str, value: object) -> int:
+    found = as_integer(value)
+    if found is None:
+        raise ShapeError(f"cache: {name} must be an integer, got {value!r}.")
+    return found
+
+
 class BlockPool:
     """Hands out cache blocks to requests, shares them by reference count, copies on write.
 
@@ -203,6 +210,7 @@ class BlockPool:
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks behind the last one; the caller enlarges its caches to match."""
+        num_blocks = _integer("num_blocks", num_blocks)
         if num_blocks < self.num_blocks:
             raise ShapeError(
                 f"cache: a pool of {self.num_blocks} blocks can only grow, got {num_blocks}."
@@ -220,7 +228,7 @@ class BlockPool:
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
         """Keep the first num_tokens tokens of a request and release the blocks behind them."""
-        self.check_truncate(request, num_tokens)
+        num_tokens = self.check_truncate(request, num_tokens)
         if num_tokens == 0:
             self._first[request] = self._longest[request] = 0
             keep = 0
@@ -230,13 +238,14 @@ class BlockPool:
         del self._blocks[request][keep:]
         self._lens[request] = num_tokens
 
-    def check_truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Raise what truncate() would, and do nothing else."""
+    def check_truncate(self, request: Hashable, num_tokens: int) -> int:
+        """Raise what truncate() would, and do nothing else. Returns num_tokens."""
         self._known(request)
-        self._check_length(request, num_tokens, "be cut to")
+        return self._check_length(request, num_tokens, "be cut to")
 
-    def _check_length(self, request: Hashable, num_tokens: int, verb: str) -> None:
+    def _check_length(self, request: Hashable, num_tokens: int, verb: str) -> int:
         """A length a request can have: one it has had, and with a window not too long ago."""
+        num_tokens = _integer("num_tokens", num_tokens)
         length, least = self._lens[request], 0
         if self.window is not None:
             least = min(max(self._longest[request] - self.rollback, 0), length)
@@ -247,6 +256,7 @@ class BlockPool:
                 f"cache: request {request!r} can {verb} {start}..{length} tokens{reason}, "
                 f"got {num_tokens}."
             )
+        return num_tokens
 
     def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
         """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
@@ -254,7 +264,7 @@ class BlockPool:
         if target in self._lens:
             raise ShapeError(f"cache: request {target!r} exists already. Free it first.")
         length = self._lens[source] if num_tokens is None else num_tokens
-        self._check_length(source, length, "share")
+        length = self._check_length(source, length, "share")
         first = self._first[source] if length else 0
         blocks = self._blocks[source][: max(-(-length // self.block_size) - first, 0)]
         for block in blocks:
@@ -280,7 +290,7 @@ class BlockPool:
         With a window rows are rings: the k-th block of a request is in column k % M.
         """
         rows = [self._blocks.get(request, []) for request in requests]
-        M = max(num_columns, max(map(len, rows), default=0))
+        M = max(_integer("num_columns", num_columns), max(map(len, rows), default=0))
         padded = [row + [-1] * (M - len(row)) for row in rows]
         if self.window is not None and M:
             shifts = [self._first.get(request, 0) % M for request in requests]
@@ -305,6 +315,8 @@ class BlockPool:
         BS, given = self.block_size, 0
         for request, start, stop in spans:
             first = firsts.get(request, 0)
+            if type(start) is not int or type(stop) is not int:
+                start, stop = _integer("start", start), _integer("stop", stop)
             if not first * BS <= start <= stop <= lens.get(request, 0):
                 raise ShapeError(
                     f"cache: positions of request {request!r} must lie in "
@@ -333,7 +345,7 @@ class BlockPool:
                 start = end
         if long:
             parts.append(slots_of_blocks(through, long, BS))
-        slots.extend([-1] * (num_rows - given))
+        slots.extend([-1] * (_integer("num_rows", num_rows) - given))
         if slots or not parts:
             parts.append(_tensor_of(slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

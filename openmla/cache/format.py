@@ -377,6 +377,18 @@ def get_format(name: str, holds: str | None = None) -> CacheFormat:
     return found
 
 
+def check_blocks_apart(where: str, name: str, cache: Tensor) -> None:
+    """No two rows of blocks [N, BS, W] that are written to may share memory."""
+    N, BS, W = cache.shape
+    # the nearer of two neighbours: in a block, or in the next block
+    (near, count), (far, others) = sorted(((cache.stride(1), BS), (cache.stride(0), N)))
+    if (count > 1 and near < W) or (others > 1 and far < (count - 1) * near + W):
+        raise ShapeError(
+            f"{where}: {name} must have blocks that do not overlap, got strides "
+            f"{tuple(cache.stride())} for {tuple(cache.shape)}. Call .contiguous()."
+        )
+
+
 def check_pages(where: str, cache: Tensor, format: str) -> None:
     """A cache tensor [N, BS, W] has the dtype of its format, and pages as the format needs."""
     layout = get_format(format)

@@ -17,12 +17,13 @@ from openmla.cache.format import (
     CacheFormat,
     PackedLatent,
     PackedV4,
+    check_blocks_apart,
     check_pages,
     get_format,
 )
 from openmla.cache.geometry import Geometry, layer_parts
 from openmla.cache.scales import LayerScales, check_scale
-from openmla.config import MLAConfig
+from openmla.config import MLAConfig, check_layer_number
 from openmla.errors import ConfigError, ShapeError
 
 
@@ -58,6 +59,7 @@ class PagedCache:
         if self.data.dim() != 3:
             raise ShapeError(f"cache: data must be [N, BS, W], got {tuple(self.data.shape)}.")
         check_pages("cache", self.data, self.format)
+        check_blocks_apart("cache", "data", self.data)
         if self.data.shape[2] > 1 and self.data.stride(2) != 1:
             raise ShapeError(
                 f"cache: data must be contiguous along a row, got strides {self.data.stride()}."
@@ -293,6 +295,7 @@ def allocate_cache(
     neither and do not look at these.
     """
     layout = get_format(format, "latent")
+    check_layer_number(layer)
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openmla.cache.format import FP8_MAX
 from openmla.errors import ConfigError
 
 # A layer's attention, then whatever an exporter puts between it and the scale: nothing, the
@@ -65,6 +66,11 @@ def check_scale(where: str, name: str, value: object) -> float:
     held = float(torch.tensor(float(value), dtype=torch.float64).float())
     if not (math.isfinite(held) and held > 0):
         raise ConfigError(f"{where}: {name} must be positive and finite, got {value!r}.")
+    if held * FP8_MAX > torch.finfo(torch.float32).max:
+        raise ConfigError(
+            f"{where}: {name} must be at most what float32 holds {FP8_MAX:g} times of, "
+            f"got {value!r}."
+        )
     return held
 
 

@@ -22,6 +22,7 @@ from openmla.cli.models import (
     load_model,
     load_tokenizer,
     read_config,
+    run_once,
 )
 from openmla.cli.prompts import read_prompt
 from openmla.cli.terminal import note, warn
@@ -62,6 +63,7 @@ def run_bisect(options: argparse.Namespace) -> int:
     reference = reference_of(model)
     subject = "this package's own step" if dump is None else Path(options.against).name
     if dump is None:
+        run_once(model, checkpoint.folder)
         dump = _own(model, ids.to(device), options)
     verdicts = _judged(reference, dump)
     print(f"{subject}: {len(ids)} tokens, {len(dump.layers)} layers, against float64\n")

@@ -18,6 +18,7 @@ from openmla.cli.models import (
     load_model,
     load_tokenizer,
     read_config,
+    run_once,
 )
 from openmla.cli.terminal import note
 from openmla.errors import ConfigError
@@ -40,6 +41,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     windows = cut_windows("calibrate", tokenizer, text, options, checkpoint.config, vocab_size)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
+    run_once(model, checkpoint.folder)
     scales = calibrate_on(model, windows, options.headroom)
     scales.save(options.out)
     print_scales(scales, options.headroom)

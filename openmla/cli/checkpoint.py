@@ -23,13 +23,20 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
+class Stored(NamedTuple):
+    """A tensor as a file's header describes it."""
+
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]
+
+
 class Checkpoint(NamedTuple):
     """A folder with a config that is understood and weights that can be opened."""
 
     folder: Path
     config: MLAConfig
     files: tuple[Path, ...]  # of safetensors; none where pickles are allowed and all there is
-    shapes: dict[str, tuple[int, ...]]  # of the tensors in them
+    tensors: dict[str, Stored]  # in them, by name
     num_bytes: int
 
 
@@ -46,15 +53,15 @@ def open_checkpoint(
         raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
     config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
     files = _weight_files(folder, allow_pickle)
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
-        shapes.update(_shapes(file))
-    if files and config.num_layers > len(shapes):  # modules are made for each of them
+        tensors.update(_tensors(file))
+    if files and config.num_layers > len(tensors):  # modules are made for each of them
         raise ConfigError(
             f"{called(folder)}: config.json must have no more layers than the weights have "
-            f"tensors, got {config.num_layers} and {len(shapes)}."
+            f"tensors, got {config.num_layers} and {len(tensors)}."
         )
-    return Checkpoint(folder, config, files, shapes, sum(file.stat().st_size for file in files))
+    return Checkpoint(folder, config, files, tensors, sum(file.stat().st_size for file in files))
 
 
 def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
@@ -96,13 +103,17 @@ def _shards(index: Path) -> list[str]:
     return names
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def _tensors(file: Path) -> dict[str, Stored]:
     """From the header, which must account for every byte of the file."""
     try:
         if not file.is_file() or file.stat().st_size == 0:
             raise ValueError("it is empty or no file")
         with safe_open(file, framework="pt") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {
+                name: Stored(each.get_dtype(), tuple(each.get_shape()))
+                for name, each in slices.items()
+            }
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(
             f"{called(file.parent)}: {file.name} must be a whole safetensors file: {error}. "

@@ -29,6 +29,7 @@ from openmla.cli.models import (
     load_model,
     load_tokenizer,
     read_config,
+    run_once,
 )
 from openmla.cli.terminal import note, shows_progress, warn
 from openmla.config import INDEXED_RATIO, MLAConfig
@@ -78,6 +79,7 @@ def run_eval(options: argparse.Namespace) -> int:
     results: list[Result] = []
     for attention in [options.attention] if options.attention else attentions(config):
         model = load_model(checkpoint, device, options.dtype, dense=attention == "dense")
+        run_once(model, checkpoint.folder)
         for format in formats:
             scales: Scales | float | None = 1.0 if format == "fp8" else None
             if format == SCALED:

@@ -21,7 +21,15 @@ from openmla.cli.checkpoint import (
     open_checkpoint,
 )
 from openmla.cli.hub import called
-from openmla.cli.models import check_attention, load_model, load_tokenizer, read_config
+from openmla.cli.models import (
+    check_attention,
+    check_generation,
+    input_device,
+    load_model,
+    load_tokenizer,
+    read_config,
+    run_once,
+)
 from openmla.cli.prompts import Messages, check_chat, encode, encode_chat, messages, read_prompts
 from openmla.cli.streaming import PrefillProgress, Watch
 from openmla.cli.terminal import note, quiet, show, warn
@@ -93,6 +101,7 @@ def run_generate(options: argparse.Namespace) -> int:
             options.model, allow_pickle=options.allow_pickle, revision=options.revision
         )
         config = read_config(checkpoint.folder)
+        check_generation(checkpoint.folder, config)
         check_attention(options.attention, config)
         check_formats(checkpoint.config, options.cache_format or "bf16", options.index_format)
         check_backend(options.backend, device, options.cache_format)
@@ -104,7 +113,7 @@ def run_generate(options: argparse.Namespace) -> int:
         for tokens in encoded:
             check_tokens(tokens, vocab_size)
             warn_of_context(len(tokens), options.max_new_tokens, checkpoint.config)
-        setting = prepared(options, checkpoint, device, tokenizer, encoded)
+        setting = prepared(options, checkpoint, device, tokenizer)
         if not prompts:
             return hold_chat(setting, options)
         return generate_all(setting, options, prompts, encoded)
@@ -115,18 +124,14 @@ def prepared(
     checkpoint: Checkpoint,
     device: str,
     tokenizer: Any,
-    encoded: Sequence[list[int]],
 ) -> Setting:
     """The model loaded, run for a moment, and attached."""
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(
         checkpoint, device, options.dtype, dense=dense, device_map=options.device_map
     )
-    where = input_device(model)
-    # the first pass of a process is slow, whoever runs it
-    first = encoded[0][:8] if encoded else encode_chat(tokenizer, messages("hello", None))[:8]
-    model(torch.tensor([first], device=where), use_cache=False)
-    setting = Setting(model, tokenizer, sampling(options), where)
+    run_once(model, checkpoint.folder)
+    setting = Setting(model, tokenizer, sampling(options), input_device(model))
     attach(
         model,
         cache_format=options.cache_format,
@@ -139,15 +144,6 @@ def prepared(
         prefill_dtype=options.prefill_dtype,
     )
     return setting
-
-
-def input_device(model: Any) -> torch.device:
-    """Where a model takes its tokens; what is offloaded comes back to where it runs."""
-    device: torch.device = model.get_input_embeddings().weight.device
-    if device.type != "meta":
-        return device
-    places = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
-    return torch.device(places[0] if places else "cpu")
 
 
 def generate_all(

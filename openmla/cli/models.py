@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoTokenizer, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -25,12 +31,21 @@ from openmla.cli.doctor import cpu_bf16_works
 from openmla.cli.hub import called
 from openmla.cli.terminal import note, progress, shows_progress, warn
 from openmla.config import MLAConfig
-from openmla.config.schema import require_size
+from openmla.config.schema import is_finite, require_size
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import supported_text_config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL_CONTEXT = 4096
+# As safetensors calls them: what weights are stored in that nothing was lost of, and indices.
+WIDE, INDICES = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
+# Of a GenerationConfig, whose validate() does not look at them.
+NUMBERS = (
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "num_beams"),
+    *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff"),
+    *("eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "length_penalty"),
+    *("no_repeat_ngram_size", "guidance_scale", "num_return_sequences"),
+)
 LONG = 2**29  # bytes of weights from which on transformers shows how far it is
 
 
@@ -138,7 +153,7 @@ def load_model(
         with _only_errors(bars=checkpoint.num_bytes >= LONG and shows_progress()):
             if stripped:
                 config = _without_indexer(config)
-                _check_shapes(cls, config, checkpoint)
+                _check_tensors(cls, config, checkpoint)
                 model, info = cls.from_pretrained(
                     None,
                     config=config,
@@ -149,7 +164,7 @@ def load_model(
                 )
                 model.name_or_path = str(folder)  # where attach() looks for scales
             else:
-                _check_shapes(cls, config, checkpoint)
+                _check_tensors(cls, config, checkpoint)
                 model, info = cls.from_pretrained(
                     folder,
                     config=config,
@@ -168,19 +183,87 @@ def load_model(
     return (model if device_map else model.to(device)).eval().requires_grad_(False)
 
 
-def _check_shapes(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
-    """Shapes by the config against those in the files, before memory is taken for either."""
+def _check_tensors(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
+    """Shapes by the config against those in the files, before memory is taken for either, and
+    dtypes: transformers casts whatever it finds."""
     if getattr(config, "quantization_config", None) is not None:
         return  # stored in other shapes
+    folder = called(checkpoint.folder)
     with torch.device("meta"):
-        expected = {name: tuple(value.shape) for name, value in cls(config).state_dict().items()}
-    for name, shape in expected.items():
-        found = checkpoint.shapes.get(name, shape)
-        if found != shape:
+        expected = cls(config).state_dict()
+    for name, (dtype, found) in checkpoint.tensors.items():
+        value = expected.get(name)
+        if value is not None and found != value.shape:
             raise ConfigError(
-                f"{called(checkpoint.folder)}: {name} must be {list(shape)} by config.json, "
+                f"{folder}: {name} must be {list(value.shape)} by config.json, "
                 f"got {list(found)} in the weights."
             )
+        # under names of the checkpoint's own integers are taken for indices
+        floats = WIDE if value is not None and value.is_floating_point() else (*WIDE, *INDICES)
+        if dtype not in floats and (value is None or value.is_floating_point()):
+            raise ConfigError(
+                f"{folder}: {name} must be stored in 16 bits or wider where config.json has no "
+                f"quantization_config, got {dtype}. Add the one that the weights were quantized "
+                "with."
+            )
+
+
+def check_generation(folder: Path, config: Any) -> None:
+    """What generate() reads of a checkpoint: transformers takes defaults for a file that it cannot
+    read, and looks at values when it needs them."""
+    file = folder / "generation_config.json"
+    where = file.name if file.exists() else "config.json"
+    try:
+        with _only_errors():
+            if file.exists():
+                found = GenerationConfig.from_pretrained(folder)
+            else:
+                found = GenerationConfig.from_model_config(config)
+            found.validate()
+    except Exception as error:  # of many kinds: whatever a field was not
+        raise ConfigError(
+            f"{called(folder)}: transformers cannot use {where}: {type(error).__name__}: {error}"
+        ) from error
+    for name in NUMBERS:
+        number = getattr(found, name, None)
+        if number is not None and not is_finite(number):
+            raise ConfigError(
+                f"{called(folder)}: {name} in {where} must be a finite number, got {number!r}."
+            )
+    most = getattr(config.get_text_config(), "vocab_size", None) or 2**31
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        given = getattr(found, name, None)
+        for token in given if isinstance(given, list) else [given]:
+            if token is not None and not (type(token) is int and 0 <= token < most):
+                raise ConfigError(
+                    f"{called(folder)}: {name} in {where} must be a token from 0 to {most - 1}, "
+                    f"got {token!r}."
+                )
+
+
+def run_once(model: Any, folder: Path) -> None:
+    """A short pass of plain transformers: the first of a process is slow, whoever runs it, and
+    numbers that do not go together show."""
+    ids = torch.zeros((1, 8), dtype=torch.int64, device=input_device(model))
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # torch's, of many kinds
+        raise UnsupportedError(
+            f"{called(folder)}: transformers cannot run it: {type(error).__name__}: {error}. "
+            "Compare config.json with the model's own."
+        ) from error
+
+
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its tokens; what is offloaded comes back to where it runs."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    if device.type != "meta":
+        return device
+    places = [place for place in model.hf_device_map.values() if place not in ("cpu", "disk")]
+    return torch.device(places[0] if places else "cpu")
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ DTYPE_NAMES = {
     "float16": "fp16",
     "half": "fp16",
 }
+LEAST_SCALE = 1e-12  # its inverse is the largest: no model's values need another
 PICTURES = (".png", ".svg", ".pdf")
 COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
 
@@ -89,8 +90,11 @@ def kv_scale(text: str) -> float | str:
     value = _number(text)
     if math.isnan(value) and text.strip().lower() != "nan":
         return text
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be positive and finite, or a file, got {text!r}")
+    if not LEAST_SCALE <= value <= 1 / LEAST_SCALE:
+        raise argparse.ArgumentTypeError(
+            f"must be positive and from {LEAST_SCALE:g} to {1 / LEAST_SCALE:g}, or a file, "
+            f"got {text[:40]!r}"
+        )
     return value
 
 

@@ -7,6 +7,7 @@ from openmla.config.schema import (
     IndexerConfig,
     MLAConfig,
     RopeConfig,
+    check_layer_number,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "IndexerConfig",
     "MLAConfig",
     "RopeConfig",
+    "check_layer_number",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from openmla.config.families import FAMILIES, Family
@@ -357,16 +356,20 @@ def _v4_ropes(fields: Fields, family: Family, rotated: bool) -> tuple[RopeConfig
     rope = _rope_fields(fields)
     if isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping):
         main, compressed = dict(rope["main"]), dict(rope["compress"])
-    else:
+    else:  # the checkpoint's own form, whose cos and sin are not scaled unless it says so
         main = {"rope_theta": read_number(fields, "rope_theta", 10000.0)}
-        compressed = dict(rope)
+        compressed = {"attention_factor": 1.0, **rope}
         compressed["rope_theta"] = read_number(fields, "compress_rope_theta", 160000.0)
+    ropes = []
     for terms in (main, compressed):
-        for name in ("mscale", "mscale_all_dim"):  # V4 zeroes both magnitude terms
-            terms.pop(name, None)
-        terms["attention_factor"] = 1.0
-    read = partial(_read_rope, fields=fields, family=family, rotated=rotated)
-    return read(main), read(compressed)
+        if not (terms.get("mscale") and terms.get("mscale_all_dim")):  # they count as a pair
+            terms = {**terms, "mscale": None, "mscale_all_dim": None}
+        read = _read_rope(terms, fields, family, rotated)
+        if read.kind in ("yarn", "longrope"):
+            read = replace(read, attention_factor=read.cos_sin_scale)
+        # in V4 they scale cos and sin, never the logits
+        ropes.append(replace(read, mscale=1.0, mscale_all_dim=0.0))
+    return ropes[0], ropes[1]
 
 
 def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ PAIRINGS = ("pairs", "halves")
 # Far above every model there is. Memory is taken by these numbers, so a config that was damaged or
 # made up must not choose them: a tuple per layer, a table of angles per position.
 MAX_LAYERS = 100_000
+MOST_DRAFTS = 8  # draft (MTP) layers after a model's own
 MAX_POSITIONS = 2**24
 MAX_WIDTH = 2**20  # of anything else that is counted
 INDEXED_RATIO = 4  # of V4's layers: windows overlap and an indexer chooses among entries
@@ -146,6 +147,16 @@ class RopeConfig:
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
 
+def check_layer_number(layer: int, num_layers: int = 0) -> None:
+    """Raise unless a model may have such a layer, of num_layers where these are known. Draft (MTP)
+    layers come after its own."""
+    _require(_is_int(layer) and layer >= 0, "layer", "an integer of at least 0", layer)
+    most = num_layers + MOST_DRAFTS - 1
+    if num_layers and layer > most:
+        last = num_layers - 1
+        _require(False, "layer", f"in 0..{last}, or a draft layer up to {most}", layer)
+
+
 @dataclass(frozen=True)
 class IndexerConfig:
     """The lightning indexer of sparse models: HI heads of width DI choose topk keys per query.
@@ -174,6 +185,7 @@ class IndexerConfig:
 
     def is_shared(self, layer: int) -> bool:
         """Whether a layer reuses an earlier selection; layers past the list (drafts) do not."""
+        check_layer_number(layer, len(self.shared))
         return layer < len(self.shared) and self.shared[layer]
 
 
@@ -203,7 +215,7 @@ class CompressorConfig:
 
     def ratio(self, layer: int) -> int:
         """Tokens per compressed entry of a layer, 0 where it has none."""
-        _require(_is_int(layer) and layer >= 0, "layer", "an integer of at least 0", layer)
+        check_layer_number(layer, len(self.ratios))
         return self.ratios[layer] if layer < len(self.ratios) else 0
 
 

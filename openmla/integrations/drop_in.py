@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -85,8 +86,9 @@ def install(module: str, name: str, *submodules: str, force: bool) -> bool:
             "its place.", name, name,
         )  # fmt: skip
         return False
-    for each in names:
-        sys.modules[each] = ours
+    for each in submodules:
+        sys.modules[f"{name}.{each}"] = _submodule(ours, each)
+    sys.modules[name] = ours
     forget_choices()
     _LOGGER.warning("openmla: `import %s` finds %s from now on.", name, module)
     return True
@@ -94,7 +96,15 @@ def install(module: str, name: str, *submodules: str, force: bool) -> bool:
 
 def uninstall(module: str, name: str, *submodules: str) -> None:
     """Undo install(). Who imported the module before keeps it."""
-    for each in (name, *(f"{name}.{each}" for each in submodules)):
-        if sys.modules.get(each) is sys.modules[module]:
+    ours = sys.modules[module]
+    given = {name: ours} | {f"{name}.{each}": _submodule(ours, each) for each in submodules}
+    for each, found in given.items():
+        if sys.modules.get(each) is found:
             del sys.modules[each]
     forget_choices()
+
+
+def _submodule(ours: ModuleType, name: str) -> ModuleType:
+    """A module of ours of that name, or all of ours: the original keeps its functions there."""
+    found = getattr(ours, name, ours)
+    return found if isinstance(found, ModuleType) else ours

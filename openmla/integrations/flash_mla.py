@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from openmla.cache.format import FORMATS
 from openmla.errors import OpenMLAError
 from openmla.integrations import drop_in
+from openmla.integrations import flash_mla_fused as fused_norm_rope_attn_rope_cast
 from openmla.integrations.drop_in import DropInError, kept, refused, starts
 from openmla.integrations.flash_mla_plan import PLAIN, Plan, plan_of
 from openmla.integrations.flash_mla_schedule import (
@@ -28,19 +30,23 @@ from openmla.integrations.flash_mla_schedule import (
 )
 from openmla.integrations.later import Later
 from openmla.ops import Segment, mqa_paged, mqa_sparse
-from openmla.ops._queries import multiplies_fp8
+from openmla.ops._queries import E4M3, EIGHT_BITS, multiplies_fp8, out_dtype
 
 __all__ = [
     "FlashMLASchedMeta",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
+    "fused_norm_rope_attn_rope_cast",
     "get_mla_decoding_metadata",
     "get_mla_metadata",
     "has_legacy",
     "install",
     "uninstall",
+    "warm",
 ]
 
+OFFERED = [each for each in __all__ if each.startswith(("flash_mla_", "get_", "has_"))]
+SUBMODULES = ("flash_mla_interface", "fused_norm_rope_attn_rope_cast")
 __version__ = "1.0.0+openmla"
 
 # How the ops' arguments are called here.
@@ -65,17 +71,17 @@ def install(*, force: bool = False) -> bool:
     Where the original is installed it stays, unless `force`. Once a flash_mla is imported this is
     refused: whoever has it would keep it.
     """
-    return drop_in.install(__name__, "flash_mla", "flash_mla_interface", force=force)
+    return drop_in.install(__name__, "flash_mla", *SUBMODULES, force=force)
 
 
 def uninstall() -> None:
     """Undo install()."""
-    drop_in.uninstall(__name__, "flash_mla", "flash_mla_interface")
+    drop_in.uninstall(__name__, "flash_mla", *SUBMODULES)
 
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"flash_mla: {name} is not part of openmla's drop-in, which has {', '.join(__all__[1:6])}."
+        f"flash_mla: {name} is not part of openmla's drop-in, which has {', '.join(OFFERED)}."
     )
 
 
@@ -106,12 +112,13 @@ def flash_mla_with_kvcache(
     kv_format: str | None = None,
     descale_q: Tensor | None = None,  # [1] f32
     descale_k: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # out [b, s_q, h_q, head_dim_v], lse [b, h_q, s_q] f32
     """Latent attention of s_q tokens of each request: over all its keys by block_table, or with
     `indices` over listed ones of one or two caches.
 
     Caches are of 16 bits, of 656 bytes a row (V3.2), 584 (V4), or fp8 with a scale. Any number of
-    heads, any page size; lists also of 16-bit rows.
+    heads, any page size; lists also of 16-bit rows. `out` is filled and returned.
     """
     try:
         # what shapes and dtypes say, once for calls that are alike
@@ -125,9 +132,11 @@ def flash_mla_with_kvcache(
             None if extra_k_cache is None else (extra_k_cache.shape, extra_k_cache.dtype),
             None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape,
             None if extra_topk_length is None else extra_topk_length.shape,
-            attn_sink is not None, descale_q is not None,
+            attn_sink is not None, descale_q is not None, descale_k is not None,
         )  # fmt: skip
         check_schedule(tile_scheduler_metadata, num_splits, plan.shape)
+        B, n, H, _, _ = plan.dims
+        _check_out("flash_mla_with_kvcache", out, (B, n, H, head_dim_v), q)
         scale = plan.scale if softmax_scale is None else softmax_scale
         if indices is None:
             assert block_table is not None and cache_seqlens is not None
@@ -144,7 +153,7 @@ def flash_mla_with_kvcache(
         raise refused("flash_mla_with_kvcache", error, NAMES) from error
     if type(tile_scheduler_metadata) is FlashMLASchedMeta:
         tile_scheduler_metadata.fill(plan.shape)
-    return result
+    return result if out is None else (out.copy_(result[0]), result[1])
 
 
 def flash_mla_sparse_fwd(
@@ -157,11 +166,13 @@ def flash_mla_sparse_fwd(
     topk_length: Tensor | None = None,  # [s_q] i32
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # out [s_q, h_q, d_v], max_logits, lse [s_q, h_q]
     """Latent attention of each token over the rows of kv that it lists.
 
     max_logits, -inf where a token has no row, are computed when they are looked at. With
-    return_log2_lse True both statistics are of base 2, with False they are None.
+    return_log2_lse True both statistics are of base 2, with False they are None. `out` is filled
+    and returned.
     """
     try:
         shape, named = kv.shape, indices.shape
@@ -176,11 +187,13 @@ def flash_mla_sparse_fwd(
                 f"{q.dtype} and {kv.dtype}."
             )
         (T, _, K), (S, _, D) = named, shape
+        _check_out("flash_mla_sparse_fwd", out, (*q.shape[:2], d_v), q)
         listed = indices.view(T, K)
         one, begins, zeros, all_of_them, _ = kept(_listed_constants, q, q.shape[0], K, 0)
         lens = all_of_them if topk_length is None else topk_length
         segment = Segment(kv.view(1, S, D), one, PLAIN[kv.dtype], "slots", None, listed, lens)
-        out, lse = mqa_sparse(q, begins, zeros, segment, None, attn_sink, C=d_v, scale=sm_scale)
+        made, lse = mqa_sparse(q, begins, zeros, segment, None, attn_sink, C=d_v, scale=sm_scale)
+        out = made if out is None else out.copy_(made)
     except OpenMLAError as error:
         raise refused("flash_mla_sparse_fwd", error, NAMES_OF_PROMPTS) from error
     if return_log2_lse is False:
@@ -194,6 +207,30 @@ def flash_mla_sparse_fwd(
         largest = Later(lse.shape, _max_logits, wanted, sm_scale * unit)
     lse = _as_theirs(lse)
     return out, largest, lse.mul_(unit) if return_log2_lse else lse
+
+
+def _check_out(where: str, out: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
+    """A caller's buffer can take the result; looked at before anything runs."""
+    if out is None:
+        return
+    dtype = out_dtype(q.dtype)
+    if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (
+        shape, dtype, q.device,
+    ):  # fmt: skip
+        got = type(out).__name__
+        if isinstance(out, Tensor):
+            got = f"{tuple(out.shape)} of {out.dtype} on {out.device}"
+        raise DropInError(
+            f"{where}: out must be a tensor of {tuple(shape)} of {dtype} on {q.device}, got {got}."
+        )
+
+
+def warm(num_heads: int, **sizes: Any) -> None:
+    """Compile the kernels that calls of these sizes run, before the first request; see
+    help(openmla.integrations.flash_mla_warm.warm) for the sizes."""
+    from openmla.integrations.flash_mla_warm import warm
+
+    warm(num_heads, **sizes)
 
 
 def _dense(
@@ -216,13 +253,17 @@ def _dense(
         B, tokens, causal = B * n, 1, False
     one, begins = kept(_dense_constants, q, B, tokens)
     unit = one if descale_k is None else descale_k.reshape(())
-    eight_bits, q_scale = q.dtype == torch.float8_e4m3fn, None
-    multiplied = eight_bits and format == "fp8" and multiplies_fp8(q.device)
-    wide = eight_bits and not multiplied
-    if multiplied:
-        q_scale = one if descale_q is None else descale_q.reshape(())
-    elif wide:  # exact; their scale goes to the keys, whose values are mended at the end
-        q, unit = q.to(torch.bfloat16), unit if descale_q is None else unit * descale_q.reshape(())
+    q_scale, unscaled, dtype = None, None, out_dtype(q.dtype)
+    if q.dtype == E4M3:
+        by = None if descale_q is None else descale_q.reshape(())
+        if format in EIGHT_BITS and (q.is_cpu or multiplies_fp8(q.device)):
+            q_scale = one if by is None else by
+        elif by is None:
+            q = q.to(torch.bfloat16)  # exact
+        elif FORMATS[format].scaled:  # exact: the keys' scale holds both, outputs lose one again
+            q, unit, unscaled = q.to(torch.bfloat16), unit * by, by
+        else:  # no other scale reaches these rows
+            q = q.to(torch.float32) * by
     parts = []
     for g in range(G):
         pages = k_cache.select(2, g)
@@ -235,9 +276,9 @@ def _dense(
             )
         )  # fmt: skip
     out, lse = parts[0] if G == 1 else map(partial(torch.cat, dim=1), zip(*parts, strict=True))
-    out = out.view(-1, n, H, C)
-    if wide and descale_q is not None:
-        out = out.div_(descale_q)
+    out = out.view(-1, n, H, C).to(dtype)
+    if unscaled is not None:
+        out = out.div_(unscaled)
     if n == 1:
         return out, _as_theirs(lse).view(-1, H, 1)
     return out, _as_theirs(lse.view(-1, n, H).transpose(1, 2).contiguous())

@@ -49,6 +49,7 @@ class Call(NamedTuple):
     extra_topk_length: Shape | None
     attn_sink: bool
     descale_q: bool
+    descale_k: bool
 
 
 @lru_cache(maxsize=1024)
@@ -57,6 +58,7 @@ def plan_of(*call: Any) -> Plan:
     (
         q, q_dtype, k_cache, dtype, causal, is_fp8, kv_format, batch_invariant, table, seqlens,
         indices, topk_length, extra, extra_indices, extra_topk_length, sink, descale_q,
+        descale_k,
     ) = Call(*call)  # fmt: skip
     if len(q) != 4 or len(k_cache) != 4:
         raise DropInError(
@@ -92,6 +94,11 @@ def plan_of(*call: Any) -> Plan:
     pages = []
     for shape, kind in caches:
         format = _format_of(kind, shape[3], D, kv_format)
+        if descale_k and not FORMATS[format].scaled:
+            raise DropInError(
+                f"flash_mla_with_kvcache: descale_k must be None for rows of {format}, which no "
+                "other scale applies to, got a tensor. Pass it for fp8 rows only."
+            )
         packed = format in PACKED.values() and kind != torch.uint8
         pages.append((format, packed))
     widths = [None if each is None else each[-1] for each in (indices, extra_indices)]

@@ -92,7 +92,7 @@ def calibrate_layer(
         hidden, positions, cache, plan = batch
         check_kind("calibrate", "cache", cache, LayerCache)
         check_kind("calibrate", "plan", plan, Plan)
-        check_tokens("calibrate", hidden, positions, plan, layer.config, layer.dtype)
+        check_tokens("calibrate", hidden, positions, cache, plan, layer.config, layer.dtype)
         projected, raw, _ = layer.project(hidden, positions, plan)
         finish(raw, plan)
         tokens = plan.num_tokens - plan.padding

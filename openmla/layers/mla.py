@@ -19,9 +19,9 @@ from openmla.attention import (
 from openmla.attention.quantized import end_plainly
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
-from openmla.config import MLAConfig
+from openmla.config import MLAConfig, check_layer_number
 from openmla.config.families import FAMILIES
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError, UnsupportedError, check_kind
 from openmla.layers.eight_bits import (
     absorb_eight_bits,
     check_absorbed_format,
@@ -74,11 +74,18 @@ def check_tokens(
     where: str,
     hidden: Tensor,
     positions: Tensor,
+    cache: LayerCache,
     plan: Plan | RankPlan,
     config: MLAConfig,
     dtype: torch.dtype,
 ) -> None:
     """A layer's tokens are as planned, and of its own dtype."""
+    check_kind(where, "cache", cache, LayerCache)
+    if not isinstance(plan, Plan | RankPlan):
+        raise ConfigError(
+            f"{where}: plan must be of type Plan or RankPlan, got {type(plan).__name__}. Call "
+            "make_plan() or plan_over_ranks()."
+        )
     T, width = plan.num_tokens, config.hidden_size
     for name, given in (("hidden", hidden), ("positions", positions)):
         if not isinstance(given, Tensor):
@@ -128,6 +135,7 @@ class MLAAttention(nn.Module):
         super().__init__()
         check_absorbed_format("MLAAttention", absorbed_format)
         config.check_layer("MLAAttention")
+        check_layer_number(layer)
         if config.compressor is not None:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} needs another layer. Use MLAAttentionV4."
@@ -303,7 +311,7 @@ class MLAAttention(nn.Module):
 
         A layer without an indexer of its own takes that of the layer before as `selection`.
         """
-        check_tokens("MLAAttention", hidden, positions, plan, self.config, self.dtype)
+        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, self.dtype)
         if self.indexer is not None and cache.index is None:
             raise ConfigError("MLAAttention: cache must have index rows for this layer, got none.")
         if self.indexer is None and plan.chooses and selection is None:

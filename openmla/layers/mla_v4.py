@@ -173,7 +173,7 @@ class MLAAttentionV4(nn.Module):
         plan: Plan | RankPlan,
         mine: Plan,
     ) -> None:
-        check_tokens("MLAAttentionV4", hidden, positions, plan, self.config, self.dtype)
+        check_tokens("MLAAttentionV4", hidden, positions, cache, plan, self.config, self.dtype)
         step = mine.compressed
         if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(

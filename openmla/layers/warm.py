@@ -22,12 +22,14 @@ from openmla.attention import (
 from openmla.backends.asked import Asked, check_asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
+from openmla.errors import check_kind
 from openmla.hardware import multiprocessors
 from openmla.layers.warm_v4 import numbers_of_tokens, run_compressed_steps
 from openmla.layers.weights import absorb
 from openmla.outputs import get_output_format, make_output
 from openmla.plan import Batch, Plan, Workspace, make_plan, reserve
 from openmla.plan.checks import (
+    check_dtype,
     check_eight_bit_products,
     check_planned_output,
     check_planned_queries,
@@ -68,6 +70,9 @@ def warmup(
     check_asked("warmup", backend)
     if output is not None:
         check_planned_output(config, output)
+    check_kind("warmup", "config", config, MLAConfig)
+    check_kind("warmup", "cache", cache, LayerCache)
+    check_dtype("warmup", dtype)
     check_planned_queries("warmup", config, cache, query_dtype)
     check_wide_queries("warmup", query_dtype, dtype)
     check_prefill_dtype("warmup", prefill_dtype, config)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.cache.format import check_pages, get_format
+from openmla.cache.format import check_blocks_apart, check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
@@ -33,6 +33,7 @@ def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
     W = layout.width(kv_c.shape[-1] + k_pe.shape[-1]) if kv_c.dim() and k_pe.dim() else 0
     dims = bind("cache_write", _SPEC, tensors, {"W": W})
     check_pages("cache_write", cache, format)
+    check_blocks_apart("cache_write", "cache", cache)
     if kv_c.dtype != k_pe.dtype:
         raise ShapeError(f"cache_write: k_pe must be {kv_c.dtype} like kv_c, got {k_pe.dtype}.")
     if dims["S"] > dims["T"]:

@@ -37,7 +37,13 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.cache.format import check_pages, get_format, state_rows, state_width
+from openmla.cache.format import (
+    check_blocks_apart,
+    check_pages,
+    get_format,
+    state_rows,
+    state_width,
+)
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_block_table, check_slots, check_start_loc
@@ -67,6 +73,8 @@ def _check(
     }
     dims = bind(op, _SPEC, tensors, known)
     check_pages(op, cache, format)
+    check_blocks_apart(op, "cache", cache)
+    check_blocks_apart(op, "state", state)
     wide = torch.promote_types(kv.dtype, torch.float32)
     for name, tensor, dtype in (("score", score, kv.dtype), ("state", state, wide)):
         if tensor.dtype != dtype:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.cache.format import check_pages, get_format
+from openmla.cache.format import check_blocks_apart, check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
@@ -37,6 +37,7 @@ def _check(
     W = layout.width(k_raw.shape[-1]) if k_raw.dim() else 0
     dims = bind("index_write", _SPEC, tensors, {"W": W})
     check_pages("index_write", cache, format)
+    check_blocks_apart("index_write", "cache", cache)
     DI, R = dims["DI"], dims["R"]
     if tensors[5].dtype.itemsize < 4:
         raise ShapeError(f"index_write: table must be float32 or float64, got {tensors[5].dtype}.")

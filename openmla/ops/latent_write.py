@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.cache.format import check_pages, get_format
+from openmla.cache.format import check_blocks_apart, check_pages, get_format
 from openmla.errors import ShapeError
 from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
 from openmla.ops._values import check_slots
@@ -43,6 +43,7 @@ def _check(
     W = get_format(format, "latent").width(kv.shape[-1]) if kv.dim() else 0
     dims = bind(op, _SPEC, tensors, {"W": W})
     check_pages(op, cache, format)
+    check_blocks_apart(op, "cache", cache)
     dims["R"] = 0
     if table is not None:
         dims["R"] = bind(op, "kv:T D, table:Q R f row", (kv, table))["R"]

@@ -38,7 +38,8 @@ from openmla.parallel.layout import Shard
 from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
 from openmla.plan import Batch, Plan, Workspace, make_plan
-from openmla.plan.checks import check_batch
+from openmla.plan.captured import check_buffers
+from openmla.plan.checks import check_batch, check_dtype
 from openmla.plan.forms import choose_absorbed
 from openmla.plan.problems import chosen
 from openmla.plan.rows import pick, pick_rows, rope_offsets, some
@@ -83,7 +84,9 @@ def plan_over_ranks(
     try:
         rows = _check_kinds(batch, config, cache)
         fields |= _fields(batch, config, cache, ranks)
-        fields["options"] = {"form": form, "context": context, "captured": into is not None} | asked
+        sizes = {"workspace": _num_rows(workspace), "into": _shapes(into)}
+        fields["options"] = {"form": form, "context": context} | sizes | asked
+        check_dtype("parallel", dtype)
         _check_step(batch, form, context)
         if config.compressor is not None:
             options = asked | {"form": form, "workspace": workspace, "into": into}
@@ -142,6 +145,22 @@ def _fields(batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks) ->
         "window_table": batch.window_table,
         "state_slots": batch.state_slots,
     }
+
+
+def _num_rows(workspace: Workspace | None) -> int | None:
+    """Context rows gathered at once: they decide how many collectives there are."""
+    if workspace is None:
+        return None
+    check_kind("parallel", "workspace", workspace, Workspace)
+    return workspace.num_rows
+
+
+def _shapes(into: dict[str, Tensor] | None) -> dict[str, tuple[int, ...]] | None:
+    """The buffers' sizes are those of a captured step's collectives."""
+    if into is None:
+        return None
+    check_buffers("parallel", "into", into)
+    return {name: tuple(buffer.shape) for name, buffer in sorted(into.items())}
 
 
 def _check_step(batch: Batch, form: str, context: str) -> None:

@@ -11,7 +11,7 @@ from openmla.cache import LayerCache, PagedCache
 from openmla.cache.blocks import LONG, slots_of_blocks
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
-from openmla.errors import ConfigError, ShapeError, UnsupportedError
+from openmla.errors import ConfigError, ShapeError, UnsupportedError, check_kind
 from openmla.hardware import capability
 from openmla.ops._queries import EIGHT_BITS, check_chip
 from openmla.ops._values import check_block_table, check_slots
@@ -19,6 +19,8 @@ from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
 from openmla.plan.places import last_blocks, last_slots
 from openmla.plan.workspace import Workspace
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: str) -> None:
@@ -48,6 +50,13 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
             f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
             f"the latent ones, got {index.num_blocks} of {index.block_size}."
         )
+
+
+def check_dtype(where: str, dtype: torch.dtype | None) -> None:
+    """Queries are floating-point; fp8 ones are asked for by query_dtype."""
+    if dtype is not None and dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise ConfigError(f"{where}: dtype must be one of {names}, got {dtype!r}.")
 
 
 def check_query_dtype(
@@ -101,6 +110,7 @@ def check_workspace(
     workspace: Workspace, config: MLAConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """A workspace of warmup() is for this config, dtype and device."""
+    check_kind("plan", "workspace", workspace, Workspace)
     H, P, V = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
     for name, tensor, shape in (
         ("rows", workspace.rows, (config.latent_dim,)),

@@ -19,6 +19,7 @@ from openmla.plan.captured import captured_parts, check_buffers, fill
 from openmla.plan.checks import (
     check_batch,
     check_cache,
+    check_dtype,
     check_eight_bit_products,
     check_planned_output,
     check_planned_queries,
@@ -100,6 +101,7 @@ def make_plan(
     _check_into(into, compiled)
     if output is not None:
         check_planned_output(config, output)
+    check_dtype("plan", dtype)
     check_planned_queries("plan", config, cache, query_dtype)
     check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
     asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}

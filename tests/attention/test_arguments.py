@@ -20,6 +20,7 @@ from openmla import (
     plan_buffers,
     warmup,
 )
+from openmla.attention import IndexInputs, attend_compressed, select_step
 from tests.attention.known import DENSE, SPARSE, Requests, latent_bits
 
 NUMBERS: Any = {"num_heads": 4, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
@@ -86,6 +87,27 @@ def test_what_stands_around_a_step() -> None:
         ),
         "plan_buffers: max_tokens must be at least max_requests=2": lambda: plan_buffers(
             DENSE, cache, **{**SIZES, "max_tokens": 1}
+        ),
+        "warmup: dtype must be one of ": lambda: warmup(
+            DENSE, cache, max_requests=1, max_tokens=1, dtype=torch.int32
+        ),
+        "warmup: cache must be of type LayerCache": lambda: warmup(
+            DENSE,
+            None,  # type: ignore[arg-type]
+            max_requests=1,
+            max_tokens=1,
+        ),
+        "select: plan must be of type Plan, got NoneType": lambda: select_step(
+            IndexInputs(q_latent, q_latent, None),
+            cache,
+            None,  # type: ignore[arg-type]
+        ),
+        "step: plan must be of type Plan, got NoneType": lambda: attend_compressed(
+            q_latent,
+            q_latent,
+            cache,
+            None,  # type: ignore[arg-type]
+            sink=q_latent,
         ),
         "warmup: backend 'tritton' is not known.*'triton'": lambda: warmup(
             DENSE, cache, max_requests=1, max_tokens=1, backend="tritton"

@@ -107,6 +107,26 @@ def test_it_can_stand_back() -> None:
     assert choose_backend(ASKED) == "reference" and choose_backend(ASKED, "mine") == "mine"
 
 
+@pytest.mark.parametrize("name", ["why_not", "slower"])
+def test_an_error_of_its_own_names_it(name: str) -> None:
+    def lost(problem: Problem) -> str | None:
+        raise KeyError("rows")
+
+    openmla.register_backend("merge_states", "mine", without(**{name: lost}))
+    said = (
+        f"merge_states: {name} of backend 'mine' must answer .* got KeyError: 'rows'.* unregister_"
+    )
+    with pytest.raises(ConfigError, match=said) as caught:
+        merge_states(*states())
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_reason_is_a_sentence() -> None:
+    openmla.register_backend("merge_states", "mine", without(why_not=lambda problem: False))
+    with pytest.raises(ConfigError, match=r"why_not of backend 'mine' must return .* got False"):
+        choose_backend(ASKED)
+
+
 def paged_plan(backend: Any = "auto") -> openmla.Plan:
     config = PRESETS["tiny-v3"]
     cache = allocate_cache(config, num_blocks=8, block_size=16, format="fp32")

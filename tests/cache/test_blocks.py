@@ -142,6 +142,14 @@ def test_growing() -> None:
         (lambda pool: pool.take({"b": 1, "a": -1}), "tokens for request 'a' must be an integer"),
         (lambda pool: pool.slot_mapping([("a", 0, 6)]), "positions of request 'a' must lie in"),
         (lambda pool: pool.slot_mapping([("x", 0, 1)]), "positions of request 'x' must lie in"),
+        (lambda pool: pool.slot_mapping([("a", 0.0, 1)]), "start must be an integer, got 0.0"),
+        (lambda pool: pool.slot_mapping([("a", 0, 2.5)]), "stop must be an integer, got 2.5"),
+        (lambda pool: pool.slot_mapping([], num_rows=2.0), "num_rows must be an integer, got 2.0"),
+        (lambda pool: pool.block_table(["a"], num_columns=3.5), "num_columns must be an integer"),
+        (lambda pool: pool.truncate("a", 2.0), "num_tokens must be an integer, got 2.0"),
+        (lambda pool: pool.check_truncate("a", True), "num_tokens must be an integer, got True"),
+        (lambda pool: pool.share("a", "b", 4.0), "num_tokens must be an integer, got 4.0"),
+        (lambda pool: pool.grow(5.0), "num_blocks must be an integer, got 5.0"),
     ],
 )
 def test_bad_calls_change_nothing(call, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -74,6 +74,21 @@ def test_layers_that_share_a_selection_keep_no_keys() -> None:
     assert [cache.index is None for cache in caches] == [False, True, False]
 
 
+@pytest.mark.parametrize("name", ["tiny-v3", "tiny-v3.2", "tiny-glm-5.2"])
+def test_layers_are_counted_from_zero(name: str) -> None:
+    for layer in (-1, 1.0, True, None):
+        with pytest.raises(ConfigError, match="layer must be an integer of at least 0, got"):
+            allocate_cache(PRESETS[name], num_blocks=2, block_size=4, layer=layer)  # type: ignore[arg-type]
+
+
+def test_blocks_may_lie_among_others() -> None:
+    """Layers side by side in a page, and rows of all blocks one after another."""
+    for data in (torch.zeros(2, 5, 3, 4)[:, 1], torch.zeros(3, 2, 4).transpose(0, 1)):
+        assert PagedCache(data, "fp32", ONE).num_blocks == 2
+    one_row = torch.zeros(1).as_strided((1, 1, 1), (0, 0, 1))
+    assert PagedCache(one_row, "fp32", ONE).num_blocks == 1
+
+
 def test_packed_latents_need_whole_groups() -> None:
     """Or rope columns would be quantised with the latent."""
     config = replace(PRESETS["deepseek-v3"], kv_lora_rank=448)
@@ -90,6 +105,10 @@ def test_packed_latents_need_whole_groups() -> None:
         (torch.zeros(2, 3, 4), "fp32", 1.0, "kv_scale must be a tensor, got float"),
         (torch.zeros(2, 3, 4), "bf16", ONE, "cache must be torch.bfloat16 for format bf16"),
         (torch.zeros(2, 3, 8)[:, :, ::2], "fp32", ONE, "data must be contiguous along a row"),
+        (torch.zeros(1, 3, 4).expand(2, 3, 4), "fp32", ONE, "data must have blocks that do not ov"),
+        (torch.zeros(2, 1, 4).expand(2, 3, 4), "fp32", ONE, "data must have blocks that do not ov"),
+        (torch.zeros(36).as_strided((2, 3, 4), (8, 4, 1)), "fp32", ONE, "data must have blocks th"),
+        (torch.zeros(36).as_strided((2, 3, 4), (4, 4, 1)), "fp32", ONE, "data must have blocks th"),
         (torch.zeros(2, 3, 4), "fp32", ONE[None], "kv_scale must be a float32 scalar tensor"),
         (torch.zeros(2, 3, 4), "fp32", ONE.double(), "kv_scale must be a float32 scalar tensor"),
         (torch.zeros(2, 3, 4), "fp32", ONE.to("meta"), "kv_scale must be on cpu, got meta"),

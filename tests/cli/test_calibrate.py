@@ -109,6 +109,11 @@ def test_a_checkpoint_with_scales(
         (["generate", "--model", "demo", "--kv-scale", "-1"], "--kv-scale must be positive and"),
         (["generate", "--model", "demo", "--kv-scale", "nan"], "--kv-scale must be positive and"),
         (["generate", "--model", "demo", "--kv-scale", "inf"], "--kv-scale must be positive and"),
+        (
+            ["generate", "--model", "demo", "--kv-scale", "1e38"],
+            "from 1e-12 to 1e+12, or a file",
+        ),
+        (["generate", "--model", "demo", "--kv-scale", "1e-30"], "from 1e-12 to 1e+12, or a file"),
     ],
 )
 def test_refusals(

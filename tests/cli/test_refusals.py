@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 from openmla.cli.__main__ import main
+from tests.integrations.models import make_model
 
 Damage = Callable[[Path], object]
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,33 @@ def without_a_tensor(folder: Path) -> None:
 def pickled(folder: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
+
+
+def stored_as(dtype: torch.dtype, part: str = "") -> Damage:
+    """Weights cast, all of them or those with a part of a name."""
+
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        for name in weights:
+            if part in name:
+                weights[name] = weights[name].to(dtype)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def generation(**fields: Any) -> Damage:
+    return written("generation_config.json", json.dumps(fields).encode())
+
+
+def ending_with(token: Any) -> Damage:
+    """config.json says it, no generation_config.json is there to say otherwise."""
+
+    def damage(folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        config(eos_token_id=token)(folder)
+
+    return damage
 
 
 def without_a_shard(folder: Path) -> None:
@@ -162,6 +190,22 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "quantised oddly": (config(quantization_config={"quant_method": "x"}), "transformers knows"),
     "quantised, a list": (config(quantization_config=[1]), "transformers cannot read config.json"),
     "tokenizer": (written("tokenizer.json", b"{"), "transformers cannot load the tokenizer"),
+    "generation broken": (written("generation_config.json", b"{"), "use generation_config.json"),
+    "generation a list": (written("generation_config.json", b"[]"), "use generation_config.json"),
+    "generation mistyped": (generation(repetition_penalty="x"), "must be a finite number, got 'x"),
+    "end a word": (generation(eos_token_id="x"), "must be a token from 0 to 255, got 'x'"),
+    "ends a word": (generation(eos_token_id=[1, "x"]), "eos_token_id in generation_config.json"),
+    "end past the words": (generation(eos_token_id=256), "from 0 to 255, got 256"),
+    "end negative": (ending_with(-3), "eos_token_id in config.json must be a token from 0 to 255"),
+    "end absurd": (ending_with(2**70), "eos_token_id in config.json must be a token from 0 to 25"),
+    "weights int8": (stored_as(torch.int8), "must be stored in 16 bits or wider where config.js"),
+    "weights bool": (stored_as(torch.bool), "has no quantization_config, got BOOL. Add the one"),
+    "weights e4m3": (stored_as(torch.float8_e4m3fn, "kv_b_proj"), "kv_b_proj.weight must be sto"),
+    "weights int64": (stored_as(torch.int64, "kv_b_proj"), "quantization_config, got I64"),
+}
+WITH_EXPERTS: dict[str, tuple[Damage, str]] = {
+    "experts": (config(num_experts_per_tok=99), "transformers cannot run it: RuntimeError: selec"),
+    "experts e4m3": (stored_as(torch.float8_e4m3fn, "experts"), "got F8_E4M3. Add the one"),
 }
 
 
@@ -224,6 +268,25 @@ def test_checkpoints(
     damage(folder)
     said = sentence(["generate", "--model", str(folder), *ASK], capsys, may_load=True)
     assert message in said
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_checkpoints_with_experts(
+    name: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, message = WITH_EXPERTS[name]
+    folder = here / "model"
+    with torch.no_grad():
+        model = make_model("deepseek_v3", first_k_dense_replace=1)
+        model.resize_token_embeddings(256)
+        model.save_pretrained(folder)
+    capsys.readouterr()
+    damage(folder)
+    for command in (
+        ["generate", "--model", str(folder), *ASK],
+        ["eval", "--model", str(folder), "--text", str(here / "letters")],
+    ):
+        assert message in sentence(command, capsys, may_load=True)
 
 
 def test_fp8_without_accelerate(

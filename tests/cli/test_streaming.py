@@ -161,7 +161,7 @@ def test_a_chat_in_turns(
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     assert main(["generate", str(folder), "--chat", "--max-tokens", "2"]) == 0
-    assert [[m["role"] for m in history] for history in seen[1:]] == [
+    assert [[m["role"] for m in history] for history in seen] == [
         ["user"],
         ["user", "assistant", "user"],
     ]

@@ -70,6 +70,36 @@ def test_scales_equal_transformers(name: str) -> None:
         assert math.isclose(ours.rope.cos_sin_scale, factor, rel_tol=1e-15)
 
 
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {},
+        {"attention_factor": 1.5},
+        {"attention_factor": None},
+        {"mscale": 0.5, "mscale_all_dim": 1.0},
+        {"mscale": 0.5},
+        {"mscale_all_dim": 1.0},
+    ],
+    ids=str,
+)
+def test_v4_scales_cos_and_sin_as_transformers(terms: dict[str, Any], nested: bool) -> None:
+    """The compressed layers' rope, also under its own name in rope_parameters."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    fields = {k: v for k, v in CHECKPOINTS["tiny-v4"].items() if not k.startswith("rope")}
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256, **terms}
+    main = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    compress = {**yarn, "rope_theta": 160000.0, "partial_rotary_factor": 0.25}
+    fields["rope_parameters"] = {"main": main, "compress": compress} if nested else yarn
+    ours, theirs = MLAConfig.from_hf(fields), transformers_config(fields)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"), layer_type="compress")
+    assert ours.compressor is not None
+    assert math.isclose(ours.compressor.rope.cos_sin_scale, factor, rel_tol=1e-15)
+    assert ours.compressor.rope.logit_scale == 1.0 and ours.scale == theirs.head_dim**-0.5
+    assert ours == MLAConfig.from_hf(theirs)
+
+
 def test_longrope_factor_equals_transformers() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from openmla.backends import Problem, choose_backend, why_not
-from openmla.errors import ConfigError
+from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations import deep_gemm, flash_mla
 
 DROP_INS = {"flash_mla": flash_mla, "deep_gemm": deep_gemm}
@@ -31,7 +33,7 @@ ON_HOPPER = Problem(
 @pytest.fixture(autouse=True)
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if neither original were there, nor imported."""
-    for name in (*DROP_INS, "flash_mla.flash_mla_interface"):
+    for name in (*DROP_INS, *(f"flash_mla.{each}" for each in flash_mla.SUBMODULES)):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr("openmla.integrations.drop_in.find_spec", lambda name: None)
     yield
@@ -63,6 +65,74 @@ def test_their_submodule_is_found_too() -> None:
     flash_mla.install()
     found = importlib.import_module("flash_mla.flash_mla_interface")
     assert found.FlashMLASchedMeta is flash_mla.FlashMLASchedMeta
+
+
+# Import lines of released callers: SGLang 0.5.23 and earlier, vLLM's and FlashMLA's own examples.
+RELEASED = (
+    "from flash_mla import flash_mla_with_kvcache, get_mla_metadata",
+    "from flash_mla import flash_mla_sparse_fwd, get_mla_decoding_metadata, has_legacy",
+    "from flash_mla.flash_mla_interface import FlashMLASchedMeta",
+    "from flash_mla import fused_norm_rope_attn_rope_cast as mega",
+    "import flash_mla.fused_norm_rope_attn_rope_cast as mega",
+)
+
+
+def test_lines_of_released_callers_import() -> None:
+    flash_mla.install()
+    for line in RELEASED:
+        exec(line, {})
+    theirs: Any = importlib.import_module("flash_mla.fused_norm_rope_attn_rope_cast")
+    for name in ("prefill", "decode", "permute_q_b_proj", "permute_wv_proj"):
+        said = rf"fused_norm_rope_attn_rope_cast\.{name} is not implemented"
+        with pytest.raises(UnsupportedError, match=said):
+            getattr(theirs, name)(1, q=2)
+    assert not hasattr(flash_mla, "flash_attn_varlen_func")  # whoever looks for it finds none
+    flash_mla.uninstall()
+    assert not any(name.startswith("flash_mla") for name in sys.modules)
+
+
+def sglang_file() -> Path:
+    """SGLang's own file that imports flash_mla: from a folder that its wheel was unpacked into, or
+    from the installed package."""
+    inside = Path("kernels", "ops", "attention", "flash_mla_interface.py")
+    unpacked = os.environ.get("OPENMLA_TEST_SGLANG")
+    if unpacked is not None:
+        return Path(unpacked) / "sglang" / inside
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("SGLang is not installed, and OPENMLA_TEST_SGLANG names no unpacked wheel")
+    return Path(spec.submodule_search_locations[0]) / inside
+
+
+def test_sglang_calls_it() -> None:
+    file = sglang_file()
+    flash_mla.install()
+    spec = spec_from_file_location("sglang_flash_mla_interface", file)
+    assert spec is not None and spec.loader is not None
+    theirs: Any = module_from_spec(spec)
+    spec.loader.exec_module(theirs)
+    q = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    pages = torch.randn(2, 64, 1, 576, dtype=torch.bfloat16)
+    table, lens = torch.tensor([[0], [1]]).int(), torch.tensor([3, 64]).int()
+    expected = flash_mla.flash_mla_with_kvcache(
+        q, pages, table, lens, 512, flash_mla.get_mla_metadata()[0]
+    )
+    for schedule in (theirs.get_mla_metadata(), theirs.get_mla_metadata(lens, 16, 1)):
+        found = theirs.flash_mla_with_kvcache(q, pages, table, lens, 512, *schedule)
+        assert all(map(torch.equal, found, expected))
+    one, small = torch.ones(1), (q.to(torch.float8_e4m3fn), pages.to(torch.float8_e4m3fn))
+    schedule = theirs.get_mla_metadata(lens, 16, 1, is_fp8_kvcache=True)
+    eight, _ = theirs.flash_mla_with_kvcache(
+        *small, table, lens, 512, *schedule, descale_q=one, descale_k=one
+    )
+    assert eight.dtype == torch.bfloat16 and eight.isfinite().all()
+    listed = torch.tensor([[[0, 3]], [[2, -1]]]).int()
+    _, _, lse = theirs.flash_mla_sparse_fwd(q[:, 0], pages.flatten(0, 1), listed, 0.1)
+    natural = flash_mla.flash_mla_sparse_fwd(q[:, 0], pages.flatten(0, 1), listed, 0.1)[2]
+    assert natural is not None
+    torch.testing.assert_close(lse, natural * math.log2(math.e))
+    with pytest.raises(UnsupportedError, match="decode is not implemented in openmla's drop-in"):
+        theirs.flash_mla_mega_decode(q[:, 0], pages, listed, lens, pages, 0.1)
 
 
 @pytest.mark.parametrize("name", DROP_INS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from openmla.cache.format import FORMATS
-from openmla.errors import OpenMLAError, UnsupportedError
-from openmla.integrations import flash_mla
+from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
+from openmla.integrations import deep_gemm, flash_mla
 from openmla.integrations.flash_mla import (
     FlashMLASchedMeta,
     flash_mla_sparse_fwd,
@@ -160,6 +161,25 @@ def stored(format: str, N: int, BS: int, D: int) -> tuple[Tensor, Tensor]:
     slots = torch.arange(N * BS)
     layout.write(pages, slots, torch.randn(N * BS, D).mul(0.5), ONE)
     return pages.unsqueeze(2), layout.read(pages, slots, ONE, torch.float32, D)
+
+
+@pytest.mark.parametrize(("format", "D"), [("fp8_ds_mla", 576), ("fp8_dsv4", 512), ("bf16", 576)])
+def test_dense_fp8_queries_over_rows_with_their_own_scales(
+    format: str, D: int, device: str
+) -> None:
+    torch.manual_seed(1)
+    pages, rows = stored(format, 3, 64, D)
+    q, lens, of_q = torch.randn(2, 2, 16, D).to(FP8), [3, 130], 0.03
+    table = torch.arange(3, dtype=torch.int32).expand(2, 3)
+    out, lse = on(
+        device, flash_mla_with_kvcache, q, pages, table, torch.tensor(lens, dtype=torch.int32), 512,
+        get_mla_metadata()[0], causal=True, descale_q=torch.tensor([of_q]),
+    )  # fmt: skip
+    for b, S in enumerate(lens):
+        for i in range(2):
+            exact = attended(of_q * q[b, i].double(), rows[: S - 1 + i], 512, D**-0.5)
+            close(out[b, i], exact[0])
+            close(lse[b, :, i], exact[1], torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +379,64 @@ def test_calls_are_traced_whole() -> None:
         torch.testing.assert_close(traced, eager + 0)
 
 
+def test_results_go_into_a_buffer_that_is_given() -> None:
+    pages, table = paged([5, 70], 64, 1, 576, BF16)
+    q, lens = torch.randn(2, 1, 8, 576).to(BF16), torch.tensor([5, 70], dtype=torch.int32)
+    listed = torch.tensor([[[0, 3]], [[2, -1]]], dtype=torch.int32)
+    rows = torch.randn(9, 1, 576).to(BF16)
+    wide = torch.zeros(2, 1, 8, 600, dtype=BF16)
+    for given in ({"block_table": table, "cache_seqlens": lens},
+                  {"block_table": None, "cache_seqlens": None, "indices": listed}):  # fmt: skip
+        call: dict[str, Any] = {"q": q, "k_cache": pages.nan_to_num(), "head_dim_v": 512, **given}
+        expected = flash_mla_with_kvcache(tile_scheduler_metadata=get_mla_metadata()[0], **call)
+        out = wide[..., :512]
+        found = flash_mla_with_kvcache(
+            tile_scheduler_metadata=get_mla_metadata()[0], out=out, **call
+        )
+        assert found[0] is out and torch.equal(out, expected[0])
+        assert torch.equal(found[1], expected[1])
+    room = torch.zeros(2, 8, 512, dtype=BF16)
+    assert flash_mla_sparse_fwd(q[:, 0], rows, listed, 0.1, out=room)[0] is room
+    assert torch.equal(room, flash_mla_sparse_fwd(q[:, 0], rows, listed, 0.1)[0])
+    for bad in (room[:1], room.float(), [0.0]):
+        with pytest.raises(RuntimeError, match="flash_mla_sparse_fwd: out must be a tensor of "):
+            flash_mla_sparse_fwd(q[:, 0], rows, listed, 0.1, out=bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("topk", [0, 16])
+def test_warm_calls_what_an_engine_will(
+    kv_format: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: dict[str, set[tuple[int, ...]]] = {}
+
+    def counted(op: Any, name: str, q: Tensor, *args: Any, **options: Any) -> Any:
+        called.setdefault(name, set()).add(tuple(q.shape))
+        return op(q, *args, **options)
+
+    for module, name in (
+        (flash_mla, "mqa_paged"),
+        (flash_mla, "mqa_sparse"),
+        (deep_gemm, "index_logits"),
+        (deep_gemm, "index_logits_ragged"),
+    ):
+        monkeypatch.setattr(module, name, partial(counted, getattr(module, name), name))
+    flash_mla.warm(
+        4, kv_format=kv_format, page_size=16, max_requests=3, max_query_len=2, max_keys=40,
+        topk=topk, index_heads=2, index_head_dim=32, device="cpu",
+    )  # fmt: skip
+    tokens = {(n, 4, 576) for n in (1, 2, 3, 6)}
+    if topk:
+        assert "mqa_paged" not in called
+        assert called["mqa_sparse"] == tokens | {(256, 4, 576)}
+    else:
+        assert called["mqa_paged"] == tokens and "mqa_sparse" not in called
+    assert called["index_logits_ragged"] == {(1, 2, 32), (256, 2, 32)}
+    assert called["index_logits"] == {(n, 2, 32) for n in (1, 2, 3, 6)}
+    with pytest.raises(ConfigError, match="warm: max_requests must be a positive integer, got 0"):
+        flash_mla.warm(4, max_requests=0, device="cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_captured_call_follows_its_lengths() -> None:
@@ -416,6 +494,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "kv_format": None,
         "descale_q": None,
         "descale_k": None,
+        "out": None,
     },
     "flash_mla_sparse_fwd": {
         "q": EMPTY,
@@ -427,6 +506,7 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "topk_length": None,
         "use_legacy": False,
         "return_log2_lse": None,
+        "out": None,
     },
     "get_mla_metadata": {"args": EMPTY, "kwargs": EMPTY},
     "get_mla_decoding_metadata": {
@@ -486,6 +566,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("attn_sink must not be given without", dense_call(attn_sink=torch.zeros(8)), AssertionError),
     ("block_table and cache_seqlens must", dense_call(block_table=None), AssertionError),
     ("descale_q must be None for q", dense_call(descale_q=torch.ones(1)), AssertionError),
+    ("descale_k must be None for rows of bf16", dense_call(descale_k=torch.ones(1)),
+     AssertionError),
+    ("descale_k must be None for rows of fp8_dsv4", listed_call(descale_k=torch.ones(1)),
+     AssertionError),
     # what their C++ checks
     ("cache_seqlens must be int32", dense_call(cache_seqlens=torch.tensor([5, 9])), RuntimeError),
     ("of the 2 requests", dense_call(cache_seqlens=torch.tensor([5], dtype=I32)), RuntimeError),

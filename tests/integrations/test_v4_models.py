@@ -71,6 +71,21 @@ def test_any_cut_is_one_pass(steps: tuple[int, ...], device: str) -> None:
     assert relative(torch.cat(parts, 1), expected) < 1e-5
 
 
+@pytest.mark.parametrize("terms", [{}, {"attention_factor": 1.5}], ids=str)
+def test_a_nested_yarn_scales_entries_as_the_model_does(terms: dict[str, float]) -> None:
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256}
+    share = {"partial_rotary_factor": 0.25}
+    ropes = {
+        "main": {"rope_type": "default", "rope_theta": 10000.0, **share},
+        "compress": {**yarn, "rope_theta": 160000.0, **share, **terms},
+    }
+    model = make_v4(rope_scaling=None, rope_parameters=ropes)
+    ids, _ = prompts((150, 150))
+    expected = model(ids, use_cache=False).logits
+    attach(model)
+    assert relative(model(ids).logits, expected) < 1e-5
+
+
 def test_rows_move_repeat_copy_and_crop() -> None:
     """What a cache is asked for by beams, candidates and assistants; states move with the rows."""
     model = make_v4()

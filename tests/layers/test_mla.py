@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from openmla import (
     PRESETS,
     Batch,
+    ConfigError,
     MLAAttention,
     RopeTable,
     ShapeError,
@@ -469,6 +470,8 @@ def test_other_layers_are_refused_by_name() -> None:
     gated = replace(PRESETS["tiny-v3.2"], model_type="axk2")
     with pytest.raises(UnsupportedError, match=r"MLAAttention: axk2 gates its output"):
         MLAAttention(gated)
+    with pytest.raises(ConfigError, match="layer must be an integer of at least 0, got -1"):
+        MLAAttention(PRESETS["tiny-v3"], layer=-1)
 
 
 def test_bad_calls_write_nothing() -> None:
@@ -494,6 +497,13 @@ def test_bad_calls_write_nothing() -> None:
         with pytest.raises(ShapeError) as error:
             peer.ours(hidden, where, server.cache, plan)
         assert f"MLAAttention: {message}" in str(error.value)
+    hidden = torch.zeros(8, 64)
+    with pytest.raises(ConfigError, match=r"^MLAAttention: plan must be of type Plan or RankPlan"):
+        peer.ours(hidden, positions, server.cache, None)
+    with pytest.raises(
+        ConfigError, match=r"^MLAAttention: cache must be of type LayerCache, got N"
+    ):
+        peer.ours(hidden, positions, None, plan)
     other = MLAAttention(replace(peer.ours.config, num_layers=2))
     with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
         other(torch.zeros(8, 64), positions, server.cache, plan)

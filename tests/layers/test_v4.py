@@ -57,6 +57,18 @@ def test_real_rows_equal_transformers(ratio: int) -> None:
         assert relative_error(serve(layer, hidden, lens).outputs["r"], dense.out) < CLOSE
 
 
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_scaled_cos_and_sin_equal_transformers(ratio: int) -> None:
+    pytest.importorskip("transformers")
+    config = tiny_config()
+    assert config.compressor is not None
+    rope = replace(config.compressor.rope, attention_factor=1.5)
+    layer = make_layer(replace(config, compressor=replace(config.compressor, rope=rope)), ratio)
+    hidden = sequence(LENGTH)
+    expected = make_peer(layer).full(hidden)
+    assert relative_error(serve(layer, hidden, [LENGTH]).outputs["r"], expected) < CLOSE
+
+
 def _random_cuts() -> list[int]:
     rng, lens = random.Random(5), [0]
     while sum(lens) < LENGTH:

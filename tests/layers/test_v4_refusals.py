@@ -192,6 +192,11 @@ def test_bad_calls_write_nothing(ratio: int) -> None:
             layer(hidden, positions, server.cache, another.plan(its_batch))
         with pytest.raises(ConfigError, match=f"{message} {ratio} and {other}"):
             layer(hidden, positions, another.cache, plan)
+    for given in ((server.cache, None), (None, plan)):
+        with pytest.raises(
+            ConfigError, match=r"^MLAAttentionV4: .* must be of type .*got NoneType"
+        ):
+            layer(hidden, positions, *given)
     longer = make_layer(replace(layer.config, max_positions=2048), ratio)
     with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
         longer(hidden, positions, server.cache, plan)
@@ -308,6 +313,7 @@ def test_what_a_plan_cannot_do() -> None:
         ({"format": "fp8_dsv4"}, "format fp8_dsv4 needs rows of a multiple of 64 values"),
         ({"index_format": "bf16"}, "format 'bf16' is not known for index rows"),
         ({"layer": -1}, "layer must be an integer of at least 0, got -1"),
+        ({"layer": 99}, "layer must be in 0..2, or a draft layer up to 10, got 99"),
     ],
 )
 def test_bad_caches(changes: dict[str, Any], message: str) -> None:
@@ -338,6 +344,11 @@ def test_other_models_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="hadamard needs a power of two, got width 24"):
         MLAAttentionV4(odd, layer=1)
     MLAAttentionV4(odd, layer=1, hadamard=False)
+    for number in (11, 99):
+        with pytest.raises(
+            ConfigError, match=r"layer must be in 0\.\.2, or a draft layer up to 10"
+        ):
+            MLAAttentionV4(config, layer=number)
 
 
 def test_a_cache_of_another_kind() -> None:

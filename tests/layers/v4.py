@@ -147,6 +147,7 @@ def make_peer(layer: MLAAttentionV4) -> Peer:
             "original_max_position_embeddings": compressor.rope.original_positions,
             "beta_fast": compressor.rope.beta_fast,
             "beta_slow": compressor.rope.beta_slow,
+            "attention_factor": compressor.rope.cos_sin_scale,
         },
     )
     theirs._attn_implementation = "eager"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,6 +282,16 @@ def test_auto_takes_the_faster(problem: Problem, taken: str) -> None:
     pytest.importorskip("triton")
     assert choose_backend(problem) == taken
     assert choose_backend(problem, "flashmla") == "flashmla"
+
+
+def test_the_page_says_that_dense_kernels_run_by_name_only() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `mqa_paged` |")]
+    fp8 = replace(PAGED, dtype=torch.float8_e4m3fn, format="fp8")
+    for problem in (PAGED, replace(PAGED, tokens=1), replace(PAGED, max_query_len=4), fp8):
+        asked = replace(problem, aligned=frozenset({"rows", "queries"}))
+        assert why_not(asked, "flashmla") is None and dense.slower(asked) is not None
+    assert " never: " in row and " fp8, " in row
 
 
 def test_kernels_are_named() -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from openmla import Batch, ConfigError, ShapeError, UnsupportedError
-from openmla.parallel import Ranks, plan_over_ranks
+from openmla.parallel import Ranks, plan_over_ranks, rank_buffers
+from openmla.plan.workspace import reserve
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 from tests.parallel.stories import TINY, Story
@@ -59,6 +60,31 @@ def test_plans_that_differ(two_ranks: Processes) -> None:
     two_ranks.run(differing)
 
 
+def reserving(rank: int) -> None:
+    """Memory that sets the number and the size of collectives, of another size on rank 1."""
+    story, ranks = Story([8, 2], [60, 11]), Ranks(dist.group.WORLD)
+    rooms = [
+        reserve(
+            TINY, story.mine, max_requests=2, max_tokens=10, workspace_tokens=n, dtype=torch.float32
+        )
+        for n in (8, 16)
+    ]
+    buffers = [rank_buffers(TINY, story.mine, ranks, max_tokens=n, max_blocks=8) for n in (10, 12)]
+    for name, given, options in (
+        ("workspace", rooms, {"form": "expanded", "context": "gather"}),
+        ("into", buffers, {}),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"options must be the same .* on rank 1 than on rank"
+        ):
+            planned(story, story.batch, **{name: given[rank]}, **options)
+        planned(story, story.batch, **{name: given[0]}, **options)
+
+
+def test_reserved_memory_that_differs(two_ranks: Processes) -> None:
+    two_ranks.run(reserving)
+
+
 def failing(rank: int) -> None:
     story, WORLD = Story([1, 2], [9, 11]), dist.group.WORLD
     for changed, options, kind, sentence in (
@@ -66,6 +92,8 @@ def failing(rank: int) -> None:
         ({}, {"ranks": Ranks(WORLD, 3)}, ConfigError, "divide the block size of 4, got 3"),
         ({}, {"form": "chosen"}, ConfigError, "form must be one of"),
         ({}, {"backend": "none"}, ConfigError, "backend"),
+        ({}, {"workspace": 8}, ConfigError, "workspace must be of type Workspace, got int"),
+        ({}, {"into": [1]}, ConfigError, "into must be plan_buffers"),
         ({"device_seq_lens": torch.tensor([9, 11]).int()}, {}, UnsupportedError, "on the host"),
         ({"causal": False, "slot_mapping": None}, {}, ConfigError, "causal=False"),
     ):

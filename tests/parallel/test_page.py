@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from openmla.parallel import plan_over_ranks
 from openmla.parallel.merge import sent_bytes
+from openmla.plan import make_plan
 from tests.parallel.processes import Processes
 
 PAGE = Path(__file__).parents[2] / "docs/context-parallel.md"
@@ -38,3 +41,11 @@ def test_numbers() -> None:
         (W - 1) * H * 2 * D // W,
     ):
         assert f"{number:,}" in text, number
+
+
+def test_what_is_missing_is_listed() -> None:
+    """Options of make_plan() that plan_over_ranks() does not take; `beside` is its own affair."""
+    taken = {*inspect.signature(plan_over_ranks).parameters, "beside"}
+    missing = {*inspect.signature(make_plan).parameters} - taken
+    listed = PAGE.read_text().partition("## Not yet")[2]
+    assert missing and all(f"`{name}=" in listed for name in missing), missing

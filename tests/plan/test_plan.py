@@ -528,6 +528,10 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
             {"backend": "cuda"},
             "backend 'cuda' is not known. Known: auto, triton, gluon, sdpa",
         ),
+        ({"dtype": torch.int32}, "dtype must be one of float16, bfloat16, float32, float64, got t"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype must be one of float16, bfloat16, float32, float"),
+        ({"dtype": "bf16"}, "dtype must be one of float16, bfloat16, float32, float64, got 'bf16'"),
+        ({"workspace": 8}, "workspace must be of type Workspace, got int"),
         ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
     ],
 )
