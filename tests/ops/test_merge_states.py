@@ -100,6 +100,26 @@ def test_merging_with_itself(backend: str, device: str) -> None:
     assert (inputs["lse"][~live] == -torch.inf).all() and (inputs["out"][~live] == 0).all()
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("merge_states"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shared", [0.0, 1e5, -1e7])
+def test_parts_of_ones_stay_ones(
+    shared: float, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Weights are divided by their own sum. The rounded lse in its place is off by as much as lse
+    rounds, 1 at 1e7."""
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.ones(3, 2, 16, dtype=dtype, device=device)
+    lse = torch.full((3, 2), shared, dtype=wide, device=device)
+    sides = {"out": out, "lse": lse, "other_out": out.clone(), "other_lse": lse.clone()}
+    for _ in range(16):
+        merged(Inputs(sides, {}, ()), backend)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=16 * eps)
+    assert dtype != torch.bfloat16 or bool((out == 1).all())
+
+
 lse_values = st.one_of(st.sampled_from(EMPTY), st.floats(-60, 60), st.floats(-1e30, 1e30))
 
 

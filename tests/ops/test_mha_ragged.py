@@ -191,3 +191,14 @@ def test_nan_of_a_key_is_seen(backend: str, device: str) -> None:
     out, lse = run_or_skip(mha_ragged, inputs, backend)
     assert out[7:].isnan().all() and lse[7:].isnan().all()
     assert out[:7].isfinite().all() and lse[:7].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", [TRITON, "reference"])
+def test_equal_keys_of_large_logits_keep_the_value(backend: str, device: str) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are 1e6 here."""
+    inputs = RaggedCase("equal", (3,), (40,), H=2, dtype=torch.float32).make(device)
+    inputs["q"].fill_(1e6 / inputs["q"].shape[2] / inputs.scalars["scale"])
+    inputs["k"].fill_(1.0)
+    inputs["v"].fill_(1.0)
+    out, _ = run_or_skip(mha_ragged, inputs, backend)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-4)

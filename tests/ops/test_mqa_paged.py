@@ -416,3 +416,17 @@ def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, devic
         work = [sum(max(-(-(hi - lo) // unit), 1) for *_, lo, hi, _ in part) for part in parts]
         busy = [units for units in work if units]
         assert fixed or len(parts[0]) == 0 or max(work) <= sum(work) / len(busy) + 1 + B
+
+
+@pytest.mark.parametrize("run_length", [0, 16])
+@pytest.mark.parametrize("backend", ["reference", TRITON])
+def test_equal_keys_of_large_logits_keep_the_value(
+    backend: str, run_length: int, device: str
+) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are about 1e7 here."""
+    inputs = PagedCase("equal", (2,), (70,), run_length=run_length).make(device)
+    inputs["q_latent"].fill_(1e7 / inputs["q_latent"].shape[2] / inputs.scalars["scale"])
+    inputs["cache"].fill_(1.0)
+    out, _ = run_or_skip(mqa_paged, inputs, backend)
+    atol = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=atol)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from openmla.errors import ConfigError, ShapeError
 from openmla.parallel import merge_over_ranks
-from openmla.parallel.merge import choose_schedule, sent_bytes
+from openmla.parallel.merge import choose_schedule, sent_bytes, weigh
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 
@@ -145,3 +145,10 @@ def test_auto_takes_fewer_bytes() -> None:
     assert choose_schedule(V3, bf16, 8, "all") == "gather"
     assert choose_schedule((1, 128, 128), bf16, 8, "all") == "exchange"  # little
     assert choose_schedule(V3, bf16, 8, "own") == "exchange"
+
+
+@pytest.mark.parametrize("shared", [1e5, -1e7])
+def test_weights_of_equal_ranks_sum_up_to_one(shared: float) -> None:
+    """At 1e7 lse rounds by 1: a weight is a share of the weights' own sum."""
+    weights, _ = weigh(torch.full((3, 1, 1), shared))
+    torch.testing.assert_close(weights.sum(0), torch.ones(1, 1))

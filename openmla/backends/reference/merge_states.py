@@ -23,16 +23,16 @@ def merge(
 ) -> tuple[Tensor, Tensor]:  # in float32 or wider
     wide = torch.promote_types(torch.promote_types(out.dtype, other_out.dtype), torch.float32)
     wide = torch.promote_types(torch.promote_types(lse.dtype, other_lse.dtype), wide)
+    lses = torch.stack([_plain(lse, wide), _plain(other_lse, wide)])
+    empty = lses == -torch.inf
+    largest = lses.amax(dim=0)
+    weights = (lses - largest).exp().masked_fill(empty, 0)
+    total = weights.sum(dim=0)
     merged = out.new_zeros(out.shape, dtype=wide)
-    sides = [(out, lse), (other_out, other_lse)]
-    lses = torch.stack([_plain(side_lse, wide) for _, side_lse in sides])
-    merged_lse = lses.logsumexp(dim=0)
-    for (side_out, _), side_lse in zip(sides, lses, strict=True):
-        empty = side_lse == -torch.inf
-        weight = (side_lse - merged_lse).exp()
-        part = side_out.to(wide) * weight[:, :, None]
-        merged += part.masked_fill(empty[:, :, None], 0)
-    return merged, merged_lse
+    for side, weight, unseen in zip((out, other_out), weights, empty, strict=True):
+        merged += (side.to(wide) * weight[:, :, None]).masked_fill(unseen[:, :, None], 0)
+    merged /= total.masked_fill(empty.all(dim=0), 1)[:, :, None]
+    return merged, largest + total.log()
 
 
 def _plain(lse: Tensor, dtype: torch.dtype) -> Tensor:
