@@ -11,13 +11,13 @@ from torch import Tensor
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import merge_quantize, merge_states, quantize_out
 from openmla.ops.merge_quantize import cost
-from openmla.outputs import QuantizedOutput, decode_output
+from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output
 from openmla.testing import out_budget, strided
 from tests.ops.contract import backends
 from tests.ops.quantized import LAYOUTS, Case, assert_same_bytes, buffers, cases, defined, hard_rows
 
 BACKENDS = backends("merge_quantize")
-EMPTY = (-torch.inf, torch.inf, torch.nan)
+EMPTY = -torch.inf
 TOKENS = ((0, torch.float16), (1, torch.bfloat16), (5, torch.float32), (129, torch.bfloat16))
 # Every format; groups within a head and over 2, 4 and 8 heads; tiles of 1 to 16 tokens. H16 V64 and
 # H16 V32 are tiles of 2 x 1024 and 4 x 512, whose groups a compiled kernel once mixed with others.
@@ -59,12 +59,12 @@ def run(out: QuantizedOutput, sides: Sides, backend: str, **scalars: Any) -> Non
 
 def one_side(x: Tensor, seed: int = 0) -> Sides:
     """Partials of which each token and head has one that saw keys, and it is x: nothing to round.
-    The other holds NaN, and one of the lse that say so."""
+    The other saw none and holds NaN."""
     n, H, _ = x.shape
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(n, H, generator=generator).to(x.device) < 0.5
     lse = 9 * torch.randn(n, H, generator=generator).to(x.device)
-    nothing = torch.tensor(EMPTY, device=x.device)[torch.arange(n * H).view(n, H) % 3]
+    nothing = torch.full_like(lse, EMPTY)
     empty = torch.full_like(x, torch.nan)
     sides = (x.where(first[..., None], empty), lse.where(first, nothing))
     others = (empty.where(first[..., None], x), nothing.where(first, lse))
@@ -105,9 +105,9 @@ def random_sides(
     for side in range(2):
         out = torch.randn(n, H, V, generator=generator)
         lse = 3 * torch.randn(n, H, generator=generator)
-        for row, kind in enumerate(EMPTY[: n // 2]):
-            lse[2 * row + side, row % H] = kind
-            lse[n - 1, -1] = kind
+        for row in range(min(3, n // 2)):
+            lse[2 * row + side, row % H] = EMPTY
+        lse[n - 1, -1] = EMPTY
         out[~lse.isfinite()] = torch.nan
         sides += [strided(out.to(device, dtype)), lse.to(device)]
     return sides[0], sides[1], sides[2], sides[3]
@@ -152,6 +152,31 @@ def test_contract_as_two_ops(
         backend=backend,
     )  # fmt: skip
     assert_same_bytes(actual, expected)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("format", "H", "V"),
+    [("fp8", 3, 192), ("fp8_128", 16, 64), ("fp8_64", 10, 96), ("nvfp4", 6, 64)],
+)
+def test_contract_corrupt_lse_makes_its_groups_nan(
+    format: str, H: int, V: int, kind: float, backend: str, device: str
+) -> None:
+    """Every group that has a column of the head; all others are as without."""
+    sides = random_sides(9, H, V, torch.bfloat16, device)
+    actual, before = (buffers(format, 9, H * V, device=device) for _ in range(2))
+    run(before, sides, backend)
+    sides[1][7, 0], sides[3][5, 2] = kind, kind
+    run(actual, sides, backend)
+    due = torch.zeros(9, H, V, dtype=torch.bool, device=device)
+    due[7, 0], due[5, 2] = True, True
+    group = OUTPUT_FORMATS[format].group or 1
+    due = due.view(9, -1, group).any(-1).repeat_interleave(group, 1)
+    found, known = decode_output(actual), decode_output(before)
+    assert torch.equal(found.isnan(), due)
+    assert torch.equal(found[~due], known[~due])
 
 
 def test_opcheck_and_fullgraph(device: str) -> None:

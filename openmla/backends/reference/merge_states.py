@@ -23,8 +23,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:  # in float32 or wider
     wide = torch.promote_types(torch.promote_types(out.dtype, other_out.dtype), torch.float32)
     wide = torch.promote_types(torch.promote_types(lse.dtype, other_lse.dtype), wide)
-    lses = torch.stack([_plain(lse, wide), _plain(other_lse, wide)])
-    empty = lses == -torch.inf
+    lses = torch.stack([lse.to(wide), other_lse.to(wide)])
+    empty = lses == -torch.inf  # NaN and +inf are not: they make the row NaN
     largest = lses.amax(dim=0)
     weights = (lses - largest).exp().masked_fill(empty, 0)
     total = weights.sum(dim=0)
@@ -33,8 +33,3 @@ def merge(
         merged += (side.to(wide) * weight[:, :, None]).masked_fill(unseen[:, :, None], 0)
     merged /= total.masked_fill(empty.all(dim=0), 1)[:, :, None]
     return merged, largest + total.log()
-
-
-def _plain(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """+inf and NaN mean an empty side in other conventions; here that is -inf."""
-    return lse.to(dtype).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
