@@ -4,10 +4,10 @@
     rows of values and scales = quantize_out of x
 
 x is what merge_states would leave in out, rounded to its dtype: of one backend, the two ops one
-after the other write the same bytes. But no x is written, and no lse. A side whose lse is -inf,
-+inf or NaN saw no key: its out is not looked at; both so: x is 0. lse may have any strides. The
-merge is in float32 (float64 if any input is). Buffers, rows and what NaN becomes: as in
-ops/quantize_out.py. With base=2 both lse are logarithms to base 2.
+after the other write the same bytes. But no x is written, and no lse. A side whose lse is -inf saw
+no key: its out is not looked at; both so: x is 0. A side whose lse is NaN or +inf makes its head's
+x NaN. lse may have any strides. The merge is in float32 (float64 if any input is). Buffers, rows
+and what NaN becomes: as in ops/quantize_out.py. With base=2 both lse are logarithms to base 2.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     out = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  z = the two weights' sum
     lse = m + log(z)
 
-A side whose lse is -inf, +inf or NaN saw no key (conventions of others differ): its out is not
-looked at, whatever it holds. Both sides empty: out 0, lse -inf.
+A side whose lse is -inf saw no key: its out is not looked at, whatever it holds. Both sides empty:
+out 0, lse -inf. A side whose lse is NaN or +inf makes out and lse of its row NaN. Packages that
+write +inf for a query without keys need it converted to -inf first.
 The order of merging does not matter beyond rounding. other_out and other_lse may be the very
 tensors out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input is).
 With base=2 both lse are logarithms to base 2, as FlashInfer's are, and so is the one written:

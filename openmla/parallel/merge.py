@@ -4,8 +4,9 @@
     out  = sum of exp(lse_r - m) * out_r / z,  z = sum of exp(lse_r - m), in the order of ranks
     lse  = m + log(z)
 
-A rank whose lse is -inf, +inf or NaN saw no key: its out is not looked at, whatever it holds. No
-rank saw one: out 0, lse -inf. Arithmetic is in float32 (float64 if out is), out is rounded once.
+A rank whose lse is -inf saw no key: its out is not looked at, whatever it holds. No rank saw one:
+out 0, lse -inf. A rank whose lse is NaN or +inf makes out and lse of its row NaN on every rank.
+Arithmetic is in float32 (float64 if out is), out is rounded once.
 
 Two schedules give the same sums. "gather": all ranks' lse, then each scales its own out and the
 group adds them up. "exchange": out and lse go, in one message, to whoever wants the row, and are
@@ -94,7 +95,7 @@ def _gather(
     out: Tensor, lse: Tensor, group: Any, size: int, rank: int, heads: str
 ) -> tuple[Tensor, Tensor]:
     weights, total = weigh(all_gather(lse, group))
-    scaled = scale(out, weights[rank])
+    scaled = scale(out, lse, weights[rank])
     if heads == "all":
         return all_reduce(scaled, group).to(out.dtype), total
     own = out.shape[1] // size
@@ -111,17 +112,17 @@ def _exchange(out: Tensor, lse: Tensor, group: Any, size: int, heads: str) -> tu
         received = all_to_all(packed.unflatten(1, (size, -1)).transpose(0, 1), group)
     outs, lses = _unpacked(received, out.dtype, lse.dtype)
     weights, total = weigh(lses)
-    merged = scale(outs[0], weights[0])
-    for part, weight in zip(outs[1:], weights[1:], strict=True):
-        merged += scale(part, weight)
+    merged = scale(outs[0], lses[0], weights[0])
+    for part, part_lse, weight in zip(outs[1:], lses[1:], weights[1:], strict=True):
+        merged += scale(part, part_lse, weight)
     return merged.to(out.dtype), total
 
 
 def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> the same, and [T, H]
-    """Each rank's weight in a row, and the row's lse; 0 and -inf where nobody saw a key."""
-    lses = torch.where(lses < torch.inf, lses, -torch.inf)  # NaN is not less
+    """Each rank's weight in a row, and the row's lse; 0 and -inf where nobody saw a key, NaN where
+    a rank's lse is NaN or +inf."""
     top = lses.amax(0)
-    shares = torch.where(lses > -torch.inf, (lses - top).exp(), 0)
+    shares = torch.where(lses == -torch.inf, 0, (lses - top).exp())
     sums = shares[0].clone()
     for share in shares[1:]:
         sums += share
@@ -129,10 +130,10 @@ def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> the same, and 
     return shares / sums.masked_fill(empty, 1), torch.where(empty, -torch.inf, top + sums.log())
 
 
-def scale(out: Tensor, weight: Tensor) -> Tensor:
-    """out * weight in weight's dtype; where that is 0, out is not looked at."""
-    weight = weight[..., None]
-    return torch.where(weight > 0, out.to(weight.dtype) * weight, 0)
+def scale(out: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
+    """out * weight in weight's dtype; where lse is -inf, out is not looked at."""
+    scaled = out.to(weight.dtype) * weight[..., None]
+    return torch.where((lse == -torch.inf)[..., None], 0, scaled)
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:  # [T, H, bytes] u8

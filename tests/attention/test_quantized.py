@@ -89,6 +89,26 @@ def test_chunked_contexts(tokens: int, device: str) -> None:
     assert "expanded by merge_quantize" in plan.explain()
 
 
+@pytest.mark.parametrize("tokens", [4, 8, 32, 100])
+def test_nan_of_a_context_row_outlives_its_chunk(tokens: int, device: str) -> None:
+    """Its request's tokens are NaN however the context is cut, other requests' are not."""
+    requests = Requests([5, 3, 4, 6, 2], [30, 9, 4, 50, 11], device=device)
+    cache, batch = requests.part()
+    assert cache.latent is not None
+    cache.latent.data[batch.block_table[3, 2], 1] = torch.nan  # position 9 of request 3
+    for output in (None, "fp8"):
+        plan = make_plan(
+            batch, DENSE, cache, dtype=requests.dtype, form="expanded", workspace_tokens=tokens,
+            output=output,
+        )  # fmt: skip
+        out = attend_step(
+            requests.projected, requests.absorbed, cache, plan,
+            out=None if output is None else buffers("fp8", 20, device),
+        )  # fmt: skip
+        bad = (out.values.float() if isinstance(out, QuantizedOutput) else out).isnan().flatten(1)
+        assert bad[12:18].all() and not bad[:12].any() and not bad[18:].any()
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_sparse(format: str, device: str) -> None:
     requests = Requests([3, 80, 1], [80, 80, 17], SPARSE, device)

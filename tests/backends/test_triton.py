@@ -62,7 +62,8 @@ def test_contract_in_the_interpreter(op: str) -> None:
 
 
 def assert_compiles(build: Any) -> None:
-    """Shared memory within its target's limit, hardly a spilled byte, products that overlap."""
+    """Shared memory within its target's limit, hardly a spilled byte, products that overlap,
+    reductions over neighbouring lanes."""
     from openmla.backends.triton._build import SHARED_MEMORY, compile_build
 
     report = compile_build(build)
@@ -70,6 +71,7 @@ def assert_compiles(build: Any) -> None:
     assert report.shared <= SHARED_MEMORY[build.capability], (build.name, report)
     assert report.spills <= SPILLS, (build.name, report)
     assert not report.serialized, build.name
+    assert report.scattered == 0, build.name
 
 
 def builds_of(op: str, target: int) -> list[Any]:

@@ -169,7 +169,8 @@ def attend(q: Tensor, rows: Tensor, scale: float, sink: Tensor | None) -> tuple[
     logits = scale * (q.float() @ rows.T)
     lse = logits.logsumexp(-1)
     share = 1.0 if sink is None else torch.sigmoid(lse - sink)[:, None]
-    return (logits.softmax(-1) @ rows[:, :512] * share).to(q.dtype), lse
+    out = (logits.softmax(-1) @ rows[:, :512] * share).to(q.dtype)
+    return out, lse.masked_fill(lse.isnan(), torch.inf)  # as where there is no row
 
 
 def get_mla_decoding_metadata(

@@ -146,6 +146,17 @@ def test_padding_of_nan(query_lens: tuple[int, int]) -> None:
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("name", LISTED)
+def test_nan_of_a_query_is_not_an_empty_row(name: str) -> None:
+    """That package writes +inf for both."""
+    inputs = next(case for case in CASES if case.name == name).make()
+    empty = inputs.run(mqa_sparse, backend="flashmla")[1] == -torch.inf
+    inputs["q_latent"][0] = torch.nan
+    out, lse = inputs.run(mqa_sparse, backend="flashmla")
+    assert out[0, ~empty[0]].isnan().all() and lse[0, ~empty[0]].isnan().all()
+    assert torch.equal(lse == -torch.inf, empty)
+
+
 def test_schedules_of_chosen_rows_are_kept() -> None:
     """They follow from shapes: one for all layers and steps, another for other shapes."""
     case = SparseCase("kept", (1, 1), (300, 70), NEAR, FAR, H=64, **V4)

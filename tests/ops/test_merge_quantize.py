@@ -18,8 +18,32 @@ from tests.ops.contract import backends
 from tests.ops.quantized import LAYOUTS, Case, assert_same_bytes, buffers, cases, defined, hard_rows
 
 BACKENDS = backends("merge_quantize")
-EMPTY = (-torch.inf, torch.inf, torch.nan)
+EMPTY = -torch.inf
 TOKENS = ((0, torch.float16), (1, torch.bfloat16), (5, torch.float32), (129, torch.bfloat16))
+# Every format; groups within a head and over 2, 4 and 8 heads; tiles of 1 to 16 tokens. H16 V64 and
+# H16 V32 are tiles of 2 x 1024 and 4 x 512, whose groups a compiled kernel once mixed with others.
+SHAPES = (
+    ("fp8", 17, 20),
+    ("fp8", 3, 192),
+    ("fp8_128", 16, 64),
+    ("fp8_128", 16, 32),
+    ("fp8_128", 16, 16),
+    ("fp8_128", 40, 64),
+    ("fp8_128", 6, 64),
+    ("fp8_128", 4, 96),
+    ("fp8_128", 2, 128),
+    ("fp8_64", 16, 32),
+    ("fp8_64", 16, 16),
+    ("fp8_64", 10, 96),
+    ("fp8_64", 3, 192),
+    ("fp8_128_pow2", 16, 64),
+    ("fp8_128_pow2", 10, 64),
+    ("fp8_64_pow2", 12, 16),
+    ("fp8_64_pow2", 5, 256),
+    ("nvfp4", 16, 32),
+    ("nvfp4", 13, 48),
+    ("nvfp4", 6, 64),
+)
 Sides = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -36,12 +60,12 @@ def run(out: QuantizedOutput, sides: Sides, backend: str, **scalars: Any) -> Non
 
 def one_side(x: Tensor, seed: int = 0) -> Sides:
     """Partials of which each token and head has one that saw keys, and it is x: nothing to round.
-    The other holds NaN, and one of the lse that say so."""
+    The other saw none and holds NaN."""
     n, H, _ = x.shape
     generator = torch.Generator().manual_seed(seed)
     first = torch.rand(n, H, generator=generator).to(x.device) < 0.5
     lse = 9 * torch.randn(n, H, generator=generator).to(x.device)
-    nothing = torch.tensor(EMPTY, device=x.device)[torch.arange(n * H).view(n, H) % 3]
+    nothing = torch.full_like(lse, EMPTY)
     empty = torch.full_like(x, torch.nan)
     sides = (x.where(first[..., None], empty), lse.where(first, nothing))
     others = (empty.where(first[..., None], x), nothing.where(first, lse))
@@ -82,9 +106,9 @@ def random_sides(
     for side in range(2):
         out = torch.randn(n, H, V, generator=generator)
         lse = 3 * torch.randn(n, H, generator=generator)
-        for row, kind in enumerate(EMPTY[: n // 2]):
-            lse[2 * row + side, row % H] = kind
-            lse[n - 1, -1] = kind
+        for row in range(min(3, n // 2)):
+            lse[2 * row + side, row % H] = EMPTY
+        lse[n - 1, -1] = EMPTY
         out[~lse.isfinite()] = torch.nan
         sides += [strided(out.to(device, dtype)), lse.to(device)]
     return sides[0], sides[1], sides[2], sides[3]
@@ -93,17 +117,7 @@ def random_sides(
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    ("format", "H", "V"),
-    [
-        ("fp8", 17, 20),
-        ("fp8_128", 2, 128),
-        ("fp8_128", 6, 64),
-        ("fp8_64", 3, 192),
-        ("fp8_64_pow2", 5, 256),
-        ("nvfp4", 13, 48),
-    ],
-)
+@pytest.mark.parametrize(("format", "H", "V"), SHAPES)
 def test_contract_within_budget(
     format: str, H: int, V: int, dtype: torch.dtype, backend: str, device: str
 ) -> None:
@@ -125,11 +139,13 @@ def test_contract_within_budget(
 @pytest.mark.contract
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("format", OUTPUT_FORMATS)
-def test_contract_as_two_ops(format: str, dtype: torch.dtype, backend: str, device: str) -> None:
+@pytest.mark.parametrize(("format", "H", "V"), SHAPES)
+def test_contract_as_two_ops(
+    format: str, H: int, V: int, dtype: torch.dtype, backend: str, device: str
+) -> None:
     """Of one backend, merge_states and quantize_out write the same bytes."""
-    sides = random_sides(9, 6, 64, dtype, device)
-    actual, expected = (buffers(format, 9, 384, device=device) for _ in range(2))
+    sides = random_sides(9, H, V, dtype, device)
+    actual, expected = (buffers(format, 9, H * V, device=device) for _ in range(2))
     run(actual, sides, backend)
     merge_states(*sides, backend=backend)
     quantize_out(
@@ -154,6 +170,31 @@ def test_lse_to_base_2(backend: str, device: str) -> None:
     assert_same_bytes(*found)
     with pytest.raises(ShapeError, match=r"merge_quantize: base must be math\.e or 2, got 10"):
         run(made, sides, backend, base=10)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("format", "H", "V"),
+    [("fp8", 3, 192), ("fp8_128", 16, 64), ("fp8_64", 10, 96), ("nvfp4", 6, 64)],
+)
+def test_contract_corrupt_lse_makes_its_groups_nan(
+    format: str, H: int, V: int, kind: float, backend: str, device: str
+) -> None:
+    """Every group that has a column of the head; all others are as without."""
+    sides = random_sides(9, H, V, torch.bfloat16, device)
+    actual, before = (buffers(format, 9, H * V, device=device) for _ in range(2))
+    run(before, sides, backend)
+    sides[1][7, 0], sides[3][5, 2] = kind, kind
+    run(actual, sides, backend)
+    due = torch.zeros(9, H, V, dtype=torch.bool, device=device)
+    due[7, 0], due[5, 2] = True, True
+    group = OUTPUT_FORMATS[format].group or 1
+    due = due.view(9, -1, group).any(-1).repeat_interleave(group, 1)
+    found, known = decode_output(actual), decode_output(before)
+    assert torch.equal(found.isnan(), due)
+    assert torch.equal(found[~due], known[~due])
 
 
 def test_opcheck_and_fullgraph(device: str) -> None:

@@ -1,4 +1,4 @@
-"""merge_states: the formula, every kind of empty side, any order, and what hypothesis finds."""
+"""merge_states: the formula, empty and corrupt sides, any order, and what hypothesis finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openmla.ops.merge_states import cost
 from openmla.testing import Inputs, assert_within_budget, strided
 from tests.ops.contract import backends, run_or_skip
 
-EMPTY = (-torch.inf, torch.inf, torch.nan)
+CORRUPT = (torch.inf, torch.nan)  # of lse; an empty side has -inf
 
 
 def make(
@@ -29,16 +29,18 @@ def make(
     device: str = "cpu",
     seed: int = 0,
 ) -> Inputs:
-    """Random partials; row 0.. holds every combination of empty and live sides."""
+    """Random partials; the first rows have every combination of empty and live sides."""
     generator = torch.Generator().manual_seed(seed)
     sides = {}
-    for name, kinds in (("", (*EMPTY, 0.0)), ("other_", (0.0, *EMPTY[::-1]))):
+    for name, kinds in (
+        ("", (-torch.inf, 0.0, -torch.inf)),
+        ("other_", (0.0, -torch.inf, -torch.inf)),
+    ):
         out = torch.randn(T, H, V, generator=generator)
         lse = 5 * torch.randn(T, H, generator=generator)
         for row, kind in enumerate(kinds[: T // 2]):
             lse[row] += kind
-        for column, kind in enumerate(EMPTY[: H // 4]):
-            lse[4:5, 2 * column] = kind  # both sides empty, beside live heads
+        lse[4:5, ::4] = -torch.inf  # both sides empty, beside live heads
         empty = ~lse.isfinite()
         out[empty] = torch.nan
         sides[f"{name}out"] = strided(out.to(device, dtype))
@@ -100,7 +102,62 @@ def test_merging_with_itself(backend: str, device: str) -> None:
     assert (inputs["lse"][~live] == -torch.inf).all() and (inputs["out"][~live] == 0).all()
 
 
-lse_values = st.one_of(st.sampled_from(EMPTY), st.floats(-60, 60), st.floats(-1e30, 1e30))
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("merge_states"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shared", [0.0, 1e5, -1e7])
+def test_parts_of_ones_stay_ones(
+    shared: float, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Weights are divided by their own sum. The rounded lse in its place is off by as much as lse
+    rounds, 1 at 1e7."""
+    wide = torch.promote_types(dtype, torch.float32)
+    out = torch.ones(3, 2, 16, dtype=dtype, device=device)
+    lse = torch.full((3, 2), shared, dtype=wide, device=device)
+    sides = {"out": out, "lse": lse, "other_out": out.clone(), "other_lse": lse.clone()}
+    for _ in range(16):
+        merged(Inputs(sides, {}, ()), backend)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=16 * eps)
+    assert dtype != torch.bfloat16 or bool((out == 1).all())
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("merge_states"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", CORRUPT)
+def test_corrupt_lse_makes_its_row_nan(
+    kind: float, dtype: torch.dtype, backend: str, device: str
+) -> None:
+    """Whichever side has it and whether the other is live or empty; other rows are as without."""
+    inputs = make(dtype=dtype, device=device)
+    before = merged(inputs.clone(), backend)
+    rows = torch.zeros_like(inputs["lse"], dtype=torch.bool)
+    # live beside live, live beside empty, empty beside live, both corrupt
+    for t, h, names in ((5, 3, ("lse",)), (5, 8, ("other_lse",)), (1, 2, ("lse",)),
+                        (0, 4, ("other_lse",)), (6, 0, ("lse", "other_lse"))):  # fmt: skip
+        rows[t, h] = True
+        for name in names:
+            inputs[name][t, h] = kind
+    out, lse = merged(inputs, backend)
+    assert out[rows].isnan().all() and lse[rows].isnan().all()
+    assert torch.equal(out[~rows], before[0][~rows]) and torch.equal(lse[~rows], before[1][~rows])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", backends("merge_states"))
+def test_nan_of_a_side_without_weight_is_seen(backend: str, device: str) -> None:
+    """It saw keys, whatever is left of its weight."""
+    out, lse = torch.ones(1, 2, 16, device=device), torch.zeros(1, 2, device=device)
+    other, other_lse = torch.full_like(out, torch.nan), lse - 1e4
+    sides = {"out": out, "lse": lse, "other_out": other, "other_lse": other_lse}
+    merged(Inputs(sides, {}, ()), backend)
+    assert out.isnan().all() and (lse == 0).all()
+
+
+lse_values = st.one_of(
+    st.sampled_from((-torch.inf, *CORRUPT)), st.floats(-60, 60), st.floats(-1e30, 1e30)
+)
 
 
 @given(values=st.lists(lse_values, min_size=2, max_size=5), data=st.data())
@@ -109,13 +166,16 @@ def test_any_order_gives_one_attention(values: list[float], data: st.DataObject)
     with torch.inference_mode():
         outs = torch.randn(len(values), 3, dtype=torch.float64)
         lses = torch.tensor(values, dtype=torch.float64)
-        live = lses.isfinite()
+        live = lses != -torch.inf
         order = data.draw(st.permutations(range(len(values))))
         out, lse = outs[order[0]].reshape(1, 1, 3).clone(), lses[order[0]].reshape(1, 1).clone()
         for i in order[1:]:
             merge_states(out, lse, outs[i].reshape(1, 1, 3), lses[i].reshape(1, 1))
         if not live.any():
             assert lse.item() == -torch.inf and (out == 0).all()
+            return
+        if not lses[live].isfinite().all():
+            assert lse.isnan().all() and out.isnan().all()
             return
         # a weight is exp of a difference of lse: it errs by as much as lse rounds
         rounding = torch.finfo(torch.float64).eps * max(float(lses[live].abs().max()), 1.0)

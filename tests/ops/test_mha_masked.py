@@ -384,3 +384,16 @@ def test_cost() -> None:
     square = cost(64, 128, H=2, E=6, V=3, itemsize=2)
     assert square.flops == 2 * 64 * 128 * 2 * 9
     assert square.bytes == (64 + 128) * 2 * 9 * 2 + 64 * 128 // 8 + 4 * 64 * 2
+
+
+@pytest.mark.parametrize("backend", backends("mha_masked"))
+def test_equal_keys_of_large_logits_keep_the_value(backend: str, device: str) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are 1e6 here."""
+    inputs = MaskedCase("equal", (3,), (40,), H=2, dtype=torch.float32).make(device)
+    inputs["q"].fill_(1e6 / inputs["q"].shape[2] / inputs.scalars["scale"])
+    inputs["k"].fill_(1.0)
+    inputs["v"].fill_(1.0)
+    out, lse = run_or_skip(mha_masked, inputs, backend)
+    seen = lse > -torch.inf
+    assert seen.any()
+    torch.testing.assert_close(out[seen], torch.ones_like(out[seen]), rtol=0, atol=1e-4)

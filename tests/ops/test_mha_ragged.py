@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
-from openmla.ops import mha_ragged
+from openmla.ops import merge_states, mha_ragged
 from openmla.ops.mha_ragged import cost
 from openmla.testing import Inputs, RaggedCase
 from tests.ops.contract import TRITON, backends, check_attention, run_or_skip
@@ -191,3 +191,32 @@ def test_nan_of_a_key_is_seen(backend: str, device: str) -> None:
     out, lse = run_or_skip(mha_ragged, inputs, backend)
     assert out[7:].isnan().all() and lse[7:].isnan().all()
     assert out[:7].isfinite().all() and lse[:7].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", backends("mha_ragged"))
+@pytest.mark.parametrize("lens", [((40,), (40,)), ((3, 5), (0, 70)), ((4, 6), (90, 6))], ids=str)
+def test_nan_of_a_key_outlives_a_merge(
+    lens: tuple[tuple[int, ...], tuple[int, ...]], backend: str, device: str
+) -> None:
+    """Whatever a kernel writes as the lse of a query that saw NaN, it is not that of one without
+    keys; that one is empty."""
+    inputs = RaggedCase("nan", *lens, H=2, E=64, V=64).make(device)
+    last = inputs["k"].shape[0] - 1
+    inputs["k"][last] = torch.nan
+    out, lse = run_or_skip(mha_ragged, inputs, backend)
+    ones, zeros = torch.ones_like(out), torch.zeros_like(lse)
+    merge_states(out, lse, ones, zeros, backend="reference")
+    assert out[-1].isnan().all() and out[:-1].isfinite().all()
+    if lens[1][0] == 0:
+        assert (out[: lens[0][0]] == 1).all()
+
+
+@pytest.mark.parametrize("backend", [TRITON, "reference"])
+def test_equal_keys_of_large_logits_keep_the_value(backend: str, device: str) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are 1e6 here."""
+    inputs = RaggedCase("equal", (3,), (40,), H=2, dtype=torch.float32).make(device)
+    inputs["q"].fill_(1e6 / inputs["q"].shape[2] / inputs.scalars["scale"])
+    inputs["k"].fill_(1.0)
+    inputs["v"].fill_(1.0)
+    out, _ = run_or_skip(mha_ragged, inputs, backend)
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-4)

@@ -416,3 +416,44 @@ def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, devic
         work = [sum(max(-(-(hi - lo) // unit), 1) for *_, lo, hi, _ in part) for part in parts]
         busy = [units for units in work if units]
         assert fixed or len(parts[0]) == 0 or max(work) <= sum(work) / len(busy) + 1 + B
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("value", "run_lse"), [(1, torch.nan), (1, torch.inf), (torch.nan, -1e4)])
+def test_a_corrupt_part_reaches_the_merged_row(
+    value: float, run_lse: float, fixed: bool, device: str
+) -> None:
+    """Its head's row is NaN, also where the part has no weight; the other head's is the softmax."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from openmla.backends.triton import _merge_parts as kernels
+
+    H, C, slots = 2, 8, [0, 1, 2] if fixed else [1, 2, 4]  # of the three parts of one token
+    part, part_lse = torch.randn(5, H, C, device=device), torch.randn(5, H, device=device)
+    due = part_lse[slots, 0].softmax(0) @ part[slots, 0]
+    part[slots[1], 1], part_lse[slots[1], 1] = value, run_lse
+    spans = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
+    out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
+    kernel, constants, num_warps = kernels.merge_build(3, 1, H, C, fixed=fixed)
+    grid = (build.cdiv(H, constants["HEADS"]), build.cdiv(C, constants["BLOCK_C"]))
+    kernel[grid](
+        part, part_lse, spans, out, lse, H, **constants, OVERLAPPED=False, num_warps=num_warps
+    )
+    torch.testing.assert_close(out[0], due)
+    assert out[1].isnan().all() and (lse[1].isnan() or run_lse == -1e4)
+
+
+@pytest.mark.parametrize("run_length", [0, 16])
+@pytest.mark.parametrize("backend", ["reference", TRITON])
+def test_equal_keys_of_large_logits_keep_the_value(
+    backend: str, run_length: int, device: str
+) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are about 1e7 here."""
+    inputs = PagedCase("equal", (2,), (70,), run_length=run_length).make(device)
+    inputs["q_latent"].fill_(1e7 / inputs["q_latent"].shape[2] / inputs.scalars["scale"])
+    inputs["cache"].fill_(1.0)
+    out, _ = run_or_skip(mqa_paged, inputs, backend)
+    atol = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=atol)

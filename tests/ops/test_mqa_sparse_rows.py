@@ -130,3 +130,18 @@ def test_offsets_beyond_int32(kind: str, backend: str, device: str) -> None:
     near_out = run_or_skip(mqa_sparse, near, backend)
     for actual, expected in zip(far.run(mqa_sparse, backend=backend), near_out, strict=True):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("run_length", [0, 16])
+@pytest.mark.parametrize("backend", [TRITON, "reference"])
+def test_equal_rows_of_large_logits_keep_the_value(
+    backend: str, run_length: int, device: str
+) -> None:
+    """Weights sum up to 1 where lse rounds by more than a weight: logits are about 1e7 here."""
+    inputs = SparseCase("equal", (1,), (70,), replace(SLOTS, K=64, BS=8)).make(device)
+    inputs = replace(inputs, scalars={**inputs.scalars, "run_length": run_length})
+    inputs["q_latent"].fill_(1e7 / inputs["q_latent"].shape[2] / inputs.scalars["scale"])
+    inputs["cache"].fill_(1.0)
+    out, _ = run_or_skip(mqa_sparse, inputs, backend)
+    atol = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=atol)

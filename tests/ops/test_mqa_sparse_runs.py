@@ -192,3 +192,26 @@ def test_triton_decodes_rows_of_many_tokens_once(
     for one, other in zip(whole, direct, strict=True):
         # values up to 4 in bf16, one step apart: 4 * 2**-8; test_contract holds each to its budget
         assert torch.allclose(one.float(), other.float(), atol=0.02)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("value", "run_lse"), [(1, torch.nan), (1, torch.inf), (torch.nan, -1e4)])
+def test_a_corrupt_run_reaches_the_merged_row(value: float, run_lse: float, device: str) -> None:
+    """Its head's row is NaN, also where the run has no weight; the other head's is the softmax."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from openmla.backends.triton._latent import _merge_runs_kernel
+    from openmla.backends.triton._runs import merge_constants
+
+    X, H, C = 5, 2, 8
+    part, part_lse = torch.randn(X, H, C, device=device), torch.randn(X, H, device=device)
+    part[4], part_lse[4] = torch.nan, -torch.inf  # an empty run is not looked at
+    due = part_lse[:4, 0].softmax(0) @ part[:4, 0]
+    part[1, 1], part_lse[1, 1] = value, run_lse
+    out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
+    constants = merge_constants(1, X, H, C, sink=False, fixed=False)
+    grid = (H, build.cdiv(C, constants["BLOCK_C"]))
+    _merge_runs_kernel[grid](part, part_lse, lse, out, lse, X, **constants)
+    torch.testing.assert_close(out[0], due)
+    assert out[1].isnan().all() and (lse[1].isnan() or run_lse == -1e4)

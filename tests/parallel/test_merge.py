@@ -13,25 +13,23 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from openmla.errors import ConfigError, ShapeError
 from openmla.parallel import merge_over_ranks
-from openmla.parallel.merge import choose_schedule, sent_bytes
+from openmla.parallel.merge import choose_schedule, sent_bytes, weigh
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 
 H, V = 8, 5
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-NOTHING = (-torch.inf, torch.inf, torch.nan)
 
 
 def everyones(size: int, T: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Partials [W, T, H, V] of all ranks and their lse: some saw no key, by every convention, and
-    what they hold is poison; the last row is seen by nobody."""
+    """Partials [W, T, H, V] of all ranks and their lse: some saw no key, and what they hold is
+    poison; the last row is seen by nobody."""
     generator = torch.Generator().manual_seed(size * 100 + T)
     outs = torch.randn(size, T, H, V, generator=generator, dtype=torch.float64).to(dtype)
     lses = torch.randn(size, T, H, generator=generator) * 9
     unseen = torch.rand(size, T, H, generator=generator) < 0.3
     unseen[:, -1:] = True
-    kinds = torch.randint(3, (size, T, H), generator=generator)
-    lses[unseen] = torch.tensor(NOTHING)[kinds[unseen]]
+    lses[unseen] = -torch.inf
     outs[unseen] = torch.nan
     return outs, lses
 
@@ -78,6 +76,37 @@ def test_schedules_agree_with_one_softmax(two_ranks: Processes) -> None:
 def test_schedules_agree_on_more_ranks(many_ranks: Processes) -> None:
     if H % many_ranks.size == 0:
         many_ranks.run(merge_every_way, many_ranks.size)
+
+
+def corrupt(rank: int) -> None:
+    """One rank's lse, live or not before, and an out whose weight is nothing beside the other's."""
+    for kind, owner in product((torch.inf, torch.nan), (0, 1)):
+        outs, lses = everyones(2, 4, torch.float32)
+        lses[:, 2, 5], outs[:, 2, 5] = 0.0, 1.0
+        before = expected(outs, lses)
+        lses[owner, 0, 1], lses[owner, 1, 6], lses[owner, 3, 7] = kind, kind, kind
+        lses[owner, 2, 5], outs[owner, 2, 5] = -1e4, torch.nan
+        bad = torch.zeros(4, H, dtype=torch.bool)
+        bad[0, 1], bad[1, 6], bad[3, 7] = True, True, True
+        for schedule, heads in product(("gather", "exchange"), ("all", "own")):
+            own = slice(None) if heads == "all" else slice(rank * H // 2, (rank + 1) * H // 2)
+            out, lse = merge_over_ranks(
+                outs[rank], lses[rank], dist.group.WORLD, heads=heads, schedule=schedule
+            )
+            assert torch.equal(lse.isnan(), bad[:, own])
+            assert out[bad[:, own]].isnan().all()
+            if heads == "all":
+                assert out[2, 5].isnan().all() and lse[2, 5] == 0
+            bad_out = bad.clone()
+            bad_out[2, 5] = True
+            kept = ~bad_out[:, own]
+            torch.testing.assert_close(
+                out[kept].double(), before[0][:, own][kept], rtol=1e-5, atol=1e-5
+            )
+
+
+def test_nan_and_inf_of_one_rank_reach_all(two_ranks: Processes) -> None:
+    two_ranks.run(corrupt)
 
 
 def strided_inputs(rank: int) -> None:
@@ -145,3 +174,10 @@ def test_auto_takes_fewer_bytes() -> None:
     assert choose_schedule(V3, bf16, 8, "all") == "gather"
     assert choose_schedule((1, 128, 128), bf16, 8, "all") == "exchange"  # little
     assert choose_schedule(V3, bf16, 8, "own") == "exchange"
+
+
+@pytest.mark.parametrize("shared", [1e5, -1e7])
+def test_weights_of_equal_ranks_sum_up_to_one(shared: float) -> None:
+    """At 1e7 lse rounds by 1: a weight is a share of the weights' own sum."""
+    weights, _ = weigh(torch.full((3, 1, 1), shared))
+    torch.testing.assert_close(weights.sum(0), torch.ones(1, 1))

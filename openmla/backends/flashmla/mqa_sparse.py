@@ -127,7 +127,8 @@ def _decode(
             softmax_scale=scale, causal=False, is_fp8_kvcache=True, indices=slots[0],
             attn_sink=sink, **more, **legacy(call),
         )  # fmt: skip
-    return out.squeeze(1), _natural(lse.squeeze(2))
+    out = out.squeeze(1)
+    return out, _natural(out, lse.squeeze(2))
 
 
 def _prompt(
@@ -148,12 +149,12 @@ def _prompt(
     out, _, lse = call(
         q_latent.contiguous(), rows, slots, scale, d_v=C, attn_sink=sink, **legacy(call)
     )
-    return out, _natural(lse)
+    return out, _natural(out, lse)
 
 
-def _natural(lse: Tensor) -> Tensor:
-    """-inf where there is no row."""
-    return lse.masked_fill(lse == torch.inf, -torch.inf)
+def _natural(out: Tensor, lse: Tensor) -> Tensor:
+    """Their +inf as -inf where there is no row, where out is 0, and as NaN where out is NaN."""
+    return torch.where(lse == torch.inf, out[:, :, 0] - torch.inf, lse)
 
 
 def _kernel(

@@ -23,18 +23,13 @@ def merge(
 ) -> tuple[Tensor, Tensor]:  # in float32 or wider
     wide = torch.promote_types(torch.promote_types(out.dtype, other_out.dtype), torch.float32)
     wide = torch.promote_types(torch.promote_types(lse.dtype, other_lse.dtype), wide)
+    lses = torch.stack([lse.to(wide), other_lse.to(wide)])
+    empty = lses == -torch.inf  # NaN and +inf are not: they make the row NaN
+    largest = lses.amax(dim=0)
+    weights = (lses - largest).exp().masked_fill(empty, 0)
+    total = weights.sum(dim=0)
     merged = out.new_zeros(out.shape, dtype=wide)
-    sides = [(out, lse), (other_out, other_lse)]
-    lses = torch.stack([_plain(side_lse, wide) for _, side_lse in sides])
-    merged_lse = lses.logsumexp(dim=0)
-    for (side_out, _), side_lse in zip(sides, lses, strict=True):
-        empty = side_lse == -torch.inf
-        weight = (side_lse - merged_lse).exp()
-        part = side_out.to(wide) * weight[:, :, None]
-        merged += part.masked_fill(empty[:, :, None], 0)
-    return merged, merged_lse
-
-
-def _plain(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """+inf and NaN mean an empty side in other conventions; here that is -inf."""
-    return lse.to(dtype).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
+    for side, weight, unseen in zip((out, other_out), weights, empty, strict=True):
+        merged += (side.to(wide) * weight[:, :, None]).masked_fill(unseen[:, :, None], 0)
+    merged /= total.masked_fill(empty.all(dim=0), 1)[:, :, None]
+    return merged, largest + total.log()

@@ -49,12 +49,8 @@ def run(
             hidden = ~spread_bits(mask[chunk], S)[:, None]  # [n, 1, S]
             logits = scale * torch.einsum("qhe,khe->qhk", q[chunk].to(wide, copy=True), wide_k)
             logits.masked_fill_(hidden, -torch.inf)
-            row_lse = logits.logsumexp(-1)
-            lse[chunk] = row_lse
-            if scales is None:
-                weights = (logits - row_lse[..., None]).exp()
-            else:
-                weights = rounded_weights(logits)
+            lse[chunk] = logits.logsumexp(-1)
+            weights = logits.softmax(-1) if scales is None else rounded_weights(logits)
             weights = weights.masked_fill(hidden, 0)
             out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse

@@ -57,9 +57,6 @@ def run(
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)
             lse[chunk] = logits.logsumexp(dim=-1)
-            if scales is None:
-                weights = (logits - lse[chunk][:, :, None]).exp()
-            else:
-                weights = rounded_weights(logits)
+            weights = logits.softmax(-1) if scales is None else rounded_weights(logits)
             out[chunk] = torch.einsum("qhk,khv->qhv", weights, wide_v).to(out.dtype)
     return out, lse

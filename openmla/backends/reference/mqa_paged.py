@@ -59,8 +59,7 @@ def run(
                 last_key = positions[S - n :][i : i + step, None, None]
                 logits.masked_fill_(positions > last_key, -torch.inf)
             lse[chunk] = logits.logsumexp(dim=-1)
-            weights = (logits - lse[chunk][:, :, None]).exp()
-            out[chunk] = (weights @ rows[:, :C]).to(out.dtype)
+            out[chunk] = (logits.softmax(-1) @ rows[:, :C]).to(out.dtype)
     return out, lse
 
 
@@ -81,5 +80,4 @@ def attend_alone(
     if rows.shape[0] == 0:
         return q.new_zeros((q.shape[0], C)), q.new_full((q.shape[0],), -torch.inf)
     logits = scale * (q @ rows.T)
-    lse = logits.logsumexp(-1)
-    return (logits - lse[:, None]).exp() @ rows[:, :C], lse
+    return logits.softmax(-1) @ rows[:, :C], logits.logsumexp(-1)

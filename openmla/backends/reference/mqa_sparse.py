@@ -72,7 +72,7 @@ def run(
         logits.masked_fill_(~valid[:, None], -torch.inf)
         row_lse = logits.logsumexp(-1)
         lse[chunk] = row_lse
-        weights = (logits - row_lse[..., None]).exp().masked_fill(~valid[:, None], 0)
+        weights = logits.softmax(-1).masked_fill(~valid[:, None], 0)
         attended = weights @ rows[..., :C]
         if sink is not None:
             attended *= kept_by(sink, row_lse)[..., None]

@@ -83,9 +83,10 @@ def run(
     )
     rows = torch.arange(T, device=q.device)
     owned = (rows < query_start_loc[-1])[:, None]
-    lse = lse.T  # flash: [H, T], +inf where a query saw nothing
-    lse = lse.where(owned & (lse < torch.inf), -torch.inf).contiguous()
-    return out[:, :, :V].where((lse > -torch.inf)[:, :, None], 0), lse
+    lse = lse.T  # flash: [H, T], +inf where a query saw nothing (its out is 0) or NaN (out is NaN)
+    lse = torch.where(lse == torch.inf, out[:, :, 0] - torch.inf, lse)
+    lse = lse.where(owned, -torch.inf).contiguous()
+    return out[:, :, :V].where((lse != -torch.inf)[:, :, None], 0), lse
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
@@ -50,6 +51,12 @@ TARGETS = tuple(SHARED_MEMORY)
 COMPILED = ("triton", "gluon")  # backends with ahead-of-time builds
 GFX942 = 942  # AMD's CDNA3, as a number so that one table holds all targets
 ARCH_SPECIFIC = (90, 100, 120, 121)  # compiled as sm_90a and so on, as Triton does
+
+# In a kernel's TTGIR: a linear layout and its bases of lanes; a reduction's axis and layout.
+LANES = re.compile(r"^(#\w+) = #ttg\.linear<.*?\blane = (\[.*?\]), \w+ = ", re.M)
+REDUCTIONS = re.compile(
+    r'"tt\.reduce"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<[^,]*, (.*?)>[,)]', re.S
+)
 
 
 class Build(NamedTuple):
@@ -133,6 +140,7 @@ class Report(NamedTuple):
     spills: int  # bytes stored
     shared: int
     serialized: bool = False  # ptxas had to serialise WGMMAs that could overlap
+    scattered: int = 0  # reductions that Triton 3.6 gets wrong, see scattered_reductions()
 
 
 def compile_build(build: Build) -> Report:
@@ -173,7 +181,24 @@ def compile_build(build: Build) -> Report:
     if amd:
         spills *= 4  # counted in registers, of 4 bytes
     serialized = "wgmma.mma_async instructions are serialized" in log
-    return Report(registers, spills, compiled.metadata.shared, serialized)
+    scattered = scattered_reductions(compiled.asm["ttgir"])
+    return Report(registers, spills, compiled.metadata.shared, serialized, scattered)
+
+
+def scattered_reductions(ttgir: str) -> int:
+    """How many reductions run over lanes of a warp that are not neighbours: lanes of another axis
+    lie between them. Triton 3.6 reduces as many neighbouring lanes instead, without an error. Only
+    linear layouts, which reshapes make, can have them."""
+    lanes = {name: json.loads(bases) for name, bases in LANES.findall(ttgir)}
+    found = 0
+    for number, layout in REDUCTIONS.findall(ttgir):
+        axis = int(number)
+        for dim in re.findall(r"dim = (\d+)", layout):  # that a slice leaves out, outermost first
+            axis += axis >= int(dim)
+        bases = lanes.get(re.findall(r"#\w+", layout)[-1], [])
+        used = "".join("1" if basis[axis] else "0" for basis in bases)
+        found += "0" in used.strip("0")
+    return found
 
 
 def _ptxas(text: str, build: Build) -> str:

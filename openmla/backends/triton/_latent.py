@@ -358,7 +358,7 @@ def _merge_runs_kernel(
         rescale = tl.exp2((running_max - safe_max) * LOG2E)
         values = tl.load(
             part + runs[:, None] * C + c[None, :],
-            mask=(weights > 0)[:, None] & (c < C)[None, :],
+            mask=(run_lse != float("-inf"))[:, None] & (c < C)[None, :],
             other=0.0,
         )
         acc = acc * rescale + tl.sum(values * weights[:, None], 0)

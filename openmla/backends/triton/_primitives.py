@@ -243,12 +243,10 @@ def sink_factor(sink, lse, any_valid):
 
 @triton.jit
 def merge_weights(own, other):
-    """Of two partial softmaxes by lse: which saw a key, their shares of the whole, its lse."""
-    # NaN fails both comparisons: a side with +inf or NaN counts as empty, as one with -inf does
-    valid = (own > float("-inf")) & (own < float("inf"))
-    other_valid = (other > float("-inf")) & (other < float("inf"))
-    own = tl.where(valid, own, float("-inf"))
-    other = tl.where(other_valid, other, float("-inf"))
+    """Of two partial softmaxes by lse: which saw a key, their shares of the whole, its lse. NaN or
+    +inf on a side makes the shares and the lse NaN."""
+    valid = own != float("-inf")
+    other_valid = other != float("-inf")
     larger = tl.maximum(own, other)
     larger = tl.where(valid | other_valid, larger, 0.0)
     weight = tl.exp(own - larger)

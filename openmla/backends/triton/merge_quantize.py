@@ -8,7 +8,10 @@ Writes    values [T, O], scales
 Limits    see why_not()
 
 A tile is cut into pieces of one head each, as long as a power of two can be: one weight serves all
-of a piece.
+of a piece. The pieces of all tokens form one axis, so that neighbouring lanes of a warp hold
+neighbouring columns. If tokens and pieces were two axes, Triton 3.6 would place lanes of other
+tokens between the lanes of a group that spans heads. Its reductions assume neighbouring lanes and
+would return the maximum of the wrong values (_build.scattered_reductions).
 """
 
 from __future__ import annotations
@@ -65,24 +68,28 @@ def _merge_quantize_kernel(
     BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
+    PIECES: tl.constexpr = COLUMNS // EACH  # of a token
     program = tl.program_id(0).to(tl.int64)
     first_column = (program % TILES).to(tl.int32) * COLUMNS
-    t = program // TILES * BLOCK_T + tl.arange(0, BLOCK_T)
+    first_token = program // TILES * BLOCK_T
     # EACH neighbouring columns are of one head: a weight for all of them
-    first = first_column + tl.arange(0, COLUMNS // EACH) * EACH
+    piece = tl.arange(0, BLOCK_T * PIECES)
+    t = first_token + piece // PIECES
+    first = first_column + piece % PIECES * EACH
     head = first // V
-    at = (t * lse_token)[:, None] + (head * lse_head)[None, :]
-    other_at = (t * other_lse_token)[:, None] + (head * other_lse_head)[None, :]
-    mask = (t < num_rows)[:, None] & (head < H)[None, :]
-    own = widen_to(tl.load(lse + at, mask=mask, other=float("-inf")), dtype)
-    other = widen_to(tl.load(other_lse + other_at, mask=mask, other=float("-inf")), dtype)
+    mask = (t < num_rows) & (head < H)
+    at = lse + t * lse_token + head * lse_head
+    own = widen_to(tl.load(at, mask=mask, other=float("-inf")), dtype)
+    at = other_lse + t * other_lse_token + head * other_lse_head
+    other = widen_to(tl.load(at, mask=mask, other=float("-inf")), dtype)
     valid, other_valid, weight, other_weight, _ = merge_weights(own, other)
-    at = (t * out_token)[:, None] + (head * out_head + first % V)[None, :]
-    tile = weighted(out + at, valid, weight, dtype, EACH)
-    at = (t * other_out_token)[:, None] + (head * other_out_head + first % V)[None, :]
-    tile += weighted(other_out + at, other_valid, other_weight, dtype, EACH)
+    at = out + t * out_token + head * out_head + first % V
+    tile = weighted(at, valid, weight, dtype, EACH)
+    at = other_out + t * other_out_token + head * other_out_head + first % V
+    tile += weighted(at, other_valid, other_weight, dtype, EACH)
     tile = tl.reshape(tile, [BLOCK_T, COLUMNS])
     tile = widen(round_to(tile, out.dtype.element_ty, ASM))
+    t = first_token + tl.arange(0, BLOCK_T)
     row = target_rows(rows, first_row, t, t < num_rows, LISTED)
     store_quantized(
         tile, values, scales, global_scale, row, first_column, H * V, values_stride,
@@ -92,12 +99,10 @@ def _merge_quantize_kernel(
 
 @triton.jit
 def weighted(at, valid, weight, dtype: tl.constexpr, EACH: tl.constexpr):
-    """EACH values of a side from each of `at` on, [N, M, EACH], times their weight; 0 where the
-    side saw no key. In three dimensions, as loads through reshaped masks take one value at a time
-    in Triton 3.6."""
-    at = at[:, :, None] + tl.arange(0, EACH)[None, None, :]
-    columns = tl.load(at, mask=valid[:, :, None], other=0.0)
-    return widen_to(columns, dtype) * weight[:, :, None]
+    """EACH values of a side from each of `at` [N] on, [N, EACH], times their weight; 0 where the
+    side saw no key."""
+    columns = tl.load(at[:, None] + tl.arange(0, EACH)[None, :], mask=valid[:, None], other=0.0)
+    return widen_to(columns, dtype) * weight[:, None]
 
 
 def why_not(problem: Problem) -> str | None:
@@ -155,11 +160,12 @@ def constants_of(
 
 
 def builds() -> Iterator[Build]:
-    """Every format's, per target; heads that are no power of two."""
+    """Every format's, per target; heads that are no power of two; groups of two heads."""
     for capability in TARGETS:
         for format in OUTPUT_FORMATS:
             yield merge_build(capability, format, 128, 128)
         yield merge_build(capability, "fp8_64", 64, 192)
+        yield merge_build(capability, "fp8_128", 16, 64)
 
 
 def merge_build(capability: int, format: str, H: int, V: int) -> Build:
