@@ -39,7 +39,7 @@ def absorbed_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
     """The same without the last step."""
     q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    q_latent, q_scale = latent_queries(q_nope, q_pe, absorbed, plan)
+    q_latent, q_scale = latent_queries(q_nope, q_pe, absorbed, latent, plan)
     out_latent, lse = read_all(q_latent, latent, plan, decode, q_scale)
     return out_latent.to(q_nope.dtype), lse
 
@@ -111,7 +111,7 @@ def chosen_latent(
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H] of the chunk
     """One chunk, without the last step."""
     chunk = sparse.query_chunks[number]
-    q_latent, q_scale = latent_queries(q_nope[chunk], q_pe[chunk], absorbed, plan)
+    q_latent, q_scale = latent_queries(q_nope[chunk], q_pe[chunk], absorbed, latent, plan)
     out_latent, lse = read_chosen(q_latent, latent, plan, sparse, selection, number, q_scale)
     return out_latent.to(q_nope.dtype), lse
 
@@ -149,7 +149,7 @@ def read_chosen(
 
 
 def latent_queries(
-    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, plan: Plan
+    q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, cache: PagedCache, plan: Plan
 ) -> tuple[Tensor, Tensor | None]:  # [n, H, D], and the scale of e4m3 ones
     """As the plan has them: of q_nope's dtype, or quantised."""
     backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
@@ -162,7 +162,15 @@ def latent_queries(
         )
     else:
         latent = torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk).transpose(0, 1)
-    return quantize_queries(latent, q_pe, backend=plan.called_with("quantize_queries"))
+    return in_e4m3(latent, q_pe, cache, plan)
+
+
+def in_e4m3(
+    latent: Tensor, q_pe: Tensor, cache: PagedCache, plan: Plan
+) -> tuple[Tensor, Tensor]:  # [n, H, D], and their scale [n, H]
+    """Queries quantised with a scale per token and head, or with the one of the layer's cache."""
+    q_scale = cache.q_scale if plan.query_dtype == "fp8_static" else None
+    return quantize_queries(latent, q_pe, q_scale, backend=plan.called_with("quantize_queries"))
 
 
 def into_latent(

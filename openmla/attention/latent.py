@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.absorbed import read_all, read_chosen
+from openmla.attention.absorbed import in_e4m3, read_all, read_chosen
 from openmla.attention.compressed import attend_segments
 from openmla.attention.ratio import scale_rope_of_latent
 from openmla.attention.step import Part, check_selection, put_both_together
 from openmla.attention.types import CompressedInputs, Selection, check_alike
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
-from openmla.ops import quantize_queries
 from openmla.ops._register import refuse_grad
 from openmla.plan import Plan, SparsePlan
 
@@ -46,7 +45,7 @@ def attend_latent(
     parts: list[Part] = []
     if plan.decode is not None:
         rows = plan.decode.rows
-        q, q_scale = _queries(q_latent[rows], plan)
+        q, q_scale = _queries(q_latent[rows], latent, plan)
         out, lse = read_all(q, latent, plan, plan.decode, q_scale)
         parts.append((rows, out.to(q_latent.dtype), lse))
     if plan.sparse is not None:
@@ -79,12 +78,12 @@ def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
     return latent
 
 
-def _queries(q_latent: Tensor, plan: Plan) -> tuple[Tensor, Tensor | None]:
+def _queries(q_latent: Tensor, cache: PagedCache, plan: Plan) -> tuple[Tensor, Tensor | None]:
     """As they are, or in e4m3 with their scale where the plan says so."""
     if plan.query_dtype is None:
         return q_latent, None
-    C, backend = plan.config.kv_lora_rank, plan.called_with("quantize_queries")
-    return quantize_queries(q_latent[:, :, :C], q_latent[:, :, C:], backend=backend)
+    C = plan.config.kv_lora_rank
+    return in_e4m3(q_latent[:, :, :C], q_latent[:, :, C:], cache, plan)
 
 
 def _attend_chosen(
@@ -93,7 +92,7 @@ def _attend_chosen(
     """A chunk of queries at a time, as planned."""
     parts = []
     for number, chunk in enumerate(sparse.query_chunks):
-        q, q_scale = _queries(q_latent[chunk], plan)
+        q, q_scale = _queries(q_latent[chunk], latent, plan)
         out, lse = read_chosen(q, latent, plan, sparse, selection, number, q_scale)
         parts.append((out.to(q_latent.dtype), lse))
     if len(parts) == 1:

@@ -43,6 +43,7 @@ class PagedCache:
     `kv_scale` is a device scalar, so that kernels read it without a host round trip. `rope_ratio`,
     a power of two, is what k_pe was divided by before that; a step multiplies q_pe by it
     (attention/ratio.py). `clamped` counts values too large for the scales, since the cache is.
+    `q_scale` is the one scale that a plan with query_dtype "fp8_static" quantizes queries with.
     """
 
     data: Tensor  # [N, BS, W]
@@ -50,6 +51,7 @@ class PagedCache:
     kv_scale: Tensor  # [] f32
     rope_ratio: Tensor | None = None  # [] f32; None: 1
     clamped: Tensor | None = None  # [] i64; None: nobody counts
+    q_scale: Tensor | None = None  # [] f32; None: not calibrated
 
     def __post_init__(self) -> None:
         for name in ("data", "kv_scale"):
@@ -69,7 +71,8 @@ class PagedCache:
                 "cache: kv_scale must be a float32 scalar tensor, "
                 f"got {tuple(self.kv_scale.shape)} {self.kv_scale.dtype}."
             )
-        for name, dtype in (("rope_ratio", torch.float32), ("clamped", torch.int64)):
+        kinds = {"rope_ratio": torch.float32, "clamped": torch.int64, "q_scale": torch.float32}
+        for name, dtype in kinds.items():
             given, device = getattr(self, name), self.data.device
             if given is None:
                 continue
@@ -118,6 +121,14 @@ class PagedCache:
             raise ConfigError(
                 f"{where}: {name} rows must be W={W} wide for {D} values in {self.format}, "
                 f"got {self.data.shape[2]}. A cache belongs to the config it was allocated for."
+            )
+
+    def check_q_scale(self, where: str) -> None:
+        """Raise unless there is a scale for queries."""
+        if self.q_scale is None:
+            raise ConfigError(
+                f"{where}: query_dtype 'fp8_static' needs a cache with a q_scale, got none. "
+                "Allocate it with scales that calibrate() found, or plan with query_dtype='fp8'."
             )
 
     def grown(self, num_blocks: int) -> PagedCache:
@@ -359,13 +370,15 @@ def _new_cache(
     layout = get_format(format)
     width, page = layout.width(D), layout.page_width(D, block_size)
     data = _pages(num_blocks, block_size, width, page, layout.dtype, device)
-    ratio, clamped = None, None
+    ratio, clamped, query = None, None, None
     if layout.scaled:
         clamped = torch.zeros((), dtype=torch.int64, device=device)
         if scales.rope_ratio != 1:
             ratio = torch.tensor(scales.rope_ratio, dtype=torch.float32, device=device)
+    if scales.query is not None:
+        query = torch.tensor(scales.query, dtype=torch.float32, device=device)
     scale = torch.tensor(scales.row, dtype=torch.float32, device=device)
-    return PagedCache(data, format, scale, ratio, clamped)
+    return PagedCache(data, format, scale, ratio, clamped, query)
 
 
 def _pages(N: int, BS: int, W: int, page: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -17,9 +17,10 @@ from openmla.errors import ConfigError
 # A layer's attention, then whatever an exporter puts between it and the scale: nothing, the
 # engine's attention (attn, mla_attn, attn_mqa), or the linear the scale was measured behind.
 _PLACE = r"layers\.\d+\.(?:self_attn|attn|attention)(?:\.\d+)?"
-_NAME = re.compile(rf"(?:.*?\.)?({_PLACE})(?:\.(?!indexer\b)\w+)*\.(q|k|v|kv|k_pe)_scale")
+_KIND = "q|k|v|kv|k_pe|q_nope|q_pe"
+_NAME = re.compile(rf"(?:.*?\.)?({_PLACE})(?:\.(?!indexer\b)\w+)*\.({_KIND})_scale")
 _OUTPUT = re.compile(rf"(?:.*?\.)?({_PLACE})\.([qkv])_proj\.output_scale")
-_OF_A_LAYER = re.compile(r"(?:(?!indexer\b)\w+\.)*(q|k|v|kv|k_pe)_scale")
+_OF_A_LAYER = re.compile(rf"(?:(?!indexer\b)\w+\.)*({_KIND})_scale")
 
 # What read_name() takes, for others to search names with.
 SCALE_PATTERNS = tuple(rf"^(?!mtp\.){name.pattern}$" for name in (_NAME, _OUTPUT))
@@ -29,7 +30,7 @@ class ScaleName(NamedTuple):
     """What the name of a tensor in a checkpoint says: the layer it belongs to, and its scale."""
 
     place: str  # as "layers.3.self_attn": names before "layers" differ between engines
-    kind: str  # q, k, v, kv or k_pe
+    kind: str  # one of _KIND
 
 
 def read_name(name: str) -> ScaleName | None:
@@ -86,18 +87,20 @@ class LayerScales:
 
     q is of the absorbed query, q_nope @ w_uk beside q_pe; k of a whole row, latent and k_pe; v of
     the latent, which is what values are. k_pe is that of the rotated columns alone, None where it
-    is not known: then the row has the one scale k.
+    is not known: then the row has the one scale k. q_nope and q_pe are those of the query's two
+    parts alone; the scales of queries are None where nobody measured them.
     """
 
     k: float
     v: float
-    q: float = 1.0
+    q: float | None = None
     k_pe: float | None = None
+    q_nope: float | None = None
+    q_pe: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("q", "k", "v", "k_pe"):
-            value = getattr(self, name)
-            if value is not None:
+        for name, value in vars(self).items():
+            if value is not None or name in ("k", "v"):
                 object.__setattr__(self, name, check_scale("scales", f"{name}_scale", value))
 
     @property
@@ -113,6 +116,15 @@ class LayerScales:
             return 1.0
         return next_power_of_two(self.k_pe / self.row)
 
+    @property
+    def query(self) -> float | None:
+        """q_scale of a cache: holds q_nope @ w_uk beside q_pe * rope_ratio. None: not measured."""
+        if self.q is None:
+            return None
+        if self.q_nope is None or self.q_pe is None:
+            return self.q * max(1.0, self.rope_ratio)
+        return max(self.q_nope, self.q_pe * self.rope_ratio)
+
     @classmethod
     def of(cls, found: Mapping[str, object]) -> LayerScales | None:
         """From scales by their kind: one of k and v stands for the other, neither is None."""
@@ -120,10 +132,9 @@ class LayerScales:
         v = found.get("v", found.get("kv", found.get("k")))
         if k is None or v is None:
             return None
-        held = {"k": k, "v": v, "q": found.get("q", 1.0), "k_pe": found.get("k_pe")}
-        return cls(**held)  # type: ignore[arg-type]
+        others = {kind: found.get(kind) for kind in ("q", "k_pe", "q_nope", "q_pe")}
+        return cls(k, v, **others)  # type: ignore[arg-type]
 
     def by_kind(self) -> dict[str, float]:
         """The inverse of of()."""
-        kinds = {"q": self.q, "k": self.k, "v": self.v, "k_pe": self.k_pe}
-        return {kind: value for kind, value in kinds.items() if value is not None}
+        return {kind: value for kind, value in vars(self).items() if value is not None}

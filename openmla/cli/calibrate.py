@@ -78,5 +78,5 @@ def print_scales(scales: Scales, headroom: float) -> None:
     print(f"scales: powers of two that hold {headroom:g} times the largest value seen")
     print(f"{'layer':<28}{'latent':>12}{'k_pe':>12}{'latent, k_pe':>14}{'query':>12}")
     for place, each in scales.layers.items():
-        k_pe = "-" if each.k_pe is None else f"{each.k_pe:.4g}"
-        print(f"{place:<28}{each.v:>12.4g}{k_pe:>12}{each.k:>14.4g}{each.q:>12.4g}")
+        k_pe, q = ("-" if one is None else f"{one:.4g}" for one in (each.k_pe, each.q))
+        print(f"{place:<28}{each.v:>12.4g}{k_pe:>12}{each.k:>14.4g}{q:>12}")

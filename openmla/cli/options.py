@@ -242,8 +242,8 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
         help="of what decode multiplies by, kv_b_proj; default: as the model",
     )  # fmt: skip
     parser.add_argument(
-        "--query-dtype", choices=("fp8",),
-        help="of decode's queries, over a cache of fp8 or fp8_ds_mla; default: as the model",
+        "--query-dtype", choices=("fp8", "fp8_static"),
+        help="decode queries in fp8; fp8_static: with calibrated scales (default: model dtype)",
     )  # fmt: skip
     parser.add_argument(
         "--prefill-dtype", choices=("fp8",),

@@ -44,14 +44,14 @@ class Measured:
         """A step's tokens, finished."""
         self.see("latent", projected.kv_c)
         self.see("k_pe", projected.k_pe)
-        self.see("q", projected.q_pe)
+        self.see("q_pe", projected.q_pe)
         for q_nope in projected.q_nope.split(TOKENS):
             if absorbed.uk_scale is None:
-                self.see("q", torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk))
+                self.see("q_nope", torch.bmm(q_nope.transpose(0, 1), absorbed.w_uk))
             else:
                 in_latent = q_nope.new_empty((*q_nope.shape[:2], absorbed.w_uk.shape[2]))
                 project_heads(in_latent, q_nope, absorbed.w_uk, absorbed.uk_scale)
-                self.see("q", in_latent)
+                self.see("q_nope", in_latent)
 
     def scales(self, where: str, headroom: float) -> LayerScales:
         """The next power of two from what was seen, with headroom, over the largest e4m3; 1 of what
@@ -65,8 +65,9 @@ class Measured:
             held = max(largest.get(name, 0.0) for name in names) * headroom / FP8_MAX
             return next_power_of_two(held) if held else 1.0
 
-        k_pe = scale("k_pe") if largest.get("k_pe") else None
-        return LayerScales(scale("latent", "k_pe"), scale("latent"), scale("q"), k_pe)
+        apart = {name: scale(name) for name in ("k_pe", "q_nope", "q_pe") if largest.get(name)}
+        q = scale("q", "q_nope", "q_pe")
+        return LayerScales(scale("latent", "k_pe"), scale("latent"), q, **apart)
 
 
 def check_headroom(headroom: object) -> float:

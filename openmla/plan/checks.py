@@ -65,8 +65,10 @@ def check_query_dtype(
     """fp8 queries are for rows of fp8, on chips that multiply them."""
     if query_dtype is None:
         return
-    if query_dtype != "fp8":
-        raise ConfigError(f"{where}: query_dtype must be None or 'fp8', got {query_dtype!r}.")
+    if query_dtype not in ("fp8", "fp8_static"):
+        raise ConfigError(
+            f"{where}: query_dtype must be None, 'fp8' or 'fp8_static', got {query_dtype!r}."
+        )
     if config.compressor is not None:
         raise ConfigError(
             f"{where}: query_dtype must be None for {config.model_type}, whose rows have bf16 "
@@ -94,6 +96,8 @@ def check_planned_queries(
     device = torch.device("cpu") if part is None else part.data.device
     format = None if cache.latent is None else cache.latent.format
     check_query_dtype(where, config, query_dtype, format, device)
+    if query_dtype == "fp8_static" and cache.latent is not None:
+        cache.latent.check_q_scale(where)
 
 
 def check_planned_output(config: MLAConfig, output: str) -> None:

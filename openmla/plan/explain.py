@@ -39,9 +39,9 @@ def explain(plan: Plan, finished: bool) -> Explanation:
     if plan.batch_invariant:
         lines.append(_invariant(plan, finished))
     if plan.query_dtype is not None:
-        lines.append(
-            Line("queries", "absorbed ones in e4m3, a scale per token and head; outputs bf16")
-        )
+        static = plan.query_dtype == "fp8_static"
+        scale = "one calibrated scale per layer" if static else "a scale per token and head"
+        lines.append(Line("queries", f"absorbed ones in e4m3, {scale}; outputs bf16"))
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
     if plan.padding:

@@ -92,8 +92,8 @@ def make_plan(
     `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
     that ends each form in it, explain() says which. V4 has none.
 
-    `query_dtype` "fp8": absorbed queries are quantised to e4m3, with a scale per token and head,
-    over rows of fp8, multiplied as they are stored, or fp8_ds_mla (docs/fp8-queries.md).
+    `query_dtype` "fp8": absorbed queries are quantised to e4m3 over rows of fp8 or fp8_ds_mla, with
+    a scale per token and head; "fp8_static": with the cache's q_scale (docs/fp8-queries.md).
     `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device, and
     rows of an fp8 cache gathered as they are stored (docs/fp8-prefill.md). Both need SM89.
     """

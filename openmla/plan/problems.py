@@ -91,7 +91,7 @@ class Calls(NamedTuple):
     route: str  # of prefill, "" if there is none
     sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
     output: str = ""  # the format that outputs are quantised to
-    query_dtype: str = ""  # "fp8": what absorbed queries are quantised to
+    query_dtype: str = ""  # "fp8" or "fp8_static": what absorbed queries are quantised to
     eight_bits: bool = False  # expanded heads are e4m3
 
 

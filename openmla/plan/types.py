@@ -255,7 +255,7 @@ class Plan:
     run_length: int = 0
     prefill_dtype: str | None = None  # "fp8": expanded queries and keys are e4m3
     output: str | None = None  # the format that outputs are quantised to
-    query_dtype: str | None = None  # "fp8": what absorbed queries are quantised to
+    query_dtype: str | None = None  # "fp8" or "fp8_static": what absorbed queries are quantised to
     # how each form's tokens get there: the op that ends them
     ends: Mapping[str, str] = field(default_factory=dict)
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
@@ -272,6 +272,8 @@ class Plan:
         wide (V4's is checked by its geometry)."""
         if cache.latent is not None:
             cache.latent.check_width("step", "latent", self.config.latent_dim)
+            if self.query_dtype == "fp8_static":
+                cache.latent.check_q_scale("step")
         if cache.index is not None and self.config.indexer is not None:
             cache.index.check_width("step", "index", self.config.indexer.head_dim)
         for part in (cache.latent, cache.index):

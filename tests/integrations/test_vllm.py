@@ -68,10 +68,13 @@ def test_quantised_caches(device: str, kv: str) -> None:
         assert layer.kv_cache.shape[-1] == 656
 
 
+@pytest.mark.parametrize("query_dtype", ["fp8", "fp8_static"])
 @pytest.mark.parametrize("kv", ["fp8", "fp8_ds_mla"])
-def test_queries_and_prompts_in_fp8(device: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_prompts_in_fp8(
+    device: str, kv: str, query_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where --additional-config asks for them, also of a step that is captured."""
-    asked = {"openmla": {"query_dtype": "fp8", "prefill_dtype": "fp8"}}
+    asked = {"openmla": {"query_dtype": query_dtype, "prefill_dtype": "fp8"}}
     sizes: dict[str, Any] = {"C": 512, "rope": 64, "dtype": torch.bfloat16}
     engine = Engine(device, kv=kv, **sizes, additional_config=asked)
     plans = []

@@ -270,6 +270,7 @@ class Layer:
     use_sparse: bool = False
     _chunked_prefill_workspace_size: int | None = None
     _k_scale: Tensor = field(default_factory=lambda: torch.tensor(1.0))
+    _q_scale: Tensor = field(default_factory=lambda: torch.tensor(1.0))
     dims: ClassVar = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
     def forward_impl(

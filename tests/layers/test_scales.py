@@ -146,7 +146,7 @@ def test_grown_caches_keep_their_scales() -> None:
     cache = allocate_cache(config, num_blocks=2, block_size=4, format="fp8", kv_scale=scales)
     grown = cache.grown(5).latent
     assert cache.latent is not None and grown is not None
-    for name in ("kv_scale", "rope_ratio", "clamped"):
+    for name in ("kv_scale", "rope_ratio", "clamped", "q_scale"):
         assert getattr(grown, name) is getattr(cache.latent, name)
     assert float(grown.kv_scale) == pytest.approx(LATENT) and float(grown.rope_ratio) == 4  # type: ignore[arg-type]
 
@@ -156,6 +156,29 @@ def test_grown_caches_keep_their_scales() -> None:
 )
 def test_ratio_is_the_least_power_of_two_that_holds_k_pe(k_pe: float, ratio: float) -> None:
     assert LayerScales(k_pe, 1.0, k_pe=k_pe).rope_ratio == ratio
+
+
+@pytest.mark.parametrize(
+    ("scales", "query"),
+    [
+        ({}, None),
+        ({"q": 2.0}, 2.0),
+        ({"q": 2.0, "k_pe": 4.0}, 8.0),  # q_pe may be as large as the whole query
+        ({"q": 2.0, "k_pe": 0.25}, 2.0),
+        ({"q": 2.0, "k_pe": 4.0, "q_nope": 2.0, "q_pe": 0.5}, 2.0),
+        ({"q": 2.0, "k_pe": 4.0, "q_nope": 2.0, "q_pe": 1.0}, 4.0),
+        ({"q": 2.0, "k_pe": 0.25, "q_nope": 0.125, "q_pe": 2.0}, 0.5),
+    ],
+)
+def test_scale_of_queries_holds_q_pe_times_the_ratio(
+    scales: dict[str, float], query: float | None
+) -> None:
+    found = LayerScales(1.0, 1.0, **scales)
+    assert found.query == query and LayerScales.of(found.by_kind()) == found
+    config = make_peer("deepseek_v3").ours.config
+    made = allocate_cache(config, num_blocks=2, block_size=4, format="fp8", kv_scale=found).latent
+    assert made is not None
+    assert (None if made.q_scale is None else float(made.q_scale)) == query
 
 
 def test_one_of_k_and_v_stands_for_the_other() -> None:
@@ -255,6 +278,7 @@ def test_calibrate(family: str) -> None:
         largest["k_pe"] = max(largest["k_pe"], float(rows[:, C:].abs().max()))
     scale = {name: 2.0 ** math.ceil(math.log2(v * 1.5 / 448)) for name, v in largest.items()}
     assert (found.v, found.k_pe, found.q) == (scale["latent"], scale["k_pe"], scale["q"])
+    assert found.q == max(found.q_nope, found.q_pe)  # type: ignore[type-var]
     assert found.k == max(found.v, scale["k_pe"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from openmla import (
     Batch,
     ConfigError,
     LayerCache,
+    LayerScales,
     MLAConfig,
     UnsupportedError,
     absorb,
@@ -17,6 +20,7 @@ from openmla import (
     attend_latent,
     attend_step,
     make_plan,
+    make_selection,
     plan_buffers,
 )
 from openmla.ops import mqa_paged, quantize_queries
@@ -77,6 +81,96 @@ def test_step_and_explain(device: str) -> None:
     assert plan.problem("cache_write").dtype == torch.float32
 
 
+SCALES = LayerScales(0.05, 0.05, q=0.04, k_pe=0.2, q_nope=0.04, q_pe=0.02)  # q_pe times 4
+
+
+def calibrated(requests: Requests, config: MLAConfig = DENSE) -> LayerCache:
+    """An fp8 cache of the requests' keys that has scales of its own for k_pe and for queries."""
+    plain, _ = requests.part(written=True)
+    assert plain.latent is not None
+    cache = allocate_cache(
+        config, num_blocks=plain.latent.num_blocks, block_size=4, format="fp8", kv_scale=SCALES,
+        index_format="index_fp32", device=requests.device,
+    )  # fmt: skip
+    assert cache.latent is not None and cache.latent.rope_ratio is not None
+    rows = plain.latent.data.flatten(0, 1).float().nan_to_num()
+    rows[:, C:] /= cache.latent.rope_ratio
+    slots = torch.arange(len(rows), device=rows.device)
+    cache.latent.layout.write(cache.latent.data, slots, rows, cache.latent.kv_scale)
+    return cache
+
+
+def test_static_queries_have_the_scale_of_their_cache(device: str) -> None:
+    """The step is quantize_queries(q_scale=) and mqa_paged, as called by hand."""
+    requests = Requests(*DECODE, device=device)
+    cache, (_, batch) = calibrated(requests), requests.part(written=True)
+    assert cache.latent is not None and cache.latent.q_scale is not None
+    assert float(cache.latent.q_scale) == pytest.approx(0.08)
+    q = requests.q_latent.float()
+    outs = {}
+    for name in (None, "fp8", "fp8_static"):
+        plan = make_plan(
+            batch, DENSE, cache, dtype=torch.float32, form="absorbed", query_dtype=name
+        )
+        outs[name] = attend_latent(q, cache, plan)
+    assert "absorbed ones in e4m3, one calibrated scale per layer" in plan.explain()
+    assert plan.decode is not None and cache.latent.rope_ratio is not None
+    values, scale = quantize_queries(
+        q[..., :C], q[..., C:] * cache.latent.rope_ratio, cache.latent.q_scale
+    )
+    wanted, wanted_lse = mqa_paged(
+        values, cache.latent.data, cache.latent.kv_scale, plan.decode.block_table,
+        plan.decode.seq_lens, plan.decode.query_start_loc, scale, format="fp8", C=C,
+        scale=DENSE.scale, causal=True, max_query_len=2,
+    )  # fmt: skip
+    out, lse = outs["fp8_static"]
+    assert torch.equal(out, wanted.float()) and torch.equal(lse, wanted_lse)
+    errors = [float((outs[name][0] - outs[None][0]).norm()) for name in ("fp8", "fp8_static")]
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+def test_static_queries_in_a_step(device: str) -> None:
+    """attend_step, dense and over selected keys, is attend_latent between its two products."""
+    for config in (DENSE, SPARSE):
+        requests = Requests(*DECODE, config=config, device=device)
+        cache, (_, batch) = calibrated(requests, config), requests.part(written=True)
+        form = "chosen" if config is SPARSE else "absorbed"
+        plan = make_plan(
+            batch, config, cache, dtype=torch.float32, form=form, query_dtype="fp8_static"
+        )
+        projected = type(requests.projected)(*(part.float() for part in requests.projected))
+        absorbed = absorb(requests.weight.float(), config)
+        selection = None
+        if config is SPARSE:
+            last = torch.tensor(plan.seq_lens, device=device).repeat_interleave(
+                torch.tensor(plan.query_lens, device=device)
+            )
+            keys = torch.arange(32, dtype=torch.int32, device=device).repeat(len(last), 1)
+            selection = make_selection(keys.masked_fill(keys >= last[:, None] - 1, -1), cache, plan)
+        out = attend_step(projected, absorbed, cache, plan, selection=selection)
+        q = torch.bmm(projected.q_nope.transpose(0, 1), absorbed.w_uk).transpose(0, 1)
+        q_latent = torch.cat([q, projected.q_pe], -1)
+        inside, _ = attend_latent(q_latent, cache, plan, selection=selection)
+        wanted = torch.einsum("thc,hcv->thv", inside, absorbed.w_uv)
+        torch.testing.assert_close(out, wanted)
+
+
+def test_static_queries_need_a_scale() -> None:
+    requests = Requests(*DECODE)
+    cache, (_, batch) = calibrated(requests), requests.part(written=True)
+    assert cache.latent is not None
+    bare = LayerCache(latent=replace(cache.latent, q_scale=None))
+    message = "query_dtype 'fp8_static' needs a cache with a q_scale, got none"
+    with pytest.raises(ConfigError, match=f"plan: {message}"):
+        make_plan(batch, DENSE, bare, dtype=torch.float32, query_dtype="fp8_static")
+    plan = make_plan(batch, DENSE, cache, dtype=torch.float32, query_dtype="fp8_static")
+    projected = type(requests.projected)(*(part.float() for part in requests.projected))
+    before = cache.latent.data.view(torch.uint8).clone()
+    with pytest.raises(ConfigError, match=f"step: {message}"):  # another layer's cache
+        attend_step(projected, absorb(requests.weight.float(), DENSE), bare, plan)
+    assert torch.equal(cache.latent.data.view(torch.uint8), before)
+
+
 def test_only_absorbed_rows_are() -> None:
     requests = Requests([40], [40])
     cache, _ = stored(requests)
@@ -101,7 +195,7 @@ def test_into_buffers(device: str) -> None:
 @pytest.mark.parametrize(
     ("config", "format", "query_dtype", "message"),
     [
-        (DENSE, "fp8", "bf16", "query_dtype must be None or 'fp8', got 'bf16'"),
+        (DENSE, "fp8", "bf16", "query_dtype must be None, 'fp8' or 'fp8_static', got 'bf16'"),
         (DENSE, "bf16", "fp8", "query_dtype must be None over a cache of bf16, got 'fp8'"),
         (SPARSE, "fp32", "fp8", "query_dtype must be None over a cache of fp32, got 'fp8'"),
     ],

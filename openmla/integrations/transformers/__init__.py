@@ -84,8 +84,8 @@ def attach(
     batch. That is so of the attention alone: the model's linears, its norms and its experts are
     torch's, whose bits do, and the caller's to replace if whole outputs are to be equal.
 
-    `query_dtype` is make_plan()'s: "fp8" quantises the queries of decode, over a cache_format of
-    fp8 or fp8_ds_mla.
+    `query_dtype` is the same as in make_plan(): "fp8" quantizes the queries of decode, over a
+    cache_format of fp8 or fp8_ds_mla; "fp8_static" does so with calibrated scales, over fp8.
     With prefill_dtype="fp8" queries and keys of prompts are e4m3, as make_plan() has it; without a
     group.
 

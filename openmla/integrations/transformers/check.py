@@ -96,9 +96,29 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         check_eight_bit_products("attach", weight.device, weight.dtype)
     _check_capture(model, options)
     attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
+    _check_static_queries(attachment)
     if options.backend == "auto":
         warn_of_reference("attach", next(modules[0].parameters()).device.type)
     return attachment
+
+
+def _check_static_queries(attachment: Attachment) -> None:
+    """Queries with one scale per layer need that scale."""
+    if attachment.query_dtype != "fp8_static":
+        return
+    if attachment.format != "fp8":
+        raise ConfigError(
+            "attach: query_dtype 'fp8_static' needs cache_format 'fp8', "
+            f"got {attachment.format!r}. Use query_dtype='fp8'."
+        )
+    for module in attachment.modules:
+        scales = attachment.scales.get(module.layer_idx)  # type: ignore[call-overload]
+        if scales is None or scales.q is None:
+            raise ConfigError(
+                f"attach: query_dtype 'fp8_static' needs a q_scale for every layer, got none for "
+                f"layer {module.layer_idx}. Give kv_scale=calibrate(model, batches), or use "
+                "query_dtype='fp8'."
+            )
 
 
 def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:

@@ -115,14 +115,17 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         """vLLM's tensor [N, BS, W], with whatever stride between pages it has."""
         known, cache = self._cache
         if known is not kv_cache or cache is None:
-            data, scale = kv_cache, self.layer._k_scale
+            data = kv_cache
             if self.kv_cache_dtype in ("fp8", "fp8_e4m3"):
                 data = data.view(torch.float8_e4m3fn)
             packed = self.kv_cache_dtype == "fp8_ds_mla"
+            scales = self.layer._k_scale, self.layer._q_scale
+            k_scale, q_scale = (each.to(data.device, torch.float32).reshape(()) for each in scales)
             latent = openmla.PagedCache(
                 data,
                 "fp8_ds_mla" if packed else FORMATS[data.dtype],
-                scale.to(data.device, torch.float32).reshape(()),
+                k_scale,
+                q_scale=q_scale,
             )
             index = None
             if self.layer.indexer is not None:
