@@ -341,6 +341,11 @@ UNSCALED = LayerScales(1.0, 1.0)
 
 
 def _checked_scales(kv_scale: float | LayerScales, layout: CacheFormat) -> LayerScales:
+    if isinstance(kv_scale, str) and kv_scale == "first":
+        raise ConfigError(
+            "cache: kv_scale 'first' is for attach(). Find the scales of a layer with "
+            "calibrate(layer, batches)."
+        )
     if not isinstance(kv_scale, LayerScales):
         scale = check_scale("cache", "kv_scale", kv_scale)
         kv_scale = LayerScales(scale, scale)

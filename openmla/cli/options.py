@@ -86,7 +86,7 @@ def headroom(text: str) -> float:
 
 
 def kv_scale(text: str) -> float | str:
-    """A type of option: a scale, or the name of a file with scales."""
+    """A type of option: a scale, the name of a file with scales, or "first"."""
     value = _number(text)
     if math.isnan(value) and text.strip().lower() != "nan":
         return text
@@ -181,8 +181,8 @@ def _add_step(parser: Parser) -> None:
     parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
     parser.add_argument(
         "--kv-scale", type=kv_scale, metavar="S",
-        help="of an fp8 cache: a number, or a file that calibrate wrote; default: the "
-        "checkpoint's, else 1",
+        help="scale of an fp8 cache: a number, a file that calibrate wrote, or first, which "
+        "measures the first prompt (default: the checkpoint's scales, or 1)",
     )  # fmt: skip
     parser.add_argument(
         "--backend", type=backend, default="auto",

@@ -72,6 +72,19 @@ def test_calibrate(
     assert re.search(r"^clamped: \d+ values were too large", capsys.readouterr().out, re.M)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "v4"])
+def test_scales_of_the_first_prompt(
+    kind: str, tiny: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    generate = ["generate", "--model", str(tiny[kind]), "--prompt", "hello", "--kv-scale", "first"]
+    queries = ["--query-dtype", "fp8_static", "--max-new-tokens", "3"]
+    assert main([*generate, "--cache-format", "fp8", *queries]) == 0
+    out = capsys.readouterr().out
+    assert "found in the first pass: kv_scale" in out and "one calibrated scale per layer" in out
+    assert main([*generate, "--max-new-tokens", "3"]) != 0
+    assert "kv_scale must not be given for cache_format of the model" in capsys.readouterr().err
+
+
 def test_the_demo_brings_its_own_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "scales.safetensors")
     assert main(["calibrate", "--model", "demo", "--context", "64", "--out", out]) == 0

@@ -63,8 +63,9 @@ def attach(
     """Run a model's MLA layers here from now on; returns the model.
 
     `cache_format` is a key of FORMATS, by default the model's own precision. `kv_scale` is of fp8:
-    a number for all layers, what calibrate() found, or a safetensors file or folder with such
-    scales; by default those in the model's own checkpoint, else 1. `index_format` is that
+    a number for all layers, what calibrate() found, a safetensors file or folder with such scales,
+    or "first" for what calibrate() would find in the first pass, which all later ones keep; by
+    default those in the model's own checkpoint, else 1. `index_format` is that
     of a sparse model's indexer keys, which transformers does not round. `block_size` is by default
     64 tokens, 256 for V4. `num_blocks` fixes the size of the block pool that all caches of this
     model share; without it the pool grows by what is asked and a bounded step. `backend` is

@@ -129,6 +129,7 @@ class Attachment:
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
     captured: CapturedDecode | None = None  # what records decode steps, if anything does
     scales: dict[int, LayerScales] = field(default_factory=dict)  # by layer; others have 1
+    first_scales: bool = False  # kv_scale="first": the first pass finds them
 
     def __post_init__(self) -> None:
         self._start()
@@ -215,6 +216,11 @@ class Attachment:
     def pools(self) -> tuple[BlockPool, ...]:
         """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
+
+    @property
+    def awaits_scales(self) -> bool:
+        """Whether the first pass still has to find the scales of some layers."""
+        return self.first_scales and len(self.scales) < len(self.modules)
 
     def is_followed(self) -> bool:
         """Whether modules and config ask for no other attention than attach() found in them."""
@@ -405,6 +411,10 @@ class Attachment:
         if self.absorbed_format is not None:
             told = (line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED))
             lines += [Line("absorbed", line.removeprefix(ABSORBED)) for line in told]
+        if self.first_scales and self.scales:
+            rows = [scales.row for scales in self.scales.values()]
+            spread = f"kv_scale {min(rows):.4g} to {max(rows):.4g} over {len(self.scales)} layers"
+            lines.append(Line("scales", f"found in the first pass: {spread}"))
         return Explanation([*lines, *(Line("", t) for t in self.cut_off.lines(self._caches()))])
 
     def clamped(self) -> dict[int, int]:

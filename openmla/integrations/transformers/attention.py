@@ -13,6 +13,7 @@ from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.masks import begin_reading, read_mask, refuse_square
+from openmla.integrations.transformers.scales import measure_step
 from openmla.ops import mha_ragged
 from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 
@@ -125,8 +126,6 @@ def _attend(
     if config.compressor is not None:
         assert sink is not None  # every V4 module has one
         return attend_v4(layer, query, sink)
-    cache = attachment.cache(layer.layer, query.device, query.dtype)
-    plan = session.plan(cache, query.device, query.dtype)
     assert layer.latents is not None
     (kv_c, k_pe), layer.latents = layer.latents, None
     q, kv_c, k_pe = query.transpose(1, 2).flatten(0, 1), kv_c.flatten(0, 2), k_pe.flatten(0, 2)
@@ -136,8 +135,9 @@ def _attend(
     q_nope, q_pe = q.split_with_sizes((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
     absorbed = session.absorbed(module, layer.layer, query.dtype)
     projected = Projected(q_nope, q_pe, kv_c, k_pe)
-    if attachment.measured:
-        attachment.measured[layer.layer].see_step(projected, absorbed)
+    measure_step(session, layer.layer, projected, absorbed)
+    cache = attachment.cache(layer.layer, query.device, query.dtype)
+    plan = session.plan(cache, query.device, query.dtype)
     index = None
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)

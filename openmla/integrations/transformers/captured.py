@@ -182,6 +182,8 @@ class CapturedDecode:
 
     def _may(self, session: Session) -> bool:
         """Whether Python may be left out; looked at once per generation."""
+        if self.attachment.awaits_scales:  # what is measured is read on the host
+            return False
         if self.asked or self.served() is session:
             return True
         return self.recordable and inner_hooks(self.model) <= self.hooks

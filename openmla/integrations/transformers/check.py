@@ -17,7 +17,7 @@ from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError, check_kind
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.offload import is_away
-from openmla.integrations.transformers.scales import KvScale, chosen_scales
+from openmla.integrations.transformers.scales import FIRST, KvScale, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
 from openmla.plan.checks import (
@@ -96,10 +96,26 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
         check_eight_bit_products("attach", weight.device, weight.dtype)
     _check_capture(model, options)
     attachment.scales = chosen_scales(options.kv_scale, options.cache_format, model, modules)
+    attachment.first_scales = _first_scales(options, config)
     _check_static_queries(attachment)
     if options.backend == "auto":
         warn_of_reference("attach", next(modules[0].parameters()).device.type)
     return attachment
+
+
+def _first_scales(options: Options, config: MLAConfig) -> bool:
+    """Whether the first pass finds the scales."""
+    if not isinstance(options.kv_scale, str) or options.kv_scale != FIRST:
+        return False
+    if config.compressor is not None or options.group is not None:
+        reason = "with a group"
+        if config.compressor is not None:
+            reason = f"for {config.model_type}, whose entries are pooled as they are written"
+        raise UnsupportedError(
+            f"attach: kv_scale 'first' is not supported {reason}. Give "
+            "kv_scale=calibrate(model, batches)."
+        )
+    return True
 
 
 def _check_static_queries(attachment: Attachment) -> None:
@@ -111,6 +127,8 @@ def _check_static_queries(attachment: Attachment) -> None:
             "attach: query_dtype 'fp8_static' needs cache_format 'fp8', "
             f"got {attachment.format!r}. Use query_dtype='fp8'."
         )
+    if attachment.first_scales:
+        return
     for module in attachment.modules:
         scales = attachment.scales.get(module.layer_idx)  # type: ignore[call-overload]
         if scales is None or scales.q is None:

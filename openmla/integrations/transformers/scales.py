@@ -1,24 +1,29 @@
-"""The scales of an attached model's caches: given, in its checkpoint, or found by calibrate()."""
+"""The scales of an attached model's caches: given, in its checkpoint, or measured in passes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from openmla.attention import AbsorbedWeights, Projected
 from openmla.backends.requirements import say_once
 from openmla.cache.format import get_format
 from openmla.cache.scales import LayerScales, check_scale, place_of
 from openmla.errors import ConfigError
 from openmla.integrations.scales import Scales, checkpoint_scales, scales_of
-from openmla.layers.measure import Measured
+from openmla.layers.measure import HEADROOM, Measured
+
+if TYPE_CHECKING:
+    from openmla.integrations.transformers.session import Session
 
 KvScale = float | LayerScales | Scales | str | os.PathLike[str]
+FIRST = "first"  # as kv_scale: what calibrate() would find in the first pass
 
 
 def places(model: nn.Module, modules: list[nn.Module]) -> dict[int, str]:
@@ -52,6 +57,8 @@ def chosen_scales(
             )
             return {}
         return _by_layer(found, places(model, modules), layers, more=True)
+    if kv_scale == FIRST:
+        return {}
     if isinstance(kv_scale, str | os.PathLike):
         more = Path(kv_scale).is_dir()  # a checkpoint may hold draft layers beside the model's
         return _by_layer(Scales.load(kv_scale), places(model, modules), layers, more=more)
@@ -84,6 +91,28 @@ def _by_layer(
             f"got {len(scales.layers)}{first}."
         )
     return {layer: scales.layers[place] for layer, place in wanted.items()}
+
+
+def measure_step(
+    session: Session, layer: int, projected: Projected, absorbed: AbsorbedWeights
+) -> None:
+    """A layer's tokens in a pass, before they are written: for calibrate(), or for the scales of
+    the layer itself where the first pass finds them. The latter waits for the device."""
+    attachment = session.attachment
+    measured = attachment.measured.get(layer)
+    if measured is None:
+        if not attachment.awaits_scales or layer in attachment.scales:
+            return
+        measured = Measured()
+    assert session.batch is not None and session.batch.slot_mapping is not None
+    stored = session.batch.slot_mapping >= 0  # the others are padding, which is not written
+    if not bool(stored.all()):
+        tokens = stored.nonzero().flatten().to(projected.kv_c.device)
+        projected = Projected(*(part[tokens] for part in projected))
+    measured.see_step(projected, absorbed)
+    if attachment.first_scales and measured.largest:
+        attachment.scales[layer] = measured.scales(f"attach: layer {layer}", HEADROOM)
+        attachment.caches.pop(layer, None)  # of passes that had no token
 
 
 @torch.no_grad()
