@@ -162,7 +162,7 @@ def test_kinds_of_v4() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"query_dtype": "int8"}, "warmup: query_dtype must be None or 'fp8', got 'int8'."),
+        ({"query_dtype": "int8"}, "warmup: query_dtype must be None, 'fp8' or 'fp8_static', got"),
         ({"query_dtype": "fp8"}, "warmup: query_dtype must be None over a cache of fp32, got"),
         ({"prefill_dtype": "bf16"}, "warmup: prefill_dtype must be 'fp8' or None, got 'bf16'."),
     ],
