@@ -7,18 +7,21 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from openmla.errors import ConfigError
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.parallel import RankPlan, Ranks, attend_over_ranks, plan_over_ranks
+from openmla.plan.workspace import reserve
 from tests.integrations.generation import prompts
 from tests.integrations.models import make_model
 from tests.layers.v4 import make_layer, tiny_config
 from tests.parallel.counted import GATHERS
 from tests.parallel.processes import Processes
-from tests.parallel.stories import Story
+from tests.parallel.stories import TINY, Story
 from tests.parallel.v4 import Both
 
 
@@ -70,6 +73,31 @@ def dense_layers(rank: int) -> None:
 
 def test_dense_layers_and_steps_share_a_buffer(two_ranks: Processes) -> None:
     two_ranks.run(dense_layers)
+
+
+def reserved(rank: int) -> None:
+    """A workspace of warmup() has the rows in order, so that only what is exchanged is added."""
+    story, outs, sizes = Story([20, 9], [60, 40]), [], []
+    for n in (8, 4):
+        space = reserve(
+            TINY, story.mine, max_requests=2, max_tokens=29, workspace_tokens=n, dtype=torch.float32
+        )
+        if n == 4:
+            with pytest.raises(ConfigError, match="must have at least 8 rows, a block on every"):
+                plan_of(story, Ranks(dist.group.WORLD), workspace=space)
+            plan = plan_of(story, Ranks(dist.group.WORLD), workspace=space, context="auto")
+            assert plan.context is not None and plan.gathered is None
+            continue
+        for options in ({"workspace": space}, {"workspace_tokens": n}):
+            ranks = Ranks(dist.group.WORLD)
+            outs.append(attend(story, plan_of(story, ranks, **options)))
+            sizes.append(ranks.workspace.num_bytes)
+    assert torch.equal(*outs)
+    assert sizes[1] - sizes[0] == -(-8 * TINY.latent_dim * 4 // 256) * 256
+
+
+def test_a_reserved_workspace_is_used(two_ranks: Processes) -> None:
+    two_ranks.run(reserved)
 
 
 def v4_layers(rank: int) -> None:

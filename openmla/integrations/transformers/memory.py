@@ -68,9 +68,9 @@ def workspace_bytes(plan: Plan | RankPlan) -> int:
     sparse model's scores and choices. 0 of a captured step, whose memory is its graph's. Parts of a
     step over ranks run one after another."""
     if isinstance(plan, RankPlan):
-        chunks = () if plan.gathered is None else plan.gathered.chunks
-        keys = max((each.chunk.num_keys for each in chunks), default=0)
-        expanded = 0 if plan.new is None else plan.new.plan.expanded_bytes(0, keys, 0)
+        gathered = () if plan.gathered is None else plan.gathered.chunks
+        longest = max((each.chunk.num_keys for each in gathered), default=0)
+        expanded = 0 if plan.new is None else plan.new.plan.expanded_bytes(0, longest, 0)
         return max([expanded, *(workspace_bytes(part.plan) for part in plan.parts.values())])
     if plan.form == "captured":
         return 0
