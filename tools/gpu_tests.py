@@ -62,6 +62,7 @@ WITHOUT_A_GPU = {
     "tests/parallel/test_sparse.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
     "tests/parallel/test_v4.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
     "tests/parallel/test_vllm_dcp.py": "gloo groups, on CPUs",
+    "tests/parallel/test_workspace.py": "gloo groups, on CPUs",
     "tests/plan/test_captured.py": "which tensors are filled; test_graphs.py replays them there",
     "tests/plan/test_chunks.py": "host integers",
     "tests/plan/test_output.py": "what is decided and refused; tests/attention runs it there",

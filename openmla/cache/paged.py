@@ -138,12 +138,14 @@ class PagedCache:
         data.view(torch.uint8)[: self.num_blocks] = self.data.view(torch.uint8)
         return replace(self, data=data)
 
-    def holding(self, blocks: Tensor, D: int) -> PagedCache:
-        """Another cache of this format, of blocks [n, BS, W] given as bytes, rows of D values."""
-        n, (_, BS, W) = blocks.shape[0], self.data.shape
-        page = self.layout.page_width(D, BS)
-        data = _pages(n, BS, W, page, self.data.dtype, self.data.device)
-        data.view(torch.uint8).copy_(blocks)
+    def page_bytes(self, D: int) -> int:
+        """Bytes of a block of rows of D values, padding included, as it is allocated."""
+        return self.layout.page_width(D, self.block_size) * self.data.element_size()
+
+    def over(self, pages: Tensor) -> PagedCache:
+        """A cache of this format in given memory, [n, page_bytes] u8."""
+        _, BS, W = self.data.shape
+        data = pages.view(self.data.dtype)[:, : BS * W].unflatten(1, (BS, W))
         return replace(self, data=data)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -43,10 +43,10 @@ def size_and_rank(group: Any) -> tuple[int, int]:
     return dist.get_world_size(group), dist.get_rank(group)
 
 
-def all_gather(tensor: Tensor, group: Any) -> Tensor:  # [W, ...]
-    """Everyone's tensor, by rank."""
+def all_gather(tensor: Tensor, group: Any, out: Tensor | None = None) -> Tensor:  # [W, ...]
+    """Everyone's tensor, by rank; in `out`, contiguous and of as many elements, if it is given."""
     mine = tensor.contiguous()
-    every = mine.new_empty((dist.get_world_size(group), *mine.shape))
+    every = mine.new_empty((dist.get_world_size(group), *mine.shape)) if out is None else out
     gather = _newest("all_gather_single", "all_gather_into_tensor")
     gather(every.view(-1), mine.view(-1), group=group)
     return every

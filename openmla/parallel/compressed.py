@@ -22,15 +22,17 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, check_kind
 from openmla.parallel.gathered_entries import (
     GatheredEntries,
-    block_bytes,
     brought_blocks,
     brought_counts,
+    gather_shapes,
     gathered_table,
     gathering_entries_is_cheaper,
+    page_bytes,
 )
 from openmla.parallel.layout import Shard
 from openmla.parallel.ranks import Ranks, with_all_heads
 from openmla.parallel.types import RankPart, RankPlan
+from openmla.parallel.workspace import power_of_two
 from openmla.plan import (
     Batch,
     CompressedPlan,
@@ -144,7 +146,9 @@ def _gathered(
     blocks = brought_blocks(batch.block_table, counts)
     (blocks,) = upload((blocks,), cache.compressed.data.device)
     plan = _attending(near, config, seen, cache, backend)
-    held = size * sum(counts) * block_bytes(cache)
+    held = size * sum(counts) * sum(page_bytes(config, cache))
+    shapes = gather_shapes(power_of_two(sum(counts)), config, cache, size)
+    ranks.workspace.reserve(blocks.device, torch.uint8, *shapes)
     mine = _attending(near, config, replace(step, ratio=INDEXED_RATIO), cache, backend)
     gathered = GatheredEntries(plan, blocks, held)
     return RankPlan(config, ranks, near.num_tokens, mine, entries=gathered)

@@ -27,6 +27,7 @@ from openmla.parallel.collectives import all_gather
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import sent_bytes
 from openmla.parallel.ranks import Ranks
+from openmla.parallel.workspace import Shape, power_of_two
 from openmla.plan import Batch, ContextChunk, Plan
 from openmla.plan.dense import plan_prefill
 from openmla.plan.rows import cumulative, integers
@@ -49,7 +50,7 @@ class GatheredChunk(NamedTuple):
 
 
 class GatheredContext(NamedTuple):
-    """The contexts of some of the expanded tokens."""
+    """The contexts of some of the expanded tokens, gathered in the workspace of the ranks."""
 
     chunks: tuple[GatheredChunk, ...]
     sent_rows: int  # by each rank, in all chunks
@@ -59,17 +60,30 @@ class GatheredContext(NamedTuple):
 
 
 def plan_gathered(
-    batch: Batch, contexts: Sequence[int], latent: PagedCache, shard: Shard, rows_at_once: int
+    batch: Batch,
+    contexts: Sequence[int],
+    latent: PagedCache,
+    ranks: Ranks,
+    rows_at_once: int,
+    new: Plan,  # of the new rows
 ) -> GatheredContext:
-    """`batch` has the expanded requests alone; chunks end where rounds over all ranks do."""
+    """`batch` has the expanded requests alone; chunks end where rounds over all ranks do. Memory is
+    reserved for chunks of rows_at_once keys, however few keys this step has."""
+    shard, device = ranks.shard, latent.data.device
     wide = latent.block_size * shard.size
+    rows_at_once = max(rows_at_once, wide)
     whole = Batch(batch.query_lens, contexts, batch.block_table, causal=False)
     starts = list(accumulate(batch.query_lens, initial=0))
     everyone = range(len(contexts))
-    planned = plan_prefill(whole, everyone, starts, wide, max(rows_at_once, wide))
+    planned = plan_prefill(whole, everyone, starts, wide, rows_at_once)
     chunks = tuple(_gathered(chunk, shard) for chunk in planned.chunks)
     sent = sum(chunk.num_rows for chunk in chunks)
-    moved = upload(chunks, latent.data.device)  # as plain tuples, where there is something to move
+    # each request's last round may be short; requests are counted in powers of two
+    brought = rows_at_once // shard.size + shard.interleave * power_of_two(len(contexts))
+    dtype = new.problem("cache_write").dtype
+    shapes = gather_shapes(brought, rows_at_once, new, shard.size)
+    ranks.workspace.reserve(device, dtype, *shapes)
+    moved = upload(chunks, device)  # as plain tuples, where there is something to move
     return GatheredContext(tuple(GatheredChunk(*chunk) for chunk in moved), sent)
 
 
@@ -85,6 +99,13 @@ def _gathered(chunk: ContextChunk, shard: Shard) -> GatheredChunk:
     return GatheredChunk(chunk, integers(starts), cumulative(brought), total, torch.cat(places))
 
 
+def gather_shapes(num_rows: int, num_keys: int, new: Plan, size: int) -> tuple[Shape, ...]:
+    """A chunk's rows as this rank brings them, as all ranks' come, and in order: these are in the
+    plan's own workspace if it has one."""
+    in_order = num_keys if new.workspace is None else 0
+    return tuple((n, new.config.latent_dim) for n in (num_rows, size * num_rows, in_order))
+
+
 def attend_gathered(
     q: Tensor,  # [n, H, P + R], the expanded tokens
     out: Tensor,  # [n, H, V], merged into
@@ -96,9 +117,13 @@ def attend_gathered(
     ranks: Ranks,
 ) -> None:
     """Context chunk by chunk, everyone's rows, this rank's heads."""
-    queries = queries_of(q, plan)
+    queries, size = queries_of(q, plan), ranks.shard.size
     for each in gathered.chunks:
-        rows = q.new_empty((each.num_rows, plan.config.latent_dim))
+        num_keys = each.chunk.num_keys
+        shapes = gather_shapes(each.num_rows, num_keys, plan, size)
+        rows, every, keys = ranks.workspace.split(q.device, q.dtype, *shapes)
+        if plan.workspace is not None:
+            keys = plan.workspace.rows[:num_keys]
         cache_gather(
             rows,
             latent.data,
@@ -109,9 +134,10 @@ def attend_gathered(
             format=latent.format,
             backend=plan.requested["cache_gather"],
         )
-        every = all_gather(rows, ranks.group).flatten(0, 1)[each.order]
+        all_gather(rows, ranks.group, out=every)
+        torch.index_select(every, 0, each.order, out=keys)
         mine = each.chunk.rows
-        part = attend_rows(queries.of(mine), every, absorbed, plan, each.chunk, causal=False)
+        part = attend_rows(queries.of(mine), keys, absorbed, plan, each.chunk, causal=False)
         merge_states(out[mine], lse[mine], *part, backend=plan.requested["merge_states"])
 
 

@@ -23,6 +23,7 @@ from openmla.parallel.collectives import all_gather
 from openmla.parallel.gathered import LINK_BALANCE
 from openmla.parallel.merge import sent_bytes
 from openmla.parallel.ranks import Ranks
+from openmla.parallel.workspace import Shape
 from openmla.plan import Batch, Plan
 from openmla.plan.rows import integers, owners
 from openmla.plan.upload import upload
@@ -33,7 +34,7 @@ class GatheredEntries(NamedTuple):
 
     plan: Plan  # of one process over those blocks
     blocks: Tensor  # [n] i64: what this rank brings of them
-    num_bytes: int  # of all of them together, which a layer holds for as long as it attends
+    num_bytes: int  # of all of them together, in the workspace of the ranks
 
 
 def brought_counts(batch: Batch, cache: LayerCache, size: int) -> list[int]:
@@ -62,10 +63,19 @@ def gathered_table(counts: Sequence[int], size: int) -> Tensor:  # [B, M] i32
     return table.clamp(max=max(size * total - 1, 0)).int()
 
 
-def block_bytes(cache: LayerCache) -> int:
-    """Of a block's entries and keys."""
-    parts = (cache.compressed, cache.index)
-    return sum(part.data[0].numel() * part.data.element_size() for part in parts if part)
+def page_bytes(config: MLAConfig, cache: LayerCache) -> tuple[int, int]:
+    """Of a block's entries, and of its indexer keys."""
+    assert cache.compressed is not None and cache.index is not None and config.indexer is not None
+    entries = cache.compressed.page_bytes(config.latent_dim)
+    return entries, cache.index.page_bytes(config.indexer.head_dim)
+
+
+def gather_shapes(
+    num_blocks: int, config: MLAConfig, cache: LayerCache, size: int
+) -> tuple[Shape, ...]:
+    """Entries as this rank brings them and as all ranks' come, and so the keys."""
+    pages = page_bytes(config, cache)
+    return tuple((n, page) for page in pages for n in (num_blocks, size * num_blocks))
 
 
 def attend_gathered_entries(
@@ -76,12 +86,14 @@ def attend_gathered_entries(
     sink: Tensor | None,
 ) -> Tensor:  # [T, H, D], still rotated
     """Everything of this step is written; this rank's heads."""
-    config = gathered.plan.config
-    assert cache.compressed is not None and cache.index is not None and config.indexer is not None
+    blocks = gathered.blocks
+    assert cache.compressed is not None and cache.index is not None
+    shapes = gather_shapes(len(blocks), gathered.plan.config, cache, ranks.shard.size)
+    pages = ranks.workspace.split(blocks.device, torch.uint8, *shapes)
     together = LayerCache(
         window=cache.window,
-        compressed=_together(cache.compressed, config.latent_dim, gathered.blocks, ranks),
-        index=_together(cache.index, config.indexer.head_dim, gathered.blocks, ranks),
+        compressed=_together(cache.compressed, blocks, next(pages), next(pages), ranks),
+        index=_together(cache.index, blocks, next(pages), next(pages), ranks),
         state=cache.state,
         ratio=cache.ratio,
     )
@@ -89,9 +101,12 @@ def attend_gathered_entries(
     return attend_segments(queries, together, gathered.plan, write=False, sink=sink)[0]
 
 
-def _together(part: PagedCache, D: int, blocks: Tensor, ranks: Ranks) -> PagedCache:
-    mine = part.data.view(torch.uint8)[blocks]
-    return part.holding(all_gather(mine, ranks.group).flatten(0, 1), D)
+def _together(
+    part: PagedCache, blocks: Tensor, mine: Tensor, every: Tensor, ranks: Ranks
+) -> PagedCache:
+    brought = part.over(mine).data.view(torch.uint8)
+    torch.index_select(part.data.view(torch.uint8), 0, blocks, out=brought)
+    return part.over(all_gather(mine, ranks.group, out=every))
 
 
 def gathering_entries_is_cheaper(
@@ -112,6 +127,6 @@ def gathering_entries_is_cheaper(
         sent += (W - 1) * tokens * config.num_heads * D * dtype.itemsize
     if scored:
         sent += (W - 1) * tokens * 8 * K
-    brought = (W - 1) * sum(brought_counts(batch, cache, W)) * block_bytes(cache)
+    brought = (W - 1) * sum(brought_counts(batch, cache, W)) * sum(page_bytes(config, cache))
     place = (attended * heads + scored) / W + balance * sent
     return attended * config.num_heads + scored + balance * brought < place

@@ -214,7 +214,7 @@ def _plan(
     later = [b for b in routes["expanded"] if batch.seq_lens[b] > batch.query_lens[b]]
     gathered = None
     if later and _gathers(batch, later, dense, latent, ranks, context, parts["new"].plan):
-        gathered = _gathered(batch, routes["expanded"], latent, shard, parts["new"].plan, reserved)
+        gathered = _gathered(batch, routes["expanded"], latent, ranks, parts["new"].plan, reserved)
     elif later:
         keys = context_batch(batch, later, shard)
         if ranks.heads == "all":
@@ -280,7 +280,15 @@ def _gathers(
     context: str,
     new: Plan,
 ) -> bool:
-    if context != "auto":
+    wide = latent.block_size * ranks.shard.size
+    fits = new.workspace is None or new.workspace.num_rows >= wide
+    if context == "gather" and not fits:
+        raise ConfigError(
+            f"parallel: a workspace must have at least {wide} rows, a block on every rank, to "
+            f"gather context, got {_num_rows(new.workspace)}. Give warmup() a larger "
+            "workspace_tokens."
+        )
+    if context != "auto" or not fits:
         return context == "gather"
     query_lens, contexts = some(batch.query_lens, requests), _contexts(batch, requests)
     dtype = new.problem("cache_write").dtype
@@ -291,7 +299,7 @@ def _gathered(
     batch: Batch,
     requests: list[int],
     latent: PagedCache,
-    shard: Shard,
+    ranks: Ranks,
     new: Plan,
     reserved: dict[str, Any],
 ) -> GatheredContext:
@@ -301,7 +309,7 @@ def _gathered(
         size = {"max_requests": len(requests), "block_size": latent.block_size}
         most = default_workspace_tokens(new.config, **size)
     own = replace(new_batch(batch, requests, 1), block_table=pick(batch.block_table, requests))
-    return plan_gathered(own, _contexts(batch, requests), latent, shard, most)
+    return plan_gathered(own, _contexts(batch, requests), latent, ranks, most, new)
 
 
 def _contexts(batch: Batch, requests: list[int]) -> list[int]:

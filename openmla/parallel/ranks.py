@@ -10,6 +10,7 @@ from openmla.errors import ConfigError
 from openmla.parallel.collectives import group_of, size_and_rank
 from openmla.parallel.layout import Shard
 from openmla.parallel.merge import HEADS, SCHEDULES
+from openmla.parallel.workspace import GatherWorkspace
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Ranks:
     `check` has ranks compare what they plan for each step, in one small all-gather that is read on
     the host; an error on any of them is one on all. Without it, ranks that differ wait for the
     group's timeout, or compute nonsense.
+
+    `workspace` holds context that steps gather from all ranks. All plans over these ranks share it:
+    run their layers on one stream per device.
     """
 
     group: Any
@@ -33,6 +37,9 @@ class Ranks:
     schedule: str = "auto"
     check: bool = True
     shard: Shard = field(init=False, repr=False)  # this rank's share
+    workspace: GatherWorkspace = field(
+        init=False, repr=False, compare=False, default_factory=GatherWorkspace
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", group_of(self.group))

@@ -156,7 +156,8 @@ class RankPlan:
             )
         if self.gathered is not None:
             chunks, rows = len(self.gathered.chunks), self.gathered.sent_rows
-            what = f"gathered from all ranks in {chunks} chunks, {rows} rows from each"
+            what = f"gathered from all ranks in {chunks} chunks, {rows} rows from each, in a "
+            what += f"workspace of {shown_bytes(self.ranks.workspace.num_bytes)}"
             why = "cheaper than attending to it in place and merging"
             lines.append(Line("context", what, why))
         return Explanation(lines)

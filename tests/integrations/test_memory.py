@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,10 @@ def test_a_workspace_is_what_a_plan_expands() -> None:
 def test_in_words() -> None:
     report = MemoryReport(3 << 30, 1 << 30, 96, 64, 5 << 20, 846 << 20, 2, 310 << 20)
     assert report.held_bytes == (3 << 30) + (851 << 20)
+    gathered = replace(report, gathered_bytes=5 << 20)
+    assert gathered.held_bytes == report.held_bytes + (5 << 20)
+    line = "gathered  5.0 MiB: a buffer for context from all ranks, kept"
+    assert str(gathered).splitlines()[-2] == line
     assert str(report).splitlines() == [
         "blocks    3.00 GiB, 1.00 GiB in use: 32 of 96 blocks",
         "decoded   5.0 MiB: copies of kv_b_proj",

@@ -465,6 +465,7 @@ class Attachment:
                 graph_bytes=0 if graphs is None else graphs.num_bytes,
                 num_graphs=len(captured.recorded) if captured and graphs is not None else 0,
                 workspace_bytes=self.workspace_bytes and self.workspace_bytes + self.expands_bytes,
+                gathered_bytes=0 if self.ranks is None else self.ranks.workspace.num_bytes,
                 **self._eight_bits_told(),
             )
 

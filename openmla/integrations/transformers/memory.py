@@ -15,8 +15,8 @@ ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
 class MemoryReport:
     """Bytes, over all layers and devices; str() is for people.
 
-    Blocks, copied weights and graphs are held; a workspace is taken while a layer attends to a
-    prompt, and then torch's allocator has it again.
+    Blocks, copied weights, graphs and gathered context are held; a workspace is taken while a layer
+    attends to a prompt, and then torch's allocator has it again.
     """
 
     block_bytes: int  # of the block pool; of V4, with its windows and states
@@ -29,12 +29,13 @@ class MemoryReport:
     workspace_bytes: int  # the most that a pass planned for, since attach()
     absorbed_bytes: int = 0  # kv_b_proj in eight bits, beside the model's own
     absorbed_error: float | None = None  # of it, relative, of the head that is furthest off
+    gathered_bytes: int = 0  # the buffers for context gathered from other ranks
 
     @property
     def held_bytes(self) -> int:
         """All but the workspace, as far as it is known."""
         weights = self.decoded_bytes + self.absorbed_bytes
-        return self.block_bytes + weights + (self.graph_bytes or 0)
+        return self.block_bytes + weights + (self.graph_bytes or 0) + self.gathered_bytes
 
     def __str__(self) -> str:
         used = self.num_blocks - self.free_blocks
@@ -53,6 +54,9 @@ class MemoryReport:
         if self.num_graphs:
             size = "unknown" if self.graph_bytes is None else shown_bytes(self.graph_bytes)
             lines.append(f"graphs    {size}, shared by {self.num_graphs} recorded decode steps")
+        if self.gathered_bytes:
+            size = shown_bytes(self.gathered_bytes)
+            lines.append(f"gathered  {size}: a buffer for context from all ranks, kept")
         if self.workspace_bytes:
             size = shown_bytes(self.workspace_bytes)
             lines.append(f"workspace {size} at most, while a layer attends to a prompt")
@@ -64,8 +68,10 @@ def workspace_bytes(plan: Plan | RankPlan) -> int:
     sparse model's scores and choices. 0 of a captured step, whose memory is its graph's. Parts of a
     step over ranks run one after another."""
     if isinstance(plan, RankPlan):
-        together = 0 if plan.entries is None else plan.entries.num_bytes
-        return max([together, *(workspace_bytes(part.plan) for part in plan.parts.values())])
+        gathered = () if plan.gathered is None else plan.gathered.chunks
+        longest = max((each.chunk.num_keys for each in gathered), default=0)
+        expanded = 0 if plan.new is None else plan.new.plan.expanded_bytes(0, longest, 0)
+        return max([expanded, *(workspace_bytes(part.plan) for part in plan.parts.values())])
     if plan.form == "captured":
         return 0
     total, prefill = sum(plan.sparse_bytes().values()), plan.prefill
