@@ -25,7 +25,7 @@ from torch import Tensor
 from bench.latent import kept_rows
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
 from openmla.attention import AbsorbedWeights, Projected, Selection, attend_step
-from openmla.attention.select import absorbed_rows
+from openmla.attention.select import chosen_rows
 from openmla.bench.harness import describe_machine, time_once
 from openmla.errors import UnsupportedError
 
@@ -51,9 +51,8 @@ def make_absorbed(config: MLAConfig, device: str) -> AbsorbedWeights:
 
 def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
     """K of each row's keys at even distances, from a place of the row's own on."""
-    sparse, latent = plan.sparse, cache.latent
-    assert sparse is not None and latent is not None
-    lens = sparse.row_lens
+    assert plan.select is not None
+    lens = plan.select.row_lens
     step = (lens.double() / K).clamp(min=1)[:, None]
     begin = torch.rand_like(step) * step
     places = (torch.arange(K, device=lens.device) * step + begin).int()
@@ -61,7 +60,7 @@ def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
     if not bool((lens >= K).all()):  # short rows take all they have
         every = torch.arange(K, device=lens.device, dtype=torch.int32)
         places = places.where(lens[:, None] >= K, every.where(every < lens[:, None], -1))
-    rows = absorbed_rows(places, latent, plan, sparse)
+    rows = chosen_rows(places, cache, plan)
     return Selection(places, lens.clamp(max=K), rows, lens)
 
 
@@ -93,8 +92,8 @@ class Step:
             form: make_plan(batch, config, self.cache, form=form, **common) for form in FORMS
         }
         auto = make_plan(batch, config, self.cache, **common)
-        assert auto.sparse is not None
-        self.taken = FORMS[0] if auto.sparse.num_absorbed else FORMS[1]
+        assert auto.select is not None
+        self.taken = FORMS[1] if auto.group("chosen") is None else FORMS[0]
         self.chosen = {}
         for form, plan in self.plans.items():
             torch.manual_seed(1)  # the same keys

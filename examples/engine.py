@@ -40,7 +40,7 @@ class PagedModel:
 
     def __init__(self, model: Any, num_blocks: int, block_size: int) -> None:
         self.model, weight = model, model.lm_head.weight
-        self.dtype, self.device, format = weight.dtype, weight.device, FORMATS[weight.dtype]
+        self.device, format = weight.device, FORMATS[weight.dtype]
         self.config = openmla.MLAConfig.from_hf(model.config)
         sizes: Any = {"num_blocks": num_blocks, "block_size": block_size, "device": self.device}
         sizes |= {"format": format, "index_format": f"index_{format}"}
@@ -49,7 +49,7 @@ class PagedModel:
             self.caches.append(openmla.allocate_cache(self.config, layer=i, **sizes))
             table = self.layers[0].rope_table if i else None
             layer = openmla.MLAAttention(self.config, layer=i, rope_table=table)
-            layer.to(self.device, self.dtype).load_state_dict(block.self_attn.state_dict())
+            layer.to(self.device, weight.dtype).load_state_dict(block.self_attn.state_dict())
             self.layers.append(layer)
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: openmla.Plan) -> Tensor:
@@ -58,7 +58,7 @@ class PagedModel:
         hidden = inner.embed_tokens(ids)
         for block, layer, cache in zip(inner.layers, self.layers, self.caches, strict=True):
             normed = block.input_layernorm(hidden)
-            # a sparse layer's choice of keys goes on to layers that share it
+            # layers that share a selection of keys take the one before
             out, selection = layer.attend(normed, positions, cache, plan, selection)
             hidden = hidden + out
             hidden = hidden + block.mlp(block.post_attention_layernorm(hidden)[None])[0]
@@ -234,7 +234,7 @@ class Engine:
     def _read(self, batch: openmla.Batch, ids: Tensor, positions: Tensor) -> list[int]:
         """A step with prompts in it: each request in the form that is cheaper for it."""
         model = self.model
-        plan = openmla.make_plan(batch, model.config, model.caches[0], dtype=model.dtype)
+        plan = openmla.make_plan(batch, model.config, model.caches[0])
         logits = model(ids.to(model.device), positions.to(model.device), plan)
         last = torch.tensor(batch.query_lens).cumsum(0) - 1
         tokens: list[int] = logits[last.to(model.device)].argmax(-1).tolist()
@@ -246,7 +246,7 @@ class Engine:
         size = min(1 << (B - 1).bit_length(), self.max_requests)
         self.counts[f"graph of {size}"] += 1
         into = openmla.slice_buffers(self.buffers, max_requests=size, max_tokens=size)
-        plan = openmla.make_plan(batch, model.config, model.caches[0], dtype=model.dtype, into=into)
+        plan = openmla.make_plan(batch, model.config, model.caches[0], into=into)
         self.ids[:B].copy_(ids)  # what stands behind them is padding, whatever it is
         self.positions[:B].copy_(positions)
 

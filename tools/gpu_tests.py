@@ -57,6 +57,7 @@ WITHOUT_A_GPU = {
     "tests/parallel/test_launched.py": "gloo groups, on CPUs",
     "tests/parallel/test_layers.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
     "tests/parallel/test_layout.py": "host integers",
+    "tests/parallel/test_matrix.py": "gloo groups, on CPUs",
     "tests/parallel/test_merge.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",
     "tests/parallel/test_page.py": "gloo groups, on CPUs",
     "tests/parallel/test_sparse.py": "gloo groups, on CPUs; test_nccl.py has NCCL's",

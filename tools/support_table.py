@@ -1,4 +1,4 @@
-"""Writes the tables of docs/support.md from the code: models, GPUs, formats, ops, versions.
+"""Writes the tables of docs/support.md from the code: models, GPUs, formats, refusals, ops, ...
 
     python -m tools.support_table        # also the benchmarks page; `make table`
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Iterator
 from importlib import import_module
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from openmla.cache.format import FORMATS
 from openmla.cli.doctor import MULTIPROCESSORS, ops_of
 from openmla.config import PRESETS, MLAConfig
 from openmla.config.families import FAMILIES, REFUSED
+from openmla.plan.options import REFUSALS, Combination, PlanOptions
 from openmla.plan.sizes import Step, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -156,6 +159,38 @@ def ops_table() -> str:
     return table(["op", "what it does", *(f"`{name}`" for name in backends)], rows)
 
 
+# Arguments of make_plan() that are no default, for refusals to apply to.
+ASKED: tuple[dict[str, Any], ...] = (
+    {"form": "expanded"},
+    {"form": "chosen"},
+    {"workspace_tokens": 4096},
+    {"compiled": True},
+    {"batch_invariant": True},
+    {"output": "fp8"},
+    {"query_dtype": "fp8"},
+    {"prefill_dtype": "fp8"},
+    {"context": "gather"},
+)
+
+
+def asked_together() -> Iterator[Combination]:
+    """What may be asked for: one option or two, of V3 or V4, with buffers, beside, over ranks."""
+    pairs = ({**one, **other} for one, other in combinations(ASKED, 2))
+    configs = PRESETS["deepseek-v3"], PRESETS["deepseek-v4-flash"]
+    for options, config in product(({}, *ASKED, *pairs), configs):
+        for given in product((False, True), repeat=3):
+            yield Combination(PlanOptions(**options), config, *given)
+
+
+def refusals_table() -> str:
+    """One row per combination that make_plan() refuses, with the reason it gives."""
+    rows = []
+    for refusal in REFUSALS:
+        asked = next(each for each in asked_together() if refusal.applies(each))
+        rows.append([refusal.what, f"`{refusal.name}` {refusal.sentence(asked)}"])
+    return table(["combination", "error"], rows)
+
+
 def versions_table() -> str:
     """One row per run: versions, machine, the command, and what it said."""
     runs: list[dict[str, Any]] = json.loads(COMPATIBILITY.read_text())["runs"]
@@ -197,6 +232,7 @@ TABLES = {
         "presets": presets_table,
         "gpus": gpus_table,
         "formats": formats_table,
+        "refusals": refusals_table,
         "ops": ops_table,
         "versions": versions_table,
     },

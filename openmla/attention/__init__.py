@@ -1,12 +1,13 @@
 """One layer's step: strings ops together; owns no parameters and decides nothing."""
 
+from openmla.attention.checks import check_inputs
 from openmla.attention.chosen import make_selection
 from openmla.attention.compressed import attend_compressed
 from openmla.attention.latent import attend_latent
 from openmla.attention.partial import attend_partial
 from openmla.attention.select import select_step
 from openmla.attention.sink import apply_sink
-from openmla.attention.step import attend_step, check_inputs
+from openmla.attention.step import attend_step
 from openmla.attention.types import (
     AbsorbedWeights,
     CompressedInputs,

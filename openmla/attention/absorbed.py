@@ -5,147 +5,175 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import AbsorbedWeights, Projected, Selection, rows_of
+from openmla.attention.types import AbsorbedWeights, Step, rows_of, seen_nothing
 from openmla.cache import PagedCache
 from openmla.ops import Segment, mqa_paged, mqa_sparse, project_heads, quantize_queries
-from openmla.plan import DecodePlan, Plan, SparsePlan
+from openmla.plan import Absorbed, Group, Keys, Plan
 
-# Of no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
+# With no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
 # 0.24 instead of 1.07 ms for one, 0.27 instead of 1.16 for 8, but 2.3 instead of 1.7 for 64 (16
 # heads, 512 to 128 columns, one thread).
 FEW_TOKENS = 16
+SEGMENTS = {"window": "window", "compressed": "entries"}  # as Step.only names parts of a cache
 
 
 def attend_absorbed(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    decode: DecodePlan,
+    step: Step,
+    group: Group,
     out: Tensor | None = None,  # [n, H, V]
-) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of decode.rows
-    """Queries into latent space, one mqa_paged, outputs out of it; into `out` if it is given."""
-    out_latent, lse = absorbed_latent(projected, absorbed, latent, plan, decode)
-    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
-    return out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=out), lse
-
-
-def absorbed_latent(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    decode: DecodePlan,
-) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
-    """The same without the last step."""
-    q_nope, q_pe = rows_of(projected.q_nope, decode.rows), rows_of(projected.q_pe, decode.rows)
-    q_latent, q_scale = latent_queries(q_nope, q_pe, absorbed, latent, plan)
-    out_latent, lse = read_all(q_latent, latent, plan, decode, q_scale)
-    return out_latent.to(q_nope.dtype), lse
-
-
-def read_all(
-    q_latent: Tensor,  # [n, H, D]
-    latent: PagedCache,
-    plan: Plan,
-    decode: DecodePlan,
-    q_scale: Tensor | None = None,  # [n, H], of e4m3 queries
-) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
-    """Requests that attend to all their keys."""
-    return mqa_paged(
-        q_latent,
-        latent.data,
-        latent.kv_scale,
-        decode.block_table,
-        decode.seq_lens,
-        decode.query_start_loc,
-        q_scale,
-        format=latent.format,
-        C=plan.config.kv_lora_rank,
-        scale=plan.config.scale,
-        causal=plan.causal,
-        max_query_len=decode.max_query_len,
-        run_length=plan.run_length,
-        backend=plan.called_with("mqa_paged"),
-    )
-
-
-def attend_chosen(
-    q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
-    q_pe: Tensor,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    sparse: SparsePlan,
-    selection: Selection,
-    out: Tensor | None = None,  # [n, H, V]
-) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
-    """The same over each token's own rows, a chunk of queries at a time."""
-    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
-    step = q_nope, q_pe, absorbed, latent, plan, sparse, selection
-    if len(sparse.query_chunks) == 1:
-        out_latent, lse = chosen_latent(*step, 0)
-        return out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=out), lse
+    sink: Tensor | None = None,  # [H], which mqa_sparse applies
+) -> tuple[Tensor, Tensor]:  # out [n, H, V], or [n, H, C] without weights, and lse [n, H]
+    """Queries into latent space, attention, outputs out of it; into `out` if it is given."""
+    part, weights = group.part, step.weights
+    assert isinstance(part, Absorbed)
+    own = own_queries(step, group)
+    if len(part.cuts) <= 1:
+        out_latent, lse = attend_cut(step, part, own, 0, sink)
+        return _project(out_latent, step, out), lse
+    q = own[0]
     if out is None:
-        shape = (sparse.num_absorbed, plan.config.num_heads, plan.config.v_head_dim)
-        out = q_nope.new_empty(shape)
-    lse = q_nope.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
-    for number, chunk in enumerate(sparse.query_chunks):
-        out_latent, lse[chunk] = chosen_latent(*step, number)
-        room = out[chunk]
-        some = out_of_latent(out_latent, absorbed, backend, fixed=fixed, out=room)
+        width = step.plan.config.kv_lora_rank if weights is None else weights.w_uv.shape[2]
+        out = q.new_empty((*q.shape[:2], width))
+    lse = q.new_empty(out.shape[:2], dtype=torch.promote_types(out.dtype, torch.float32))
+    for number, cut in enumerate(part.cuts):
+        out_latent, lse[cut] = attend_cut(step, part, own, number, sink)
+        room = out[cut]
+        some = _project(out_latent, step, room)
         if some is not room:
             room.copy_(some)
     return out, lse
 
 
-def chosen_latent(
-    q_nope: Tensor,  # [n, H, P], the first num_absorbed sparse rows
-    q_pe: Tensor,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    sparse: SparsePlan,
-    selection: Selection,
-    number: int,  # of sparse.query_chunks
-) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H] of the chunk
-    """One chunk, without the last step."""
-    chunk = sparse.query_chunks[number]
-    q_latent, q_scale = latent_queries(q_nope[chunk], q_pe[chunk], absorbed, latent, plan)
-    out_latent, lse = read_chosen(q_latent, latent, plan, sparse, selection, number, q_scale)
-    return out_latent.to(q_nope.dtype), lse
+def own_queries(step: Step, group: Group) -> tuple[Tensor, ...]:
+    """q_nope and q_pe of the group's rows, or without weights q in latent space."""
+    if step.projected is None:
+        assert step.q is not None
+        if step.q_scale is not None:
+            return rows_of(step.q, group.rows), rows_of(step.q_scale, group.rows)
+        return (rows_of(step.q, group.rows),)
+    projected = step.projected
+    return rows_of(projected.q_nope, group.rows), rows_of(projected.q_pe, group.rows)
 
 
-def read_chosen(
-    q_latent: Tensor,  # [n, H, D], the rows of a chunk
-    latent: PagedCache,
-    plan: Plan,
-    sparse: SparsePlan,
-    selection: Selection,
-    number: int,  # of sparse.query_chunks
-    q_scale: Tensor | None = None,  # [n, H], of e4m3 queries
+def attend_cut(
+    step: Step,
+    part: Absorbed,
+    own: tuple[Tensor, ...],
+    number: int,  # of part.cuts
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
-    """Tokens that attend to what was chosen for them."""
-    chunk = sparse.query_chunks[number]
-    return mqa_sparse(
-        q_latent,
-        sparse.query_chunk_start_locs[number],
-        sparse.positions[chunk],
-        Segment(
-            latent.data,
-            latent.kv_scale,
-            latent.format,
-            "slots" if plan.mapped else "positions",
-            block_table=None if plan.mapped else sparse.block_table,
-            rows=selection.rows[chunk],
-            row_lens=selection.lens[chunk],
-        ),
+    """One call, in latent space; own_queries() are those of all the group's rows."""
+    cut, start_loc = None, part.start_locs[number]
+    if len(part.cuts) > 1:
+        cut = part.cuts[number]
+        own = tuple([tensor[cut] for tensor in own])
+    plan, (first, *_) = step.plan, part.reads
+    q, q_scale = _latent_queries(step, own)
+    if first.kind == "paged":
+        rows = _rows(step, first)
+        assert first.lens is not None
+        out, lse = mqa_paged(
+            q,
+            rows.data,
+            rows.kv_scale,
+            first.block_table,
+            first.lens,
+            start_loc,
+            q_scale,
+            format=rows.format,
+            C=plan.config.kv_lora_rank,
+            scale=plan.config.scale,
+            causal=part.causal,
+            max_query_len=part.max_query_len,
+            run_length=plan.run_length,
+            backend=plan.called_with("mqa_paged"),
+        )
+        return _in_dtype(out, own[0]), lse
+    segments = [
+        _segment(step, keys, cut)
+        for keys in part.reads
+        if step.only == "all" or step.only == SEGMENTS[keys.part]
+    ]
+    if not segments:  # entries of a layer that has none
+        return seen_nothing(q, plan.config.kv_lora_rank)
+    assert part.positions is not None
+    out, lse = mqa_sparse(
+        q,
+        start_loc,
+        part.positions if cut is None else part.positions[cut],
+        segments[0],
+        segments[1] if len(segments) > 1 else None,
+        sink,
         q_scale=q_scale,
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
         run_length=plan.run_length,
         backend=plan.called_with("mqa_sparse"),
     )
+    return _in_dtype(out, own[0]), lse
+
+
+def _in_dtype(out: Tensor, q: Tensor) -> Tensor:
+    """In the queries' dtype, unless they came in e4m3."""
+    return out if q.dtype == torch.float8_e4m3fn else out.to(q.dtype)
+
+
+def _rows(step: Step, keys: Keys) -> PagedCache:
+    rows: PagedCache = getattr(step.cache, keys.part)
+    return rows
+
+
+def _segment(step: Step, keys: Keys, cut: slice | None) -> Segment:
+    """What mqa_sparse reads; selected keys as slots where the plan maps them."""
+    rows, kind, table = _rows(step, keys), keys.kind, keys.block_table
+    if kind != "listed":
+        return Segment(
+            rows.data, rows.kv_scale, rows.format, kind, block_table=table, span=keys.span
+        )
+    assert step.selection is not None
+    chosen, lens = step.selection.rows, step.selection.lens
+    mapped = step.plan.mapped
+    return Segment(
+        rows.data,
+        rows.kv_scale,
+        rows.format,
+        "slots" if mapped else "positions",
+        block_table=None if mapped else table,
+        rows=chosen if cut is None else chosen[cut],
+        row_lens=lens if cut is None else lens[cut],
+    )
+
+
+def _latent_queries(
+    step: Step, own: tuple[Tensor, ...]
+) -> tuple[Tensor, Tensor | None]:  # [n, H, D], and the scale of e4m3 ones
+    plan, C = step.plan, step.plan.config.kv_lora_rank
+    if step.weights is None:
+        (q,) = own[:1]
+        if step.q_scale is not None:
+            return q, own[1]
+        if plan.query_dtype is None:
+            return q, None
+        assert step.cache.latent is not None
+        return in_e4m3(q[:, :, :C], q[:, :, C:], step.cache.latent, plan)
+    q_nope, q_pe = own
+    assert step.cache.latent is not None
+    return latent_queries(q_nope, q_pe, step.weights, step.cache.latent, plan)
+
+
+def _project(out_latent: Tensor, step: Step, out: Tensor | None) -> Tensor:
+    """Out of latent space, into `out` where that is possible; as it is without weights."""
+    if step.weights is None:
+        return out_latent
+    return project_out(out_latent, step.weights, step.plan, out)
+
+
+def project_out(
+    out_latent: Tensor, weights: AbsorbedWeights, plan: Plan, out: Tensor | None = None
+) -> Tensor:  # [n, H, V]
+    """Out of latent space, by the plan's backend."""
+    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    return out_of_latent(out_latent, weights, backend, fixed=fixed, out=out)
 
 
 def latent_queries(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.select import absorbed_rows
-from openmla.attention.types import Selection, check_alike
+from openmla.attention.offers import held_here
+from openmla.attention.select import chosen_rows
+from openmla.attention.types import Selection, check_alike, rows_of
 from openmla.cache import LayerCache
 from openmla.errors import ConfigError, ShapeError, check_kind
 from openmla.plan import Plan
@@ -54,37 +55,23 @@ def make_selection(
             f"selection: positions must be contiguous along a row, got strides "
             f"{positions.stride()}."
         )
-    if plan.compressed is not None:
-        return _of_entries(positions, lens, plan)
-    return _of_keys(positions, lens, cache, plan)
-
-
-def _of_keys(
-    positions: Tensor, lens: Tensor | None, cache: LayerCache, plan: Plan
-) -> Selection | None:
-    sparse, latent = plan.sparse, cache.latent
-    if latent is None:
+    if cache.latent is None and cache.window is None:
         raise ConfigError("selection: cache must have latent rows, got none.")
-    plan.check_cache(cache)
-    if sparse is None:
+    plan.check_cache("selection", cache)
+    select = plan.select
+    if select is None:
         return None
-    own, n = positions[sparse.rows], sparse.num_absorbed
-    counts = None if lens is None else lens[sparse.rows]
-    _check_values(own, counts, sparse.row_lens)
-    if sparse.masked and counts is not None:  # a mask is made of whole rows
+    own = rows_of(positions, select.rows)
+    counts = None if lens is None else rows_of(lens, select.rows)
+    if not select.offered:  # over ranks row_lens are those here
+        _check_values(own, counts, select.row_lens)
+    if counts is not None and plan.group("masked") is not None:  # a mask is made of whole rows
         columns = torch.arange(own.shape[1], device=own.device)
         own = own.masked_fill(columns >= counts[:, None], -1)
-    rows = absorbed_rows(own, latent, plan, sparse)
-    return Selection(own, _all_columns(own, counts)[:n], rows, sparse.row_lens)
-
-
-def _of_entries(positions: Tensor, lens: Tensor | None, plan: Plan) -> Selection | None:
-    step = plan.compressed
-    assert step is not None
-    if not step.chunks:
-        return None
-    _check_values(positions, lens, step.row_lens)
-    return Selection(positions, _all_columns(positions, lens), positions, step.row_lens)
+    if select.offered:
+        own, counts = held_here(own, plan, select)
+    rows = chosen_rows(own, cache, plan)
+    return Selection(own, _all_columns(own, counts)[: rows.shape[0]], rows, select.row_lens)
 
 
 def _all_columns(positions: Tensor, lens: Tensor | None) -> Tensor:

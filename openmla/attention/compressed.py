@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from openmla.attention.select import choose_positions
-from openmla.attention.step import check_out, check_selection, check_write
+from openmla.attention.across import gathered_cache
+from openmla.attention.checks import check_out, check_selection, check_sink, check_write
+from openmla.attention.quantized import check_quantized, quantize_into
+from openmla.attention.select import choose
+from openmla.attention.step import attend_groups
 from openmla.attention.types import (
     CompressedInputs,
     IndexInputs,
     PoolInputs,
     RawProjections,
     Selection,
+    Step,
     check_alike,
-    seen_nothing,
 )
 from openmla.attention.write import write_rows
 from openmla.cache import LayerCache, PagedCache
 from openmla.cache.format import state_width
 from openmla.config import INDEXED_RATIO
 from openmla.errors import ConfigError, ShapeError, check_kind
-from openmla.ops import Segment, compress_kv, mqa_sparse
+from openmla.ops import compress_kv, rope
 from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
-from openmla.plan import CompressedPlan, Plan
+from openmla.outputs import QuantizedOutput
+from openmla.plan import Plan
 
 KEYS = ("all", "window", "entries")
 _TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of PoolInputs
@@ -45,22 +49,41 @@ def attend_compressed(
     index: IndexInputs | None = None,  # where the plan has tokens choose among them
     index_pool_inputs: PoolInputs | None = None,
     hadamard: bool = False,
-    out: Tensor | None = None,  # [T, H, D]
-) -> Tensor:  # [T, H, D], still rotated: rope with inverse=True undoes that
+    out: Tensor | QuantizedOutput | None = None,  # [T, H, D], or make_output()'s for T rows
+) -> Any:  # [T, H, D], still rotated: rope with inverse=True undoes that; or the buffers
     """One layer's attention over the step's T tokens, in the caller's order.
 
     Rows and entries of this step are written first: a token attends to its own row and to the
     entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys. `out` is
-    filled and returned, as attend_step's.
+    filled and returned, as attend_step's. Where it is a QuantizedOutput, of the format that the
+    plan was made for, outputs are rotated back by `table`, which every ratio needs then, and
+    quantized for whoever projects them.
     """
     check_kind("step", "cache", cache, LayerCache)
     check_kind("step", "plan", plan, Plan)
-    check_out(out, q, plan)
+    if isinstance(out, QuantizedOutput):
+        check_quantized(out, q, plan)
+        if table is None:
+            raise ConfigError("step: table must be given to rotate quantized outputs, got none.")
+    else:
+        check_out(out, q, plan)
     inputs = CompressedInputs(q, rows, raw, table, pool_inputs, index, index_pool_inputs, hadamard)
     if not isinstance(sink, Tensor):
         raise ShapeError(f"step: sink must be a tensor, got {type(sink).__name__}.")
     attended, _ = attend_segments(inputs, cache, plan, sink=sink)
-    return attended if out is None else out.copy_(attended)
+    if not isinstance(out, QuantizedOutput):
+        return attended if out is None else out.copy_(attended)
+    assert table is not None and plan.shared is not None
+    rope(
+        attended[:, :, attended.shape[2] - table.shape[1] :],
+        plan.shared.positions.clamp_min(0),  # of tokens of no request, which are 0
+        table,
+        pairing="pairs",
+        inverse=True,
+        backend=plan.backends["rope"],
+    )
+    quantize_into(out, attended, plan, {})
+    return out
 
 
 def attend_segments(
@@ -81,43 +104,48 @@ def attend_segments(
     check_write(inputs.raw, plan, write)
     if not write:
         inputs = CompressedInputs(q=inputs.q, index=inputs.index)
-    step, window = _check_step(inputs, cache, plan, write=write)
-    chooses = len(step.chunks) > 0 and keys != "window"
-    _check_inputs(inputs, plan, step, sink, write=write)
-    _check_choice(inputs.index, selection, step, chooses=chooses)
-    _check_dtypes(inputs, sink, window.data.device)
-    _check_cache(cache, plan, inputs.pool_inputs, inputs.index_pool_inputs)
+    chooses = plan.chooses and keys != "window"
+    _check(inputs, cache, plan, sink, write=write)
+    _check_choice(inputs.index, selection, plan, chooses=chooses)
     if write:
-        _write(inputs, cache, plan, step)
-    segments = [] if keys == "entries" else [_window(window, plan, step)]
-    if cache.compressed is not None and keys != "window":
-        if chooses:
-            chosen = _chosen_entries(inputs.index, selection, cache, plan, step)
-            segments.append(chosen)
-        else:
-            segments.append(_all_entries(cache.compressed, step))
-    return _attend(inputs.q, segments, plan, step, sink)
+        _write(inputs, cache, plan)
+    if plan.bring is not None:
+        cache = gathered_cache(cache, plan)
+    if chooses and selection is None:
+        assert inputs.index is not None
+        selection = choose(inputs.index, cache, plan)
+    step = Step(cache, plan, q=inputs.q, selection=selection, only=keys)
+    ((_, out, lse),) = attend_groups(step, sink)
+    return out, lse
 
 
 def write_compressed(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> None:
     """This step's rows and entries into the caches, where something else attends to them."""
-    step, window = _check_step(inputs, cache, plan, write=True)
-    _check_inputs(inputs, plan, step, None, write=True)
-    _check_dtypes(inputs, None, window.data.device)
-    _check_cache(cache, plan, inputs.pool_inputs, inputs.index_pool_inputs)
-    _write(inputs, cache, plan, step)
+    _check(inputs, cache, plan, None, write=True)
+    _write(inputs, cache, plan)
+
+
+def _check(
+    inputs: CompressedInputs, cache: LayerCache, plan: Plan, sink: Tensor | None, *, write: bool
+) -> None:
+    """Everything, before anything is written."""
+    window = _check_step(inputs, cache, plan, write=write)
+    _check_inputs(inputs, plan, sink, write=write)
+    _check_dtypes(inputs, sink, window.data.device)
+    plan.check_cache("step", cache)
+    _check_state(cache, inputs)
 
 
 def _check_step(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, *, write: bool
-) -> tuple[CompressedPlan, PagedCache]:
+) -> PagedCache:
     """Plan and cache are of the same kind of layer, queries and rows of the plan."""
-    step, window = plan.compressed, cache.window
-    if step is None or window is None:
+    window, v4 = cache.window, plan.config.compressor is not None
+    if not v4 or window is None:
         what = "plan must be of a compressed layer" if window else "cache must have window rows"
         raise ConfigError(f"step: {what}, got none.")
-    if cache.ratio != step.ratio:
-        raise ConfigError(f"step: cache must be of ratio {step.ratio}, got {cache.ratio}.")
+    if cache.ratio != plan.ratio:
+        raise ConfigError(f"step: cache must be of ratio {plan.ratio}, got {cache.ratio}.")
     D, H = plan.config.latent_dim, plan.config.num_heads
     due: list[tuple[str, Tensor | None, tuple[int, ...]]]
     due = [("q", inputs.q, (plan.num_tokens, H, D))]
@@ -126,26 +154,27 @@ def _check_step(
         got = None if tensor is None else tuple(tensor.shape)
         if got != shape:
             raise ShapeError(f"step: {name} must be {shape} as planned, got {got}.")
-    return step, window
+    return window
 
 
 def _check_choice(
-    index: IndexInputs | None, selection: Selection | None, step: CompressedPlan, *, chooses: bool
+    index: IndexInputs | None, selection: Selection | None, plan: Plan, *, chooses: bool
 ) -> None:
-    """Entries are chosen by one of the two, where they are."""
+    """Entries are selected by one of the two, where they are."""
     if chooses and index is None and selection is None:
         raise ConfigError(
-            f"step: index must be given for ratio {step.ratio}, its tokens choose, or a selection."
+            f"step: index must be given for ratio {plan.ratio}, its tokens choose, or a selection."
         )
     if selection is None:
         return
     if index is not None or not chooses:
         why = "beside index" if chooses else "where no token chooses"
         raise ConfigError(f"step: selection must not be given {why}.")
-    check_selection(selection, step)
+    assert plan.select is not None
+    check_selection(selection, plan.select)
 
 
-def _write(inputs: CompressedInputs, cache: LayerCache, plan: Plan, step: CompressedPlan) -> None:
+def _write(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> None:
     """Raw rows into the window; tokens into entries, and into the indexer's keys."""
     rows, pool_inputs, table = inputs.rows, inputs.pool_inputs, inputs.table
     assert rows is not None and cache.window is not None
@@ -154,53 +183,29 @@ def _write(inputs: CompressedInputs, cache: LayerCache, plan: Plan, step: Compre
         return
     assert cache.compressed is not None and cache.state is not None
     width = state_width(plan.config.latent_dim, overlap=cache.index is not None)
-    _compress(pool_inputs, cache.compressed, cache.state.data[..., :width], plan, step, table)
+    _compress(pool_inputs, cache.compressed, cache.state.data[..., :width], plan, table)
     if cache.index is not None:
         assert inputs.index_pool_inputs is not None
         state = cache.state.data[..., width:]
-        _compress(
-            inputs.index_pool_inputs, cache.index, state, plan, step, table,
-            hadamard=inputs.hadamard,
-        )  # fmt: skip
-
-
-def _attend(
-    q: Tensor,
-    segments: Sequence[Segment],
-    plan: Plan,
-    step: CompressedPlan,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if not segments:  # entries of a layer that has none
-        return seen_nothing(q, plan.config.latent_dim)
-    return mqa_sparse(
-        q,
-        step.query_start_loc,
-        step.positions,
-        segments[0],
-        segments[1] if len(segments) > 1 else None,
-        sink,
-        C=plan.config.latent_dim,
-        scale=plan.config.scale,
-        run_length=plan.run_length,
-        backend=plan.called_with("mqa_sparse"),
-    )
+        keys = inputs.index_pool_inputs
+        _compress(keys, cache.index, state, plan, table, hadamard=inputs.hadamard)
 
 
 def _check_inputs(
     inputs: CompressedInputs,
     plan: Plan,
-    step: CompressedPlan,
     sink: Tensor | None,
     *,
     write: bool,
 ) -> None:
     """What a layer of this ratio takes is given, in the shapes planned for, and nothing else."""
     index, table = inputs.index, inputs.table
-    config, T, r = plan.config, step.num_rows, step.ratio
+    config, T, r = plan.config, plan.num_tokens, plan.ratio
     assert config.indexer is not None
     HI, DI, chooses = config.indexer.num_heads, config.indexer.head_dim, r == INDEXED_RATIO
-    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = [("sink", sink, (config.num_heads,))]
+    if sink is not None:
+        check_sink(sink, inputs.q, plan)
+    wanted: list[tuple[str, Tensor | None, tuple[int, ...]]] = []
     for name, given, due, D in (
         ("pool_inputs", inputs.pool_inputs, write and r > 0, config.latent_dim),
         ("index_pool_inputs", inputs.index_pool_inputs, write and chooses, DI),
@@ -251,39 +256,13 @@ def _check_dtypes(inputs: CompressedInputs, sink: Tensor | None, device: torch.d
     refuse_grad("step", [tensor for _, tensor, _ in given])
 
 
-def _check_cache(
-    cache: LayerCache,
-    plan: Plan,
-    pool_inputs: PoolInputs | None,
-    index_pool_inputs: PoolInputs | None,
-) -> None:
-    """What an op would refuse only after half of the step is written."""
-    for name, part in (("window", cache.window), ("compressed", cache.compressed)):
-        if part is not None:
-            part.check_width("step", name, plan.config.latent_dim)
-    if cache.index is not None and plan.config.indexer is not None:
-        cache.index.check_width("step", "index", plan.config.indexer.head_dim)
-    here, planned = cache.geometry, plan.geometry
-    if here is not None and planned is not None and not here.serves(planned):
-        raise ConfigError("step: cache must have the geometry the plan was made for, got another.")
-    for parts in (pool_inputs, index_pool_inputs):
+def _check_state(cache: LayerCache, inputs: CompressedInputs) -> None:
+    """What compress_kv would refuse only after half of the step is written."""
+    for parts in (inputs.pool_inputs, inputs.index_pool_inputs):
         if parts is not None and cache.state is not None:
             wide = torch.promote_types(parts.kv.dtype, torch.float32)
             if wide != cache.state.data.dtype:
                 raise ConfigError(f"step: state must be {wide} with {parts.kv.dtype} tokens.")
-
-
-def _window(window: PagedCache, plan: Plan, step: CompressedPlan) -> Segment:
-    """Each token's last rows, its own included."""
-    assert plan.config.compressor is not None
-    return Segment(
-        window.data,
-        window.kv_scale,
-        window.format,
-        "window",
-        block_table=step.window_table,
-        span=plan.config.compressor.window,
-    )
 
 
 def _compress(
@@ -291,11 +270,12 @@ def _compress(
     entries: PagedCache,
     state: Tensor,
     plan: Plan,
-    step: CompressedPlan,
     table: Tensor,
     *,
     hadamard: bool = False,
 ) -> None:
+    pool = plan.pool
+    assert pool is not None
     compress_kv(
         entries.data,
         entries.kv_scale,
@@ -305,54 +285,16 @@ def _compress(
         pool_inputs.bias,
         pool_inputs.norm_weight,
         table,
-        step.positions,
-        step.query_start_loc,
-        step.block_table,
-        step.state_slots,
+        pool.positions,
+        pool.query_start_loc,
+        pool.block_table,
+        pool.state_slots,
         entries.clamped,
         format=entries.format,
-        ratio=step.ratio,
+        ratio=pool.ratio,
         overlap=pool_inputs.kv.shape[1] == 2 * pool_inputs.norm_weight.shape[0],
         eps=plan.config.latent_eps,
         hadamard=hadamard,
         batch_invariant=plan.batch_invariant,
         backend=plan.backends["compress_kv"],
-    )
-
-
-def _all_entries(entries: PagedCache, step: CompressedPlan) -> Segment:
-    """Every finished entry: known from the token's position, no list is made."""
-    return Segment(
-        entries.data,
-        entries.kv_scale,
-        entries.format,
-        "prefix",
-        block_table=step.block_table,
-        span=step.ratio,
-    )
-
-
-def _chosen_entries(
-    index: IndexInputs | None,
-    selection: Selection | None,
-    cache: LayerCache,
-    plan: Plan,
-    step: CompressedPlan,
-) -> Segment:
-    """The caller's choice, or that of the indexer."""
-    entries, lens = cache.compressed, step.topk_lens
-    assert entries is not None
-    if selection is not None:
-        positions, lens = selection.rows, selection.lens
-    else:
-        assert index is not None and cache.index is not None
-        positions = choose_positions(index.q_idx, index.w_idx, cache.index, plan, step)
-    return Segment(
-        entries.data,
-        entries.kv_scale,
-        entries.format,
-        "positions",
-        block_table=step.block_table,
-        rows=positions,
-        row_lens=lens,
     )

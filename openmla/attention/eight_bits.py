@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openmla.attention.products import mean_square
 from openmla.attention.types import AbsorbedWeights
 from openmla.cache.format import FP8_MAX, power_of_two
 from openmla.ops import quantize_heads
@@ -36,7 +37,7 @@ class Queries(NamedTuple):
         return Queries(self.values[rows], scale, self.dtype)
 
 
-class Keys(NamedTuple):
+class HeadKeys(NamedTuple):
     """Keys and values, and what they are multiplied by where keys are e4m3."""
 
     k: Tensor  # [S, H, E]
@@ -66,11 +67,12 @@ def quantize_keys(
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,  # [] f32: kv_scale of rows that were not multiplied by it
-) -> Keys:
+) -> HeadKeys:
     """Whole keys in e4m3, and values as they are with the scale that is left to them."""
     S, H, P = k.shape
     requests = requests_of(key_start_loc, S)
-    scale = key_scale(kv_c, k_pe, requests, key_start_loc.shape[0] - 1, absorbed, H, P)
+    B = key_start_loc.shape[0] - 1
+    scale = key_scale(kv_c, k_pe, requests, B, absorbed, H, P, plan.fixed_by)
     if plan.workspace is not None:
         keys = plan.workspace.keys[:S]
     else:
@@ -80,7 +82,7 @@ def quantize_keys(
     left = torch.ones_like(scale)
     if unit is not None:
         scale, left = scale * unit, left * unit
-    return Keys(keys, v, scale, left)
+    return HeadKeys(keys, v, scale, left)
 
 
 def requests_of(start_loc: Tensor, S: int) -> Tensor:  # [S] i64
@@ -90,12 +92,18 @@ def requests_of(start_loc: Tensor, S: int) -> Tensor:  # [S] i64
 
 
 def key_scale(
-    kv_c: Tensor, k_pe: Tensor, requests: Tensor, B: int, absorbed: AbsorbedWeights, H: int, P: int
-) -> Tensor:  # [B, H]
-    """Powers of two that hold every key of a request and head."""
+    kv_c: Tensor, k_pe: Tensor, requests: Tensor, B: int, absorbed: AbsorbedWeights, H: int, P: int,
+    fixed_by: str | None = None,
+) -> Tensor:  # [B, H]  # fmt: skip
+    """Powers of two that hold every key of a request and head. `fixed_by`: the plan's; a row's
+    norm then does not depend on how many rows there are."""
     weights = absorbed.dense(kv_c.dtype).view(H, -1, kv_c.shape[1])[:, :P]
     rows = torch.linalg.vector_norm(weights, dim=2, dtype=torch.float32).amax(1)
-    longest = torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32)
+    if fixed_by is None:
+        longest = torch.linalg.vector_norm(kv_c, dim=1, dtype=torch.float32)
+    else:
+        wide = kv_c.float()
+        longest = (mean_square(wide, fixed_by)[:, 0] * wide.shape[1]).sqrt()
     both = torch.stack([_finite(longest), _finite(k_pe.to(torch.float32)).amax(1)])
     most = both.new_zeros((2, B)).scatter_reduce_(1, requests.expand(2, -1), both, "amax")
     bound = torch.maximum(most[0][:, None] * rows, most[1][:, None])

@@ -1,4 +1,4 @@
-"""Expanded form: ordinary attention over keys and values made from latents, context in chunks."""
+"""Expanded form: ordinary attention over keys and values made from latents, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,50 +7,120 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from openmla.attention.eight_bits import Keys, Queries, quantize_keys, queries_of
+from openmla.attention.eight_bits import HeadKeys, Queries, quantize_keys, queries_of
 from openmla.attention.products import multiply
-from openmla.attention.types import AbsorbedWeights, Projected, rows_of, seen_nothing
+from openmla.attention.types import AbsorbedWeights, Projected, Step, rows_of, seen_nothing
 from openmla.cache import PagedCache
-from openmla.ops import cache_gather, merge_states, mha_ragged
+from openmla.ops import cache_gather, merge_states, mha_masked, mha_ragged, pack_mask
 from openmla.ops.mha_ragged import joined
-from openmla.plan import ContextChunk, KeyChunk, Plan, PrefillPlan
+from openmla.plan import Expanded, Group, KeyChunk, Plan
+from openmla.plan.across import brought_shapes
+from openmla.plan.types import Ask, Brought, num_words
+from openmla.ranks.collectives import all_gather
 
 # What takes a chunk's partial: out, lse, the partial's, the chunk.
-Merge = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], ContextChunk], None]
+Merge = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], KeyChunk], None]
 
 
 def attend_expanded(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    prefill: PrefillPlan,
-    merge: Merge | None = None,
-) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the rows of prefill.rows
-    """New rows causally and context beside them: in one call if it fits, else chunk by chunk. Over
+    step: Step, group: Group, merge: Merge | None = None
+) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the group's rows
+    """New rows causally and context next to them: in one call if it fits, else chunk by chunk. Over
     a part of the keys, context alone. `merge` takes a chunk's partial in merge_states' place.
 
     New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
-    format all routes round the same values.
+    format all routes round the same values. Under masks all keys are used as the cache holds them.
     """
-    q = queries_of(rows_of(whole_queries(projected), prefill.rows), plan)
-    kv_c, k_pe = rows_of(projected.kv_c, prefill.rows), rows_of(projected.k_pe, prefill.rows)
-    if prefill.one_shot is not None:
-        assert prefill.new_rows is not None
-        rows = gather(latent, plan, prefill.one_shot, kv_c.dtype)
-        rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))
-        return attend_rows(q, rows, absorbed, plan, prefill.one_shot, causal=True)
-    out, lse = _attend_new(q, kv_c, k_pe, absorbed, plan, prefill)
-    for chunk in prefill.chunks:
-        rows = gather(latent, plan, chunk, kv_c.dtype)
-        unit = latent.kv_scale if plan.keeps_codes else None
-        part = attend_rows(q.of(chunk.rows), rows, absorbed, plan, chunk, causal=False, unit=unit)
+    part, plan, projected, weights = group.part, step.plan, step.projected, step.weights
+    assert isinstance(part, Expanded) and projected is not None and weights is not None
+    latent = step.cache.latent
+    assert latent is not None
+    q = queries_of(_queries(projected, group), plan)
+    unit = latent.kv_scale if plan.keeps_codes else None
+    dtype = projected.kv_c.dtype
+    if part.new_rows is not None:
+        (chunk,) = part.chunks
+        rows = gather(latent, plan, chunk, dtype)
+        new = [rows_of(tensor, group.rows) for tensor in (projected.kv_c, projected.k_pe)]
+        rows.index_copy_(0, part.new_rows, torch.cat(new, dim=1))
+        return attend_rows(q, rows, weights, plan, chunk, causal=True)
+    if part.new is not None:
+        kv_c, k_pe = rows_of(projected.kv_c, group.rows), rows_of(projected.k_pe, group.rows)
+        ask = part.new
+        locs = ask.query_start_loc, ask.max_query_len
+        out, lse = _mha(q, kv_c, k_pe, weights, plan, ask, *locs, causal=True)
+    else:
+        out, lse = seen_nothing(q.values, plan.config.v_head_dim, q.dtype)
+    for chunk in part.chunks:
+        codes = unit if chunk.brought is None else None
+        if chunk.brought is None:
+            rows = gather(latent, plan, chunk, dtype)
+        else:
+            rows = gather_brought(latent, plan, chunk, chunk.brought, dtype)
+        if part.route == "masked":
+            _attend_masked(step, group, q, rows, chunk, codes, out, lse)
+            continue
+        (ask,) = chunk.asks
+        one = attend_rows(q.of(ask.rows), rows, weights, plan, chunk, causal=False, unit=codes)
         if merge is None:
-            sides = out[chunk.rows], lse[chunk.rows], *part
+            sides = out[ask.rows], lse[ask.rows], *one
             merge_states(*sides, backend=plan.backends["merge_states"])
         else:
-            merge(out, lse, part, chunk)
+            merge(out, lse, one, chunk)
     return out, lse
+
+
+def _queries(projected: Projected, group: Group) -> Tensor:  # [n, H, P + R]
+    if group.form == "masked":
+        own = rows_of(projected.q_nope, group.rows), rows_of(projected.q_pe, group.rows)
+        return torch.cat(own, dim=-1)
+    return rows_of(whole_queries(projected), group.rows)
+
+
+def _attend_masked(
+    step: Step,
+    group: Group,
+    q: Queries,
+    rows: Tensor,
+    chunk: KeyChunk,
+    unit: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """A chunk of keys, expanded once; a bit per pair says which count."""
+    plan, weights, C = step.plan, step.weights, step.plan.config.kv_lora_rank
+    assert weights is not None and step.selection is not None
+    selected = step.selection.positions[group.selected]
+    kv_c = latents_of(rows[:, :C], q.dtype)
+    keys = keys_of(kv_c, rows[:, C:], chunk.key_start_loc, weights, plan, unit)
+    for ask in chunk.asks:
+        assert ask.key_starts is not None and ask.key_lens is not None
+        mask = pack_mask(
+            selected[ask.rows],
+            ask.key_starts,
+            ask.key_lens,
+            num_words=num_words(chunk.max_key_len),
+            backend=plan.backends["pack_mask"],
+        )
+        asking = q.of(ask.rows)
+        one = mha_masked(
+            asking.values,
+            keys.k,
+            keys.v,
+            ask.query_start_loc,
+            chunk.key_start_loc,
+            mask,
+            asking.scale,
+            keys.k_scale,
+            keys.v_scale,
+            scale=plan.config.scale,
+            max_query_len=ask.max_query_len,
+            max_key_len=chunk.max_key_len,
+            batch_invariant=plan.batch_invariant,
+            out_dtype=None if asking.scale is None else asking.dtype,
+            backend=plan.backends["mha_masked"],
+        )
+        merge_states(out[ask.rows], lse[ask.rows], *one, backend=plan.backends["merge_states"])
 
 
 def merge_rows(
@@ -87,21 +157,6 @@ def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
     return torch.cat([q_nope, q_pe], dim=-1)
 
 
-def _attend_new(
-    q: Queries,
-    kv_c: Tensor,
-    k_pe: Tensor,
-    absorbed: AbsorbedWeights,
-    plan: Plan,
-    prefill: PrefillPlan,
-) -> tuple[Tensor, Tensor]:
-    """This step's rows, causally; where none of them is a key, what sees nothing."""
-    if prefill.route == "context":
-        return seen_nothing(q.values, plan.config.v_head_dim, q.dtype)
-    starts, longest = prefill.query_start_loc, prefill.max_query_len
-    return _mha(q, kv_c, k_pe, absorbed, plan, starts, starts, longest, longest, causal=True)
-
-
 def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:
     """[num_keys, D]: a chunk's cached rows, in the workspace if there is one; codes of an fp8 cache
     where the plan keeps them."""
@@ -129,6 +184,32 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
         backend=plan.backends["cache_gather"],
     )
     return rows
+
+
+def gather_brought(
+    latent: PagedCache, plan: Plan, chunk: KeyChunk, brought: Brought, dtype: torch.dtype
+) -> Tensor:  # [num_keys, D]
+    """A chunk's rows from all ranks, decoded and in order; in the workspace of the ranks, or in
+    the plan's own if it has one."""
+    ranks, space, device = plan.ranks, plan.workspace, latent.data.device
+    assert ranks is not None
+    sizes = brought.num_rows, chunk.num_keys
+    shapes = brought_shapes(*sizes, plan.config, space, ranks.shard.size)
+    rows, every, keys = ranks.workspace.split(device, dtype, *shapes)
+    if space is not None:
+        keys = space.rows[: chunk.num_keys]
+    cache_gather(
+        rows,
+        latent.data,
+        latent.kv_scale,
+        chunk.block_table,
+        brought.starts,
+        brought.key_start_loc,
+        format=latent.format,
+        backend=plan.requested["cache_gather"],
+    )
+    every = all_gather(rows, ranks.link, out=every).view(-1, rows.shape[1])
+    return torch.index_select(every, 0, brought.order, out=keys)
 
 
 def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -161,7 +242,7 @@ def attend_rows(
     rows: Tensor,
     absorbed: AbsorbedWeights,
     plan: Plan,
-    chunk: ContextChunk,
+    chunk: KeyChunk,
     *,
     causal: bool,
     unit: Tensor | None = None,
@@ -170,8 +251,8 @@ def attend_rows(
     codes are multiples of."""
     C = plan.config.kv_lora_rank
     return _mha(
-        q, latents_of(rows[:, :C], q.dtype), rows[:, C:], absorbed, plan, chunk.query_start_loc,
-        chunk.key_start_loc, chunk.max_query_len, chunk.max_key_len, causal=causal, unit=unit,
+        q, latents_of(rows[:, :C], q.dtype), rows[:, C:], absorbed, plan, chunk.asks[0],
+        chunk.key_start_loc, chunk.max_key_len, causal=causal, unit=unit,
     )  # fmt: skip
 
 
@@ -187,11 +268,11 @@ def keys_of(
     absorbed: AbsorbedWeights,
     plan: Plan,
     unit: Tensor | None,
-) -> Keys:
+) -> HeadKeys:
     """Expanded keys, whole, and values."""
     k, v = expand(kv_c, absorbed, plan)
     if plan.prefill_dtype is None:
-        return Keys(whole_keys(k, k_pe, plan), v, None, None)
+        return HeadKeys(whole_keys(k, k_pe, plan), v, None, None)
     return quantize_keys(kv_c, k, k_pe, v, key_start_loc, absorbed, plan, unit)
 
 
@@ -201,9 +282,8 @@ def _mha(
     k_pe: Tensor,
     absorbed: AbsorbedWeights,
     plan: Plan,
-    query_start_loc: Tensor,
+    ask: Ask,
     key_start_loc: Tensor,
-    max_query_len: int,
     max_key_len: int,
     *,
     causal: bool,
@@ -211,14 +291,14 @@ def _mha(
 ) -> tuple[Tensor, Tensor]:
     rope: Tensor | None = None
     if plan.keys_apart:
-        keys, rope = Keys(*expand(kv_c, absorbed, plan), None, None), k_pe
+        keys, rope = HeadKeys(*expand(kv_c, absorbed, plan), None, None), k_pe
     else:
         keys = keys_of(kv_c, k_pe, key_start_loc, absorbed, plan, unit)
     return mha_ragged(
         q.values,
         keys.k,
         keys.v,
-        query_start_loc,
+        ask.query_start_loc,
         key_start_loc,
         rope,
         q.scale,
@@ -226,7 +306,7 @@ def _mha(
         keys.v_scale,
         scale=plan.config.scale,
         causal=causal,
-        max_query_len=max_query_len,
+        max_query_len=ask.max_query_len,
         max_key_len=max_key_len,
         batch_invariant=plan.batch_invariant,
         out_dtype=None if q.scale is None else q.dtype,

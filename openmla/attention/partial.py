@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from openmla.attention.checks import check_given
 from openmla.attention.compressed import attend_segments
-from openmla.attention.step import attend_parts, check_given, put_both_together
+from openmla.attention.step import attend_groups, begin_step, scatter_out_lse
 from openmla.attention.types import (
     AbsorbedWeights,
     CompressedInputs,
@@ -48,7 +49,7 @@ def attend_partial(
             name = "raw" if absorbed is None else "absorbed"
             raise ConfigError(f"step: {name} must not be given beside CompressedInputs.")
         return attend_segments(projected, cache, plan, selection=selection, keys=keys, write=write)
-    if plan.compressed is not None:
+    if plan.config.compressor is not None:
         raise ConfigError(
             f"step: projected must be CompressedInputs for {plan.config.model_type}, "
             f"got {type(projected).__name__}."
@@ -61,5 +62,5 @@ def attend_partial(
     if absorbed is None:
         raise ConfigError(f"step: absorbed must be given for {plan.config.model_type}, got none.")
     check_given(projected, absorbed, cache, plan)
-    parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write)
-    return put_both_together(parts, plan)
+    step = begin_step(projected, absorbed, cache, plan, selection, raw, write)
+    return scatter_out_lse(attend_groups(step), plan)

@@ -1,4 +1,4 @@
-"""The end of a step whose outputs are quantised: each form's by the op that the plan names."""
+"""Quantized outputs: each group's by the op that its plan names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.attention.absorbed import (
-    absorbed_latent,
-    attend_absorbed,
-    attend_chosen,
-    chosen_latent,
-)
+from openmla.attention.absorbed import attend_cut, own_queries
 from openmla.attention.expanded import attend_expanded, merge_rows, part_of
-from openmla.attention.masked import attend_masked
-from openmla.attention.types import AbsorbedWeights, Projected, Selection
-from openmla.cache import PagedCache
+from openmla.attention.types import Step
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops import merge_quantize, project_quantize, quantize_out
 from openmla.outputs import (
@@ -26,7 +19,7 @@ from openmla.outputs import (
     check_output_shapes,
     check_scale_value,
 )
-from openmla.plan import ContextChunk, DecodePlan, Plan, PrefillPlan, SparsePlan
+from openmla.plan import Absorbed, Expanded, Group, KeyChunk, Plan
 from openmla.plan.types import Rows
 
 
@@ -49,143 +42,69 @@ def check_quantized(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
         check_scale_value("step", out.global_scale)
 
 
-def attend_quantized(
-    out: QuantizedOutput,
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    selection: Selection | None,
-) -> None:
-    """Each form's tokens into their rows of the buffers, padding too."""
-    if plan.decode is not None:
-        _decode(out, projected, absorbed, latent, plan, plan.decode)
-    if plan.prefill is not None:
-        _prefill(out, projected, absorbed, latent, plan, plan.prefill)
-    if plan.sparse is not None:
-        assert selection is not None
-        _sparse(out, projected, absorbed, latent, plan, plan.sparse, selection)
-    if plan.padding:
-        end_padding(out, projected.q_nope, plan)
+def attend_into(out: QuantizedOutput, step: Step, group: Group) -> None:
+    """A group's tokens into their rows of the buffers, by an op that does more than quantize."""
+    if isinstance(group.part, Absorbed):
+        _project_into(out, step, group, group.part)
+    elif group.part is not None:
+        _merge_into(out, step, group, group.part)
 
 
-def _decode(
-    out: QuantizedOutput,
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    decode: DecodePlan,
-) -> None:
-    if plan.ends["absorbed"] == "project_quantize":
-        out_latent, _ = absorbed_latent(projected, absorbed, latent, plan, decode)
-        _end_absorbed(out, out_latent, absorbed, plan, target(decode.rows))
-    else:
-        some, _ = attend_absorbed(projected, absorbed, latent, plan, decode)
-        end_plainly(out, some, plan, target(decode.rows))
+def _project_into(out: QuantizedOutput, step: Step, group: Group, part: Absorbed) -> None:
+    """Out of latent space and into the buffers, cut by cut."""
+    assert step.weights is not None
+    own = own_queries(step, group)
+    for number in range(max(len(part.cuts), 1)):
+        cut = part.cuts[number] if len(part.cuts) > 1 else None
+        out_latent, _ = attend_cut(step, part, own, number)
+        project_quantize(
+            out.values,
+            out.scales,
+            out_latent,
+            step.weights.w_uv,
+            step.weights.uv_scale,
+            out.global_scale,
+            **target(group.rows, cut),
+            format=out.format,
+            backend=step.plan.called_with("project_quantize"),
+        )
 
 
-def _prefill(
-    out: QuantizedOutput,
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    prefill: PrefillPlan,
-) -> None:
+def _merge_into(out: QuantizedOutput, step: Step, group: Group, part: Expanded) -> None:
     """Rows whose last chunk this is are merged into the buffers, others as ever."""
-    if plan.ends["expanded"] != "merge_quantize":
-        some, _ = attend_expanded(projected, absorbed, latent, plan, prefill)
-        end_plainly(out, some, plan, target(prefill.rows))
-        return
+    plan = step.plan
 
-    def merge(some: Tensor, lse: Tensor, part: tuple[Tensor, Tensor], chunk: ContextChunk) -> None:
+    def merge(some: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], chunk: KeyChunk) -> None:
+        all_rows = chunk.asks[0].rows
         if chunk.continued is not None:
-            merge_rows(some, lse, part, chunk.continued, chunk.rows, plan)
-        ended = chunk.ended
-        if ended is not None:
-            sides = some[ended], lse[ended], *part_of(part, ended, chunk.rows)
-            _end_merged(out, sides, plan, target(prefill.rows, ended))
-
-    some, _ = attend_expanded(projected, absorbed, latent, plan, prefill, merge)
-    for rows in prefill.alone:
-        end_plainly(out, some[rows], plan, target(prefill.rows, rows))
-
-
-def _sparse(
-    out: QuantizedOutput,
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    sparse: SparsePlan,
-    selection: Selection,
-) -> None:
-    """Absorbed rows first, then masked ones, as the plan packed them."""
-    q_nope, q_pe = projected.q_nope[sparse.rows], projected.q_pe[sparse.rows]
-    n = sparse.num_absorbed
-    if n and plan.ends["chosen"] == "project_quantize":
-        for number, chunk in enumerate(sparse.query_chunks):
-            out_latent, _ = chosen_latent(
-                q_nope[:n], q_pe[:n], absorbed, latent, plan, sparse, selection, number
+            merge_rows(some, lse, one, chunk.continued, all_rows, plan)
+        if chunk.ended is not None:
+            ended = chunk.ended
+            merge_quantize(
+                out.values,
+                out.scales,
+                some[ended],
+                lse[ended],
+                *part_of(one, ended, all_rows),
+                out.global_scale,
+                **target(group.rows, ended),
+                format=out.format,
+                backend=plan.backends["merge_quantize"],
             )
-            _end_absorbed(out, out_latent, absorbed, plan, target(sparse.rows, chunk))
-    elif n:
-        some, _ = attend_chosen(q_nope[:n], q_pe[:n], absorbed, latent, plan, sparse, selection)
-        end_plainly(out, some, plan, target(sparse.rows, slice(0, n)))
-    if sparse.masked:
-        q = torch.cat([q_nope[n:], q_pe[n:]], dim=-1)
-        some, _ = attend_masked(q, projected, absorbed, latent, plan, sparse, selection)
-        end_plainly(out, some, plan, target(sparse.rows, slice(n, sparse.num_rows)))
+
+    some, _ = attend_expanded(step, group, merge)
+    for rows in part.alone:
+        quantize_into(out, some[rows], plan, target(group.rows, rows))
 
 
 def target(rows: Rows, part: slice | None = None) -> dict[str, Any]:
-    """Where a form's packed tokens go, or a part of them, as the ops are told."""
+    """Where a group's tokens go, or a part of them, as the ops take it."""
     if isinstance(rows, slice):
         return {"first_row": rows.start + (0 if part is None else part.start)}
     return {"rows": rows if part is None else rows[part]}
 
 
-def _end_absorbed(
-    out: QuantizedOutput,
-    out_latent: Tensor,  # [n, H, C]
-    absorbed: AbsorbedWeights,
-    plan: Plan,
-    where: dict[str, Any],
-) -> None:
-    """Out of latent space and into the buffers."""
-    project_quantize(
-        out.values,
-        out.scales,
-        out_latent,
-        absorbed.w_uv,
-        absorbed.uv_scale,
-        out.global_scale,
-        **where,
-        format=out.format,
-        backend=plan.called_with("project_quantize"),
-    )
-
-
-def _end_merged(
-    out: QuantizedOutput,
-    sides: tuple[Tensor, Tensor, Tensor, Tensor],
-    plan: Plan,
-    where: dict[str, Any],
-) -> None:
-    """The last merge of some tokens."""
-    merge_quantize(
-        out.values,
-        out.scales,
-        *sides,
-        out.global_scale,
-        **where,
-        format=out.format,
-        backend=plan.backends["merge_quantize"],
-    )
-
-
-def end_plainly(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[str, Any]) -> None:
+def quantize_into(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[str, Any]) -> None:
     """Outputs [n, H, V] that are finished."""
     quantize_out(
         out.values,
@@ -198,8 +117,8 @@ def end_plainly(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[str,
     )
 
 
-def end_padding(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
+def quantize_padding(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
     """Tokens of no request, the plan's last: what 0 is in this format."""
     H, V = plan.config.num_heads, plan.config.v_head_dim
     zeros = q.new_zeros((1, H, V)).expand(plan.padding, H, V)
-    end_plainly(out, zeros, plan, {"first_row": plan.num_tokens - plan.padding})
+    quantize_into(out, zeros, plan, {"first_row": plan.num_tokens - plan.padding})

@@ -21,7 +21,8 @@ def scale_rope(projected: Projected, cache: PagedCache, plan: Plan) -> Projected
     ratio = cache.rope_ratio
     if ratio is None:
         return projected
-    k_pe = projected.k_pe if plan.prefill is None else projected.k_pe / ratio
+    expands = plan.group("expanded") is not None
+    k_pe = projected.k_pe / ratio if expands else projected.k_pe
     return Projected(projected.q_nope, projected.q_pe * ratio, projected.kv_c, k_pe)
 
 

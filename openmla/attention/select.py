@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from openmla.attention.types import IndexInputs, Selection, check_alike
+from openmla.attention.offers import choose_over_ranks, held_here
+from openmla.attention.scores import score_chunk
+from openmla.attention.types import IndexInputs, Selection, check_alike, rows_of
 from openmla.cache import LayerCache, PagedCache
 from openmla.errors import ConfigError, ShapeError, check_kind
-from openmla.ops import cache_write, index_logits, index_topk, map_slots
+from openmla.ops import cache_write, index_topk, map_slots
 from openmla.ops._register import refuse_grad
 from openmla.ops.index_logits import scores_dtype
-from openmla.plan import CompressedPlan, Plan, ScoreChunk, SparsePlan
+from openmla.plan import Absorbed, Plan, ScoreChunk, Select
 
 
 def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection | None:
@@ -27,9 +29,7 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
         check_kind("select", name, given, kind)
     keys = check_index(index, cache, plan)
     write_keys(index, keys, plan)
-    if plan.sparse is None:
-        return None
-    return _choose(index, keys, cache, plan, plan.sparse)
+    return None if plan.select is None else choose(index, cache, plan)
 
 
 def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache:
@@ -38,8 +38,8 @@ def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache
     if config.indexer is None or keys is None:
         what = "config must have an indexer" if keys else "cache must have index rows"
         raise ConfigError(f"select: {what}, got none.")
-    plan.check_cache(cache)
-    if plan.sparse is not None and not plan.sparse.chunks and plan.sparse.num_rows:
+    plan.check_cache("select", cache)
+    if plan.select is not None and not plan.select.chunks and plan.select.num_rows:
         raise ConfigError(
             "select: plan must be made of a cache with index rows to score, got one whose caller "
             "chooses. make_selection takes its positions."
@@ -76,36 +76,43 @@ def write_keys(index: IndexInputs, keys: PagedCache, plan: Plan) -> None:
     )
 
 
-def _choose(
-    index: IndexInputs, keys: PagedCache, cache: LayerCache, plan: Plan, sparse: SparsePlan
-) -> Selection:
-    assert plan.config.indexer is not None and cache.latent is not None
-    positions = choose_positions(
-        index.q_idx[sparse.rows], index.w_idx[sparse.rows], keys, plan, sparse
-    )
-    rows = absorbed_rows(positions, cache.latent, plan, sparse)
-    return Selection(positions, sparse.topk_lens, rows, sparse.row_lens)
+def choose(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection:
+    """The keys of every token that selects; all index keys are in the cache."""
+    select, keys = plan.select, cache.index
+    assert select is not None and keys is not None
+    if select.offered:
+        everywhere = choose_over_ranks(index, keys, plan, select)
+        positions, lens = held_here(everywhere, plan, select)
+    else:
+        own = rows_of(index.q_idx, select.rows), rows_of(index.w_idx, select.rows)
+        positions, lens = choose_positions(*own, keys, plan, select), select.topk_lens
+    return Selection(positions, lens, chosen_rows(positions, cache, plan), select.row_lens)
 
 
-def absorbed_rows(
+def chosen_rows(
     positions: Tensor,  # [n, K] i32
-    latent: PagedCache,
+    cache: LayerCache,
     plan: Plan,
-    sparse: SparsePlan,
-) -> Tensor:  # [num_absorbed, K] i32
-    """What the absorbed rows chose, as slots where whoever attends takes nothing else."""
+) -> Tensor:  # [n', K] i32
+    """What tokens of the "chosen" group selected, as slots where the backend takes nothing else."""
+    group = plan.listing
+    if group is None:
+        return positions[:0]
     if not plan.mapped:
-        return positions[: sparse.num_absorbed]
+        # no assert, no cast: either makes constants of a slice's ends where a step is compiled
+        return rows_of(positions, group.selected)  # type: ignore[arg-type]
+    part, latent = group.part, cache.latent
+    assert isinstance(part, Absorbed) and latent is not None
     parts = [
         map_slots(
-            positions[chunk],
-            sparse.block_table,
+            positions[cut],
+            part.reads[0].block_table,
             start_loc,
             BS=latent.block_size,
             num_blocks=latent.num_blocks,
             backend=plan.backends["map_slots"],
         )[0]
-        for chunk, start_loc in zip(sparse.query_chunks, sparse.query_chunk_start_locs, strict=True)
+        for cut, start_loc in zip(part.cuts, part.start_locs, strict=True)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -115,23 +122,23 @@ def choose_positions(
     w_idx: Tensor,  # [n, HI]
     keys: PagedCache,
     plan: Plan,
-    scored: SparsePlan | CompressedPlan,
+    select: Select,
 ) -> Tensor:  # [n, K] i32
     """The best of the keys each row may see, scored as many rows at a time as the plan says."""
     assert plan.config.indexer is not None
     K = plan.config.indexer.topk
     if plan.workspace is not None and plan.workspace.selection.shape[0]:
-        positions = plan.workspace.selection[: scored.num_rows]
+        positions = plan.workspace.selection[: select.num_rows]
     else:
-        shape = (scored.num_rows, K)
+        shape = (select.num_rows, K)
         positions = torch.empty(shape, dtype=torch.int32, device=q_idx.device)
-    for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
+    for chunk, start_loc in zip(select.chunks, select.start_locs, strict=True):
         choice = positions[chunk.rows]
         if chunk.num_keys <= K:  # nothing to choose
-            choice.copy_(scored.first_keys.expand(choice.shape))
-            choice.masked_fill_(choice >= scored.row_lens[chunk.rows, None], -1)
+            choice.copy_(select.first_keys.expand(choice.shape))
+            choice.masked_fill_(choice >= select.row_lens[chunk.rows, None], -1)
         else:
-            choice.copy_(_score_and_choose(q_idx, w_idx, keys, plan, scored, chunk, start_loc))
+            choice.copy_(_score_and_choose(q_idx, w_idx, keys, plan, select, chunk, start_loc))
     return positions
 
 
@@ -140,44 +147,17 @@ def _score_and_choose(
     w_idx: Tensor,
     keys: PagedCache,
     plan: Plan,
-    scored: SparsePlan | CompressedPlan,
+    select: Select,
     chunk: ScoreChunk,
     start_loc: Tensor,  # [B+1] i32
 ) -> Tensor:  # [rows, K] i32
     assert plan.config.indexer is not None
-    seen = scored.row_lens[chunk.rows]
+    seen = select.row_lens[chunk.rows]
     positions, _ = index_topk(
-        score_chunk(q_idx, w_idx, keys, plan, scored, chunk, start_loc),
-        scored.row_starts[: len(seen)],
+        score_chunk(q_idx, w_idx, keys, plan, select, chunk, start_loc),
+        select.row_starts[: len(seen)],
         seen,
         K=plan.config.indexer.topk,
         backend=plan.backends["index_topk"],
     )
     return positions
-
-
-def score_chunk(
-    q_idx: Tensor,  # [n, HI, DI]
-    w_idx: Tensor,  # [n, HI]
-    keys: PagedCache,
-    plan: Plan,
-    scored: SparsePlan | CompressedPlan,
-    chunk: ScoreChunk,
-    start_loc: Tensor,  # [B+1] i32
-) -> Tensor:  # [rows, num_keys] f32
-    """Scores of the keys that a chunk's rows may see."""
-    rows = chunk.rows
-    q, scales = keys.layout.encode_query(q_idx[rows])
-    w = w_idx[rows] if scales is None else w_idx[rows] * scales
-    return index_logits(
-        q,
-        w,
-        keys.data,
-        scored.block_table,
-        start_loc,
-        scored.row_lens[rows],
-        format=keys.format,
-        num_keys=chunk.num_keys,
-        batch_invariant=plan.batch_invariant,
-        backend=plan.backends["index_logits"],
-    )

@@ -1,4 +1,4 @@
-"""attend_step: write this step's rows, then attend, each request in the form its plan says."""
+"""attend_step: write this step's rows, then attend, each group of tokens as its plan says."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.attention.absorbed import attend_absorbed, attend_chosen, writes_in_place
+from openmla.attention.absorbed import attend_absorbed, writes_in_place
+from openmla.attention.across import attend_across, merge_across
+from openmla.attention.checks import (
+    check_given,
+    check_inputs,
+    check_out,
+    check_selection,
+    check_sink,
+    check_write,
+)
 from openmla.attention.expanded import attend_expanded
-from openmla.attention.masked import attend_masked
 from openmla.attention.quantized import (
-    attend_quantized,
+    attend_into,
     check_quantized,
-    end_padding,
-    end_plainly,
+    quantize_into,
+    quantize_padding,
     target,
 )
 from openmla.attention.ratio import scale_rope
@@ -25,15 +33,12 @@ from openmla.attention.types import (
     Projected,
     RawProjections,
     Selection,
-    check_alike,
+    Step,
 )
 from openmla.attention.write import write_rows
-from openmla.cache import LayerCache, PagedCache
-from openmla.errors import ConfigError, ShapeError, check_kind
-from openmla.ops._register import refuse_grad
-from openmla.ops.project_heads import E4M3, check_weights
+from openmla.cache import LayerCache
 from openmla.outputs import QuantizedOutput
-from openmla.plan import CompressedPlan, Plan, SparsePlan
+from openmla.plan import Absorbed, Plan
 from openmla.plan.types import Rows
 
 # Rows of the step, their out [n, H, V] and lse [n, H]. A plain tuple: the compiler makes constants
@@ -77,55 +82,13 @@ def attend_step(
         check_out(out, projected.q_nope, plan)
     if sink is not None:
         check_sink(sink, projected.q_nope, plan)
-    if isinstance(out, QuantizedOutput) and sink is None:
-        projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
-        attend_quantized(out, projected, absorbed, latent, plan, selection)
-        return out
-    room = out if isinstance(out, Tensor) and sink is None else None
-    parts = attend_parts(projected, absorbed, cache, plan, selection, raw, write, room)
-    if sink is not None:
-        parts = [(rows, apply_sink(some, lse, sink), lse) for rows, some, lse in parts]
+    step = begin_step(projected, absorbed, cache, plan, selection, raw, write)
+    parts = attend_groups(step, sink, out)
     if isinstance(out, QuantizedOutput):
-        for rows, some, _ in parts:
-            end_plainly(out, some, plan, target(rows))
         if plan.padding:
-            end_padding(out, projected.q_nope, plan)
+            quantize_padding(out, projected.q_nope, plan)
         return out
     return put_together([(rows, some) for rows, some, _ in parts], plan, into=out)
-
-
-def attend_parts(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    cache: LayerCache,
-    plan: Plan,
-    selection: Selection | None,
-    raw: RawProjections | None,
-    write: bool,
-    out: Tensor | None = None,  # [T, H, V]
-) -> list[Part]:
-    """Write, then the tokens of each form; absorbed ones straight into `out` where they can."""
-    projected, latent = begin_step(projected, absorbed, cache, plan, selection, raw, write)
-    parts: list[Part] = []
-    if plan.decode is not None:
-        room = room_for(out, plan.decode.rows)
-        attended = attend_absorbed(projected, absorbed, latent, plan, plan.decode, room)
-        parts.append((plan.decode.rows, *attended))
-    if plan.prefill is not None:
-        attended = attend_expanded(projected, absorbed, latent, plan, plan.prefill)
-        parts.append((plan.prefill.rows, *attended))
-    if plan.sparse is not None:
-        assert selection is not None
-        attended = _attend_sparse(projected, absorbed, latent, plan, plan.sparse, selection, out)
-        parts.append((plan.sparse.rows, *attended))
-    return parts
-
-
-def room_for(out: Tensor | None, rows: Rows) -> Tensor | None:
-    """The part of `out` that these tokens fill, if a view can be written to as it is."""
-    if out is None or not isinstance(rows, slice) or not writes_in_place(out):
-        return None
-    return out[rows]
 
 
 def begin_step(
@@ -136,16 +99,60 @@ def begin_step(
     selection: Selection | None,
     raw: RawProjections | None,
     write: bool,
-) -> tuple[Projected, PagedCache]:
-    """All checks, then this step's rows into the cache. Returns the latent one, and queries and new
-    rows as they meet its rows."""
+) -> Step:
+    """All checks, then this step's rows into the cache. The step has queries and new rows as they
+    meet the cached ones."""
     latent = check_inputs(projected, absorbed, cache, plan)
-    if plan.sparse is not None:
-        check_selection(selection, plan.sparse)
+    if plan.select is not None:
+        check_selection(selection, plan.select)
     check_write(raw, plan, write)
     if write and plan.causal:
         write_rows(projected.kv_c, projected.k_pe, raw, latent, plan)
-    return scale_rope(projected, latent, plan), latent
+    scaled = scale_rope(projected, latent, plan)
+    return Step(cache, plan, scaled, absorbed, selection=selection)
+
+
+def attend_groups(
+    step: Step,
+    sink: Tensor | None = None,  # [H] f32
+    out: Tensor | QuantizedOutput | None = None,
+) -> list[Part]:
+    """Every group of the plan; absorbed ones straight into `out` where they can, and into buffers
+    those whose last op quantizes, which are not in the result. Without weights mqa_sparse applies
+    the sink, unless ranks are still to be merged."""
+    parts: list[Part] = []
+    for group in step.plan.groups:
+        quantized = out if isinstance(out, QuantizedOutput) else None
+        if quantized is not None and group.end != "quantize_out" and sink is None:
+            attend_into(quantized, step, group)
+            continue
+        alone = group.across is None
+        inside = sink if step.weights is None and alone else None
+        if group.across is not None and (group.part is None or step.only == "entries"):
+            some, lse = attend_across(step, group.across)
+        elif isinstance(group.part, Absorbed):
+            room = None
+            if isinstance(out, Tensor) and sink is None and alone:
+                room = room_for(out, group.rows)
+            some, lse = attend_absorbed(step, group, room, inside)
+        else:
+            some, lse = attend_expanded(step, group)
+        if group.part is not None and group.across is not None and step.only == "all":
+            merge_across(step, group.across, some, lse)
+        if sink is not None and inside is None:
+            some = apply_sink(some, lse, sink)
+        if quantized is not None:
+            quantize_into(quantized, some, step.plan, target(group.rows))
+        else:
+            parts.append((group.rows, some, lse))
+    return parts
+
+
+def room_for(out: Tensor, rows: Rows) -> Tensor | None:
+    """The part of `out` that these tokens fill, if a view can be written to as it is."""
+    if not isinstance(rows, slice) or not writes_in_place(out):
+        return None
+    return out[rows]
 
 
 def put_together(
@@ -174,145 +181,8 @@ def put_together(
     return into
 
 
-def put_both_together(parts: Sequence[Part], plan: Plan) -> tuple[Tensor, Tensor]:
+def scatter_out_lse(parts: Sequence[Part], plan: Plan) -> tuple[Tensor, Tensor]:
     """Out [T, H, ...] and lse [T, H] of all tokens."""
     out = put_together([(rows, some) for rows, some, _ in parts], plan)
     lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
     return out, lse
-
-
-def check_given(projected: object, absorbed: object, cache: object, plan: object) -> None:
-    """Of the classes that have the names looked at below."""
-    for name, given, kind in (
-        ("projected", projected, Projected),
-        ("absorbed", absorbed, AbsorbedWeights),
-        ("cache", cache, LayerCache),
-        ("plan", plan, Plan),
-    ):
-        check_kind("step", name, given, kind)
-
-
-def check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
-    check_kind("step", "sink", sink, Tensor)
-    shape = (plan.config.num_heads,)
-    if sink.shape != shape:
-        raise ShapeError(f"step: sink must be [H] with {shape}, got {tuple(sink.shape)}.")
-    if not sink.is_floating_point():
-        raise ShapeError(f"step: sink must be of a floating dtype, got {sink.dtype}.")
-    check_alike("step", "sink", sink, sink.dtype, q.device)
-
-
-def check_write(raw: RawProjections | None, plan: Plan, write: bool) -> None:
-    """Rows are finished on their way into the cache; where none goes there, they are already."""
-    if not isinstance(write, bool):
-        raise ConfigError(f"step: write must be True or False, got {write!r}.")
-    if raw is not None and not (write and plan.causal):
-        raise ConfigError(
-            "step: raw must not be given where nothing is written, which is what normalises and "
-            "rotates. Give rows and queries that are finished."
-        )
-
-
-def check_out(out: Tensor | None, q: Tensor, plan: Plan) -> None:
-    """A caller's buffer can take the result as it is; looked at before anything is written."""
-    if out is None:
-        return
-    H, V = plan.config.num_heads, plan.config.v_head_dim
-    shape = (plan.num_tokens, H, V)
-    if not isinstance(out, Tensor):
-        raise ShapeError(f"step: out must be a tensor, got {type(out).__name__}.")
-    if out.shape != shape:
-        raise ShapeError(f"step: out must be [T, H, V] with {shape}, got {tuple(out.shape)}.")
-    check_alike("step", "out", out, q.dtype, q.device)
-    inside = (V == 1 or out.stride(2) == 1) and (H == 1 or out.stride(1) == V)
-    if not inside or (shape[0] > 1 and out.stride(0) < H * V):
-        raise ShapeError(
-            f"step: out must be contiguous within a token and tokens apart, "
-            f"got strides {out.stride()}."
-        )
-    refuse_grad("step", (out,))
-
-
-def check_inputs(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    cache: LayerCache,
-    plan: Plan,
-) -> PagedCache:
-    """What an op would refuse only after rows are written; returns the latent cache."""
-    latent = cache.latent
-    if latent is None:
-        raise ConfigError("step: cache must have latent rows, got none.")
-    plan.check_cache(cache)
-    config, T, q = plan.config, plan.num_tokens, projected.q_nope
-    dtype, device = q.dtype, latent.data.device
-    H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-    C, V = config.kv_lora_rank, config.v_head_dim
-    scaled = absorbed.uk_scale is not None or absorbed.uv_scale is not None
-    for name, tensor, letters, shape in (
-        ("q_nope", q, "[T, H, P]", (T, H, P)),
-        ("q_pe", projected.q_pe, "[T, H, R]", (T, H, R)),
-        ("kv_c", projected.kv_c, "[T, C]", (T, C)),
-        ("k_pe", projected.k_pe, "[T, R]", (T, R)),
-        ("kv_b", absorbed.kv_b, "[H * (P + V), C]", (H * (P + V), C)),
-        ("w_uk", absorbed.w_uk, "[H, P, C]", (H, P, C)),
-        ("w_uv", absorbed.w_uv, "[H, C, V]", (H, C, V)),
-    ):
-        if tensor.shape != shape:
-            raise ShapeError(
-                f"step: {name} must be {letters} with {shape} as planned, "
-                f"got {tuple(tensor.shape)}."
-            )
-        if tensor.dtype != dtype or tensor.device != device:
-            eight_bits = scaled and tensor.dtype == E4M3 and name in ("kv_b", "w_uk", "w_uv")
-            check_alike("step", name, tensor, E4M3 if eight_bits else dtype, device)  # says which
-    if scaled:
-        check_weights("step", "w_uk", absorbed.w_uk, absorbed.uk_scale, q)
-        check_weights("step", "w_uv", absorbed.w_uv, absorbed.uv_scale, q)
-    space = plan.workspace
-    if space is not None and space.rows.dtype != q.dtype:
-        raise ShapeError(
-            f"step: q_nope must be {space.rows.dtype} like the plan's workspace, got {q.dtype}."
-        )
-    refuse_grad("step", (*projected, absorbed.kv_b))
-    return latent
-
-
-def check_selection(selection: Selection | None, sparse: SparsePlan | CompressedPlan) -> None:
-    if selection is None:
-        raise ConfigError(
-            "step: selection must be given, the plan has tokens that choose their keys. "
-            "It is what select_step or make_selection returned for this layer, or for the one it "
-            "shares with."
-        )
-    check_kind("step", "selection", selection, Selection)
-    if selection.row_lens is not sparse.row_lens:
-        raise ConfigError(
-            f"step: selection must be of this step's {sparse.num_rows} sparse tokens, "
-            f"got another plan's {selection.positions.shape[0]}."
-        )
-
-
-def _attend_sparse(
-    projected: Projected,
-    absorbed: AbsorbedWeights,
-    latent: PagedCache,
-    plan: Plan,
-    sparse: SparsePlan,
-    selection: Selection,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Absorbed rows first, then masked ones, as the plan packed them."""
-    q_nope, q_pe = projected.q_nope[sparse.rows], projected.q_pe[sparse.rows]
-    n = sparse.num_absorbed
-    parts = []
-    if n:
-        room = None if sparse.masked else room_for(out, sparse.rows)
-        step = absorbed, latent, plan, sparse, selection, room
-        parts.append(attend_chosen(q_nope[:n], q_pe[:n], *step))
-    if sparse.masked:
-        q = torch.cat([q_nope[n:], q_pe[n:]], dim=-1)
-        parts.append(attend_masked(q, projected, absorbed, latent, plan, sparse, selection))
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])

@@ -9,7 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from openmla.cache import LayerCache
 from openmla.errors import ShapeError
+from openmla.plan import Plan
 
 
 class Projected(NamedTuple):
@@ -112,6 +114,20 @@ class Selection(NamedTuple):
     lens: Tensor  # [num_absorbed] i32, columns that count
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is
+
+
+class Step(NamedTuple):
+    """What the groups of one layer's step have in common: tokens that were projected, and weights
+    to absorb; or, without weights, queries that are in latent space already."""
+
+    cache: LayerCache
+    plan: Plan
+    projected: Projected | None = None
+    weights: AbsorbedWeights | None = None
+    q: Tensor | None = None  # [T, H, D]
+    q_scale: Tensor | None = None  # [T, H], where q is e4m3 already
+    selection: Selection | None = None
+    only: str = "all"  # V4: "window" or "entries" attends to one of the two
 
 
 def check_alike(

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAConfig, Plan, allocate_cache
-from openmla.attention import AbsorbedWeights, Projected, attend_step
-from openmla.attention.absorbed import read_all
+from openmla.attention import AbsorbedWeights, Projected, attend_latent, attend_step
 from openmla.attention.products import multiply
 from openmla.bench.harness import (
     Output,
@@ -203,12 +202,12 @@ def time_runs(
         for B in REQUESTS:
             step = Step(config, B, 1, sizes.keys, sizes.block_size, device, dtype)
             plan, latent = step.plan(B), step.cache.latent
-            assert plan.decode is not None and latent is not None
+            assert latent is not None
             q = torch.randn(B, H, config.latent_dim, device=device, dtype=dtype)
             calls = {}
             for length in (0, *lengths):
                 fixed = replace(plan, run_length=length)
-                call = partial(read_all, q, latent, fixed, plan.decode)
+                call = partial(attend_latent, q, step.cache, fixed)
                 calls[str(length)] = replayed(call, device)
             times = time_round_robin(calls, rounds, device)
             found = [f"{name}: {statistics.median(t) * 1e6:.1f}" for name, t in times.items()]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from openmla.attention import IndexInputs
-from openmla.attention.select import choose_positions, score_chunk
+from openmla.attention.scores import score_chunk
+from openmla.attention.select import choose_positions
 from openmla.bisect.dump import DTYPES, Dump, Settings
 from openmla.config import MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
@@ -98,8 +99,9 @@ class Recorder:
         self.last[number] = step
         if number == 0:
             fresh = torch.full((plan.num_tokens,), self.num_tokens)
-            if plan.prefill is not None:  # expanded: its own rows as they were projected
-                fresh[_on_host(plan.prefill.rows)] = plan.seq_lens[0] - plan.num_tokens
+            expanded = plan.group("expanded")
+            if expanded is not None:  # its own rows as they were projected
+                fresh[_on_host(expanded.rows)] = plan.seq_lens[0] - plan.num_tokens
             self.parts["fresh_from"].append(fresh)
         indexer = config.indexer
         if indexer is None or indexer.is_shared(number):
@@ -108,10 +110,10 @@ class Recorder:
             self.keep(number, "index_q_rotated", step.index_inputs.q_idx)
         first = plan.seq_lens[0] - plan.num_tokens
         chosen = _first_keys(torch.arange(first, plan.seq_lens[0]), indexer.topk, ratio=1)
-        if plan.sparse is not None and step.selection is not None:
-            chosen[_on_host(plan.sparse.rows)] = step.selection.positions.cpu().long()
+        if plan.select is not None and step.selection is not None:
+            chosen[_on_host(plan.select.rows)] = step.selection.positions.cpu().long()
         if step.index_inputs is not None:
-            self._keep_scores(step, step.index_inputs, plan.sparse, 1)
+            self._keep_scores(step, step.index_inputs, plan.select, 1)
         self.keep(number, "chosen", chosen)
 
     def _keep_scores(
@@ -122,10 +124,9 @@ class Recorder:
         if index is not None and scored is not None:
             assert step.cache.index is not None
             rows = torch.arange(step.plan.num_tokens)
-            of_step = getattr(scored, "rows", slice(None))  # V4's are all of them
-            q_idx, w_idx = index.q_idx[of_step], index.w_idx[of_step]
-            rows = rows[_on_host(of_step)]
-            for chunk, start_loc in zip(scored.chunks, scored.score_start_locs, strict=True):
+            q_idx, w_idx = index.q_idx[scored.rows], index.w_idx[scored.rows]
+            rows = rows[_on_host(scored.rows)]
+            for chunk, start_loc in zip(scored.chunks, scored.start_locs, strict=True):
                 given = (q_idx, w_idx, step.cache.index, step.plan, scored, chunk, start_loc)
                 kept[rows[chunk.rows], : chunk.num_keys] = score_chunk(*given).float().cpu()
         self.keep(step.layer, "index_scores", kept)
@@ -142,25 +143,27 @@ class Recorder:
         self.last[number] = step
         if step.cache.index is None:
             return
-        compressed, index, indexer = step.plan.compressed, step.index_inputs, self.config.indexer
-        assert compressed is not None and indexer is not None
-        chosen = _first_keys(compressed.positions.cpu(), indexer.topk, ratio=step.cache.ratio)
+        shared, index, indexer = step.plan.shared, step.index_inputs, self.config.indexer
+        assert shared is not None and indexer is not None
+        chosen = _first_keys(shared.positions.cpu(), indexer.topk, ratio=step.cache.ratio)
         if index is not None:  # chosen within the step: once more
             self.keep(number, "index_q_rotated", index.q_idx)
-            given = (index.q_idx, index.w_idx, step.cache.index, step.plan, compressed)
+            select = step.plan.select
+            assert select is not None
+            given = (index.q_idx, index.w_idx, step.cache.index, step.plan, select)
             chosen = choose_positions(*given).cpu().long()
-            self._keep_scores(step, index, compressed, step.cache.ratio)
+            self._keep_scores(step, index, select, step.cache.ratio)
         else:
             self._keep_scores(step, None, None, step.cache.ratio)
         self.keep(number, "chosen", chosen)
 
     def _dump_v4(self, tensors: dict[str, Tensor], settings: dict[str, str]) -> None:
         for number, step in self.last.items():
-            assert step.plan.compressed is not None and step.cache.window is not None
+            assert step.plan.shared is not None and step.cache.window is not None
             settings["cache_format"] = step.cache.window.format
             if step.cache.window.layout.scaled:
                 tensors[f"layers.{number}.kv_scale"] = step.cache.window.kv_scale.cpu()
-            ratio, table = step.cache.ratio, step.plan.compressed.block_table
+            ratio, table = step.cache.ratio, step.plan.shared.block_table
             kinds = (("entries", step.cache.compressed), ("index_entries", step.cache.index))
             for key, made in kinds:
                 if made is None:

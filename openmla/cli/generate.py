@@ -183,7 +183,7 @@ def generate_all(
     print(f"\nmemory beside weights, with openmla\n{memory}")
     print(f"\nlast step ({dtype})")
     show(explanation)
-    if isinstance(plan, Plan) and plan.sparse is not None:
+    if isinstance(plan, Plan) and plan.select is not None:
         print(f"\n{keys_attended(plan)}")
     if options.compare:
         print(f"\n{verdict(runs['openmla'], runs['transformers'])}")
@@ -241,8 +241,8 @@ def styled(text: str, style: str) -> str:
 
 def keys_attended(plan: Plan) -> str:
     """How many keys a query of a sparse model attends to."""
-    assert plan.sparse is not None and plan.config.indexer is not None
-    K, last = plan.config.indexer.topk, int(plan.sparse.row_lens[-1])
+    assert plan.select is not None and plan.config.indexer is not None
+    K, last = plan.config.indexer.topk, int(plan.select.row_lens[-1])
     return (
         f"Each query attended to {K} keys at most, as its indexer chose; "
         f"the last one to {min(K, last)} of {last}."

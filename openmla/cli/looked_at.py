@@ -74,7 +74,7 @@ def _rows(model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]
     steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
 
     def watch(step: Attended) -> None:
-        assert step.plan.sparse is not None and step.selection is not None  # more than K tokens
+        assert step.plan.select is not None and step.selection is not None  # more than K tokens
         given = (step.queries, step.rows, step.selection.positions)
         queries, rows, chosen = (part.to("cpu", copy=True) for part in given)
         steps.append((step.layer, queries, rows, chosen))

@@ -16,7 +16,7 @@ from openmla.attention import (
     check_inputs,
     select_step,
 )
-from openmla.attention.quantized import end_plainly
+from openmla.attention.quantized import quantize_into
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig, check_layer_number
@@ -41,7 +41,6 @@ from openmla.layers.weights import (
     is_plain,
     refuse_unabsorbable,
 )
-from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 from openmla.plan import Plan
 
 EXPAND_BY = ("auto", "linear", "copy")
@@ -75,17 +74,13 @@ def check_tokens(
     hidden: Tensor,
     positions: Tensor,
     cache: LayerCache,
-    plan: Plan | RankPlan,
+    plan: Plan,
     config: MLAConfig,
     dtype: torch.dtype,
 ) -> None:
     """A layer's tokens are as planned, and of its own dtype."""
     check_kind(where, "cache", cache, LayerCache)
-    if not isinstance(plan, Plan | RankPlan):
-        raise ConfigError(
-            f"{where}: plan must be of type Plan or RankPlan, got {type(plan).__name__}. Call "
-            "make_plan() or plan_over_ranks()."
-        )
+    check_kind(where, "plan", plan, Plan)
     T, width = plan.num_tokens, config.hidden_size
     for name, given in (("hidden", hidden), ("positions", positions)):
         if not isinstance(given, Tensor):
@@ -293,7 +288,7 @@ class MLAAttention(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64
         cache: LayerCache,
-        plan: Plan | RankPlan,
+        plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
         """Project, write the cache, attend, project back; T is the plan's. Over ranks, every one
         of them calls it with the same tokens, and its own share of the cache."""
@@ -304,7 +299,7 @@ class MLAAttention(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64
         cache: LayerCache,
-        plan: Plan | RankPlan,
+        plan: Plan,
         selection: Selection | None = None,
     ) -> tuple[Tensor, Selection | None]:
         """forward(), and the selection it used, for the layers after it that share it.
@@ -318,39 +313,32 @@ class MLAAttention(nn.Module):
             raise ConfigError(
                 "MLAAttention: selection must be given, this layer has no indexer of its own."
             )
-        step = plan.step if isinstance(plan, RankPlan) else plan
-        if step.output is not None:
-            check_taken(self.o_proj, step.output)
-            if step.batch_invariant:
+        if plan.output is not None:
+            check_taken(self.o_proj, plan.output)
+            if plan.batch_invariant:
                 raise UnsupportedError(
                     "MLAAttention: plan must have no output with batch_invariant: how o_proj "
                     "multiplies quantised rows depends on how many there are."
                 )
         absorbed = self.absorbed
-        projected, raw, q_resid = self.project(hidden, positions, step)
+        projected, raw, q_resid = self.project(hidden, positions, plan)
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
-            check_inputs(projected, absorbed, cache, step)  # before the indexer writes
-            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, step)
-            if isinstance(plan, RankPlan):
-                selection = select_over_ranks(index, cache, plan)
-            else:
-                selection = select_step(index, cache, plan)
+            check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
+            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
+            selection = select_step(index, cache, plan)
         buffers = None
-        if step.output is not None:
-            buffers = output_buffers(self.o_proj, step.output, plan.num_tokens)
+        if plan.output is not None:
+            buffers = output_buffers(self.o_proj, plan.output, plan.num_tokens)
         direct = None if self.g_proj is not None else buffers
-        if isinstance(plan, RankPlan):
-            out = attend_over_ranks(projected, absorbed, cache, plan, selection=selection, raw=raw)
-        else:
-            out = attend_step(
-                projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
-            )
+        out = attend_step(
+            projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+        )
         if self.g_proj is not None:
-            gate = torch.sigmoid(self._times("g_proj", hidden, step).float()).to(out.dtype)
+            gate = torch.sigmoid(self._times("g_proj", hidden, plan).float()).to(out.dtype)
             out = out * gate[:, :, None]
             if buffers is not None:
-                end_plainly(buffers, out, step, {})
+                quantize_into(buffers, out, plan, {})
         if buffers is not None:
             return project_output(self.o_proj, buffers, self.dtype), selection
-        return self._times("o_proj", out.flatten(1), step), selection
+        return self._times("o_proj", out.flatten(1), plan), selection

@@ -15,7 +15,6 @@ from openmla.layers.mla import check_tokens
 from openmla.layers.norm import RMSNorm
 from openmla.layers.rope import RopeTable
 from openmla.ops import project_heads, rope
-from openmla.parallel import RankPlan, attend_over_ranks
 from openmla.plan import Plan
 
 
@@ -102,19 +101,18 @@ class MLAAttentionV4(nn.Module):
         hidden: Tensor,  # [T, hidden_size]
         positions: Tensor,  # [T] i64, of the tokens in their sequences
         cache: LayerCache,
-        plan: Plan | RankPlan,
+        plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
         """Project, write the caches, attend, rotate back, project; T is the plan's."""
-        step = plan.step if isinstance(plan, RankPlan) else plan
-        self._check(hidden, positions, cache, plan, step)
+        self._check(hidden, positions, cache, plan)
         config = self.config
         T, H = plan.num_tokens, config.num_heads
         D, R = config.latent_dim, config.qk_rope_head_dim
         table = self.rope_table.table
-        fixed_by = step.fixed_by
-        q_resid = self.q_a_norm(self._times("q_a_proj", hidden, step), fixed_by)
-        q = self._times("q_b_proj", q_resid, step).view(T, H, D)
-        rows = self._times("kv_proj", hidden, step)
+        fixed_by = plan.fixed_by
+        q_resid = self.q_a_norm(self._times("q_a_proj", hidden, plan), fixed_by)
+        q = self._times("q_b_proj", q_resid, plan).view(T, H, D)
+        rows = self._times("kv_proj", hidden, plan)
         raw = RawProjections(
             q, rows, self.kv_norm.weight, positions, table, "pairs", config.latent_eps,
             norm_queries=True,
@@ -127,7 +125,7 @@ class MLAAttentionV4(nn.Module):
             if indexer is not None:
                 index_pool_inputs, hadamard = indexer(hidden, fixed_by), indexer.hadamard
                 if plan.chooses:
-                    index = indexer.queries(hidden, q_resid, positions, table, step)
+                    index = indexer.queries(hidden, q_resid, positions, table, plan)
         given = (table, pool_inputs, index, index_pool_inputs, hadamard)
         out = self._attend(CompressedInputs(q, rows, raw, *given), cache, plan)
         rope(
@@ -136,20 +134,18 @@ class MLAAttentionV4(nn.Module):
             table,
             pairing="pairs",
             inverse=True,
-            backend=step.backends["rope"],
+            backend=plan.backends["rope"],
         )
         groups = self.o_a_proj.groups
         grouped = self.o_a_proj(out.reshape(T, groups, H * D // groups), fixed_by)
-        return self._times("o_b_proj", grouped, step)
+        return self._times("o_b_proj", grouped, plan)
 
     def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
         """One of the layer's linears."""
         return apply_linear(getattr(self, name), x, plan, f"MLAAttentionV4: {name}")
 
-    def _attend(self, inputs: CompressedInputs, cache: LayerCache, plan: Plan | RankPlan) -> Tensor:
+    def _attend(self, inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> Tensor:
         sink = self.sinks.float()
-        if isinstance(plan, RankPlan):
-            return attend_over_ranks(inputs, None, cache, plan, sink=sink)
         assert inputs.rows is not None
         return attend_compressed(
             inputs.q,
@@ -170,21 +166,25 @@ class MLAAttentionV4(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         cache: LayerCache,
-        plan: Plan | RankPlan,
-        mine: Plan,
+        plan: Plan,
     ) -> None:
         check_tokens("MLAAttentionV4", hidden, positions, cache, plan, self.config, self.dtype)
-        step = mine.compressed
-        if step is None or step.ratio != self.ratio or cache.ratio != self.ratio:
+        if plan.output is not None:
+            raise UnsupportedError(
+                "MLAAttentionV4: plan must have no output, got one: o_a_proj multiplies rows that "
+                "are not quantized. attend_compressed(out=) quantizes for a projection of your own."
+            )
+        shared = plan.shared
+        if shared is None or plan.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(
                 f"MLAAttentionV4: plan and cache must be of this layer's ratio {self.ratio}, "
-                f"got {None if step is None else step.ratio} and {cache.ratio}."
+                f"got {None if shared is None else plan.ratio} and {cache.ratio}."
             )
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
         # what fills up a captured step, or belongs to an empty request, may have any
-        counted = slice(int(step.query_start_loc[-1]))
-        planned, given = step.positions[counted], positions[counted]
+        counted = slice(int(shared.query_start_loc[-1]))
+        planned, given = shared.positions[counted], positions[counted]
         if bool(((planned >= 0) & (given != planned)).any()):
             raise ShapeError(
                 "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,12 @@ from openmla.plan.checks import (
     check_eight_bit_products,
     check_planned_output,
     check_planned_queries,
-    check_prefill_dtype,
     check_wide_queries,
 )
+from openmla.plan.options import Combination, PlanOptions, check_combination
 from openmla.plan.problems import reads_keys_apart
 from openmla.plan.types import remade
+from openmla.ranks import Ranks
 
 
 def warmup(
@@ -54,6 +55,7 @@ def warmup(
     query_dtype: str | None = None,
     prefill_dtype: str | None = None,
     batch_invariant: bool = False,
+    ranks: Ranks | None = None,
 ) -> Workspace:
     """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
     layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
@@ -65,17 +67,23 @@ def warmup(
     each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
     serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
     temporary layer of zeros in `dtype` runs the steps, or `absorbed`: a layer's weights, where they
-    are in eight bits.
+    are in eight bits. Over `ranks` every rank calls it, with its own cache.
     """
     check_asked("warmup", backend)
-    if output is not None:
-        check_planned_output(config, output)
     check_kind("warmup", "config", config, MLAConfig)
     check_kind("warmup", "cache", cache, LayerCache)
+    if output is not None:
+        check_planned_output(config, output)
     check_dtype("warmup", dtype)
+    options: dict[str, Any] = {
+        "query_dtype": query_dtype,
+        "prefill_dtype": prefill_dtype,
+        "batch_invariant": batch_invariant,
+    }
+    asked = Combination(PlanOptions(**options), config, over_ranks=ranks is not None)
+    check_combination("warmup", asked)
     check_planned_queries("warmup", config, cache, query_dtype)
     check_wide_queries("warmup", query_dtype, dtype)
-    check_prefill_dtype("warmup", prefill_dtype, config)
     if prefill_dtype is not None:
         check_eight_bit_products("warmup", cache.parts[0].data.device, dtype)
     if config.compressor is not None:
@@ -96,9 +104,11 @@ def warmup(
         return workspace
     with torch.inference_mode():
         if config.compressor is not None:
-            run_compressed_steps(config, cache, workspace, max_requests, max_tokens, dtype, backend)
+            sizes = max_requests, max_tokens
+            run_compressed_steps(config, cache, workspace, *sizes, dtype, backend, ranks)
             return workspace
-        shapes = step_shapes(config, cache, workspace, max_requests, max_tokens)
+        size = 1 if ranks is None else ranks.shard.size
+        shapes = step_shapes(config, cache, workspace, max_requests, max_tokens, size)
         if absorbed is not None or batch_invariant:  # products have one kernel for many tokens
             many = min(max_tokens, max(MANY_TOKENS, -(-MANY_ROWS // config.num_heads)))
             longest = min(
@@ -107,10 +117,8 @@ def warmup(
             lengths = sorted({many, max(many, longest)})
             shapes = chain(shapes, [StepShape(1, many, each, "absorbed") for each in lengths])
         for shape in shapes:
-            run_step(
-                shape, config, cache, workspace, dtype, backend, output, absorbed, query_dtype,
-                prefill_dtype, batch_invariant,
-            )  # fmt: skip
+            given = config, cache, workspace, dtype, backend, output, absorbed
+            run_step(shape, *given, ranks=ranks, **options)
     return workspace
 
 
@@ -129,21 +137,24 @@ class StepShape(NamedTuple):
     form: str
     widest: int = 0  # positions that the table has columns for, where others are longer
 
-    def batch(self, latent: PagedCache) -> Batch:
-        B, columns = self.requests, -(-max(self.length, self.widest) // latent.block_size)
+    def batch(self, latent: PagedCache, ranks: int = 1) -> Batch:
+        """Over ranks a block holds so many times its tokens."""
+        BS = latent.block_size * ranks
+        B, columns = self.requests, -(-max(self.length, self.widest) // BS)
         table = (torch.arange(columns, dtype=torch.int32) % latent.num_blocks).expand(B, -1)
         slots = torch.full((B * self.new,), -1, dtype=torch.int64)
         return Batch([self.new] * B, [self.length] * B, table.contiguous(), slots)
 
 
 def step_shapes(
-    config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int
-) -> Iterator[StepShape]:
+    config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int,
+    ranks: int = 1,
+) -> Iterator[StepShape]:  # fmt: skip
     """One request and as many as there may be, short and long: cut into runs or not, choosing keys
     or not; where keys are chosen, numbers of tokens between; prefill without context, with some,
     with more than the workspace holds."""
     assert cache.latent is not None
-    BS = cache.latent.block_size
+    BS = cache.latent.block_size * ranks
     capacity = cache.latent.num_blocks * BS
     chosen = config.indexer.topk if config.indexer is not None else 0
     longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
@@ -187,15 +198,15 @@ def run_step(
     backend: Asked,
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
-    query_dtype: str | None = None,
-    prefill_dtype: str | None = None,
-    batch_invariant: bool = False,
+    *,
+    ranks: Ranks | None = None,
+    **options: Any,
 ) -> None:
     """A step over whatever the cache's first blocks hold, with rows that come finished and ones
     that do not; every slot is -1."""
     assert cache.latent is not None
     device, H = cache.latent.data.device, config.num_heads
-    batch = shape.batch(cache.latent)
+    batch = shape.batch(cache.latent, 1 if ranks is None else ranks.shard.size)
     T = batch.num_tokens
     engine_chooses = config.indexer is not None and cache.index is None
     plan = make_plan(
@@ -207,9 +218,8 @@ def run_step(
         form="chosen" if engine_chooses else shape.form,
         workspace=workspace,
         output=output,
-        query_dtype=query_dtype,
-        prefill_dtype=prefill_dtype,
-        batch_invariant=batch_invariant,
+        ranks=ranks,
+        **options,
     )
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -240,7 +250,7 @@ def run_step(
         selection = select_step(index, cache, plan)
     for unfinished in (None,) if config.is_external else (None, raw):
         attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
-    if plan.prefill is not None:  # new rows are copied where others stand between them
+    if plan.group("expanded") is not None:  # new rows are copied where others stand between them
         attend_step(projected, absorbed, cache, listed(plan), selection=selection)
     if output is not None:
         quantize_steps(projected, absorbed, cache, plan, output, selection)
@@ -267,8 +277,10 @@ def quantize_steps(
 def listed(plan: Plan) -> Plan:
     """The same step, its tokens named one by one."""
     rows = torch.arange(plan.num_tokens, device=plan.slot_mapping.device)
-    parts = [(name, getattr(plan, name)) for name in ("decode", "prefill", "sparse")]
-    named = {
-        name: remade(part, {"rows": rows[part.rows]}) for name, part in parts if part is not None
-    }
-    return remade(plan, named)
+    groups = []
+    for group in plan.groups:
+        across = group.across
+        if across is not None:
+            across = remade(across, {"rows": rows[across.rows]})
+        groups.append(remade(group, {"rows": rows[group.rows], "across": across}))
+    return remade(plan, {"groups": tuple(groups)})

@@ -7,7 +7,7 @@ lengths on the device are 0: nothing is written, little computed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.hardware import multiprocessors
 from openmla.layers.mla_v4 import MLAAttentionV4
 from openmla.plan import Batch, Plan, Workspace, make_plan
+from openmla.ranks import Ranks
 
 ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at once
 WIDER_TILES = 256  # output rows from which runs are merged by wider tiles
@@ -41,20 +42,27 @@ def run_compressed_steps(
     max_tokens: int,
     dtype: torch.dtype,
     backend: Asked,
+    ranks: Ranks | None = None,
 ) -> None:
     """A step of every shape, in a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
-    shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens))
+    size = sharing(cache, ranks)
+    shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens, size))
     for shape in shapes:
-        run_compressed(shape, layer, cache, workspace, dtype, backend)
+        run_compressed(shape, layer, cache, workspace, dtype, backend, ranks)
     indexer = getattr(layer.compressor, "indexer", None)
     if indexer is not None and indexer.hadamard:  # without it, keys are pooled by another kernel
         indexer.hadamard = False
-        run_compressed(shapes[-1], layer, cache, workspace, dtype, backend)
+        run_compressed(shapes[-1], layer, cache, workspace, dtype, backend, ranks)
+
+
+def sharing(cache: LayerCache, ranks: Ranks | None) -> int:
+    """How many ranks hold a block's entries together."""
+    return 1 if ranks is None or cache.ratio != INDEXED_RATIO else ranks.shard.size
 
 
 def compressed_step_shapes(
-    config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int
+    config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int, ranks: int = 1
 ) -> Iterator[CompressedStepShape]:
     """Numbers of tokens that differ in how attention is cut, each in one request and in as many as
     there may be; nothing before them, a full window, as many entries as an indexer chooses among,
@@ -66,7 +74,7 @@ def compressed_step_shapes(
     span, ratio, BS = config.compressor.window, cache.ratio, cache.window.block_size
     longest, per_block, blocks, most = config.max_positions, 0, 1, max_requests
     if cache.compressed is not None and cache.state is not None:
-        per_block, blocks = cache.compressed.block_size, cache.compressed.num_blocks
+        per_block, blocks = cache.compressed.block_size * ranks, cache.compressed.num_blocks
         longest = min(longest, blocks * per_block * ratio)
         most = min(most, cache.state.num_blocks, max(blocks // 2, 1))
     lengths = {span, longest}
@@ -122,13 +130,15 @@ def run_compressed(
     workspace: Workspace | None,
     dtype: torch.dtype,
     backend: Asked,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """One forward; no slot and no state is written."""
     assert cache.window is not None
     device, B = cache.window.data.device, shape.requests
     table = torch.zeros((B, shape.columns), dtype=torch.int32)
     if cache.compressed is not None:  # no two requests finish the same entry
-        own = -(-shape.new // (cache.compressed.block_size * cache.ratio)) + 1
+        wide = cache.compressed.block_size * cache.ratio * sharing(cache, ranks)
+        own = -(-shape.new // wide) + 1
         table += torch.arange(shape.columns, dtype=torch.int32)
         table += own * torch.arange(B, dtype=torch.int32)[:, None]
         table %= cache.compressed.num_blocks
@@ -141,7 +151,8 @@ def run_compressed(
         window_table=ring,
         state_slots=torch.arange(B, dtype=torch.int32),
     )
-    plan = make_plan(batch, layer.config, cache, dtype=dtype, backend=backend, workspace=workspace)
+    options: dict[str, Any] = {"dtype": dtype, "backend": backend, "ranks": ranks}
+    plan = make_plan(batch, layer.config, cache, workspace=workspace, **options)
     hidden = torch.zeros((plan.num_tokens, layer.config.hidden_size), dtype=dtype, device=device)
     positions = torch.zeros(plan.num_tokens, dtype=torch.int64, device=device)
     layer(hidden, positions, cache, plan)

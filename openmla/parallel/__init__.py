@@ -1,14 +1,87 @@
-"""Context parallelism: a cache sharded by position over ranks, partial attentions merged."""
+"""Context parallelism: a cache sharded by position over ranks, partial attentions merged.
 
-from openmla.parallel.captured import rank_buffers
-from openmla.parallel.compressed import rank_cache
-from openmla.parallel.layout import Shard
-from openmla.parallel.merge import merge_over_ranks
-from openmla.parallel.plan import plan_over_ranks
-from openmla.parallel.ranks import Ranks
-from openmla.parallel.select import select_over_ranks
-from openmla.parallel.step import attend_over_ranks
-from openmla.parallel.types import RankPlan
+Plans over ranks are make_plan(ranks=), and attend_step() and select_step() run them. The names
+below are those of engines that were written before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from openmla.attention import (
+    AbsorbedWeights,
+    CompressedInputs,
+    Projected,
+    RawProjections,
+    Selection,
+    attend_step,
+    select_step,
+)
+from openmla.attention.compressed import attend_segments
+from openmla.cache import LayerCache, allocate_cache
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError, check_kind
+from openmla.plan import Batch, Plan, make_plan
+from openmla.plan.captured import rank_buffers
+from openmla.ranks import Ranks, Shard, merge_over_ranks
+
+RankPlan = Plan
+select_over_ranks = select_step
+
+
+def plan_over_ranks(
+    batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks, **options: Any
+) -> Plan:
+    """make_plan(batch, config, cache, ranks=ranks, ...)."""
+    check_kind("plan", "ranks", ranks, Ranks)
+    return make_plan(batch, config, cache, ranks=ranks, **options)
+
+
+def attend_over_ranks(
+    projected: Projected | CompressedInputs,
+    absorbed: AbsorbedWeights | None,
+    cache: LayerCache,
+    plan: Plan,
+    *,
+    selection: Selection | None = None,
+    sink: Tensor | None = None,  # [H] f32
+    raw: RawProjections | None = None,
+    write: bool = True,
+) -> Any:
+    """attend_step(), or for CompressedInputs attend_compressed(), over the plan's ranks."""
+    check_kind("step", "plan", plan, Plan)
+    kind = Projected if plan.config.compressor is None else CompressedInputs
+    check_kind("step", "projected", projected, kind)
+    if not isinstance(projected, CompressedInputs):
+        given: dict[str, Any] = {"selection": selection, "sink": sink, "raw": raw, "write": write}
+        return attend_step(projected, absorbed, cache, plan, **given)  # type: ignore[arg-type]
+    for name, other in (("absorbed", absorbed), ("selection", selection), ("raw", raw)):
+        if other is not None:
+            raise ConfigError(f"step: {name} must not be given beside CompressedInputs.")
+    return attend_segments(projected, cache, plan, sink=sink, write=write)[0]
+
+
+def rank_cache(
+    config: MLAConfig,
+    ranks: Ranks,
+    *,
+    num_blocks: int,
+    block_size: int,
+    layer: int = 0,
+    **options: Any,
+) -> LayerCache:
+    """allocate_cache() of a layer's share: each of num_blocks blocks has block_size tokens on every
+    rank, or, of V4's layers that every rank has whole, all of their block_size * W."""
+    check_kind("parallel", "config", config, MLAConfig)
+    check_kind("parallel", "ranks", ranks, Ranks)
+    compressor = config.compressor
+    if compressor is not None and compressor.ratio(layer) != INDEXED_RATIO:
+        block_size *= ranks.shard.size
+    sizes: dict[str, Any] = {"num_blocks": num_blocks, "block_size": block_size, "layer": layer}
+    return allocate_cache(config, **sizes, **options)
+
 
 __all__ = [
     "RankPlan",

@@ -6,29 +6,31 @@ from openmla.plan.decode import DecodePlanner
 from openmla.plan.explanation import Explanation
 from openmla.plan.plan import make_plan
 from openmla.plan.types import (
-    CompressedPlan,
-    ContextChunk,
-    DecodePlan,
+    Absorbed,
+    Expanded,
+    Group,
     KeyChunk,
+    Keys,
     Plan,
-    PrefillPlan,
+    Pool,
     ScoreChunk,
-    SparsePlan,
+    Select,
 )
 from openmla.plan.workspace import Workspace, default_workspace_tokens, reserve
 
 __all__ = [
+    "Absorbed",
     "Batch",
-    "CompressedPlan",
-    "ContextChunk",
-    "DecodePlan",
     "DecodePlanner",
+    "Expanded",
     "Explanation",
+    "Group",
     "KeyChunk",
+    "Keys",
     "Plan",
-    "PrefillPlan",
+    "Pool",
     "ScoreChunk",
-    "SparsePlan",
+    "Select",
     "Workspace",
     "default_workspace_tokens",
     "make_plan",

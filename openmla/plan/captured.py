@@ -1,45 +1,44 @@
 """Plans for captured graphs: over buffers of fixed size, which every step fills anew.
 
-A step is planned as any other, from host integers. Then buffers replace its tensors, their capacity
-its integers, and the values are copied into the buffers.
+A step's tensors are computed as any other's, from host integers. Its parts are made of the buffers
+and their capacity, and then the values are copied into the buffers.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.cache import LayerCache, PagedCache, as_integer
-from openmla.config import MLAConfig
-from openmla.errors import ConfigError
+from openmla.config import INDEXED_RATIO, MLAConfig
+from openmla.errors import ConfigError, check_kind
+from openmla.plan.across import token_batch
 from openmla.plan.batch import Batch
+from openmla.plan.checks import check_buffers
 from openmla.plan.compressed_checks import check_caches
-from openmla.plan.dense import plan_decode
-from openmla.plan.problems import latent_of
-from openmla.plan.rows import rope_offsets
-from openmla.plan.sparse import (
+from openmla.plan.groups import (
+    absorbed_group,
+    absorbed_roles,
     even_chunks,
     first_keys,
     no_starts,
-    plan_sparse,
     query_bytes,
     query_chunks,
+    row_lens,
+    select_parts,
+    select_roles,
 )
-from openmla.plan.types import (
-    CompressedPlan,
-    DecodePlan,
-    Parts,
-    ScoreChunk,
-    SparsePlan,
-    remade,
-)
+from openmla.plan.problems import latent_of
+from openmla.plan.rows import rope_offsets
+from openmla.plan.types import Across, Group, Parts, ScoreChunk, remade
 from openmla.plan.upload import upload
+from openmla.ranks import Ranks
+from openmla.ranks.ranks import with_all_heads
 
 Buffers = dict[str, Tensor]
-Part = TypeVar("Part", DecodePlan, SparsePlan, CompressedPlan)
 
 EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is; else 0
 SHARED = (  # by V4's layers of all ratios
@@ -48,6 +47,7 @@ SHARED = (  # by V4's layers of all ratios
 WIDE = ("slot_mapping", "positions", "rope_offsets")  # int64
 CONSTANT = ("row_starts", "first_keys")  # no step changes them
 OF_REQUESTS = ("block_table", "seq_lens", "window_table", "state_slots")
+WRITES = "writes."  # of V4 over ranks: what every rank writes, not its own entries
 OF_ALL = ("first_keys", "ratio")  # of a graph of any size; the rest is of tokens
 
 
@@ -126,6 +126,37 @@ def plan_buffers(
     return buffers
 
 
+def rank_buffers(
+    config: MLAConfig,
+    cache: LayerCache,
+    ranks: Ranks,
+    *,
+    max_tokens: int,
+    max_blocks: int,
+    max_requests: int | None = None,
+) -> dict[str, Tensor]:
+    """plan_buffers() for make_plan(into=, ranks=): a table has a column for each block_size * W
+    positions. Every token counts as a request there; only V4 takes max_requests of several, by
+    default of one token each. Entries that are a rank's own have buffers beside those, named with
+    WRITES in front, of what every rank writes."""
+    check_kind("plan_buffers", "ranks", ranks, Ranks)
+    check_kind("plan_buffers", "config", config, MLAConfig)
+    check_kind("plan_buffers", "cache", cache, LayerCache)
+    sizes: dict[str, Any] = {"max_tokens": max_tokens, "max_blocks": max_blocks}
+    sizes["max_requests"] = max_tokens
+    if config.compressor is None:
+        return plan_buffers(with_all_heads(config, ranks), cache, **sizes)
+    if max_requests is not None:
+        sizes["max_requests"] = max_requests
+    buffers = plan_buffers(config, cache, **sizes)
+    if cache.ratio != INDEXED_RATIO:
+        return buffers
+    sizes["max_blocks"] *= ranks.shard.size
+    window = LayerCache(window=cache.window, geometry=cache.geometry)
+    others = plan_buffers(config, window, **sizes)
+    return buffers | {f"{WRITES}{name}": tensor for name, tensor in others.items()}
+
+
 def slice_buffers(
     buffers: dict[str, Tensor], *, max_requests: int, max_tokens: int
 ) -> dict[str, Tensor]:
@@ -148,22 +179,16 @@ def slice_buffers(
             f"got {max_tokens}."
         )
 
-    def kept(name: str) -> int:
+    def kept(name: str) -> slice:
+        name = name.removeprefix(WRITES)
         if "start_loc" in name:
-            return max_requests + 1
-        return max_requests if name in OF_REQUESTS else max_tokens
+            return slice(max_requests + 1)
+        return slice(max_requests if name in OF_REQUESTS else max_tokens)
 
     return {
-        name: tensor if name in OF_ALL else tensor[: kept(name)] for name, tensor in buffers.items()
+        name: tensor if name.removeprefix(WRITES) in OF_ALL else tensor[kept(name)]
+        for name, tensor in buffers.items()
     }
-
-
-def check_buffers(where: str, name: str, buffers: object) -> None:
-    """They are plan_buffers()'s; whose they are is seen when a step's tensors are put there."""
-    if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
-        raise ConfigError(
-            f"{where}: {name} must be plan_buffers()'s, got {type(buffers).__name__}."
-        )
 
 
 def _common(beside: Buffers, buffers: Buffers) -> Buffers:
@@ -213,61 +238,89 @@ def captured_parts(
     cache: LayerCache,
     dtype: torch.dtype,
     buffers: Buffers,
+    ranks: Ranks | None = None,
 ) -> tuple[Parts, Buffers]:
-    """A step over buffers, all of it absorbed, and what goes into them; none is touched yet."""
-    _check_fit(batch, buffers)
-    latent = latent_of(cache)
+    """A step over buffers, all of it absorbed, and what goes into them; none is touched yet. Over
+    ranks every token is a request of its own, over the keys here."""
     assert batch.slot_mapping is not None  # make_plan looked
+    latent, slots, wide = latent_of(cache), batch.slot_mapping, config
+    offsets = rope_offsets(batch, config) if "rope_offsets" in buffers else None
     max_requests, max_tokens = buffers["block_table"].shape[0], buffers["slot_mapping"].shape[0]
-    everyone = range(len(batch.query_lens))
-    starts = list(accumulate(batch.query_lens, initial=0))
-    decode, sparse = None, None
+    if ranks is not None:
+        check_fit_tokens(batch, buffers)
+        batch = token_batch(batch, range(len(batch.query_lens)), ranks.shard)
+        slots = ranks.shard.local_slots(slots, latent.block_size)
+        wide = with_all_heads(config, ranks)
+    check_fit(batch, buffers)
+    requests, everyone = range(len(batch.query_lens)), slice(0, max_tokens)
+    select = None
     if config.indexer is None:
-        decode = plan_decode(batch, everyone, starts)
-        fixed = {"rows": slice(0, max_tokens), "max_query_len": max_tokens // max_requests}
-        decode, values = _over(buffers, decode, **fixed)
-    else:  # every row chooses, short ones all they have: one graph for all lengths
-        routes, BS = (everyone, ()), latent.block_size
-        attending = query_chunks(max_tokens, config, dtype.itemsize)
-        cuts = captured_score_chunks(config, cache, buffers), attending
-        sparse = plan_sparse(batch, config, cache, dtype, routes, starts, BS, cuts)
-        fixed = {"rows": slice(0, max_tokens), "num_rows": max_tokens, "num_absorbed": max_tokens}
-        sparse, values = _over(buffers, sparse, **fixed)
-    values["slot_mapping"] = batch.slot_mapping
+        values = absorbed_roles(batch, requests)
+        check_roles(values, buffers)
+        longest = max_tokens // max_requests
+        group: Group | None = absorbed_group(
+            buffers, everyone, longest, requests, causal=batch.causal
+        )
+    else:  # every row selects, short ones all they have: one graph for all lengths
+        chunks = captured_score_chunks(config, cache, buffers)
+        cuts = query_chunks(max_tokens, wide, dtype.itemsize)
+        lens, K = row_lens(batch.query_lens, batch.seq_lens, batch.causal), config.indexer.topk
+        values = select_roles(batch, K, requests, len(lens), lens, chunks, cuts)
+        check_roles(values, buffers)
+        held = 0 if cache.index is None else query_bytes(config, cache.index)
+        select, group = select_parts(
+            buffers, everyone, everyone, max_tokens, max_tokens, chunks, cuts, held, requests
+        )
+        if ranks is not None:
+            offered = min(K, buffers["block_table"].shape[1] * latent.block_size)
+            here = {"offered": offered, "shard": ranks.shard, "block_size": latent.block_size}
+            select = remade(select, here)
+    assert group is not None
+    if ranks is not None:
+        across = Across(everyone, (group,))
+        group = remade(group, {"part": None, "across": across})
+    values["slot_mapping"] = slots
     if "rope_offsets" in buffers:
-        offsets = rope_offsets(batch, config)
         values["rope_offsets"] = torch.zeros(0, dtype=torch.int64) if offsets is None else offsets
     shared = buffers["slot_mapping"], buffers.get("rope_offsets")
-    return Parts(decode, None, sparse, *shared), values
+    return Parts((group,), select, None, *shared), values
 
 
-def captured_step(
-    batch: Batch,
-    cache: LayerCache,
-    step: CompressedPlan,
-    slots: Tensor,
-    buffers: Buffers,
-) -> tuple[CompressedPlan, Buffers]:
-    """The same of V4: every token chooses, short ones all they have."""
+def check_roles(names: Iterable[str], buffers: Buffers) -> None:
+    """Every tensor of a step has its buffer."""
+    for name in names:
+        if name not in buffers:
+            raise ConfigError(
+                f"plan: into must be plan_buffers() of this config and cache, got some without "
+                f"{name}."
+            )
+
+
+def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
+    """V4: buffers are those of this kind of layer, and rings wrap where the graph's do."""
+    check_roles(("ratio",), buffers)
     if int(buffers["ratio"]) != cache.ratio:
         raise ConfigError(
             f"plan: buffers must be of layers of ratio {cache.ratio}, got {int(buffers['ratio'])}. "
             "Each kind of layer needs its own plan_buffers()."
         )
-    rings = buffers["window_table"].shape[1]
-    if step.window_table.shape[1] != rings:
+    assert batch.window_table is not None
+    rings, columns = buffers["window_table"].shape[1], batch.window_table.shape[1]
+    if columns != rings:
         raise ConfigError(
-            f"plan: window_table must have {rings} columns to replay, "
-            f"got {step.window_table.shape[1]}. A ring's columns decide where its rows are."
+            f"plan: window_table must have {rings} columns to replay, got {columns}. A ring's "
+            "columns decide where its rows are."
         )
-    _check_fit(batch, buffers)
-    max_blocks, max_tokens = buffers["block_table"].shape[1], buffers["slot_mapping"].shape[0]
-    entries = max_blocks * cache.compressed.block_size if cache.compressed is not None else 0
-    step, values = _over(buffers, step, num_rows=max_tokens, max_entries=entries)
-    return step, {**values, "slot_mapping": slots}
+    check_fit(batch, buffers)
 
 
-def _check_fit(batch: Batch, buffers: Buffers) -> None:
+def check_fit_tokens(batch: Batch, buffers: Buffers) -> None:
+    most = buffers["slot_mapping"].shape[0]
+    if batch.num_tokens > most:
+        raise ConfigError(f"plan: tokens must be at most {most} to replay, got {batch.num_tokens}.")
+
+
+def check_fit(batch: Batch, buffers: Buffers) -> None:
     max_requests, max_blocks = buffers["block_table"].shape
     max_tokens = buffers["slot_mapping"].shape[0]
     B, M = batch.block_table.shape
@@ -282,33 +335,17 @@ def _check_fit(batch: Batch, buffers: Buffers) -> None:
             raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
 
 
-def _over(buffers: Buffers, part: Part, **fixed: Any) -> tuple[Part, Buffers]:
-    """A part with buffers for its tensors and fixed integers, and what the tensors were."""
-    values, changes = {}, fixed
-    for name, value in vars(part).items():
-        if isinstance(value, Tensor):
-            if name not in buffers:
-                raise ConfigError(
-                    f"plan: into must be plan_buffers() of this config and cache, got some without "
-                    f"{name}."
-                )
-            changes[name] = buffers[name]
-            if name not in CONSTANT:
-                values[name] = value
-        elif isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-            mine = {f"{name}.{i}": each for i, each in enumerate(value)}
-            values |= mine
-            changes[name] = tuple(buffers[each] for each in mine)
-    return remade(part, changes), values
-
-
 def fill(buffers: Buffers, values: Buffers) -> None:
     """Copy a step's tensors into its buffers; the rest is padding.
 
     What is on the host is padded there, sent in one copy and put in place by an operation or two.
     """
     device = buffers["block_table"].device
-    values = {name: value for name, value in values.items() if not _same(value, buffers[name])}
+    values = {
+        name: value
+        for name, value in values.items()
+        if name not in CONSTANT and not _same(value, buffers[name])
+    }
     here = [name for name, value in values.items() if value.device.type == "cpu" != device.type]
     if here:
         _send(buffers, {name: values.pop(name) for name in here})
@@ -348,5 +385,5 @@ def _put(name: str, place: Tensor, value: Tensor) -> None:
     if "start_loc" in name:  # padding requests are empty, at the end
         place[n:] = value[-1:]
     else:
-        place.fill_(EMPTY.get(name, 0))
+        place.fill_(EMPTY.get(name.removeprefix(WRITES), 0))
     place[tuple(map(slice, value.shape))].copy_(value, non_blocking=True)

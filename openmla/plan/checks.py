@@ -19,8 +19,44 @@ from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
 from openmla.plan.places import last_blocks, last_slots
 from openmla.plan.workspace import Workspace
+from openmla.ranks import Ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_kinds(
+    batch: Batch, config: MLAConfig, cache: LayerCache, compiled: bool, batch_invariant: bool,
+    ranks: Ranks | None,
+) -> None:  # fmt: skip
+    check_kind("plan", "batch", batch, Batch)
+    check_kind("plan", "config", config, MLAConfig)
+    check_kind("plan", "compiled", compiled, bool)
+    check_kind("plan", "batch_invariant", batch_invariant, bool)
+    if ranks is not None:
+        check_kind("plan", "ranks", ranks, Ranks)
+    if not isinstance(cache, LayerCache):
+        raise ConfigError(
+            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
+        )
+
+
+def check_ranks(batch: Batch, rows: PagedCache, ranks: Ranks, *, v4: bool) -> int:
+    """What goes over ranks; returns how many there are."""
+    if not batch.causal:
+        raise ConfigError(
+            "plan: batch must be of the whole step over ranks, got causal=False. Ranks hold parts."
+        )
+    if not v4:
+        ranks.shard.check_block_size(rows.block_size)
+    return ranks.shard.size
+
+
+def check_buffers(where: str, name: str, buffers: object) -> None:
+    """They are plan_buffers()'s; whose they are is seen when a step's tensors are put there."""
+    if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
+        raise ConfigError(
+            f"{where}: {name} must be plan_buffers()'s, got {type(buffers).__name__}."
+        )
 
 
 def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: str) -> None:
@@ -69,11 +105,6 @@ def check_query_dtype(
         raise ConfigError(
             f"{where}: query_dtype must be None, 'fp8' or 'fp8_static', got {query_dtype!r}."
         )
-    if config.compressor is not None:
-        raise ConfigError(
-            f"{where}: query_dtype must be None for {config.model_type}, whose rows have bf16 "
-            f"columns among their values, got {query_dtype!r}."
-        )
     if format not in EIGHT_BITS:
         raise ConfigError(
             f"{where}: query_dtype must be None over a cache of {format or 'the default format'}, "
@@ -102,11 +133,6 @@ def check_planned_queries(
 
 def check_planned_output(config: MLAConfig, output: str) -> None:
     """A format that this model's outputs can be quantised to."""
-    if config.compressor is not None:
-        raise ConfigError(
-            f"plan: output must not be given for {config.model_type}, whose outputs are rotated "
-            "and projected before o_proj."
-        )
     check_width("plan", get_output_format(output), config.num_heads * config.v_head_dim)
 
 
@@ -134,32 +160,6 @@ def check_workspace(
         raise ConfigError(
             f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
             "Give warmup() that dtype."
-        )
-
-
-def check_prefill_dtype(
-    where: str,
-    prefill_dtype: object,
-    config: MLAConfig,
-    batch_invariant: bool = False,
-    into: object = None,
-) -> None:
-    """fp8, of models that expand keys and of plans that may."""
-    if prefill_dtype is None:
-        return
-    if prefill_dtype != "fp8":
-        raise ConfigError(f"{where}: prefill_dtype must be 'fp8' or None, got {prefill_dtype!r}.")
-    if config.compressor is not None:
-        raise ConfigError(
-            f"{where}: prefill_dtype must be None for {config.model_type}: it expands nothing."
-        )
-    if batch_invariant:
-        raise ConfigError(
-            f"{where}: prefill_dtype must be None with batch_invariant: scales are of all requests."
-        )
-    if into is not None:
-        raise ConfigError(
-            f"{where}: prefill_dtype must be None with into=, which is absorbed only."
         )
 
 

@@ -73,20 +73,7 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
     return cache.window
 
 
-def check_options(config: MLAConfig, form: str, workspace_tokens: int | None) -> None:
-    """What make_plan() takes for other models only."""
-    if workspace_tokens is not None:
-        raise ConfigError(
-            f"plan: workspace_tokens must not be given for {config.model_type}, which expands "
-            "nothing."
-        )
-    if form not in ("auto", "absorbed"):
-        raise ConfigError(
-            f"plan: form must be auto or absorbed for {config.model_type}, got {form!r}."
-        )
-
-
-def check_workspace(
+def check_room_for_selection(
     config: MLAConfig, cache: LayerCache, workspace: Workspace | None, num_tokens: int
 ) -> None:
     """A workspace of warmup() has room for what the step's tokens choose."""
@@ -113,7 +100,7 @@ def check_beside(
     beside: Plan, batch: Batch, config: MLAConfig, cache: LayerCache, num_tokens: int
 ) -> None:
     """Another plan whose positions, tables and slots are this one's, too."""
-    if beside.batch_key is not batch.key or beside.config != config:
+    if beside.shared is None or beside.shared.key is not batch.key or beside.config != config:
         raise ConfigError("plan: beside must be a plan of the same batch and config, got another.")
     own, other = cache.geometry, beside.geometry
     # a window-only layer's cache does not grow with the pool of entries, which it does not have
@@ -126,7 +113,7 @@ def check_beside(
         )
 
 
-def check_batch(
+def check_compressed_batch(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,

@@ -22,9 +22,18 @@ from openmla.plan.checks import (
     check_planned_queries,
     check_wide_queries,
 )
-from openmla.plan.problems import cache_kind, calls_of, choose, frozen, latent_of
-from openmla.plan.sparse import even_chunks, query_bytes, query_chunks
-from openmla.plan.types import DecodePlan, Plan, SparsePlan, Tensors, fixed_run
+from openmla.plan.groups import (
+    Roles,
+    absorbed_group,
+    even_chunks,
+    query_bytes,
+    query_chunks,
+    select_parts,
+)
+from openmla.plan.options import PlanOptions, frozen
+from openmla.plan.plan import assemble, queries_dtype
+from openmla.plan.problems import cache_kind, calls_of, choose, latent_of
+from openmla.plan.types import Absorbed, Group, Parts, Plan, Select, fixed_run
 
 MOST_PLANS = 4096  # kept at a time; an engine has as many sizes as it has graphs
 
@@ -66,13 +75,14 @@ class DecodePlanner:
         check_planned_queries("decode_planner", config, cache, query_dtype)
         latent = latent_of(cache)
         check_cache(config, cache, latent, "auto")
-        layout = latent.layout
-        if dtype is None:
-            dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
+        dtype = queries_dtype(latent, dtype)
         check_wide_queries("decode_planner", query_dtype, dtype)
         self.config, self.cache, self.dtype = config, cache, dtype
-        self.max_tokens, self.backend = max_tokens, frozen(backend)
-        self.query_dtype, self.output = query_dtype, output
+        self.max_tokens = max_tokens
+        self.options = PlanOptions(
+            dtype, frozen(backend), batch_invariant=batch_invariant, output=output,
+            query_dtype=query_dtype,
+        )  # fmt: skip
         self.run_length = fixed_run(config.num_heads) if batch_invariant else 0
         self._plans: dict[object, tuple[Plan, Tensor, Tensor]] = {}  # and what update() takes
         self._behind: dict[int, Tensor] = {}  # by tokens per request: how far from the last
@@ -114,20 +124,20 @@ class DecodePlanner:
 
     def update(self, plan: Plan, seq_lens: Tensor, query_start_loc: Tensor) -> None:
         """Recompute on the device what a sparse plan derives from the lengths; may be captured."""
-        sparse = plan.sparse
-        if sparse is None:
+        select, part = plan.select, plan.groups[0].part
+        if select is None:
             return
         assert self.config.indexer is not None
+        assert isinstance(part, Absorbed) and part.positions is not None
         B, T = seq_lens.shape[0], plan.num_tokens
         if T != B:
             behind = self._tokens_behind(T // B)
-            torch.sub(seq_lens[:, None], behind, out=sparse.row_lens.view(B, -1))
-            sparse.row_lens.clamp_(min=0)
-        torch.clamp(sparse.row_lens, max=self.config.indexer.topk, out=sparse.topk_lens)
-        torch.sub(sparse.row_lens, 1, out=sparse.positions)
-        cuts = [chunk.rows for chunk in sparse.chunks], sparse.query_chunks
-        locs = sparse.score_start_locs, sparse.query_chunk_start_locs
-        for rows, start_locs in zip(cuts, locs, strict=True):
+            torch.sub(seq_lens[:, None], behind, out=select.row_lens.view(B, -1))
+            select.row_lens.clamp_(min=0)
+        torch.clamp(select.row_lens, max=self.config.indexer.topk, out=select.topk_lens)
+        torch.sub(select.row_lens, 1, out=part.positions)
+        cuts = [chunk.rows for chunk in select.chunks], part.cuts
+        for rows, start_locs in zip(cuts, (select.start_locs, part.start_locs), strict=True):
             if len(rows) > 1:
                 for cut, place in zip(rows, start_locs, strict=True):
                     torch.clamp(query_start_loc, cut.start, cut.stop, out=place).sub_(cut.start)
@@ -154,18 +164,18 @@ class DecodePlanner:
         }
 
     @torch.inference_mode(False)
-    def _start_locs(self, name: str, count: int, query_start_loc: Tensor) -> Tensors:
+    def _start_locs(self, name: str, count: int, query_start_loc: Tensor) -> Roles:
         """query_start_loc of each chunk; of a single one, the engine's own."""
         if count == 1:
-            return (query_start_loc,)
-        places = []
+            return {f"{name}.0": query_start_loc}
+        places = {}
         for i in range(count):
             whole = self._rows.get(f"{name}.{i}")
             if whole is None:
                 whole = query_start_loc.new_zeros(self.max_tokens + 1)
                 self._rows[f"{name}.{i}"] = whole
-            places.append(whole[: query_start_loc.shape[0]])
-        return tuple(places)
+            places[f"{name}.{i}"] = whole[: query_start_loc.shape[0]]
+        return places
 
     def _check(
         self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, slot_mapping: Tensor
@@ -195,59 +205,51 @@ class DecodePlanner:
     ) -> Plan:
         config, latent = self.config, latent_of(self.cache)
         B, T, M = seq_lens.shape[0], slot_mapping.shape[0], block_table.shape[1]
-        decode, sparse = None, None
+        roles = {
+            "block_table": block_table,
+            "seq_lens": seq_lens,
+            "query_start_loc": query_start_loc,
+        }
+        select = None
         if config.indexer is None:
-            decode = DecodePlan(slice(0, T), block_table, seq_lens, query_start_loc, T // B)
+            group = absorbed_group(roles, slice(0, T), T // B, range(B))
         else:
-            sparse = self._sparse(block_table, seq_lens, query_start_loc, T)
-        calls = calls_of(decode, None, sparse, self.output, self.query_dtype)
+            select, group = self._select(roles, T)
+        calls = calls_of((group,), select, config, config, self.options)
         kind = cache_kind([latent], self.cache.index)
-        choice = choose(config, kind, self.dtype, calls, self.run_length, self.backend)
-        return Plan(
-            config=config,
-            num_tokens=T,
-            slot_mapping=slot_mapping,
-            decode=decode,
-            prefill=None,
-            sparse=sparse,
-            backends=dict(choice.backends),
-            requested=dict(choice.requested),
-            problems=choice.problems,
-            num_blocks=latent.num_blocks,
-            block_size=latent.block_size,
+        backend = self.options.backend
+        choice = choose(config, kind, self.dtype, calls, self.run_length, backend)
+        return assemble(
+            Parts((group,), select, None, slot_mapping),
+            choice,
+            config,
+            self.cache,
+            self.options,
             run_length=self.run_length,
-            output=self.output,
-            query_dtype=self.query_dtype,
-            ends=dict(choice.ends),
+            captured=True,
             query_lens=(T // B,) * B,
             seq_lens=(M * latent.block_size,) * B,
             bounded=frozenset(range(B)),
-            form="captured",
-            routes={"absorbed" if sparse is None else "chosen": range(B)},
         )
 
-    def _sparse(
-        self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: int
-    ) -> SparsePlan:
-        config, index = self.config, self.cache.index
+    def _select(self, roles: Roles, T: int) -> tuple[Select, Group]:
+        """Every token selects its keys."""
+        config, index, everyone = self.config, self.cache.index, slice(0, T)
         assert index is not None  # check_cache looked
+        table, lens, loc = roles["block_table"], roles["seq_lens"], roles["query_start_loc"]
         held = query_bytes(config, index)
-        chunks = even_chunks(T, block_table.shape[1] * index.block_size, held)
-        attending = query_chunks(T, config, self.dtype.itemsize)
-        rows, loc = self._rows, query_start_loc
-        return SparsePlan(
-            rows=slice(0, T),
-            block_table=block_table,
-            row_starts=rows["row_starts"],
-            first_keys=rows["first_keys"],
-            row_lens=seq_lens if seq_lens.shape[0] == T else rows["row_lens"][:T],
-            topk_lens=rows["topk_lens"][:T],
-            positions=rows["positions"][:T],
-            score_start_locs=self._start_locs("score", len(chunks), loc),
-            query_chunk_start_locs=self._start_locs("query", len(attending), loc),
-            num_rows=T,
-            num_absorbed=T,
-            chunks=chunks,
-            query_bytes=held,
-            query_chunks=attending,
+        chunks = even_chunks(T, table.shape[1] * index.block_size, held)
+        cuts = query_chunks(T, config, self.dtype.itemsize)
+        shared = {name: self._rows[name][:T] for name in ("row_lens", "topk_lens", "positions")} | {
+            name: self._rows[name] for name in ("row_starts", "first_keys")
+        }
+        if lens.shape[0] == T:
+            shared["row_lens"] = lens
+        shared |= self._start_locs("score_start_locs", len(chunks), loc)
+        shared |= self._start_locs("query_chunk_start_locs", len(cuts), loc)
+        requests = range(lens.shape[0])
+        select, group = select_parts(
+            roles | shared, everyone, everyone, T, T, chunks, cuts, held, requests
         )
+        assert group is not None
+        return select, group

@@ -9,8 +9,18 @@ from openmla.config import INDEXED_RATIO
 from openmla.plan.explanation import DETAIL, OP, Explanation, Line
 from openmla.plan.forms import decode_threshold
 from openmla.plan.rows import num_rows
-from openmla.plan.types import CompressedPlan, Plan, PrefillPlan, SparsePlan
+from openmla.plan.types import (
+    Absorbed,
+    Across,
+    Expanded,
+    Group,
+    Plan,
+    Select,
+    latent_row,
+    num_words,
+)
 from openmla.plan.workspace import LOGITS_BYTES, MASK_BYTES
+from openmla.ranks import Ranks
 
 # whose kernels decide whether a row's bits are its own; the others treat every row by itself
 _INVARIANT = (
@@ -21,19 +31,15 @@ _PARTS = ("entries", "padding", "window", "state", "total")
 
 
 def explain(plan: Plan, finished: bool) -> Explanation:
-    """`finished`: rows come normalised and rotated, as an attached model's and an engine's do."""
+    """`finished`: rows come normalized and rotated, as an attached model's and an engine's do."""
     finished = finished or plan.config.is_external
-    lines: list[Line] = []
-    if plan.decode is not None:
-        decode = plan.decode
-        what = f"{len(decode.seq_lens)} requests, up to {decode.max_query_len} queries each"
-        lines.append(Line("absorbed", f"{what}{_few_keys(plan)}", _why(plan, "absorbed")))
-    if plan.prefill is not None:
-        lines.append(_expanded(plan, plan.prefill))
-    if plan.sparse is not None:
-        lines += _sparse(plan, plan.sparse)
-    if plan.compressed is not None:
-        lines += _compressed(plan, plan.compressed)
+    lines = [] if plan.ranks is None else [_rank(plan, plan.ranks)]
+    if plan.config.compressor is not None:
+        lines += _compressed(plan)
+    else:
+        dense = [group for group in plan.groups if group.form in ("absorbed", "expanded")]
+        lines += [_dense(plan, group) for group in dense]
+        lines += _sparse(plan)
     if plan.prefill_dtype is not None:
         lines.append(_eight_bits(plan))
     if plan.batch_invariant:
@@ -44,9 +50,9 @@ def explain(plan: Plan, finished: bool) -> Explanation:
         lines.append(Line("queries", f"absorbed ones in e4m3, {scale}; outputs bf16"))
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
-    if plan.padding:
-        what = f"{plan.padding} tokens of no request: nothing read, outputs 0"
-        lines.append(Line("padding", what))
+    padding = plan.num_tokens - sum(plan.query_lens)
+    if padding and not plan.captured:
+        lines.append(Line("padding", f"{padding} tokens of no request: nothing read, outputs 0"))
     return Explanation([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
 
 
@@ -79,27 +85,127 @@ def _eight_bits(plan: Plan) -> Line:
 
 def _output(plan: Plan, output: str) -> Line:
     """Which op ends the tokens of each form."""
-    parts = [f"{form} by {plan.ends[form]}" for form in plan.ends if plan.routes.get(form)]
+    parts = [f"{group.form} by {group.end}" for group in plan.groups if len(group.requests)]
     gated = ", after the gate" if plan.config.head_gate else ""
     return Line("output", f"{output}: {', '.join(parts) or 'no tokens'}{gated}")
 
 
-def _expanded(plan: Plan, prefill: PrefillPlan) -> Line:
-    chunks = prefill.chunks if prefill.one_shot is None else (prefill.one_shot,)
-    gathered = max((chunk.num_keys for chunk in chunks), default=0)
-    rows = prefill.rows
-    new = num_rows(rows)
-    keys = gathered if prefill.one_shot is not None else max(gathered, new)
-    held = plan.expanded_bytes(gathered, keys, new)
-    count = f", {len(prefill.chunks)} context chunks" if prefill.chunks else ""
+def _dense(plan: Plan, group: Group) -> Line:
+    """Requests that attend to all their keys."""
+    count, part = len(group.requests), group.part
+    if part is None:
+        assert group.across is not None
+        what = f"{count} requests, {num_rows(group.rows)} tokens, each over its keys on this rank"
+        return Line(group.form, f"{what}, {_merged(group.across)}", _why(plan, group))
+    if isinstance(part, Absorbed):
+        what = f"{count} requests, up to {part.max_query_len} queries each{_few_keys(plan)}"
+        return Line("absorbed", what, _why(plan, group))
+    longest = max(plan.query_lens[b] for b in group.requests)
+    chunks = ""
+    if part.chunks and part.new_rows is None:
+        chunks = f", {len(part.chunks)} context chunks"
+    keys, held = expanded_size(plan, group)
     what = f"{shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}"
+    below = [Line("holds", what, width=DETAIL)]
+    if group.across is not None:
+        what = f"{num_rows(group.across.rows)} tokens, {_merged(group.across)}"
+        why = "attended to in place, which is cheaper than gathering it"
+        below.append(Line("context", what, why, width=DETAIL))
+    brought = [chunk.brought.num_rows for chunk in part.chunks if chunk.brought is not None]
+    if brought and plan.ranks is not None:
+        size = shown_bytes(plan.ranks.workspace.num_bytes)
+        what = f"gathered from all ranks in {len(brought)} chunks, {sum(brought)} rows from each, "
+        why = "cheaper than attending to it in place and merging"
+        below.append(Line("context", f"{what}in a workspace of {size}", why, width=DETAIL))
     return Line(
         "expanded",
-        f"{prefill.query_start_loc.shape[0] - 1} requests, up to {prefill.max_query_len} queries "
-        f"each, {prefill.route}{count}{_few_keys(plan)}",
-        _why(plan, "expanded"),
-        below=(Line("holds", what, width=DETAIL),),
+        f"{count} requests, up to {longest} queries each, {part.route}{chunks}{_few_keys(plan)}",
+        _why(plan, group),
+        below=tuple(below),
     )
+
+
+def _merged(across: Across) -> str:
+    return f"merged over ranks by {across.schedule}"
+
+
+def _rank(plan: Plan, ranks: Ranks) -> Line:
+    """How keys and heads are spread, and what this rank sends."""
+    shard, dtype = ranks.shard, plan.problem("cache_write").dtype
+    dealt = f"positions in runs of {shard.interleave}"
+    if plan.config.compressor is not None:
+        dealt = "entries in whole blocks"
+    owned = "heads gathered, own returned" if ranks.heads == "own" else "all heads on every rank"
+    sent = shown_bytes(plan.sent_bytes(dtype))
+    return Line("rank", f"{shard.rank} of {shard.size}, {dealt}, {owned}, {sent} sent a layer")
+
+
+def _candidates(plan: Plan, select: Select) -> list[Line]:
+    """What ranks exchange to select keys together."""
+    if not select.offered:
+        return []
+    sent = shown_bytes(plan.selection_bytes())
+    what = f"of {select.offered} candidates a rank and token, {sent} sent where a layer chooses"
+    return [Line("selected", what)]
+
+
+def expanded_size(plan: Plan, group: Group) -> tuple[int, int]:
+    """The most keys of an expanded group that are expanded at once, and the bytes held by that."""
+    part, new = group.part, num_rows(group.rows)
+    assert isinstance(part, Expanded)
+    gathered = max((chunk.num_keys for chunk in part.chunks), default=0)
+    keys = gathered if part.new is None else max(gathered, new)
+    return keys, expanded_bytes(plan, gathered, keys, new)
+
+
+def expanded_bytes(plan: Plan, gathered: int, keys: int, queries: int) -> int:
+    """Of rows gathered, keys and values expanded from them or from new ones, whole keys; in fp8
+    also of queries, with a scale each, and of codes in 16 bits."""
+    config, size = plan.config, plan.problem("cache_write").dtype.itemsize
+    H, D, E = config.num_heads, config.latent_dim, config.qk_head_dim
+    held = gathered * D * size
+    if plan.keeps_codes:
+        held = gathered * (D + config.kv_lora_rank * size)
+    held += keys * H * (config.qk_nope_head_dim + config.v_head_dim) * size
+    if plan.prefill_dtype is None:
+        return held + keys * H * E * size
+    return held + keys * H * E + queries * (H * E + 4 * (-(-H // 4) * 4))
+
+
+def sparse_bytes(plan: Plan) -> dict[str, int]:
+    """What tokens that select hold in one layer besides inputs and outputs, at most, by name."""
+    select, config = plan.select, plan.config
+    if select is None or config.indexer is None or config.compressor is not None:
+        return {}
+    chosen, masked = plan.listing, plan.group("masked")
+    dtype, listed, most, rows, tokens = plan.problem("cache_write").dtype, select.num_rows, 0, 0, 0
+    if chosen is not None:
+        assert isinstance(chosen.part, Absorbed)
+        listed += num_rows(chosen.rows) if plan.mapped else 0
+        most = max(num_rows(cut) for cut in chosen.part.cuts)
+    if masked is not None:
+        assert isinstance(masked.part, Expanded)
+        rows, tokens = max(chunk.num_keys for chunk in masked.part.chunks), num_rows(masked.rows)
+    return {
+        "scores": select.score_bytes,
+        "selection": 4 * config.indexer.topk * listed,
+        "latent queries": most * latent_row(config) * dtype.itemsize,
+        "mask": mask_bytes(masked),
+        "expanded keys": expanded_bytes(plan, rows, rows, tokens),
+    }
+
+
+def mask_bytes(group: Group | None) -> int:
+    """Of the largest mask of a masked group."""
+    if group is None:
+        return 0
+    assert isinstance(group.part, Expanded)
+    sizes = [
+        4 * num_rows(ask.rows) * num_words(chunk.max_key_len)
+        for chunk in group.part.chunks
+        for ask in chunk.asks
+    ]
+    return max(sizes, default=0)
 
 
 def _few_keys(plan: Plan) -> str:
@@ -108,14 +214,14 @@ def _few_keys(plan: Plan) -> str:
     return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
 
 
-def _why(plan: Plan, form: str) -> str:
+def _why(plan: Plan, group: Group) -> str:
     """Why the requests of a form have it: told to, bound to, or by cost."""
-    forced = _forced(plan, form)
+    forced = _forced(plan, group)
     if forced:
         return forced
     config, problem = plan.config, plan.problem("cache_write")
     found = []
-    for b in plan.routes.get(form, ()):
+    for b in group.requests:
         n, S = plan.query_lens[b], plan.seq_lens[b]
         if n and b not in plan.bounded:
             bits = max(S, 1).bit_length() - 1
@@ -125,8 +231,10 @@ def _why(plan: Plan, form: str) -> str:
             found.append((n / most, n, S, most))
     if not found:
         return "nothing to expand: no new tokens"
-    _, n, S, most = max(found) if form == "absorbed" else min(found)  # the nearest to the other
-    unknown = len(plan.bounded.intersection(plan.routes[form]))
+    _, n, S, most = (
+        max(found) if group.form == "absorbed" else min(found)
+    )  # the nearest to the other
+    unknown = len(plan.bounded.intersection(group.requests))
     others = f"; lengths of {unknown} requests only the device knows" if unknown else ""
     return (
         f"cost: {n} new tokens over {S} keys; over about so many expanding pays from "
@@ -134,89 +242,108 @@ def _why(plan: Plan, form: str) -> str:
     )
 
 
-def _forced(plan: Plan, form: str) -> str:
-    if plan.form == "captured":
+def _forced(plan: Plan, group: Group) -> str:
+    if plan.captured:
         return "a captured graph replays one form, into= takes the absorbed one"
-    if plan.form != "auto":
-        return f"asked for: form={plan.form!r}"
-    asking = {b for b in plan.routes.get(form, ()) if plan.query_lens[b]}
+    if plan.options.form != "auto":
+        return f"asked for: form={plan.options.form!r}"
+    asking = {b for b in group.requests if plan.query_lens[b]}
     if asking and asking <= plan.bounded:
         return "only the device knows the lengths: nothing else can be planned"
     return ""
 
 
-def _sparse(plan: Plan, sparse: SparsePlan) -> list[Line]:
-    assert plan.config.indexer is not None
-    K, expanded = plan.config.indexer.topk, sparse.num_rows - sparse.num_absorbed
-    keys = max((chunk.num_keys for chunk in sparse.chunks), default=max(plan.seq_lens, default=0))
-    forced = _forced(plan, "chosen")
+def _sparse(plan: Plan) -> list[Line]:
+    """Tokens that select their keys."""
+    select, indexer = plan.select, plan.config.indexer
+    if select is None or indexer is None:
+        return []
+    K = indexer.topk
+    keys = max((chunk.num_keys for chunk in select.chunks), default=max(plan.seq_lens, default=0))
     scores = "none: the caller chooses, the cache has no index rows"
-    if sparse.chunks:
+    if select.chunks:
         scores = (
-            f"in {len(sparse.chunks)} chunks of {_mib(sparse.score_bytes)} at most "
+            f"in {len(select.chunks)} chunks of {_mib(select.score_bytes)} at most "
             f"(bound {_mib(LOGITS_BYTES)})"
         )
     lines = [
-        Line("sparse", f"{sparse.num_rows} tokens choose {K} of up to {keys} keys each"),
+        Line("sparse", f"{select.num_rows} tokens choose {K} of up to {keys} keys each"),
         Line("scores", scores),
     ]
-    if sparse.num_absorbed:
+    chosen, masked = plan.listing, plan.group("masked")
+    lines += _candidates(plan, select)
+    if chosen is not None:
+        assert isinstance(chosen.part, Absorbed)
         what = (
-            f"{sparse.num_absorbed} tokens, absorbed, over their own rows, in "
-            f"{len(sparse.query_chunks)} chunks"
+            f"{num_rows(chosen.rows)} tokens, absorbed, over their own rows, in "
+            f"{len(chosen.part.cuts)} chunks"
         )
-        why = forced or f"cost: {K} rows gathered for each are cheaper than all keys"
+        whole = plan.group("chosen")
+        assert whole is not None
+        what += "" if whole.across is None else f", {_merged(whole.across)}"
+        why = _forced(plan, whole) or f"cost: {K} rows gathered for each are cheaper than all keys"
         lines.append(Line("chosen", what, why))
-    if expanded:
-        rows = max(chunk.num_keys for chunk in sparse.masked)
-        why = _forced(plan, "masked") or f"cheaper than {K} rows gathered for each"
+    if masked is not None:
+        assert isinstance(masked.part, Expanded)
+        chunks = masked.part.chunks
+        rows = max(chunk.num_keys for chunk in chunks)
+        why = _forced(plan, masked) or f"cheaper than {K} rows gathered for each"
         what = (
-            f"{expanded} tokens, expanded: {why}; "
-            f"{len(sparse.masked)} chunks of up to {rows} keys, {_mib(sparse.mask_bytes)} of "
+            f"{num_rows(masked.rows)} tokens, expanded: {why}; "
+            f"{len(chunks)} chunks of up to {rows} keys, {_mib(mask_bytes(masked))} of "
             f"mask at most (bound {_mib(MASK_BYTES)})"
         )
         lines.append(Line("masked", what))
-    parts = {name: size for name, size in plan.sparse_bytes().items() if size}
+    parts = {name: size for name, size in sparse_bytes(plan).items() if size}
     listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
     total = _mib(sum(parts.values()))
     lines.append(Line("workspace", f"{total} at most, beside what a backend holds: {listed}"))
     return lines
 
 
-def _compressed(plan: Plan, step: CompressedPlan) -> list[Line]:
-    config = plan.config
-    assert config.compressor is not None
-    requests = step.query_start_loc.shape[0] - 1
+def _compressed(plan: Plan) -> list[Line]:
+    config, select, pool = plan.config, plan.select, plan.pool
+    assert config.compressor is not None and config.indexer is not None and plan.shared is not None
+    requests = plan.shared.query_start_loc.shape[0] - 1
     lines = [
         Line(
             "window",
-            f"{step.num_rows} tokens of {requests} requests, each its last "
+            f"{plan.num_tokens} tokens of {requests} requests, each its last "
             f"{config.compressor.window} rows",
             "absorbed is the only form: the latent is key and value",
         )
     ]
-    if step.ratio and step.chunks:
-        assert config.indexer is not None
+    if pool is not None and select is not None:
         lines += [
             Line(
                 "entries",
-                f"one per {step.ratio} tokens, {config.indexer.topk} of up to "
-                f"{step.max_entries} chosen by each token",
+                f"one per {pool.ratio} tokens, {config.indexer.topk} of up to "
+                f"{pool.max_entries} chosen by each token",
             ),
             Line(
                 "scores",
-                f"in {len(step.chunks)} chunks of {_mib(step.score_bytes)} at most "
+                f"in {len(select.chunks)} chunks of {_mib(select.score_bytes)} at most "
                 f"(bound {_mib(LOGITS_BYTES)}), selection "
-                f"{_mib(4 * config.indexer.topk * step.num_rows)}",
+                f"{_mib(4 * config.indexer.topk * select.num_rows)}",
             ),
+            *_candidates(plan, select),
         ]
-    elif step.ratio:
-        few = ""
-        if step.ratio == INDEXED_RATIO and config.indexer is not None:
-            few = f" (no more than {config.indexer.topk})"
-        what = f"one per {step.ratio} tokens, all of up to {step.max_entries}{few}"
+    elif pool is not None:
+        few = f" (no more than {config.indexer.topk})" if pool.ratio == INDEXED_RATIO else ""
+        what = f"one per {pool.ratio} tokens, all of up to {pool.max_entries}{few}"
         lines.append(Line("entries", f"{what}: no list is made"))
-    return lines + _caches(plan)
+    across = plan.groups[0].across
+    if across is not None:
+        what = f"entries of this rank attended to in place, {_merged(across)}, then the window"
+        lines.append(Line("ranks", what))
+    if plan.bring is not None:
+        what = (
+            f"entries gathered from all ranks, {len(plan.bring.blocks)} blocks from each, "
+            f"{shown_bytes(plan.bring.num_bytes)} together"
+        )
+        why = "cheaper than attending to them in place and merging"
+        lines.append(Line("ranks", what, why))
+    return lines + ([] if plan.ranks is not None else _caches(plan))  # which differ by ratio there
 
 
 def _caches(plan: Plan) -> list[Line]:
@@ -254,23 +381,24 @@ def _caches(plan: Plan) -> list[Line]:
 
 def _reads(plan: Plan) -> list[Line]:
     """Bytes of cache that one layer's attention reads, by who reads them."""
-    if plan.compressed is not None:
+    if plan.config.compressor is not None:
         return []
-    query_lens, seq_lens, config = plan.query_lens, plan.seq_lens, plan.config
-    rows = {"absorbed": sum(seq_lens[b] for b in plan.routes.get("absorbed", ()) if query_lens[b])}
-    if plan.prefill is not None:
-        one_shot = plan.prefill.one_shot
-        chunks = plan.prefill.chunks if one_shot is None else (one_shot,)
-        rows["expanded"] = sum(chunk.num_keys for chunk in chunks)
-    keys = 0
-    if plan.sparse is not None and config.indexer is not None:
-        K, chosen = config.indexer.topk, plan.routes.get("chosen", ())
-        lens = [(query_lens[b], seq_lens[b]) for b in chosen]
-        less = 1 if plan.causal else 0
-        rows["chosen"] = sum(min(S - i * less, K) for n, S in lens for i in range(n))
-        rows["masked"] = sum(chunk.num_keys for chunk in plan.sparse.masked)
-        if _scored(plan):
-            keys = sum(seq_lens[b] for b in (*chosen, *plan.routes.get("masked", ())))
+    query_lens, seq_lens, config, keys = plan.query_lens, plan.seq_lens, plan.config, 0
+    rows = {}
+    for group in plan.groups:
+        if isinstance(group.part, Expanded):
+            rows[group.form] = sum(chunk.num_keys for chunk in group.part.chunks)
+        elif group.form == "absorbed":
+            lens = [seq_lens[b] for b in group.requests if query_lens[b]]
+            if plan.ranks is not None:
+                lens = plan.ranks.shard.local_lens(lens)
+            rows[group.form] = sum(lens)
+        elif config.indexer is not None:
+            K, less = config.indexer.topk, 1 if plan.causal else 0
+            counts = [(query_lens[b], seq_lens[b]) for b in group.requests]
+            rows[group.form] = sum(min(S - i * less, K) for n, S in counts for i in range(n))
+        if group.selected is not None and _scored(plan):
+            keys += sum(seq_lens[b] for b in group.requests)
     row_bytes = get_format(plan.problem("cache_write").format).row_bytes(config.latent_dim)
     sizes = {name: count * row_bytes for name, count in rows.items() if count}
     if keys and config.indexer is not None:
@@ -321,71 +449,67 @@ def _in_one_launch(plan: Plan) -> bool:
 
 def _scored(plan: Plan) -> int:
     """Turns in which there is something to choose."""
-    part = plan.sparse or plan.compressed
-    if part is None or plan.config.indexer is None:
+    if plan.select is None or plan.config.indexer is None:
         return 0
-    return sum(chunk.num_keys > plan.config.indexer.topk for chunk in part.chunks)
+    return sum(chunk.num_keys > plan.config.indexer.topk for chunk in plan.select.chunks)
 
 
 def _calls(plan: Plan, op: str, finished: bool) -> int:
     """How often a layer calls an op in this step."""
-    chunks = len(plan.prefill.chunks) if plan.prefill is not None else 0
-    one_shot = plan.prefill is not None and plan.prefill.one_shot is not None
-    groups, contexts, query_chunks = 0, 0, 1
-    if plan.sparse is not None:
-        groups = sum(len(chunk.groups) for chunk in plan.sparse.masked)
-        contexts, query_chunks = len(plan.sparse.masked), len(plan.sparse.query_chunks)
-    step = plan.compressed
+    parts = [group.part for group in plan.groups]
+    parts += [each.part for group in plan.groups if group.across for each in group.across.groups]
+    expanded = [part for part in parts if isinstance(part, Expanded)]
+    absorbed = [part for part in parts if isinstance(part, Absorbed)]
+    reads = sum(max(len(part.cuts), 1) for part in absorbed)
+    masked = [part for part in expanded if part.route == "masked"]
+    dense = [part for part in expanded if part.route != "masked"]
+    asks = sum(len(chunk.asks) for part in masked for chunk in part.chunks)
+    new = sum(part.new is not None for part in dense)
+    chunks = [chunk for part in dense for chunk in part.chunks]
+    gathers = len(chunks) + sum(len(part.chunks) for part in masked)
+    merges = sum(len(part.chunks) for part in dense if part.new_rows is None)
+    if any(group.end == "merge_quantize" for group in plan.groups):
+        merges = sum(chunk.continued is not None for chunk in chunks)
+    v4 = plan.config.compressor is not None
+    one_launch = not finished and _in_one_launch(plan)
     turned = 0
     if not finished:
-        turned = 0 if _in_one_launch(plan) else 2  # queries and rows
+        turned = 0 if one_launch else 2  # queries and rows
         # index queries and keys; V4: what comes out is turned back
-        turned += step is not None or plan.config.indexer is not None
-    if step is not None:
-        turned += bool(step.chunks)  # index queries
-    contexts_of = plan.prefill.chunks if plan.prefill is not None else ()
-    ended = sum(chunk.ended is not None for chunk in contexts_of)
-    merges = chunks
-    if plan.ends.get("expanded") == "merge_quantize":
-        merges = sum(chunk.continued is not None for chunk in contexts_of)
-    one_launch = not finished and _in_one_launch(plan)
-    new_keys = plan.prefill is not None and plan.prefill.route != "context"
-    expanding = bool(new_keys + chunks)
+        turned += v4 or plan.config.indexer is not None
+    if v4:
+        turned += plan.select is not None  # index queries
+    projections = 0 if v4 else 2 * reads  # into latent space and out of it
     return {
         "latent_write": int(one_launch and plan.causal),
         "cache_write": int(not one_launch and plan.causal),
         "rope": turned,
-        "compress_kv": 1 + (step is not None and step.ratio == INDEXED_RATIO),
-        "cache_gather": chunks + one_shot + contexts,
-        "mha_ragged": new_keys + chunks,
-        "merge_states": merges + groups,
-        "merge_quantize": ended,
-        "project_quantize": (plan.decode is not None) + (plan.sparse is not None) * query_chunks,
-        # queries once, keys each time
-        "quantize_heads": expanding + bool(groups) + new_keys + chunks + contexts,
+        "compress_kv": 1 + (plan.ratio == INDEXED_RATIO),
+        "cache_gather": gathers,
+        "mha_ragged": new + len(chunks),
+        "merge_states": merges + asks,
+        "merge_quantize": sum(chunk.ended is not None for chunk in chunks),
+        "project_quantize": reads,
+        "quantize_heads": len(expanded) + new + gathers,  # queries once, keys each time
         "quantize_out": _quantized_apart(plan),
         "index_logits": _scored(plan),
         "index_topk": _scored(plan),
-        "mqa_sparse": query_chunks,
-        "quantize_queries": _projections(plan, query_chunks) // 2,
-        "project_heads": _projections(plan, query_chunks) + new_keys + chunks + contexts,
-        "pack_mask": groups,
-        "mha_masked": groups,
+        "mqa_sparse": sum(max(len(part.cuts), 1) for part in absorbed if part.cuts or v4),
+        "quantize_queries": projections // 2,
+        "project_heads": projections + new + gathers,
+        "pack_mask": asks,
+        "mha_masked": asks,
     }.get(op, 1)
-
-
-def _projections(plan: Plan, query_chunks: int) -> int:
-    """Into latent space and out of it."""
-    chosen = query_chunks if plan.sparse is not None and plan.sparse.num_absorbed else 0
-    return 2 * ((plan.decode is not None) + chosen)
 
 
 def _quantized_apart(plan: Plan) -> int:
     """Calls of quantize_out: what no other op ends, and padding."""
-    forms = {form for form, op in plan.ends.items() if op == "quantize_out"}
-    calls = sum(bool(plan.routes.get(form)) for form in forms) + bool(plan.padding)
-    if plan.prefill is not None and "expanded" not in forms:
-        calls += len(plan.prefill.alone)
+    calls = int(plan.padding > 0)
+    for group in plan.groups:
+        if group.end == "quantize_out":
+            calls += bool(len(group.requests))
+        elif isinstance(group.part, Expanded):
+            calls += len(group.part.alone)
     return calls
 
 

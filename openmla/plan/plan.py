@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -12,34 +12,68 @@ from torch import Tensor
 
 from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
-from openmla.config import MLAConfig
+from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, check_kind
+from openmla.plan.across import (
+    absorbed_across,
+    check_room_to_gather,
+    context_batch,
+    contexts_of,
+    gathering_is_cheaper,
+    new_group,
+    reserve_brought,
+    token_batch,
+    with_context,
+    with_gathered,
+    with_schedules,
+)
+from openmla.plan.across_v4 import plan_compressed_across
 from openmla.plan.batch import Batch
-from openmla.plan.captured import captured_parts, check_buffers, fill
+from openmla.plan.captured import captured_parts, fill
 from openmla.plan.checks import (
     check_batch,
+    check_buffers,
     check_cache,
     check_dtype,
     check_eight_bit_products,
+    check_kinds,
     check_planned_output,
     check_planned_queries,
-    check_prefill_dtype,
+    check_ranks,
     check_room_for_keys,
     check_wide_queries,
     check_workspace,
 )
 from openmla.plan.compressed import plan_compressed
-from openmla.plan.dense import plan_decode, plan_prefill
-from openmla.plan.forms import choose_absorbed
-from openmla.plan.problems import cache_kind, calls_of, choose, frozen, latent_of
-from openmla.plan.rows import rope_offsets
-from openmla.plan.sparse import choosing_requests, plan_sparse, sparse_routes
+from openmla.plan.compressed_checks import (
+    check_beside,
+    check_caches,
+    check_compressed_batch,
+    check_room_for_selection,
+)
+from openmla.plan.expanded import expanded_group, masked_group
+from openmla.plan.groups import (
+    Roles,
+    absorbed_group,
+    absorbed_roles,
+    chunks_of,
+    query_bytes,
+    query_chunks,
+    row_lens,
+    select_parts,
+    select_roles,
+)
+from openmla.plan.options import Combination, PlanOptions, check_combination, frozen
+from openmla.plan.problems import Choice, cache_kind, calls_of, choose, latent_of
+from openmla.plan.routes import Routes, find_routes
+from openmla.plan.rows import pick_rows, rope_offsets, some
 from openmla.plan.symbolic import symbolic
-from openmla.plan.types import Parts, Plan, fixed_run
+from openmla.plan.types import Across, Group, Parts, Plan, ScoreChunk, Select, fixed_run, remade
 from openmla.plan.upload import upload
 from openmla.plan.workspace import Workspace, default_workspace_tokens
-
-FORMS = ("auto", "absorbed", "expanded", "chosen")
+from openmla.ranks import Ranks
+from openmla.ranks.agree import agreeing
+from openmla.ranks.ranks import with_all_heads
 
 
 def make_plan(
@@ -59,6 +93,8 @@ def make_plan(
     output: str | None = None,
     query_dtype: str | None = None,
     prefill_dtype: str | None = None,
+    ranks: Ranks | None = None,
+    context: str = "auto",
 ) -> Plan:
     """Decide one step, for every layer that shares this cache geometry.
 
@@ -90,204 +126,356 @@ def make_plan(
     chooses its keys, also where it sees no more than K and takes all of them.
 
     `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
-    that ends each form in it, explain() says which. V4 has none.
+    that ends each form in it, explain() says which.
 
     `query_dtype` "fp8": absorbed queries are quantised to e4m3 over rows of fp8 or fp8_ds_mla, with
     a scale per token and head; "fp8_static": with the cache's q_scale (docs/fp8-queries.md).
     `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device, and
     rows of an fp8 cache gathered as they are stored (docs/fp8-prefill.md). Both need SM89.
+
+    `ranks` share the cache: every one of them plans the same batch, of global lengths, and tables
+    and slots of blocks that hold block_size * W tokens, of which its own cache holds block_size
+    each. `context` says what becomes of expanded tokens' earlier keys then, and of V4's entries:
+    attended to in "place", "gather"ed from all ranks, or by "auto" whichever is cheaper
+    (docs/context-parallel.md).
     """
-    _check_kinds(batch, config, cache, compiled, batch_invariant)
-    _check_into(into, compiled)
-    if output is not None:
-        check_planned_output(config, output)
-    check_dtype("plan", dtype)
-    check_planned_queries("plan", config, cache, query_dtype)
-    check_prefill_dtype("plan", prefill_dtype, config, batch_invariant, into)
-    asked: dict[str, Any] = {"query_dtype": query_dtype, "prefill_dtype": prefill_dtype}
-    latent: Any = partial(_plan_latent, output=output, **asked)
-    make = latent if config.compressor is None else plan_compressed
-    plan = make(
-        batch,
-        config,
-        cache,
-        dtype=dtype,
-        backend=backend,
-        form=form,
-        workspace=workspace,
-        workspace_tokens=workspace_tokens,
-        batch_invariant=batch_invariant,
-        into=into,
-        beside=beside,
-        uniform=compiled,
-    )
+    fields: dict[str, Any] = {}
+    with agreeing(fields, ranks, cache):
+        check_kinds(batch, config, cache, compiled, batch_invariant, ranks)
+        if workspace is not None:
+            check_kind("plan", "workspace", workspace, Workspace)
+        options = PlanOptions(
+            dtype, frozen(backend), form, workspace_tokens, batch_invariant, compiled, output,
+            query_dtype, prefill_dtype, context,
+        )  # fmt: skip
+        if into is not None:
+            check_buffers("plan", "into", into)
+        if ranks is not None:
+            fields |= _fields(batch, config, cache, ranks, options, workspace, into)
+        asked = Combination(
+            options, config, into is not None, beside is not None, ranks is not None
+        )
+        check_combination("plan", asked)
+        plan = _make(batch, config, cache, options, workspace, into, beside, ranks)
     return symbolic(plan) if compiled else plan
 
 
-def _check_kinds(
-    batch: Batch, config: MLAConfig, cache: LayerCache, compiled: bool, batch_invariant: bool
-) -> None:
-    check_kind("plan", "batch", batch, Batch)
-    check_kind("plan", "config", config, MLAConfig)
-    check_kind("plan", "compiled", compiled, bool)
-    check_kind("plan", "batch_invariant", batch_invariant, bool)
-    if not isinstance(cache, LayerCache):
-        raise ConfigError(
-            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
-        )
+def _make(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    options: PlanOptions,
+    workspace: Workspace | None,
+    into: Roles | None,
+    beside: Plan | None,
+    ranks: Ranks | None,
+) -> Plan:
+    """Checks, parts, backends, tensors to the device."""
+    v4 = config.compressor is not None
+    if options.output is not None:
+        check_planned_output(config, options.output)
+    check_dtype("plan", options.dtype)
+    check_planned_queries("plan", config, cache, options.query_dtype)
+    rows = check_caches(config, cache) if v4 else latent_of(cache)
+    device, dtype = rows.data.device, queries_dtype(rows, options.dtype)
+    size = 1 if ranks is None else check_ranks(batch, rows, ranks, v4=v4)
+    wide = config if ranks is None else with_all_heads(config, ranks)
+    run_length = fixed_run(wide.num_heads) if options.batch_invariant else 0
+    read, values = [rows], {}  # type: list[PagedCache], Roles
+    if v4:
+        sharded = ranks is not None and cache.ratio == INDEXED_RATIO
+        num_tokens = batch.num_tokens if into is None else into["slot_mapping"].shape[0]
+        check_room_for_selection(config, cache, workspace, num_tokens)
+        if beside is not None:
+            check_beside(beside, batch, config, cache, num_tokens)
+        again, blocks = beside is not None, size if sharded else 1
+        check_compressed_batch(batch, config, cache, rows, again=again, ranks=blocks)
+        read += [] if cache.compressed is None else [cache.compressed]
+        if sharded:
+            assert ranks is not None
+            parts, values = plan_compressed_across(
+                batch, config, cache, rows, ranks, dtype, options.context, into,
+                fixed=options.uniform,
+            )  # fmt: skip
+        else:
+            known = None if beside is None else beside.shared
+            parts, values = plan_compressed(
+                batch, config, cache, rows, known, into,
+                uniform=options.compiled, listed=options.batch_invariant,
+            )  # fmt: skip
+    else:
+        check_cache(config, cache, rows, options.form)
+        check_batch(batch, rows, size)
+        check_wide_queries("plan", options.query_dtype, dtype)
+        if options.prefill_dtype is not None:
+            check_eight_bit_products("plan", device, dtype)
+        if into is not None:
+            parts, values = captured_parts(batch, config, cache, dtype, into, ranks)
+            workspace = None
+        else:
+            if workspace is not None:
+                check_workspace(workspace, config, dtype, device)
+            parts = _plan_latent(
+                batch, config, cache, replace(options, dtype=dtype), workspace, ranks, run_length
+            )
+    if ranks is not None:
+        count, fixed = None if into is None else num_captured(into), options.batch_invariant
+        groups = with_schedules(parts.groups, config, ranks, dtype, fixed=fixed, count=count)
+        parts = parts._replace(groups=groups)
+    calls = calls_of(parts.groups, parts.select, config, wide, options)
+    choice = choose(
+        config, cache_kind(read, cache.index), dtype, calls, run_length, options.backend
+    )
+    if workspace is not None and not v4:
+        check_room_for_keys(workspace, choice.backends, choice.keys_apart, options.prefill_dtype)
+    if into is None:
+        parts = upload(parts, device)
+    else:
+        fill(into, values)
+    return assemble(
+        parts, choice, config, cache, options, ranks=ranks, causal=batch.causal,
+        workspace=workspace, padding=0 if v4 or into is not None else batch.padding,
+        run_length=run_length, captured=into is not None, query_lens=batch.query_lens,
+        seq_lens=batch.seq_lens, bounded=batch.bounded,
+    )  # fmt: skip
 
 
-def _check_into(into: dict[str, Tensor] | None, compiled: bool) -> None:
-    if into is not None:
-        check_buffers("plan", "into", into)
-    if compiled and into is not None:
-        raise ConfigError("plan: compiled must not be given with into=, whose sizes never change.")
+def num_captured(into: Roles) -> int:
+    return into["slot_mapping"].shape[0]
 
 
-def _check_captured_form(form: str) -> None:
-    if form == "expanded":
-        raise ConfigError("plan: form must be auto or absorbed with into=, got 'expanded'.")
+def assemble(
+    parts: Parts,
+    choice: Choice,
+    config: MLAConfig,
+    cache: LayerCache,
+    options: PlanOptions,
+    **more: Any,
+) -> Plan:
+    """The plan of parts that are on the device, and of those who run its ops."""
+    rows, groups = cache.latent or cache.window, parts.groups
+    assert rows is not None
+    if choice.ends:  # what ranks merge is quantized afterwards
+        ends = [
+            choice.ends[each.form] if each.across is None else "quantize_out" for each in groups
+        ]
+        groups = tuple(remade(each, {"end": end}) for each, end in zip(groups, ends, strict=True))
+    return Plan(
+        config=config,
+        options=options,
+        num_tokens=parts.slot_mapping.shape[0],
+        slot_mapping=parts.slot_mapping,
+        groups=groups,
+        backends=dict(choice.backends),
+        problems=choice.problems,
+        select=parts.select,
+        pool=parts.pool,
+        bring=parts.bring,
+        keys_apart=choice.keys_apart,
+        rope_offsets=parts.rope_offsets,
+        ratio=cache.ratio,
+        geometry=cache.geometry,
+        shared=parts.shared,
+        num_blocks=rows.num_blocks,
+        block_size=rows.block_size,
+        requested=dict(choice.requested),
+        **more,
+    )
+
+
+def _fields(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    ranks: Ranks,
+    options: PlanOptions,
+    workspace: Workspace | None,
+    into: Roles | None,
+) -> dict[str, Any]:
+    """What must be the same on every rank. Rows of a workspace decide how many collectives there
+    are, and buffers how large they are."""
+    sizes = None if into is None else {name: tuple(each.shape) for name, each in into.items()}
+    backend = options.backend
+    named = backend if isinstance(backend, str) else sorted(backend)  # sets have no order
+    asked = {**vars(options), "backend": named}
+    parts = ((part.format, part.num_blocks, part.block_size) for part in cache.parts)
+    return {
+        "config": config,
+        "cache": [cache.ratio, *parts],
+        "ranks": (ranks.shard.size, ranks.interleave, ranks.heads, ranks.schedule),
+        "query_lens": batch.query_lens,
+        "seq_lens": (batch.seq_lens, sorted(batch.bounded)) if batch.bounded else batch.seq_lens,
+        "padding": batch.padding,
+        "block_table": batch.block_table,
+        "slot_mapping": batch.slot_mapping,
+        "window_table": batch.window_table,
+        "state_slots": batch.state_slots,
+        "options": (asked, None if workspace is None else workspace.num_rows, sizes),
+    }
 
 
 def _plan_latent(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
-    *,
-    dtype: torch.dtype | None,
-    backend: Asked,
-    form: str,
+    options: PlanOptions,
     workspace: Workspace | None,
-    workspace_tokens: int | None,
-    batch_invariant: bool,
-    into: dict[str, Tensor] | None,
-    beside: Plan | None,
-    uniform: bool,
-    output: str | None,
-    query_dtype: str | None,
-    prefill_dtype: str | None,
-) -> Plan:
-    """make_plan for a model that caches a latent row per token."""
-    latent = latent_of(cache)
-    _check_options(config, form, beside)
-    check_cache(config, cache, latent, form)
-    check_batch(batch, latent)
-    device, dtype = latent.data.device, _queries_dtype(latent, dtype, query_dtype, prefill_dtype)
-    run_length = fixed_run(config.num_heads) if batch_invariant else 0
-    if into is None:
-        if workspace is not None:
-            check_workspace(workspace, config, dtype, device)
-        # which op attends to a request must not follow from how short it is, or was
-        everyone, asked = uniform or batch_invariant, (query_dtype, prefill_dtype)
-        routes = _routes(batch, config, latent, dtype, form, everyone, run_length, asked)
-        rows = _rows_at_once(
-            batch, config, latent, workspace, workspace_tokens, routes, fixed=batch_invariant
+    ranks: Ranks | None,
+    run_length: int,
+) -> Parts:
+    """The groups of a model that caches a latent row per token, on the host but for what the batch
+    has on the device."""
+    latent, dtype, fixed = latent_of(cache), options.dtype, options.batch_invariant
+    assert dtype is not None and batch.slot_mapping is not None  # _make looked
+    BS, starts = latent.block_size, list(accumulate(batch.query_lens, initial=0))
+    routes = find_routes(batch, config, latent, options, run_length, masks=ranks is None)
+    if ranks is not None:
+        routes = {
+            form: [b for b in requests if batch.query_lens[b]] for form, requests in routes.items()
+        }
+    at_once = _rows_at_once(batch, config, latent, workspace, options, routes)
+    absorbed, expanded = routes["absorbed"], routes["expanded"]
+    chosen, masked = routes.get("chosen", ()), routes.get("masked", ())
+    cuts: dict[str, Any] = {"quantized": options.output is not None, "fixed": fixed}
+    groups, select, slots = [], None, batch.slot_mapping
+    if absorbed or not (expanded or chosen or masked):
+        if ranks is not None:
+            groups.append(absorbed_across(batch, absorbed, starts, ranks.shard))
+        else:
+            longest = max(some(batch.query_lens, absorbed), default=0)
+            rows, roles = pick_rows(absorbed, starts), absorbed_roles(batch, absorbed)
+            groups.append(absorbed_group(roles, rows, longest, absorbed, causal=batch.causal))
+    if expanded and ranks is not None:
+        group = _expand_over_ranks(
+            batch, config, latent, options, workspace, ranks, expanded, starts
         )
-        parts = _parts(
-            batch, config, cache, dtype, routes, rows, uniform,
-            quantized=output is not None, fixed=batch_invariant, apart=bool(prefill_dtype),
-        )  # fmt: skip
-    else:
-        _check_captured_form(form)
-        parts, values = captured_parts(batch, config, cache, dtype, into)
-        routes = {"absorbed" if parts.sparse is None else "chosen": range(len(batch.query_lens))}
-        form, workspace = "captured", None
-    calls = calls_of(parts.decode, parts.prefill, parts.sparse, output, query_dtype, prefill_dtype)
-    caches = cache_kind([latent], cache.index)
-    choice = choose(config, caches, dtype, calls, run_length, frozen(backend))
-    if workspace is not None:
-        check_room_for_keys(workspace, choice.backends, choice.keys_apart, prefill_dtype)
-    if into is None:
-        parts = upload(parts, device)
-    else:
-        fill(into, values)
-    return Plan(
-        config=config,
-        num_tokens=parts.slot_mapping.shape[0],
-        slot_mapping=parts.slot_mapping,
-        decode=parts.decode,
-        prefill=parts.prefill,
-        sparse=parts.sparse,
-        backends=dict(choice.backends),
-        requested=dict(choice.requested),
-        problems=choice.problems,
-        keys_apart=choice.keys_apart,
-        num_blocks=latent.num_blocks,
-        block_size=latent.block_size,
-        padding=batch.padding if into is None else 0,
-        run_length=run_length,
-        output=output,
-        query_dtype=query_dtype,
-        prefill_dtype=prefill_dtype,
-        ends=dict(choice.ends),
-        causal=batch.causal,
-        workspace=workspace,
-        rope_offsets=parts.rope_offsets,
-        query_lens=batch.query_lens,
-        seq_lens=batch.seq_lens,
-        bounded=batch.bounded,
-        form=form,
-        routes=routes,
-    )
+        groups.append(group)
+    elif expanded:
+        apart = options.prefill_dtype is not None and latent.format == "fp8"
+        groups.append(expanded_group(batch, expanded, starts, BS, at_once, apart=apart, **cuts))
+    if chosen and ranks is not None:
+        select, group = _select_over_ranks(batch, config, cache, options, ranks, chosen, starts)
+        groups.append(group)
+    elif chosen or masked:
+        select, own = plan_select(batch, config, cache, options, chosen, masked, starts)
+        groups += [] if own is None else [own]
+        if masked:
+            first = sum(some(batch.query_lens, chosen))
+            groups.append(
+                masked_group(batch, masked, starts, BS, at_once, first=first, fixed=fixed)
+            )
+    if ranks is not None:
+        slots = ranks.shard.local_slots(slots, BS)
+    offsets = rope_offsets(batch, config, uniform=options.compiled)
+    return Parts(tuple(groups), select, None, slots, offsets)
 
 
-def _queries_dtype(
-    latent: PagedCache,
-    dtype: torch.dtype | None,
-    query_dtype: str | None,
-    prefill_dtype: str | None,
-) -> torch.dtype:
-    """As given, or by default the cache's, bf16 for a packed cache. Chips are looked at."""
-    layout = latent.layout
-    if dtype is None:
-        dtype = torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
-    check_wide_queries("plan", query_dtype, dtype)
-    if prefill_dtype is not None:
-        check_eight_bit_products("plan", latent.data.device, dtype)
-    return dtype
-
-
-def _check_options(config: MLAConfig, form: str, beside: Plan | None) -> None:
-    if form not in FORMS:
-        raise ConfigError(f"plan: form must be {', '.join(FORMS[:-1])} or chosen, got {form!r}.")
-    if beside is not None:
-        raise ConfigError(
-            f"plan: beside must not be given for {config.model_type}: one plan serves all layers."
-        )
-
-
-def _routes(
+def _expand_over_ranks(
     batch: Batch,
     config: MLAConfig,
     latent: PagedCache,
-    dtype: torch.dtype,
-    form: str,
-    uniform: bool,
-    run_length: int,
-    asked: Sequence[str | None],
-) -> Mapping[str, Sequence[int]]:
-    """Which request takes which form; `uniform` absorbed ones all choose, however short."""
-    absorbed = _forms(batch, config, latent, dtype, form, run_length)
-    # of a part of the keys, how few it has says nothing about how many there are
-    everyone = form == "chosen" or not batch.causal
-    choosing = choosing_requests(batch, config, everyone=everyone)
-    if config.indexer is None and all(absorbed):
-        return {"absorbed": list(range(len(absorbed))), "expanded": []}
-    routes: dict[str, Sequence[int]] = {"absorbed": [], "expanded": []}
-    if len(choosing) < len(absorbed):
-        others = [(b, taken) for b, taken in enumerate(absorbed) if b not in choosing]
-        routes["absorbed"] = [b for b, taken in others if taken]
-        routes["expanded"] = [b for b, taken in others if not taken]
-    short: Sequence[int] = ()
-    # where nobody has a token, nothing is chosen
-    asking = bool(choosing) or any(batch.query_lens[b] for b in routes["absorbed"])
-    if uniform and config.indexer is not None and asking:
-        short, routes["absorbed"] = routes["absorbed"], []
-    if choosing or short:
-        chosen, masked = sparse_routes(batch, config, latent, dtype, form, choosing, asked)
-        chosen = sorted((*chosen, *short))
-        routes |= {"chosen": chosen, "masked": masked}
-    return routes
+    options: PlanOptions,
+    workspace: Workspace | None,
+    ranks: Ranks,
+    requests: Sequence[int],
+    starts: Sequence[int],
+) -> Group:
+    """New rows among themselves, then what was cached before: in place, or gathered."""
+    BS, dtype, fixed = latent.block_size, options.dtype, options.batch_invariant
+    assert dtype is not None
+    group = new_group(batch, requests, starts, BS)
+    later = [b for b in requests if batch.seq_lens[b] > batch.query_lens[b]]
+    if not later:
+        return group
+    dense = replace(config, indexer=None)
+    gathers = options.context == "gather"
+    fits = check_room_to_gather(workspace, options.context, BS * ranks.shard.size)
+    if options.context == "auto" and fits and not fixed:
+        lens = some(batch.query_lens, later), contexts_of(batch, later)
+        gathers = gathering_is_cheaper(*lens, dense, latent, ranks, dtype)
+    if gathers:
+        most = _most_rows(config, latent, workspace, options, len(requests))
+        device, cuts = latent.data.device, {"quantized": options.output is not None, "fixed": fixed}
+        group = with_gathered(group, batch, latent, ranks, most, **cuts)
+        reserve_brought(config, ranks, len(requests), most, workspace, device, dtype, BS)
+        return group
+    keys = context_batch(batch, later, ranks.shard)
+    everyone, own_starts = range(len(later)), list(accumulate(keys.query_lens, initial=0))
+    routes: Routes = {"absorbed": list(everyone), "expanded": []}
+    if ranks.heads == "all":
+        run_length = fixed_run(config.num_heads) if fixed else 0
+        routes = find_routes(keys, dense, latent, options, run_length)
+    absorbed, expanded, groups = routes["absorbed"], routes["expanded"], []
+    if absorbed:
+        longest, rows = max(some(keys.query_lens, absorbed)), pick_rows(absorbed, own_starts)
+        roles = absorbed_roles(keys, absorbed)
+        groups.append(absorbed_group(roles, rows, longest, absorbed, causal=False))
+    if expanded:
+        most = _most_rows(config, latent, workspace, options, len(later))
+        groups.append(expanded_group(keys, expanded, own_starts, BS, most, fixed=fixed))
+    query_lens = some(batch.query_lens, requests)
+    return with_context(group, later, starts, query_lens, tuple(groups))
+
+
+def _select_over_ranks(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    options: PlanOptions,
+    ranks: Ranks,
+    requests: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Select, Group]:
+    """Tokens that select among all ranks' keys; each rank attends to those it holds."""
+    assert config.indexer is not None
+    own, rows = token_batch(batch, requests, ranks.shard), pick_rows(requests, starts)
+    tokens = range(own.num_tokens)
+    wide = with_all_heads(config, ranks)
+    select, group = plan_select(own, wide, cache, options, tokens, (), range(len(tokens) + 1))
+    assert group is not None
+    most = ranks.shard.most_local(max(some(batch.seq_lens, requests)))
+    offered = config.indexer.topk if options.compiled else min(config.indexer.topk, most)
+    BS = latent_of(cache).block_size
+    here = {"offered": offered, "shard": ranks.shard, "block_size": BS}
+    select = remade(select, {"rows": rows, **here})
+    across = Across(rows, (group,))
+    return select, Group("chosen", rows, None, group.selected, requests=requests, across=across)
+
+
+def plan_select(
+    batch: Batch,
+    config: MLAConfig,
+    cache: LayerCache,
+    options: PlanOptions,
+    chosen: Sequence[int],
+    masked: Sequence[int],
+    starts: Sequence[int],
+) -> tuple[Select, Group | None]:
+    """Requests whose tokens select their keys, in latent space or masked. A compiled step scores
+    all rows, also where there is nothing to select from."""
+    assert config.indexer is not None and options.dtype is not None
+    K, requests = config.indexer.topk, [*chosen, *masked]
+    query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
+    lens = row_lens(query_lens, seq_lens, batch.causal)
+    num_absorbed = sum(query_lens[: len(chosen)])
+    held = 0
+    chunks: tuple[ScoreChunk, ...] = ()
+    if cache.index is not None:  # else the caller selects
+        held = query_bytes(config, cache.index)
+        longest = max(some(batch.read_lens, requests), default=0)
+        chunks = chunks_of(lens, longest, held, K + 1 if options.compiled else 0)
+    cuts = query_chunks(num_absorbed, config, options.dtype.itemsize)
+    roles = select_roles(batch, K, requests, num_absorbed, lens, chunks, cuts)
+    rows, own = pick_rows(requests, starts), pick_rows(chosen, starts)
+    return select_parts(roles, rows, own, lens.shape[0], num_absorbed, chunks, cuts, held, chosen)
+
+
+def queries_dtype(rows: PagedCache, dtype: torch.dtype | None) -> torch.dtype:
+    """As given, or by default the cache's, bf16 for a packed cache."""
+    if dtype is not None:
+        return dtype
+    layout = rows.layout
+    return torch.bfloat16 if layout.scaled or layout.packed else layout.dtype
 
 
 def _rows_at_once(
@@ -295,18 +483,14 @@ def _rows_at_once(
     config: MLAConfig,
     latent: PagedCache,
     workspace: Workspace | None,
-    workspace_tokens: int | None,
-    routes: Mapping[str, Sequence[int]],
-    *,
-    fixed: bool,
+    options: PlanOptions,
+    routes: Routes,
 ) -> int:
-    """Context rows gathered at once, in the workspace if there is one: it has room for the step.
-    `fixed`: contexts are cut there, so that how many requests there are has no say."""
+    """Context rows gathered at once, in the workspace if there is one: it has room for the step."""
     BS = latent.block_size
-    rows_at_once = workspace.num_rows if workspace is not None else workspace_tokens
-    if rows_at_once is None:
-        B = 1 if fixed else len(batch.query_lens)
-        rows_at_once = default_workspace_tokens(config, max_requests=B, block_size=BS)
+    # contexts are cut there: how many requests there are must have no say in it
+    B = 1 if options.batch_invariant else len(batch.query_lens)
+    rows_at_once = _most_rows(config, latent, workspace, options, B)
     if rows_at_once < BS:
         raise ConfigError(
             f"plan: workspace_tokens must be at least one block of {BS}, got {rows_at_once}."
@@ -322,68 +506,17 @@ def _rows_at_once(
     return rows_at_once
 
 
-def _parts(
-    batch: Batch,
+def _most_rows(
     config: MLAConfig,
-    cache: LayerCache,
-    dtype: torch.dtype,
-    routes: Mapping[str, Sequence[int]],
-    rows_at_once: int,
-    uniform: bool,
-    *,
-    quantized: bool,
-    fixed: bool,
-    apart: bool,
-) -> Parts:
-    """The step's tensors, on the host but for what the batch has on the device."""
-    latent = latent_of(cache)
-    starts = list(accumulate(batch.query_lens, initial=0))
-    decoding, prefilling, choosing = routes["absorbed"], routes["expanded"], "chosen" in routes
-    decode = prefill = sparse = None
-    if decoding or not (prefilling or choosing):
-        decode = plan_decode(batch, decoding, starts)
-    if prefilling:
-        prefill = plan_prefill(
-            batch, prefilling, starts, latent.block_size, rows_at_once, quantized=quantized,
-            fixed=fixed, apart=apart and latent.format == "fp8",
-        )  # fmt: skip
-    if choosing:
-        chosen = (routes["chosen"], routes["masked"])
-        sparse = plan_sparse(
-            batch, config, cache, dtype, chosen, starts, rows_at_once, uniform=uniform, fixed=fixed
-        )
-    assert batch.slot_mapping is not None  # check_batch looked
-    offsets = rope_offsets(batch, config, uniform=uniform)
-    return Parts(decode, prefill, sparse, batch.slot_mapping, offsets)
-
-
-def _forms(
-    batch: Batch, config: MLAConfig, latent: PagedCache, dtype: torch.dtype, form: str,
-    run_length: int,
-) -> list[bool]:  # fmt: skip
-    """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
-    whose length only the device knows cannot be cut into chunks."""
-    bounded = batch.bounded
-    if form == "expanded" and bounded:
-        raise ConfigError(
-            f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
-            f"request {min(bounded)}."
-        )
-    if form == "auto" and max(batch.query_lens, default=0) <= 1:  # plain decode, at every step
-        return [True] * len(batch.query_lens)
-    if form != "auto":
-        return [form != "expanded" or n == 0 for n in batch.query_lens]
-    if len(bounded) == len(batch.query_lens):
-        return [True] * len(batch.query_lens)
-    cheaper = choose_absorbed(
-        config,
-        batch.query_lens,
-        batch.seq_lens,
-        format=latent.format,
-        itemsize=dtype.itemsize,
-        device=latent.data.device.type,
-        run_length=run_length,
-    )
-    if not bounded:
-        return cheaper
-    return [b in bounded or absorbed for b, absorbed in enumerate(cheaper)]
+    latent: PagedCache,
+    workspace: Workspace | None,
+    options: PlanOptions,
+    num_requests: int,
+) -> int:
+    rows = workspace.num_rows if workspace is not None else options.workspace_tokens
+    if rows is not None:
+        return rows
+    if options.batch_invariant:
+        num_requests = 1
+    sizes = {"max_requests": num_requests, "block_size": latent.block_size}
+    return default_workspace_tokens(config, **sizes)

@@ -30,6 +30,7 @@ from openmla.errors import ConfigError
 from openmla.hardware import multiprocessors
 from openmla.ops.cache_gather import problem as cache_gather_problem
 from openmla.ops.cache_write import problem as cache_write_problem
+from openmla.ops.compress_kv import problem as compress_kv_problem
 from openmla.ops.index_logits import problem as index_logits_problem
 from openmla.ops.index_logits import scores_dtype
 from openmla.ops.index_topk import problem as index_topk_problem
@@ -49,10 +50,10 @@ from openmla.ops.quantize_heads import problem as quantize_heads_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.quantize_queries import problem as quantize_queries_problem
 from openmla.ops.rope import problem as rope_problem
+from openmla.plan.options import FrozenAsked, PlanOptions
 from openmla.plan.rows import num_rows
-from openmla.plan.types import DecodePlan, PrefillPlan, SparsePlan
+from openmla.plan.types import Expanded, Group, Keys, Select
 
-FrozenAsked = str | frozenset[tuple[str, str]]
 PROMPT = 4096  # tokens: how many does not matter, but that they are many
 
 
@@ -69,7 +70,7 @@ class Choice(NamedTuple):
     backends: dict[str, str]
     requested: dict[str, str]
     keys_apart: bool = False  # of mha_ragged
-    ends: Mapping[str, str] = {}  # of quantised outputs
+    ends: Mapping[str, str] = {}  # by form, the op that quantizes its outputs
 
 
 class CacheKind(NamedTuple):
@@ -87,12 +88,14 @@ class CacheKind(NamedTuple):
 class Calls(NamedTuple):
     """What of a plan's parts decides which ops it calls, for how many tokens."""
 
-    decode: tuple[int, int] | None  # tokens, and the most of one request
-    route: str  # of prefill, "" if there is none
-    sparse: tuple[int, bool] | None  # absorbed tokens at once, and whether others are masked
-    output: str = ""  # the format that outputs are quantised to
-    query_dtype: str = ""  # "fp8" or "fp8_static": what absorbed queries are quantised to
-    eight_bits: bool = False  # expanded heads are e4m3
+    # of each absorbed group: its kinds of keys, tokens in a call, the most of one request, heads
+    reads: tuple[tuple[tuple[str, ...], int, int, int], ...]
+    routes: frozenset[str]  # of expanded groups
+    scores: bool  # index keys are scored
+    merges: bool = False  # what ranks merged is merged with what every rank has
+    output: str = ""  # the format that outputs are quantized to
+    query_dtype: str = ""  # "fp8" or "fp8_static": what absorbed queries are quantized to
+    prefill_dtype: str = ""  # "fp8": expanded heads are e4m3
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
@@ -112,12 +115,6 @@ def requested(backend: Asked) -> dict[str, str]:
     """Per op, the backend that was named for it, or "auto"."""
     check_asked("plan", backend)
     return {op: named(op, backend) for op in BACKENDS}
-
-
-def frozen(backend: Asked) -> FrozenAsked:
-    """What was asked for, as part of a key."""
-    check_asked("plan", backend)
-    return backend if isinstance(backend, str) else frozenset(backend.items())
 
 
 def thawed(backend: FrozenAsked) -> Asked:
@@ -185,35 +182,45 @@ def choose(
 
 
 def calls_of(
-    decode: DecodePlan | None,
-    prefill: PrefillPlan | None,
-    sparse: SparsePlan | None,
-    output: str | None = None,
-    query_dtype: str | None = None,
-    prefill_dtype: str | None = None,
+    groups: Sequence[Group],
+    select: Select | None,
+    config: MLAConfig,
+    wide: MLAConfig,  # with the heads that attend to keys over ranks
+    options: PlanOptions,
 ) -> Calls:
-    return Calls(
-        None
-        if decode is None
-        else (bucketed(num_rows(decode.rows)), bucketed(decode.max_query_len)),
-        "" if prefill is None else prefill.route,
-        None if sparse is None else (bucketed(_at_once(sparse)), bool(sparse.masked)),
-        output or "",
-        query_dtype or "",
-        prefill_dtype is not None,
-    )
+    reads, routes, merges = [], set(), False
+    found = [(group.part, group.rows, config.num_heads) for group in groups]
+    for group in groups:
+        if group.across is not None:
+            inner = group.across.groups
+            found += [(each.part, each.rows, wide.num_heads) for each in inner]
+            merges = merges or group.part is not None
+    for part, rows, heads in found:
+        if isinstance(part, Expanded):
+            routes.add(part.route)
+        elif part is not None:
+            tokens = max(num_rows(cut) for cut in part.cuts or (rows,))
+            kinds = tuple([_kind(keys) for keys in part.reads])
+            reads.append((kinds, bucketed(tokens), bucketed(part.max_query_len), heads))
+    scores = select is not None and len(select.chunks) > 0
+    asked = options.output or "", options.query_dtype or "", options.prefill_dtype or ""
+    return Calls(tuple(reads), frozenset(routes), scores, merges, *asked)
 
 
-def _at_once(sparse: SparsePlan) -> int:
-    return max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
+def _kind(keys: Keys) -> str:
+    """As backends are asked about it. Selected entries are named by positions; of selected latent
+    rows whoever attends to them decides (choose_backends)."""
+    return "positions" if keys.kind == "listed" and keys.part != "latent" else keys.kind
 
 
 def gathering_problem(
-    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, tokens: int, run_length: int = 0
-) -> Problem:
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, tokens: int, run_length: int = 0,
+    num_heads: int | None = None,
+) -> Problem:  # fmt: skip
     """mqa_sparse over the chosen rows of so many tokens."""
+    H = config.num_heads if num_heads is None else num_heads
     return mqa_sparse_problem(
-        kind.device, dtype, kind.formats[:1], ("slots",), H=config.num_heads, D=config.latent_dim,
+        kind.device, dtype, kind.formats[:1], ("slots",), H=H, D=config.latent_dim,
         C=config.kv_lora_rank, tokens=tokens, aligned=kind.aligned, run_length=run_length,
     )  # fmt: skip
 
@@ -235,53 +242,65 @@ def find_problems(
     config: MLAConfig, kind: CacheKind, dtype: torch.dtype, calls: Calls, run_length: int
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
-    device, (format, index_format) = kind.device, kind.formats
-    D, C, alone = config.latent_dim, config.kv_lora_rank, run_length > 0
-    E, V = config.qk_head_dim, config.v_head_dim
+    device, (*read, index_format) = kind.device, kind.formats
+    format, alone = read[0], run_length > 0
+    D, C = config.latent_dim, config.kv_lora_rank
+    E, V, R = config.qk_head_dim, config.v_head_dim, config.qk_rope_head_dim
+    v4, eight_bits = config.compressor is not None, bool(calls.prefill_dtype)
     queries = torch.float8_e4m3fn if calls.query_dtype else dtype  # of absorbed rows
-    heads = torch.float8_e4m3fn if calls.eight_bits else dtype
-    rows = torch.float8_e4m3fn if calls.eight_bits and format == "fp8" else dtype
+    heads = torch.float8_e4m3fn if eight_bits else dtype
+    rows = torch.float8_e4m3fn if eight_bits and format == "fp8" else dtype
+    gathering = [cache_gather_problem(device, rows, format)] if calls.routes - {"new"} else []
+    merging = [merge_states_problem(device, dtype)] if calls.routes - {"new", "one-shot"} else []
     problems = [
-        latent_write_problem(device, dtype, format, D=D, E=E),
+        latent_write_problem(device, dtype, format, D=D, E=D if v4 else E),
         cache_write_problem(device, dtype, format),
     ]
     if config.rope.kind != "none":
         problems.append(rope_problem(device, dtype))
-    if calls.decode is not None:
-        tokens, max_query_len = calls.decode
+    if len(read) > 1:  # tokens are pooled into entries
+        wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
+        problems.append(compress_kv_problem(device, wide, read[1], D=D, batch_invariant=alone))
+    for kinds, tokens, max_query_len, H in calls.reads:
+        if kinds == ("paged",):
+            problems.append(
+                mqa_paged_problem(
+                    device, queries, format, H=H, D=D, C=C, BS=kind.block_size, tokens=tokens,
+                    max_query_len=max_query_len, run_length=run_length, aligned=kind.aligned,
+                )
+            )  # fmt: skip
+    if calls.merges:
+        problems.append(merge_states_problem(device, dtype))
+    if calls.routes - {"masked"}:
+        shared = 0 if eight_bits else R
         problems.append(
-            mqa_paged_problem(
-                device, queries, format, H=config.num_heads, D=D, C=C, BS=kind.block_size,
-                tokens=tokens, max_query_len=max_query_len, run_length=run_length,
-                aligned=kind.aligned,
-            )
-        )  # fmt: skip
-    if calls.route:
-        R = 0 if calls.eight_bits else config.qk_rope_head_dim
-        problems.append(mha_ragged_problem(device, heads, E=E, R=R, V=V, batch_invariant=alone))
-        if calls.route != "new":
-            problems.append(cache_gather_problem(device, rows, format))
-        if calls.route in ("chunked", "context"):
-            problems.append(merge_states_problem(device, dtype))
-    if calls.eight_bits and (calls.route or (calls.sparse is not None and calls.sparse[1])):
+            mha_ragged_problem(device, heads, E=E, R=shared, V=V, batch_invariant=alone)
+        )
+        problems += gathering + merging
+    if eight_bits and calls.routes:
         problems.append(quantize_heads_problem(device, dtype))
-    if index_format and config.indexer is not None:
+    if index_format and not v4 and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, index_format))
-    if calls.sparse is not None:
-        tokens, masked = calls.sparse
-        if index_format:
-            problems += scoring_problems(config, device, index_format, dtype, alone)
-        if tokens:
+    if calls.scores:
+        problems += scoring_problems(config, device, index_format, dtype, alone)
+    for kinds, tokens, _, H in calls.reads:
+        if kinds == ("listed",):
             problems.append(map_slots_problem(device))
-            problems.append(gathering_problem(config, kind, queries, tokens, run_length))
-        if masked:
-            problems.append(pack_mask_problem(device))
-            problems.append(mha_masked_problem(device, heads, E=E, V=V, batch_invariant=alone))
-            problems.append(cache_gather_problem(device, rows, format))
-            problems.append(merge_states_problem(device, dtype))
-    if queries != dtype and (calls.decode is not None or (calls.sparse and calls.sparse[0])):
+            problems.append(gathering_problem(config, kind, queries, tokens, run_length, H))
+        elif kinds != ("paged",):
+            problems.append(
+                mqa_sparse_problem(
+                    device, queries, read, kinds, H=H, D=D, C=C, tokens=tokens,
+                    aligned=kind.aligned, run_length=run_length,
+                )
+            )  # fmt: skip
+    if "masked" in calls.routes:
+        problems.append(pack_mask_problem(device))
+        problems.append(mha_masked_problem(device, heads, E=E, V=V, batch_invariant=alone))
+        problems += gathering + merging
+    if queries != dtype and calls.reads:
         problems.append(quantize_queries_problem(device, dtype, D=D))
-    if alone:  # else torch multiplies
+    if alone and not v4:  # else torch multiplies
         P = config.qk_nope_head_dim
         problems.append(
             project_heads_problem(
@@ -304,9 +323,9 @@ def find_ends(
     output, C, V = calls.output, config.kv_lora_rank, config.v_head_dim
     ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
     problems = [quantize_out_problem(device, dtype, output)]
-    if config.head_gate:
+    if config.head_gate or config.compressor is not None:  # turned back, then quantized
         return ends, problems
-    if fuses and (calls.decode is not None or (calls.sparse is not None and calls.sparse[0])):
+    if fuses and calls.reads:
         projecting = project_quantize_problem(
             device, dtype, output, eight_bits=False, block=C, C=C, V=V
         )
@@ -315,7 +334,7 @@ def find_ends(
         if fused or asked != "auto":
             ends |= dict.fromkeys(("absorbed", "chosen"), projecting.op)
             problems.append(projecting)
-    if calls.route in ("chunked", "context"):
+    if calls.routes & {"chunked", "context"}:
         ends["expanded"] = "merge_quantize"
         problems.append(merge_quantize_problem(device, dtype, output))
     return ends, problems

@@ -12,35 +12,39 @@ import torch
 from torch import Tensor
 
 from openmla.plan.types import (
-    CompressedPlan,
-    ContextChunk,
-    DecodePlan,
+    Absorbed,
+    Across,
+    Ask,
+    Bring,
+    Brought,
+    Expanded,
+    Group,
     KeyChunk,
-    MaskedChunk,
-    MaskGroup,
+    Keys,
     Plan,
-    PrefillPlan,
+    Pool,
     ScoreChunk,
-    SparsePlan,
+    Select,
 )
 
-_KEYS = ("max_key_len", "num_keys", "max_query_len")
 # what follows the lengths: integers, slices, or tuples of slices
 FOLLOWING: dict[type, tuple[str, ...]] = {
     Plan: ("num_tokens", "padding"),
-    DecodePlan: ("rows", "max_query_len"),
-    KeyChunk: _KEYS,
-    ContextChunk: (*_KEYS, "rows", "ended", "continued"),
-    PrefillPlan: ("rows", "max_query_len", "alone"),
+    Group: ("rows", "selected"),
+    Across: ("rows", "inside"),
+    Brought: ("num_rows",),
+    Bring: ("num_bytes",),
+    Keys: (),
+    Absorbed: ("max_query_len", "cuts"),
+    Ask: ("rows", "max_query_len"),
+    KeyChunk: ("max_key_len", "num_keys", "ended", "continued"),
+    Expanded: ("alone",),
     ScoreChunk: ("rows", "num_keys"),
-    MaskGroup: ("rows",),
-    MaskedChunk: _KEYS,
-    SparsePlan: ("rows", "num_rows", "num_absorbed", "query_chunks"),
-    CompressedPlan: ("num_rows", "max_entries"),
+    Select: ("rows", "num_rows"),
+    Pool: ("max_entries",),
 }
 # The compiler takes a size of 1 for a constant. A second column like the first changes nothing: no
 # position of a request is looked up in it, and in a ring of both each is in the same block.
-TABLES = ("block_table", "window_table")
 _PAST_ONE = 2  # integers are carried as so much more, for the same reason
 _CARRIES = torch.bool  # no other tensor of a plan has it
 
@@ -65,7 +69,7 @@ def _symbolic(node: Any, device: torch.device) -> Any:
     for name, value in vars(node).items():
         if name in FOLLOWING[type(node)]:
             vars(made)[f"_{name}"] = _carried(value, device)
-        elif name in TABLES and value.shape[1] == 1:
+        elif name == "block_table" and value.shape[1] == 1:
             vars(made)[name] = _marked(value.repeat(1, 2))
         else:
             vars(made)[name] = _symbolic(value, device)

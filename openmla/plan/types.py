@@ -1,11 +1,17 @@
-"""Plan and its parts: what a step will do, complete when made and then frozen."""
+"""Plan and its parts: what a step will do, complete when made and then frozen.
+
+A plan says what to write, which tokens select their keys, and how each group of tokens attends.
+Every token of a request is in exactly one group. A group is absorbed (queries in latent space, over
+cached rows) or expanded (keys and values made from latents, a chunk of keys at a time).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from openmla.backends import Problem
@@ -13,36 +19,44 @@ from openmla.cache import Geometry, LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.explanation import Explanation
+from openmla.plan.options import PlanOptions
 from openmla.plan.workspace import Workspace
+from openmla.ranks import Ranks, Shard
 
 Rows = slice | Tensor  # of the step's tokens: a slice, or indices [n] i64
-Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialise on alignment
+Tensors = tuple[Tensor, ...]  # not slices of one: kernels specialize on alignment
 
-Part = TypeVar("Part")
+Some = TypeVar("Some", bound="Part | Plan")
 
 
 def fixed_run(num_heads: int) -> int:
-    """Keys per run where a row's bits must not depend on its neighbours. One request wants short
+    """Keys per run where a row's bits must not depend on its neighbors. One request wants short
     runs, to be on all multiprocessors; many want few partial results, which grow with the heads."""
     return 512 if num_heads <= 32 else 1024
 
 
-class _Part:
-    """Shows tensors by shape and dtype: what they hold may be on a device, and is long."""
+class Part:
+    """A piece of a plan. It shows tensors by shape and dtype: what they hold may be on a device,
+    and is long."""
 
     def __repr__(self) -> str:
         names = self.__dataclass_fields__  # type: ignore[attr-defined]
-        parts = (f"{name}={_shown(getattr(self, name))}" for name in names)
+        given = [(name, getattr(self, name)) for name in names]
+        parts = [f"{name}={_shown(value)}" for name, value in given if not _is_nothing(value)]
         return f"{type(self).__name__}({', '.join(parts)})"
 
 
-def remade(part: Part, changes: Mapping[str, Any]) -> Part:
-    """The part with other values, which are known to be sound: unlike dataclasses.replace() it asks
-    nobody, and every step makes its parts twice."""
+def remade(part: Some, changes: Mapping[str, Any]) -> Some:
+    """The part with other values, which are known to be sound: unlike dataclasses.replace() this
+    calls no constructor, and every step rebuilds its parts."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
     vars(made).update(changes)
     return made
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or value == () if not isinstance(value, Tensor) else False
 
 
 def _shown(value: object) -> str:
@@ -50,174 +64,213 @@ def _shown(value: object) -> str:
         return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, slice):
         return f"{value.start}:{value.stop}"
-    if isinstance(value, tuple) and value and not isinstance(value[0], int):
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 2:
         return f"{len(value)} of them"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
     return repr(value)
 
 
 @dataclass(frozen=True, repr=False)
-class DecodePlan(_Part):
-    """Requests in absorbed form, packed: arguments of one mqa_paged call."""
+class Keys(Part):
+    """Cached rows that absorbed queries read: one segment of them.
 
-    rows: Rows
+    `kind` is "paged" (the first `lens` rows of a block table), "window" (the last `span` rows, in
+    a ring), "prefix" (an entry for every `span` tokens) or "listed" (those of a Selection).
+    """
+
+    part: str  # of the layer's cache: "latent", "window" or "compressed"
+    kind: str
     block_table: Tensor  # [B, M] i32
-    seq_lens: Tensor  # [B] i32
-    query_start_loc: Tensor  # [B+1] i32
-    max_query_len: int
+    lens: Tensor | None = None  # [B] i32, of "paged"
+    span: int = 0
 
 
 @dataclass(frozen=True, repr=False)
-class KeyChunk(_Part):
-    """Cached rows that fit the workspace, of neighbouring requests: arguments of cache_gather."""
+class Absorbed(Part):
+    """Attention in latent space: mqa_paged where `reads` is paged, else mqa_sparse over one or two
+    segments. `cuts` are the group's rows in calls of bounded size; none: all in one call."""
+
+    reads: tuple[Keys, ...]
+    max_query_len: int
+    start_locs: Tensors  # [B+1] i32, where each request's rows begin, in each call
+    cuts: tuple[slice, ...] = ()
+    positions: Tensor | None = None  # [n] i64 of the tokens in their sequences, for mqa_sparse
+    causal: bool = True
+
+
+@dataclass(frozen=True, repr=False)
+class Ask(Part):
+    """Queries that attend to a chunk of expanded keys in one call; by a mask of what they selected
+    where `key_starts` are given."""
+
+    rows: slice  # of the group's rows
+    query_start_loc: Tensor  # [B+1] i32, over the chunk's requests
+    max_query_len: int
+    key_starts: Tensor | None = None  # [n] i32, position of the chunk's first key in the request
+    key_lens: Tensor | None = None  # [n] i32
+
+
+@dataclass(frozen=True, repr=False)
+class Brought(Part):
+    """What each rank brings of a chunk of keys, and how all of it is put in order."""
+
+    starts: Tensor  # [requests] i32, in this rank's keys
+    key_start_loc: Tensor  # [requests + 1] i32, of the rows that each rank brings
+    num_rows: int
+    order: Tensor  # [num_keys] i64: where the ranks' rows, one rank behind another, have each key
+
+
+@dataclass(frozen=True, repr=False)
+class KeyChunk(Part):
+    """Cached rows that fit the workspace, of neighboring requests, and who attends to them."""
 
     block_table: Tensor  # [B, M] i32
     starts: Tensor  # [B] i32
     key_start_loc: Tensor  # [B+1] i32
     max_key_len: int
     num_keys: int
-    max_query_len: int
+    asks: tuple[Ask, ...]
+    brought: Brought | None = None  # over ranks: gathered from all of them
+    # where outputs are quantized: the rows of its only ask that no later chunk adds to, and others
+    ended: slice | None = None
+    continued: slice | None = None
 
 
 @dataclass(frozen=True, repr=False)
-class ContextChunk(KeyChunk):
-    """Context, and the queries that attend to it."""
+class Expanded(Part):
+    """Attention over expanded keys and values.
 
-    rows: slice  # of the packed prefill rows
-    query_start_loc: Tensor  # [B+1] i32
-    ended: slice | None = None  # of those, the rows that no later chunk adds to
-    continued: slice | None = None  # and the others; of either there may be none
-
-
-@dataclass(frozen=True, repr=False)
-class PrefillPlan(_Part):
-    """Requests in expanded form, packed.
-
-    `route` is "new" (nobody has context), "one-shot" (context and new rows fit the workspace: one
-    causal call over `one_shot`, whose rows `new_rows` are this step's), "chunked" (the new rows
-    causally, then each chunk, merged) or "context" (the chunks, merged: no key is new).
+    `route` is "new" (this step's rows alone, causally), "one-shot" (context and new rows fit the
+    workspace: one causal call, in whose keys `new_rows` are this step's), "chunked" (the new rows,
+    then each chunk of context, merged), "context" (the chunks, merged: no key is new) or "masked"
+    (chunks of all keys, as stored, under masks).
     """
 
-    rows: Rows
     route: str
-    query_start_loc: Tensor  # [B+1] i32
-    max_query_len: int
-    one_shot: ContextChunk | None = None
-    new_rows: Tensor | None = None  # [T] i64
-    chunks: tuple[ContextChunk, ...] = ()
-    alone: tuple[slice, ...] = ()  # rows of requests without context, where others have chunks
+    new: Ask | None = None  # of "new" and "chunked"
+    chunks: tuple[KeyChunk, ...] = ()
+    new_rows: Tensor | None = None  # [n] i64, of "one-shot"
+    alone: tuple[slice, ...] = ()  # rows without context, where chunks quantize the others
+
+    @property
+    def asks(self) -> Iterator[Ask]:
+        if self.new is not None:
+            yield self.new
+        for chunk in self.chunks:
+            yield from chunk.asks
+
+
+@dataclass(frozen=True, repr=False)
+class Group(Part):
+    """Some of the step's tokens, and how they attend.
+
+    `form` is "absorbed", "expanded", or, where each token attends to keys that were selected for
+    it, "chosen" (absorbed) or "masked" (expanded).
+    """
+
+    form: str
+    rows: Rows
+    part: Absorbed | Expanded | None  # over keys that this process has; None: over `across` alone
+    selected: slice | None = None  # its rows of the Selection
+    end: str = ""  # the op that quantizes its outputs; "": they are not
+    requests: Sequence[int] = ()  # for explain() alone
+    across: Across | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Across(Part):
+    """Keys that are spread over ranks. Each rank attends to its own, by `groups`, whose rows count
+    from the first of `rows`; the results of all ranks are merged, then merged into the group's."""
+
+    rows: Rows  # of the step
+    groups: tuple[Group, ...]
+    inside: Rows | None = None  # where these rows are among the group's; None: all of them
+    schedule: str = "exchange"  # of merge_over_ranks
 
 
 @dataclass(frozen=True)
 class ScoreChunk:
-    """Tokens scored at once: some of the packed sparse rows, and the most keys one sees."""
+    """Tokens scored at once: some of those that select, and the most keys one sees."""
 
     rows: slice
     num_keys: int
 
 
 @dataclass(frozen=True, repr=False)
-class MaskGroup(_Part):
-    """Queries that attend to a chunk of expanded keys in one call, by a mask of their own."""
+class Select(Part):
+    """Tokens that select their keys, those of the "chosen" group first, then the masked ones. Every
+    one is scored and its K keys selected; without `chunks` the caller selects."""
 
-    rows: slice  # of the packed sparse rows
-    query_start_loc: Tensor  # [B+1] i32, over the chunk's requests
-    key_starts: Tensor  # [n] i32, position of the chunk's first key in the row's request
-    key_lens: Tensor  # [n] i32
-
-
-@dataclass(frozen=True, repr=False)
-class MaskedChunk(KeyChunk):
-    """All keys, this step's too, and the groups of queries that attend to them."""
-
-    groups: tuple[MaskGroup, ...]
-
-
-@dataclass(frozen=True, repr=False)
-class SparsePlan(_Part):
-    """Requests longer than the indexer's K, packed: the absorbed ones first, then the masked ones.
-
-    Every row is scored and its K keys chosen. The first `num_absorbed` rows attend to them in
-    latent space (mqa_sparse); the others in expanded form, all keys computed and a bit mask
-    deciding (mha_masked).
-    """
-
-    rows: Rows
+    rows: Rows  # of the step
     block_table: Tensor  # [B, M] i32
     row_starts: Tensor  # zeros, i32: where scores begin, for the longest of `chunks`
-    first_keys: Tensor  # [K] i32, 0, 1, ...: the choice of rows that see no more; or empty
-    row_lens: Tensor  # [n] i32, keys each token may choose from
-    topk_lens: Tensor  # [num_absorbed] i32, keys it does choose
-    positions: Tensor  # [num_absorbed] i64, of the tokens in their sequences
-    score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
-    query_chunk_start_locs: Tensors  # [B+1] i32, and in each of `query_chunks`
+    first_keys: Tensor  # [K] i32, 0, 1, ...: the selection of rows that see no more; or empty
+    row_lens: Tensor  # [n] i32, keys each token may select from
+    topk_lens: Tensor  # [n'] i32, keys that each of the "chosen" group selects
+    start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
     num_rows: int
-    num_absorbed: int
     chunks: tuple[ScoreChunk, ...]
-    query_bytes: int  # of one row's queries while they are quantised
-    query_chunks: tuple[slice, ...]  # of the absorbed rows, which attend to what they chose
-    masked: tuple[MaskedChunk, ...] = ()
+    query_bytes: int  # of one row's queries while they are quantized
+    # over ranks: the keys that each offers for a token, and which keys are here
+    offered: int = 0
+    shard: Shard | None = None
+    block_size: int = 0  # keys of a block here
 
     @property
     def score_bytes(self) -> int:
-        """Of the largest chunk: its logits, and its queries if they are quantised."""
-        return _score_bytes(self.chunks, self.query_bytes)
-
-    @property
-    def mask_bytes(self) -> int:
-        """Of the largest mask."""
-        return max(
-            (
-                (group.rows.stop - group.rows.start) * num_words(chunk.max_key_len) * 4
-                for chunk in self.masked
-                for group in chunk.groups
-            ),
-            default=0,
-        )
+        """Of the largest chunk: its logits, and its queries if they are quantized."""
+        sizes = [(chunk.rows.stop - chunk.rows.start, chunk.num_keys) for chunk in self.chunks]
+        return max((rows * (4 * keys + self.query_bytes) for rows, keys in sizes), default=0)
 
 
 @dataclass(frozen=True, repr=False)
-class Parts(_Part):
-    """The tensors of a plan that is not V4's, before they are on the device."""
-
-    decode: DecodePlan | None
-    prefill: PrefillPlan | None
-    sparse: SparsePlan | None
-    slot_mapping: Tensor  # [T] i64
-    rope_offsets: Tensor | None  # [T] i64
-
-
-@dataclass(frozen=True, repr=False)
-class CompressedPlan(_Part):
-    """A step of V4's layers of one compress ratio: every token attends to its window and, where
-    the ratio is not 0, to entries: all finished ones, or with `chunks` those an indexer chooses.
-    """
+class Pool(Part):
+    """V4: tokens pooled into entries, one for every `ratio` of them: arguments of compress_kv."""
 
     ratio: int
-    query_start_loc: Tensor  # [B+1] i32
     positions: Tensor  # [T] i64, of the tokens in their sequences
-    window_table: Tensor  # [B, M] i32, rings
-    block_table: Tensor  # [B, M] i32, of entries
+    query_start_loc: Tensor  # [B+1] i32
+    block_table: Tensor  # [B, M] i32
     state_slots: Tensor  # [B] i32
-    # of `chunks`, empty where there are none
-    row_starts: Tensor  # zeros, i32: where scores begin, for the longest of them
-    first_keys: Tensor  # [K] i32, 0, 1, ...: the choice of tokens that see no more; or empty
-    row_lens: Tensor  # [T] i32, entries each token may see
-    topk_lens: Tensor  # [T] i32, entries it chooses
-    score_start_locs: Tensors  # [B+1] i32, the requests' rows in each of `chunks`
-    num_rows: int
-    max_entries: int  # the most one token sees
-    chunks: tuple[ScoreChunk, ...] = ()
-    query_bytes: int = 0
-
-    @property
-    def score_bytes(self) -> int:
-        """Of the largest chunk: its logits, and its queries if they are quantised."""
-        return _score_bytes(self.chunks, self.query_bytes)
+    max_entries: int  # the most that one token sees
 
 
-def _score_bytes(chunks: Sequence[ScoreChunk], query_bytes: int) -> int:
-    sizes = [(chunk.rows.stop - chunk.rows.start, chunk.num_keys) for chunk in chunks]
-    return max((rows * (4 * keys + query_bytes) for rows, keys in sizes), default=0)
+@dataclass(frozen=True, repr=False)
+class Bring(Part):
+    """V4 over ranks: blocks of entries that every rank gathers from all others, instead of
+    attending to its own. The plan's tables name the gathered ones."""
+
+    blocks: Tensor  # [n] i64: what this rank brings of them
+    num_bytes: int  # of all of them together, in the workspace of the ranks
+
+
+class Shared(NamedTuple):
+    """What plans of V4's layers of all ratios have in common in a step."""
+
+    key: object  # of the batch
+    query_start_loc: Tensor  # [B+1] i32
+    positions: Tensor  # [T] i64
+    window_table: Tensor  # [B, M] i32, rings
+    block_table: Tensor  # [B, M] i32
+    state_slots: Tensor  # [B] i32
+    slots: Tensor  # [T] i64
+
+    def __repr__(self) -> str:
+        parts = (f"{name}={_shown(getattr(self, name))}" for name in self._fields[1:])
+        return f"Shared({', '.join(parts)})"
+
+
+class Parts(NamedTuple):
+    """The tensors of a plan, before they are on the device."""
+
+    groups: tuple[Group, ...]
+    select: Select | None
+    pool: Pool | None
+    slot_mapping: Tensor  # [T] i64
+    rope_offsets: Tensor | None = None  # [T] i64
+    shared: Shared | None = None
+    bring: Bring | None = None
 
 
 def latent_row(config: MLAConfig) -> int:
@@ -235,54 +288,96 @@ class Plan:
     """One step, complete when made. Integers change only when a launch shape does."""
 
     config: MLAConfig
+    options: PlanOptions
     num_tokens: int
     slot_mapping: Tensor  # [T] i64
-    decode: DecodePlan | None
-    prefill: PrefillPlan | None
+    groups: tuple[Group, ...]
     backends: Mapping[str, str]
     problems: tuple[Problem, ...]
+    select: Select | None = None
+    pool: Pool | None = None
+    bring: Bring | None = None
+    ranks: Ranks | None = None  # that share the cache
     keys_apart: bool = False  # mha_ragged takes the keys' shared columns by themselves
-    sparse: SparsePlan | None = None
-    compressed: CompressedPlan | None = None
     workspace: Workspace | None = None
     rope_offsets: Tensor | None = None  # [T] i64: rows to longrope's long factors in its table
+    ratio: int = 0  # V4: tokens per entry of this kind of layer
     geometry: Geometry | None = None  # of V4's caches
-    batch_key: object = None  # of V4: its plans of one batch share tensors
+    shared: Shared | None = None
     num_blocks: int = 0  # of the others', and the tokens in each
     block_size: int = 0
-    padding: int = 0  # tokens of no request, the last ones; what fills up buffers is not counted
+    padding: int = 0  # tokens of no request, the last ones, that are in no group
     # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
     run_length: int = 0
-    prefill_dtype: str | None = None  # "fp8": expanded queries and keys are e4m3
-    output: str | None = None  # the format that outputs are quantised to
-    query_dtype: str | None = None  # "fp8" or "fp8_static": what absorbed queries are quantised to
-    # how each form's tokens get there: the op that ends them
-    ends: Mapping[str, str] = field(default_factory=dict)
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
-    # the request and its routes (absorbed, expanded, chosen or masked), read by explain() only
+    requested: Mapping[str, str] = field(default_factory=dict)  # per op: a backend, or "auto"
+    captured: bool = False  # over buffers, or an engine's tensors, whose addresses stay
+    # what was asked for, read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()
     bounded: frozenset[int] = frozenset()  # requests of upper bounds, the device has the lengths
-    form: str = "auto"
-    requested: Mapping[str, str] = field(default_factory=dict)  # per op: a backend, or "auto"
-    routes: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
-    def check_cache(self, cache: LayerCache) -> None:
+    @property
+    def output(self) -> str | None:
+        """The format that outputs are quantized to."""
+        return self.options.output
+
+    @property
+    def query_dtype(self) -> str | None:
+        """What absorbed queries are quantized to: "fp8" or "fp8_static"."""
+        return self.options.query_dtype
+
+    @property
+    def prefill_dtype(self) -> str | None:
+        """ "fp8" where expanded queries and keys are e4m3."""
+        return self.options.prefill_dtype
+
+    def group(self, form: str) -> Group | None:
+        """The tokens of a form, if there are any."""
+        for group in self.groups:
+            if group.form == form:
+                return group
+        return None
+
+    @property
+    def listing(self) -> Group | None:
+        """The group, of this process or over ranks, that reads selected keys in latent space."""
+        group = self.group("chosen")
+        return group if group is None or group.across is None else group.across.groups[0]
+
+    def check_cache(self, where: str, cache: LayerCache) -> None:
         """Raise unless the plan's slots and tables mean the same in this cache, and its rows are as
-        wide (V4's is checked by its geometry)."""
-        if cache.latent is not None:
-            cache.latent.check_width("step", "latent", self.config.latent_dim)
-            if self.query_dtype == "fp8_static":
-                cache.latent.check_q_scale("step")
-        if cache.index is not None and self.config.indexer is not None:
-            cache.index.check_width("step", "index", self.config.indexer.head_dim)
+        wide."""
+        config = self.config
+        for name, part in (
+            ("latent", cache.latent),
+            ("window", cache.window),
+            ("compressed", cache.compressed),
+        ):
+            if part is not None:
+                part.check_width(where, name, config.latent_dim)
+        if cache.latent is not None and self.query_dtype == "fp8_static":
+            cache.latent.check_q_scale(where)
+        if cache.index is not None and config.indexer is not None:
+            cache.index.check_width(where, "index", config.indexer.head_dim)
+        if config.compressor is not None:
+            if cache.ratio != self.ratio:
+                raise ConfigError(
+                    f"{where}: cache must be of ratio {self.ratio}, got {cache.ratio}."
+                )
+            here, planned = cache.geometry, self.geometry
+            if here is not None and planned is not None and not here.serves(planned):
+                raise ConfigError(
+                    f"{where}: cache must have the geometry the plan was made for, got another."
+                )
+            return
         for part in (cache.latent, cache.index):
             if part is not None and (
                 part.block_size != self.block_size or part.num_blocks < self.num_blocks
             ):
                 raise ConfigError(
-                    f"step: cache must have {self.num_blocks} blocks of {self.block_size} tokens "
-                    f"as planned, got {part.num_blocks} of {part.block_size}."
+                    f"{where}: cache must have {self.num_blocks} blocks of {self.block_size} "
+                    f"tokens as planned, got {part.num_blocks} of {part.block_size}."
                 )
 
     @property
@@ -292,10 +387,8 @@ class Plan:
 
     @property
     def chooses(self) -> bool:
-        """Whether some of its tokens attend to keys that are chosen for them."""
-        if self.compressed is not None:
-            return len(self.compressed.chunks) > 0
-        return self.sparse is not None
+        """Whether some of its tokens attend to keys that are selected for them."""
+        return self.select is not None
 
     @property
     def batch_invariant(self) -> bool:
@@ -309,7 +402,7 @@ class Plan:
 
     @property
     def mapped(self) -> bool:
-        """Whether chosen positions are made slots before they are attended to."""
+        """Whether selected positions are turned into slots before they are attended to."""
         return "map_slots" in self.backends
 
     def called_with(self, op: str) -> str:
@@ -323,9 +416,9 @@ class Plan:
         return next(problem for problem in self.problems if problem.op == op)
 
     def __repr__(self) -> str:
-        counts = [f"{len(b)} requests {form}" for form, b in self.routes.items() if len(b)]
-        if self.compressed is not None:
-            counts = [f"{len(self.compressed.state_slots)} requests, ratio {self.compressed.ratio}"]
+        counts = [f"{len(each.requests)} requests {each.form}" for each in self.groups]
+        if self.config.compressor is not None:
+            counts = [f"{len(self.query_lens)} requests, ratio {self.ratio}"]
         ops = ("mqa_paged", "mha_ragged", "mqa_sparse", "mha_masked")
         attending = ", ".join(f"{op} by {self.backends[op]}" for op in ops if op in self.backends)
         return (
@@ -333,42 +426,25 @@ class Plan:
             f"{', '.join(counts) or 'no requests'}; {attending})"
         )
 
+    def sent_bytes(self, dtype: torch.dtype) -> int:
+        """What this rank sends in one layer's attention, of outputs and queries in `dtype`."""
+        from openmla.plan.across import bytes_sent
+
+        return bytes_sent(self, dtype)
+
+    def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
+        """What this rank sends where a layer selects keys: candidates, with their scores."""
+        if self.ranks is None or self.select is None:
+            return 0
+        each = self.select.offered * (scores.itemsize + 4)
+        return (self.ranks.shard.size - 1) * self.select.num_rows * each
+
     def explain(self, *, finished: bool = False) -> Explanation:
         """What runs where, why so and why not something better, in how many bytes.
 
         Text for print(); a table where a terminal or a notebook shows the value itself.
-        `finished`: of rows that come normalised and rotated, as an attached model's do.
+        `finished`: of rows that come normalized and rotated, as an attached model's do.
         """
         from openmla.plan.explain import explain  # which is about this class
 
         return explain(self, finished)
-
-    def sparse_bytes(self) -> dict[str, int]:
-        """What the sparse rows of one layer hold beside inputs and outputs, at most, by name."""
-        sparse, config = self.sparse, self.config
-        if sparse is None or config.indexer is None:
-            return {}
-        rows = max((chunk.num_keys for chunk in sparse.masked), default=0)
-        dtype, masked = self.problem("cache_write").dtype, sparse.num_rows - sparse.num_absorbed
-        listed = sparse.num_rows + (sparse.num_absorbed if self.mapped else 0)
-        most = max((chunk.stop - chunk.start for chunk in sparse.query_chunks), default=0)
-        return {
-            "scores": sparse.score_bytes,
-            "selection": 4 * config.indexer.topk * listed,
-            "latent queries": most * latent_row(config) * dtype.itemsize,
-            "mask": sparse.mask_bytes,
-            "expanded keys": self.expanded_bytes(rows, rows, masked),
-        }
-
-    def expanded_bytes(self, gathered: int, keys: int, queries: int) -> int:
-        """Of rows gathered, keys and values expanded from them or from new ones, whole keys; in fp8
-        also of queries, with a scale each, and of codes in 16 bits."""
-        config, size = self.config, self.problem("cache_write").dtype.itemsize
-        H, D, E = config.num_heads, config.latent_dim, config.qk_head_dim
-        held = gathered * D * size
-        if self.keeps_codes:
-            held = gathered * (D + config.kv_lora_rank * size)
-        held += keys * H * (config.qk_nope_head_dim + config.v_head_dim) * size
-        if self.prefill_dtype is None:
-            return held + keys * H * E * size
-        return held + keys * H * E + queries * (H * E + 4 * (-(-H // 4) * 4))

@@ -8,19 +8,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from openmla.plan.types import remade
+from openmla.plan.types import Part, remade
 
 Tree = TypeVar("Tree")
 ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 # Bytes of pinned memory that are asked for at least. torch keeps pinned blocks by size, and a new
 # one takes a fraction of a millisecond: so most plans ask for the same.
 LEAST = 1 << 16
-PLAIN = frozenset((int, str, slice, type(None)))  # most of what parts hold, and no tensor
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
-    """The same tuple or dataclass, however nested, with its CPU tensors moved: integers of 32 and
-    64 bits."""
+    """The same tuple or part of a plan, however nested, with its CPU tensors moved: integers of 32
+    and 64 bits."""
     return tree if device.type == "cpu" else send(tree, device)
 
 
@@ -59,12 +58,11 @@ def _send(tree: Tree, device: torch.device) -> Tree:
 
 def _collect(node: Any, found: dict[int, Tensor]) -> None:
     for part in node if isinstance(node, tuple) else vars(node).values():
-        if type(part) in PLAIN:
-            continue
-        if not isinstance(part, Tensor):
+        if isinstance(part, Tensor):
+            if part.is_cpu:
+                found[id(part)] = part
+        elif isinstance(part, tuple | Part):
             _collect(part, found)
-        elif part.is_cpu:
-            found[id(part)] = part
 
 
 def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
@@ -72,14 +70,13 @@ def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
     listed = isinstance(node, tuple)
     changes: dict[Any, Any] = {}
     for name, part in enumerate(node) if listed else vars(node).items():
-        if type(part) in PLAIN:
-            continue
         if isinstance(part, Tensor):
             changes[name] = moved.get(id(part), part)
-        else:
+        elif isinstance(part, tuple | Part):
             changes[name] = _rebuild(part, moved)
     if not changes:
         return node
-    if listed:
-        return tuple([changes.get(place, part) for place, part in enumerate(node)])
-    return remade(node, changes)
+    if not listed:
+        return remade(node, changes)
+    made = [changes.get(place, part) for place, part in enumerate(node)]
+    return node._make(made) if hasattr(node, "_make") else tuple(made)

@@ -21,8 +21,9 @@ from openmla import (
 )
 from openmla.attention import IndexInputs, Projected, attend_step, select_step
 from openmla.layers.weights import absorb
-from openmla.plan import sparse as planned
+from openmla.plan import groups as planned
 from openmla.plan.types import latent_row
+from tests.plan.groups import absorbed_of, masked_chunks
 
 CONFIG = PRESETS["tiny-v3.2"]
 DERIVING = {"arange", "clamp", "sub", "zeros_like", "_to_copy"}
@@ -82,8 +83,9 @@ def test_sparse_layers(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         buffers = plan_buffers(CONFIG, cache, max_requests=3, max_tokens=15, max_blocks=20)
         into = buffers if captured else None
         plan = make_plan(batch, CONFIG, cache, dtype=torch.float32, into=into)
-        assert plan.sparse is not None and (captured or plan.sparse.masked or not in_chunks)
-        assert (len(plan.sparse.chunks) > 1) == (len(plan.sparse.query_chunks) > 1) == in_chunks
+        assert plan.select is not None and (captured or masked_chunks(plan) or not in_chunks)
+        cuts = absorbed_of(plan, "chosen").cuts
+        assert (len(plan.select.chunks) > 1) == (len(cuts) > 1) == in_chunks
         out, names = run(plan, cache)
         assert not names & DERIVING, names
         outs.append(out[: sum(new)])

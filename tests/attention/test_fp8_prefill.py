@@ -19,6 +19,7 @@ from openmla.layers.weights import absorb
 from openmla.ops import mha_ragged, quantize_heads
 from openmla.ops.quantize_heads import allocate_heads
 from openmla.plan import Batch, make_plan
+from tests.plan.groups import masked_chunks
 
 DENSE = replace(PRESETS["deepseek-v2-lite"], num_heads=4, max_positions=4096)
 LENS = (70, 33)  # tokens of two requests
@@ -247,7 +248,7 @@ def test_a_large_token_leaves_other_sparse_requests_alone() -> None:
             Batch([n, n], [n, n], table, slots), config, cache, dtype=torch.bfloat16,
             form="expanded", prefill_dtype="fp8",
         )  # fmt: skip
-        assert plan.sparse is not None and len(plan.sparse.masked) == 1
+        assert plan.select is not None and len(masked_chunks(plan)) == 1
         selection = make_selection(positions, cache, plan)
         out = attend_step(projected, weights(config), cache, plan, selection=selection)
         found.append(out[n:].double())
@@ -277,7 +278,7 @@ def test_sparse_prompts() -> None:
         plan = make_plan(
             batch, config, cache, dtype=torch.bfloat16, form="expanded", prefill_dtype=asked
         )
-        assert plan.sparse is not None and plan.sparse.masked
+        assert plan.select is not None and masked_chunks(plan)
         selection = make_selection(positions, cache, plan)
         outs.append(attend_step(projected, weights(config), cache, plan, selection=selection))
     assert 0.005 < error(outs[1].double(), outs[0].double()) < 0.065
@@ -306,10 +307,6 @@ def test_explain() -> None:
     [
         ({"prefill_dtype": "fp16"}, "plan: prefill_dtype must be 'fp8' or None, got 'fp16'."),
         ({"prefill_dtype": 8}, "plan: prefill_dtype must be 'fp8' or None, got 8."),
-        (
-            {"prefill_dtype": "fp8", "batch_invariant": True},
-            "prefill_dtype must be None with batch",
-        ),
     ],
 )
 def test_refused(asked: dict[str, Any], message: str) -> None:

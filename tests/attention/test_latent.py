@@ -18,6 +18,7 @@ from openmla import (
     plan_buffers,
 )
 from tests.attention.known import DENSE, SPARSE, C, H, P, R, Requests, V, latent_bits
+from tests.plan.groups import absorbed_of
 
 MIXED = ([3, 1, 20, 1], [60, 17, 41, 90])
 
@@ -67,9 +68,10 @@ def test_chosen_positions(form: str, device: str, monkeypatch: pytest.MonkeyPatc
     before = latent_bits(cache)
     for in_chunks in (False, True):
         if in_chunks:
-            monkeypatch.setattr("openmla.plan.sparse.LATENT_BYTES", 8 * 8 * H * (2 * C + C + R))
+            monkeypatch.setattr("openmla.plan.groups.LATENT_BYTES", 8 * 8 * H * (2 * C + C + R))
         plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype, form=form)
-        assert plan.sparse is not None and (len(plan.sparse.query_chunks) > 1) == in_chunks
+        assert plan.select is not None
+        assert (len(absorbed_of(plan, "chosen").cuts) > 1) == in_chunks
         lens = torch.tensor([len(keys) for keys in chosen], dtype=torch.int32).to(device)
         for given in (None, lens):
             positions = requests.listed(chosen)

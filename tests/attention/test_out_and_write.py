@@ -18,6 +18,7 @@ from openmla import (
     plan_buffers,
 )
 from tests.attention.known import DENSE, SPARSE, C, H, P, R, Requests, V, bits, latent_bits
+from tests.plan.groups import masked_chunks, num_chosen
 
 MIXED = ([3, 1, 60, 1], [60, 17, 140, 90])  # the third is expanded where that is cheaper
 FORMS = ["auto", "absorbed", "expanded"]
@@ -50,8 +51,8 @@ def test_out_may_be_where_the_queries_are(device: str) -> None:
     cache, batch = requests.part()
     plan = make_plan(batch, DENSE, cache, dtype=requests.dtype)
     expected = attend_step(requests.projected, requests.absorbed, cache, plan)
-    assert P + R == V and plan.decode is not None
-    assert plan.prefill is not None or device != "cpu"
+    assert P + R == V and plan.group("absorbed") is not None
+    assert plan.group("expanded") is not None or device != "cpu"
     out = attend_step(requests.projected, requests.absorbed, cache, plan, out=requests.q)
     assert torch.equal(out, expected)
 
@@ -91,8 +92,8 @@ def test_sparse_rows_that_are_there(device: str) -> None:
     for written in (False, True):
         cache, batch = requests.part(written=written)
         plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype)
-        assert plan.sparse is not None and plan.sparse.num_absorbed
-        assert plan.sparse.masked or device != "cpu"
+        assert plan.select is not None and num_chosen(plan)
+        assert masked_chunks(plan) or device != "cpu"
         selection, before = make_selection(requests.listed(chosen), cache, plan), latent_bits(cache)
         given = (requests.projected, requests.absorbed, cache, plan)
         outs.append(attend_step(*given, selection=selection, write=not written))

@@ -24,6 +24,7 @@ from openmla import (
     plan_buffers,
 )
 from tests.attention.known import DENSE, SPARSE, H, Requests, V, latent_bits
+from tests.plan.groups import routes_of
 
 STEPS = {
     "decode": ([1, 1, 1, 1], [30, 17, 9, 1]),
@@ -155,7 +156,7 @@ def test_sparse(form: str, device: str) -> None:
         plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype, form=form)
         assert plan.explain()
         selection = make_selection(requests.listed(chosen, number), cache, plan)
-        routes |= {name for name, those in plan.routes.items() if len(those)}
+        routes |= {name for name, those in routes_of(plan).items() if those}
         parts.append(
             attend_partial(requests.projected, requests.absorbed, cache, plan, selection=selection)
         )

@@ -22,6 +22,7 @@ from openmla.ops import quantize_out
 from openmla.outputs import QuantizedOutput, make_output
 from openmla.plan import Plan
 from tests.attention.known import DENSE, SPARSE, H, Requests, V, latent_bits
+from tests.plan.groups import ends_of, expanded_of, masked_chunks, num_chosen
 
 MIXED = ([3, 1, 60, 1], [60, 17, 140, 90])  # the third is expanded where that is cheaper
 FORMATS = ["fp8", "nvfp4"]
@@ -60,8 +61,8 @@ def test_forms(form: str, format: str, device: str) -> None:
     out = buffers(format, 65, device)
     assert attend_step(*usual, out=out) is out
     same(out, attend_step(*usual))
-    if plan.decode is not None and device == "cpu":
-        assert plan.ends["absorbed"] == "project_quantize"
+    if plan.group("absorbed") is not None and device == "cpu":
+        assert ends_of(plan)["absorbed"] == "project_quantize"
 
 
 @pytest.mark.parametrize("tokens", [4, 8, 32, 100])
@@ -74,9 +75,9 @@ def test_chunked_contexts(tokens: int, device: str) -> None:
         batch, DENSE, cache, dtype=requests.dtype, form="expanded", workspace_tokens=tokens,
         output="fp8",
     )  # fmt: skip
-    prefill = plan.prefill
-    assert prefill is not None and prefill.route == "chunked"
-    assert plan.ends["expanded"] == "merge_quantize"
+    prefill = expanded_of(plan)
+    assert prefill.route == "chunked"
+    assert ends_of(plan) == {"expanded": "merge_quantize"}
     assert [(rows.start, rows.stop) for rows in prefill.alone] == [(8, 12)]
     ended = [rows for chunk in prefill.chunks if (rows := chunk.ended) is not None]
     found = sorted(t for rows in (*ended, *prefill.alone) for t in range(rows.start, rows.stop))
@@ -115,8 +116,8 @@ def test_sparse(format: str, device: str) -> None:
     chosen = requests.choices()
     cache, batch = requests.part()
     plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype, output=format)
-    assert plan.sparse is not None and plan.sparse.num_absorbed
-    assert plan.sparse.masked or device != "cpu"
+    assert plan.select is not None and num_chosen(plan)
+    assert masked_chunks(plan) or device != "cpu"
     selection = make_selection(requests.listed(chosen), cache, plan)
     out = buffers(format, 84, device)
     usual = (requests.projected, requests.absorbed, cache, plan)

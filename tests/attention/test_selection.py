@@ -18,6 +18,7 @@ from openmla import (
     select_step,
 )
 from tests.attention.known import DENSE, SPARSE, Requests, bits, latent_bits
+from tests.plan.groups import masked_chunks, num_chosen
 
 MIXED = ([3, 80, 1, 80, 4], [80, 80, 17, 90, 4])  # all but two choose
 
@@ -31,8 +32,8 @@ def test_the_same_step_as_with_our_indexer(device: str) -> None:
     HI, DI, T = SPARSE.indexer.num_heads, SPARSE.indexer.head_dim, requests.q.shape[0]
     cache.index.data.copy_(torch.randn(cache.index.data.shape, generator=random))
     plan = make_plan(batch, SPARSE, cache, dtype=requests.dtype)
-    assert plan.sparse is not None and plan.sparse.num_absorbed
-    assert plan.sparse.masked or device != "cpu"
+    assert plan.select is not None and num_chosen(plan)
+    assert masked_chunks(plan) or device != "cpu"
     q_idx, w_idx, k_idx = (
         torch.randn(*shape, generator=random).to(device, requests.dtype)
         for shape in ((T, HI, DI), (T, HI), (T, DI))
@@ -40,7 +41,7 @@ def test_the_same_step_as_with_our_indexer(device: str) -> None:
     ours = select_step(IndexInputs(q_idx, w_idx, k_idx), cache, plan)
     assert ours is not None
     positions = torch.full((T, 32), -1, dtype=torch.int32, device=device)
-    positions[plan.sparse.rows] = ours.positions
+    positions[plan.select.rows] = ours.positions
     theirs = make_selection(positions, cache, plan)
     given = (requests.projected, requests.absorbed, cache, plan)
     out = attend_step(*given, selection=ours)
@@ -48,7 +49,7 @@ def test_the_same_step_as_with_our_indexer(device: str) -> None:
     lens = torch.full((T,), 7, dtype=torch.int32, device=device)  # of columns in any order
     fewer = attend_step(*given, selection=make_selection(positions, cache, plan, lens=lens))
     chosen = [list(range(S - n + i + 1)) for n, S in zip(*MIXED, strict=True) for i in range(n)]
-    for t in torch.arange(T, device=device)[plan.sparse.rows].tolist():
+    for t in torch.arange(T, device=device)[plan.select.rows].tolist():
         chosen[t] = [k for k in positions[t, :7].tolist() if k >= 0]
     requests.close([fewer], requests.truth(chosen)[:1])
 

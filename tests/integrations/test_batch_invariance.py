@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,5 +81,3 @@ def test_a_row_among_others(
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="batch_invariant must be of type bool, got str"):
         attach(make_model("deepseek_v3"), batch_invariant="yes")  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match="batch_invariant must not be asked for with a gro"):
-        attach(make_model("deepseek_v3"), batch_invariant=True, group=object())

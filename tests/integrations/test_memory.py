@@ -14,6 +14,7 @@ from openmla.integrations.transformers import MemoryReport, attach, attachment_o
 from openmla.integrations.transformers.memory import workspace_bytes
 from tests.integrations.generation import prompts
 from tests.integrations.models import make_model, make_v4, model_of
+from tests.plan.groups import expanded_of
 
 
 def allocated(attachment: Any) -> int:
@@ -55,7 +56,7 @@ def test_a_workspace_is_what_a_plan_expands() -> None:
     more = torch.ones(1, 104, dtype=torch.int64)
     model(ids, attention_mask=more, past_key_values=past)
     plan = attachment.last_plan
-    assert plan is not None and plan.prefill is not None and plan.prefill.route == "chunked"
+    assert plan is not None and expanded_of(plan).route == "chunked"
     assert workspace_bytes(plan) == 80 * row  # of the context, 16 at a time
     model(ids[:, :1], past_key_values=past)
     assert attachment.memory().workspace_bytes == 80 * row

@@ -59,7 +59,7 @@ def test_same_tokens(family: str, seed: int, device: str) -> None:
         assert len(modules) == 3
         assert torch.equal(generate(model, ids, mask), expected)
         plan = attachment_of(model).last_plan
-        assert plan is not None and plan.sparse is not None
+        assert plan is not None and plan.select is not None
         detach(model)
     assert torch.equal(generate(model, ids, mask), expected)
 

@@ -193,9 +193,9 @@ def test_the_plans_of_a_pass_share_their_tensors(capture: bool | None) -> None:
         ids, attention_mask=mask, max_new_tokens=3, return_dict_in_generate=True
     ).past_key_values
     plans = list(past.layers[0].session.plans.values())
-    assert sorted(plan.compressed.ratio for plan in plans) == [0, 4, 128]
+    assert sorted(plan.ratio for plan in plans) == [0, 4, 128]
     for name in ("positions", "window_table", "block_table", "state_slots", "query_start_loc"):
-        assert len({id(getattr(plan.compressed, name)) for plan in plans}) == 1, name
+        assert len({id(getattr(plan.shared, name)) for plan in plans}) == 1, name
     assert len({id(plan.slot_mapping) for plan in plans}) == 1
 
 

@@ -98,7 +98,8 @@ def test_queries_and_prompts_in_fp8(
     for wanted in STEPS:
         engine.step(wanted)
     assert any("quantize_heads" in plan.backends for plan in plans)
-    assert all(plan.decode is None or "quantize_queries" in plan.backends for plan in plans)
+    absorbed = [plan for plan in plans if plan.group("absorbed") is not None]
+    assert absorbed and all("quantize_queries" in plan.backends for plan in absorbed)
     bf16 = Engine(device, **sizes, additional_config=asked)
     with pytest.raises(openmla.ConfigError, match="query_dtype must be None over a cache of bf16"):
         bf16.step({"a": 1})
@@ -403,7 +404,8 @@ def test_batch_invariance_is_passed_on(device: str, monkeypatch: pytest.MonkeyPa
         engine.step(wanted)
         assert engine.builder.latest is not None and engine.builder.latest.plan is not None
         plan = engine.builder.latest.plan
-        assert plan.batch_invariant and plan.prefill is None  # whatever its chunks, the same bits
+        assert plan.batch_invariant
+        assert plan.group("expanded") is None  # whatever its chunks, the same bits
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse"])

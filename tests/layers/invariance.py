@@ -120,8 +120,8 @@ class Latent(serving.Server):
             assert table is not None
             index = layer.indexer(hidden, q_resid, positions, table, self.cache.index, plan)
             selection = select_step(index, self.cache, plan)
-        if selection is not None and plan.sparse is not None:
-            rows = plan.sparse.rows
+        if selection is not None and plan.select is not None:
+            rows = plan.select.rows
             rows = rows if isinstance(rows, slice) else rows.cpu()
             chosen[rows] = selection.positions.cpu()
         out, lse = attend_partial(

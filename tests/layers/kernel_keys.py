@@ -78,8 +78,8 @@ class Uneven(NamedTuple):
     seq_lens: list[int]
     form: str = "auto"
 
-    def batch(self, latent: PagedCache) -> Batch:
-        B, columns = len(self.seq_lens), -(-max(self.seq_lens) // latent.block_size)
+    def batch(self, latent: PagedCache, ranks: int = 1) -> Batch:
+        B, columns = len(self.seq_lens), -(-max(self.seq_lens) // (latent.block_size * ranks))
         table = (torch.arange(columns, dtype=torch.int32) % latent.num_blocks).expand(B, -1)
         slots = torch.full((sum(self.query_lens),), -1, dtype=torch.int64)
         return Batch(self.query_lens, self.seq_lens, table.contiguous(), slots)

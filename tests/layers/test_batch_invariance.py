@@ -30,7 +30,7 @@ from openmla import (
 )
 from openmla.backends import Problem, load
 from openmla.backends.sdpa import mqa_paged as sdpa
-from openmla.plan import compressed, plan
+from openmla.plan import plan
 from tests.layers.invariance import (
     KINDS,
     PHASES,
@@ -73,7 +73,6 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits and parts of a few keys, so that short contexts have several."""
     run = 128 if torch.cuda.is_available() else 32
     monkeypatch.setattr(plan, "fixed_run", lambda num_heads: run)
-    monkeypatch.setattr(compressed, "fixed_run", lambda num_heads: run)
     monkeypatch.setattr(sdpa, "PART", 16)
 
 

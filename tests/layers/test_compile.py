@@ -15,6 +15,7 @@ from openmla.plan.upload import send
 from tests.layers import v4
 from tests.layers.compiling import Compiled
 from tests.layers.serving import Server, relative_error, sequence
+from tests.plan.groups import expanded_of, masked_chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 CLOSE = 1e-5
@@ -67,13 +68,13 @@ def test_integers_that_were_sent_in_one_piece_take_one_graph(
     before = [[("a", 9), ("b", 30), ("c", 21)]]
     steps = [[("a", 1), ("b", 1), ("c", 1)]] * 3 + [[("c", 2), ("a", 1), ("b", 3)]] * 3
     graphs, plans = serve(make_layer(SPARSE), before, steps)
-    assert all(plan.sparse is not None for plan in plans)
+    assert all(plan.select is not None for plan in plans)
     assert graphs == 1
 
 
 @pytest.mark.parametrize(("context", "workspace", "route", "cuts"), [
     (0, 400, "new", {0}),
-    (20, 400, "one-shot", {0}),
+    (20, 400, "one-shot", {1}),
     (20, 52, "chunked", {1, 2}),
 ])  # fmt: skip
 def test_prefill_takes_a_graph_per_number_of_chunks(
@@ -87,7 +88,7 @@ def test_prefill_takes_a_graph_per_number_of_chunks(
         make_layer("tiny-v3"), before, steps, form="expanded", workspace_tokens=workspace,
         device=device,
     )  # fmt: skip
-    prefills = [plan.prefill for plan in plans if plan.prefill is not None]
+    prefills = [expanded_of(plan) for plan in plans if plan.group("expanded") is not None]
     assert {prefill.route for prefill in prefills} == {route}
     assert {len(prefill.chunks) for prefill in prefills} == cuts
     assert graphs == len(cuts)
@@ -109,7 +110,9 @@ def test_chunks_may_fill_the_workspace_and_serve_some_of_the_requests(device: st
         steps.append([(f"{name}{n}", 5 + n) for name in "abc"])
     options: dict[str, Any] = {"form": "expanded", "workspace": workspace, "device": device}
     graphs, plans = serve(layer, before, steps, **options)
-    chunks = [plan.prefill.chunks for plan in plans if plan.prefill is not None]
+    prefills = [expanded_of(plan) for plan in plans if plan.group("expanded") is not None]
+    assert {prefill.route for prefill in prefills} == {"chunked"}
+    chunks = [prefill.chunks for prefill in prefills]
     assert [[chunk.num_keys for chunk in each] for each in chunks] == [[40], [48], [48], [40]]
     assert graphs == 1
 
@@ -131,7 +134,7 @@ def test_mixed_steps_share_a_graph(preset: str, device: str) -> None:
     steps = [[("a", 1), ("b", 1), (f"n{n}", n)] for n in (20, 25, 30)]
     steps += [[("a", 1), ("b", 1), ("c", 1), (f"n{n}", n)] for n in (28, 21)]
     graphs, plans = serve(make_layer(preset), before, steps, device=device)
-    assert all(plan.prefill is not None for plan in plans)
+    assert all(plan.group("expanded") is not None for plan in plans)
     assert graphs == 1
 
 
@@ -141,7 +144,8 @@ def test_sparse_prefill_takes_one_graph(chosen: bool) -> None:
     steps = [[(f"a{n}", 40 + n), (f"b{n}", 60 - n)] for n in range(12)]
     form = "absorbed" if chosen else "expanded"
     graphs, plans = serve(make_layer(SPARSE), [], steps, form=form, workspace_tokens=200)
-    assert all(plan.sparse is not None and bool(plan.sparse.masked) != chosen for plan in plans)
+    assert all(plan.select is not None for plan in plans)
+    assert all(bool(masked_chunks(plan)) != chosen for plan in plans)
     assert graphs == 1
 
 

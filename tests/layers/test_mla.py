@@ -30,6 +30,7 @@ from openmla.layers.rope import rope_table
 from openmla.layers.weights import decode_weight, is_plain, state_of
 from tests.layers.families import FAMILIES, GATED, UNROTATED, Peer, make_peer
 from tests.layers.serving import Server, relative_error, sequence
+from tests.plan.groups import expanded_of
 
 pytest.importorskip("transformers")
 BLOCK = 4
@@ -113,11 +114,12 @@ def test_both_forms_in_one_step(device: str) -> None:
     server = Server(peer.ours, hidden, device=device)
     server.step([("a", 40), ("c", 30)])
     plan = server.step([("b", 60), ("a", 1), ("c", 50)])
-    assert plan.decode is not None and plan.prefill is not None
+    expanded = plan.group("expanded")
+    assert plan.group("absorbed") is not None and expanded is not None
     if device == "cpu":  # b and c are not neighbours; elsewhere the costs differ
-        assert isinstance(plan.prefill.rows, Tensor)
+        assert isinstance(expanded.rows, Tensor)
     plan = server.step([("a", 1), ("b", 1)])
-    assert plan.prefill is None
+    assert plan.group("expanded") is None
     for name in "abc":
         expected = peer.full(hidden[name])[: server.pool.seq_len(name)]
         assert relative_error(server.output(name), expected) < 1e-5
@@ -142,7 +144,7 @@ def test_workspace_is_used_and_gives_the_same(device: str) -> None:
         plan = server.step([("r", n)])
         assert plan.workspace is not None
         assert [tensor.data_ptr() for tensor in plan.workspace] == addresses
-    assert plan.prefill is not None and len(plan.prefill.chunks) == 6
+    assert expanded_of(plan).route == "chunked" and len(expanded_of(plan).chunks) == 6
     assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
 
 
@@ -498,7 +500,7 @@ def test_bad_calls_write_nothing() -> None:
             peer.ours(hidden, where, server.cache, plan)
         assert f"MLAAttention: {message}" in str(error.value)
     hidden = torch.zeros(8, 64)
-    with pytest.raises(ConfigError, match=r"^MLAAttention: plan must be of type Plan or RankPlan"):
+    with pytest.raises(ConfigError, match=r"^MLAAttention: plan must be of type Plan"):
         peer.ours(hidden, positions, server.cache, None)
     with pytest.raises(
         ConfigError, match=r"^MLAAttention: cache must be of type LayerCache, got N"

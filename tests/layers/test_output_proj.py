@@ -21,6 +21,7 @@ from openmla.layers.output_proj import (
 from openmla.ops import quantize_out
 from tests.layers.compiling import Compiled
 from tests.layers.serving import Server, record, relative_error, sequence
+from tests.plan.groups import ends_of
 
 DENSE = replace(PRESETS["tiny-v3"], v_head_dim=32)  # H * V = 128, hidden 64
 SPARSE = replace(PRESETS["tiny-v3.2"], v_head_dim=32)
@@ -106,7 +107,7 @@ def test_beside_absorbed_weights_of_eight_bits(device: str) -> None:
         server.step([("a", 5)])
         outs.append(server.output("a"))
         if output is not None and device == "cpu":
-            assert plan.ends["absorbed"] == "project_quantize"
+            assert ends_of(plan) == {"absorbed": "project_quantize"}
     assert 0 < relative_error(*outs) < 0.08
 
 
@@ -287,5 +288,5 @@ def test_a_gated_step_quantises_after_the_gate(monkeypatch: pytest.MonkeyPatch) 
     server = Server(layer, {"a": sequence(9)}, output="fp8_128")
     monkeypatch.setattr(quantized, "project_quantize", None)  # would be called before the gate
     plan = server.step([("a", 9)])
-    assert set(plan.ends.values()) == {"quantize_out"}
+    assert set(ends_of(plan).values()) == {"quantize_out"}
     assert "after the gate" in plan.explain()

@@ -30,6 +30,7 @@ from openmla.cache import allocate_cache
 from openmla.layers.indexer import hadamard_transform
 from tests.layers.families import SPARSE, Peer, make_peer
 from tests.layers.serving import Server, relative_error, sequence
+from tests.plan.groups import forms_of, masked_chunks, num_chosen
 
 pytest.importorskip("transformers")
 K = 24
@@ -81,7 +82,8 @@ def test_mixed_batches(family: str, device: str) -> None:
                 rest = 80 - server.pool.seq_len(name)
                 wanted.append((name, min(rng.choice([0, 1, 1, 2, 7, 30]), rest)))
             plan = server.step(wanted)
-            seen.add((plan.decode is None, plan.prefill is None, plan.sparse is None))
+            forms = forms_of(plan)
+            seen.add(("absorbed" in forms, "expanded" in forms, plan.select is None))
         for name in "abcd":
             assert relative_error(server.output(name), peer.full(hidden[name])) < 1e-5
     assert len(seen) >= 4  # the mixtures did come by
@@ -94,11 +96,11 @@ def test_both_routes_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(peer.ours, hidden, num_blocks=400)
     server.step([("a", 60), ("b", 10), ("c", 40)])
     monkeypatch.setattr(
-        "openmla.plan.sparse.choose_sparse_absorbed", lambda config, n, S, **_: n < 5
+        "openmla.plan.routes.choose_sparse_absorbed", lambda config, n, S, **_: n < 5
     )
     plan = server.step([("c", 50), ("b", 3), ("a", 2)])
-    assert plan.sparse is not None and plan.sparse.num_absorbed == 2
-    assert plan.sparse.masked and plan.decode is not None
+    assert plan.select is not None and num_chosen(plan) == 2
+    assert masked_chunks(plan) and plan.group("absorbed") is not None
     assert "chosen" in plan.explain() and "masked" in plan.explain()
     for name in "abc":
         expected = peer.full(hidden[name])[: server.pool.seq_len(name)]
@@ -137,7 +139,7 @@ def test_a_selection_of_everything_is_dense(family: str) -> None:
     peer.theirs.indexer.index_topk = LENGTH - 1  # type: ignore[union-attr]
     for form in ("absorbed", "expanded"):
         server = serve(peer, hidden, [LENGTH], form=form)
-        assert server.plans[0].sparse is not None
+        assert server.plans[0].select is not None
         assert relative_error(server.output("r"), peer.full(hidden)) < 1e-5
 
 
@@ -288,7 +290,7 @@ def test_index_keys_wait_for_everything_else() -> None:
     server = Server(layer, {"r": hidden}, block_size=4)
     config, cache = layer.config, server.cache
     plan = make_plan(server.batch([("r", 30)]), config, cache, dtype=torch.float32)
-    assert plan.sparse is not None and layer.indexer is not None
+    assert plan.select is not None and layer.indexer is not None
     before = [part.data.view(torch.uint8).clone() for part in cache.parts]
 
     def refused(message: str, call: Callable[[], Any]) -> None:

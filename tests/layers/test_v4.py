@@ -10,7 +10,7 @@ import torch
 
 from openmla import MLAAttentionV4, Plan, warmup
 from openmla.backends import Problem, forget_choices, runner
-from openmla.plan.types import ScoreChunk
+from openmla.plan.types import ScoreChunk, Select
 from tests.layers.v4 import (
     CLOSE,
     HIDDEN,
@@ -29,6 +29,7 @@ from tests.layers.v4 import (
     serve,
     tiny_config,
 )
+from tests.plan.groups import absorbed_of
 
 
 def entries_seen(ratio: int, p: int) -> int:
@@ -138,23 +139,27 @@ def test_an_entry_is_seen_by_the_token_that_finishes_it() -> None:
 
 def forced(plan: Plan, num_keys: int) -> Plan:
     """The same step, with entries scored and chosen even where all of them will be."""
-    step = plan.compressed
-    assert step is not None and not step.chunks
-    seen = (step.positions.int() + 1) // step.ratio
-    chunks = {
-        "chunks": (ScoreChunk(slice(0, plan.num_tokens), num_keys),),
-        "row_starts": torch.zeros_like(seen),
-        "first_keys": torch.arange(TOPK, dtype=torch.int32),
-        "row_lens": seen,
-        "topk_lens": seen.clamp(max=TOPK),
-        "score_start_locs": (step.query_start_loc,),
-    }
-    ops = dict.fromkeys(("index_logits", "index_topk"), "reference")
-    return replace(
-        plan,
-        compressed=replace(step, **chunks),  # type: ignore[arg-type]
-        backends={**plan.backends, **ops},
+    step, everyone = plan.shared, slice(0, plan.num_tokens)
+    assert step is not None and plan.select is None
+    seen = (step.positions.int() + 1) // plan.ratio
+    select = Select(
+        rows=everyone,
+        block_table=step.block_table,
+        row_starts=torch.zeros_like(seen),
+        first_keys=torch.arange(TOPK, dtype=torch.int32),
+        row_lens=seen,
+        topk_lens=seen.clamp(max=TOPK),
+        start_locs=(step.query_start_loc,),
+        num_rows=plan.num_tokens,
+        chunks=(ScoreChunk(everyone, num_keys),),
+        query_bytes=0,
     )
+    (group,), part = plan.groups, absorbed_of(plan)
+    window, entries = part.reads
+    part = replace(part, reads=(window, replace(entries, kind="listed", span=0)))
+    group = replace(group, form="chosen", part=part, selected=everyone)
+    ops = dict.fromkeys(("index_logits", "index_topk"), "reference")
+    return replace(plan, groups=(group,), select=select, backends={**plan.backends, **ops})
 
 
 @pytest.mark.parametrize("num_entries", [TOPK - 1, TOPK, TOPK + 1])
@@ -166,10 +171,9 @@ def test_few_entries_need_no_choice(num_entries: int) -> None:
         wanted = [("r", length)]
         space = warmup(layer.config, server.cache, max_requests=1, max_tokens=64)
         plan = server.plan(server.batch(wanted), workspace=space)
-        assert plan.compressed is not None
-        assert plan.compressed.max_entries == num_entries
-        assert bool(plan.compressed.chunks) == (num_entries > TOPK)
-        if not plan.compressed.chunks:
+        assert plan.pool is not None and plan.pool.max_entries == num_entries
+        assert (plan.select is not None) == (num_entries > TOPK)
+        if plan.select is None:
             out = layer(*server.tokens(wanted), server.cache, plan)
             assert relative_error(out, dense.out[:length]) < CLOSE
             plan = forced(plan, 32)
@@ -275,9 +279,9 @@ def test_draft_layers_have_a_window_only() -> None:
 
 def test_scores_in_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, hidden, dense = known(32, 4)
-    monkeypatch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * 600)
+    monkeypatch.setattr("openmla.plan.groups.LOGITS_BYTES", 4 * 600)
     server = serve(layer, hidden, [150, 150])
-    step = server.plans[1].compressed
+    step = server.plans[1].select
     assert step is not None and len(step.chunks) > 10 and step.score_bytes <= 4 * 600
     assert relative_error(server.outputs["r"], dense.out) < CLOSE
 

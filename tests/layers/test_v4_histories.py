@@ -200,8 +200,10 @@ def test_captured_steps_equal_plain_ones(ratio: int) -> None:
         [("c", 3), ("b", 3), ("a", 3)],
     ):
         plan = captured.plan(captured.batch(wanted, window_columns=columns), into=buffers)
-        assert plan.num_tokens == 12 and plan.compressed is not None
-        shapes.append((plan.compressed.chunks, plan.compressed.max_entries, plan.backends))
+        assert plan.num_tokens == 12 and plan.shared is not None
+        chunks = None if plan.select is None else plan.select.chunks
+        most = None if plan.pool is None else plan.pool.max_entries
+        shapes.append((chunks, most, plan.backends))
         rows, positions = captured.tokens(wanted)
         T = rows.shape[0]
         filled = torch.cat([rows, torch.full((12 - T, HIDDEN), torch.nan)])
@@ -250,4 +252,4 @@ def test_captured_steps_need_a_workspace_of_their_size() -> None:
     batch = server.batch([("r", 2)], window_columns=buffers["window_table"].shape[1])
     with pytest.raises(ConfigError, match="at most 4 tokens in this workspace, got 8"):
         plan = server.plan(batch, into=buffers, workspace=space)
-        layer(torch.zeros(8, HIDDEN), plan.compressed.positions, server.cache, plan)  # type: ignore[union-attr]
+        layer(torch.zeros(8, HIDDEN), plan.shared.positions, server.cache, plan)  # type: ignore[union-attr]

@@ -59,7 +59,7 @@ def in_parts(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> tuple[T
     finished = replace(inputs, raw=None)  # q was normalised and rotated in place
     entries = attend_partial(finished, None, cache, plan, keys="entries", write=False)
     assert lse.dtype == entries[1].dtype == torch.float32
-    if not plan.compressed or not plan.compressed.ratio:
+    if not plan.ratio:
         assert not entries[0].any() and (entries[1] == -torch.inf).all()
     ops.merge_states(out, lse, *entries)
     return out, lse
@@ -82,18 +82,18 @@ def test_latent_queries(ratio: int, device: str, monkeypatch: pytest.MonkeyPatch
     chosen = known(32, ratio)[2].chosen
 
     def attend(inputs: CompressedInputs, cache: LayerCache, plan: Plan, sink: Tensor) -> Tensor:
-        step = plan.compressed
+        step = plan.shared
         assert step is not None
         whole = attend_partial(inputs, None, cache, plan)  # which writes
         positions = torch.full((plan.num_tokens, TOPK), -1, dtype=torch.int32)
         lens = torch.zeros(plan.num_tokens, dtype=torch.int32)
         for t, p in enumerate(step.positions.tolist()):
-            if step.chunks:
+            if plan.select is not None:
                 lens[t] = len(chosen[p])
                 positions[t, : len(chosen[p])] = torch.tensor(sorted(chosen[p]))
         given = positions.to(device), cache, plan
         selection = make_selection(*given, lens=lens.to(device))
-        assert (selection is None) == (not step.chunks)
+        assert (selection is None) == (plan.select is None)
         part = attend_latent(inputs.q, cache, plan, selection=selection)
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-5)
         finished = CompressedInputs(inputs.q)

@@ -225,7 +225,7 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     refused("q must be (4, 4, 32) as planned, got (3, 4, 32)", q=q[:3])
     refused("q must be (4, 4, 32) as planned, got (4, 3, 32)", q=q[:, :3])
     refused("rows must be (4, 32) as planned, got (4, 31)", rows=rows[:, :31])
-    refused("plan must be of a compressed layer", plan=replace(plan, compressed=None))
+    refused("plan must be of a compressed layer", plan=replace(plan, config=PRESETS["tiny-v3"]))
     refused("cache must have window rows", cache=LayerCache())
     other = ready(RATIOS[RATIOS.index(ratio) - 1])[0].cache
     refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
@@ -234,7 +234,7 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
     pool_inputs = PoolInputs(pools, pools, torch.zeros(max(ratio, 1), width), torch.ones(32))
     if not ratio:
         refused("pool_inputs must not be given for ratio 0", pool_inputs=pool_inputs)
-        refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
+        refused("sink must be [H] with (4,), got (3,)", sink=torch.zeros(3))
         refused("sink must be torch.float32 like the", sink=torch.zeros(4, dtype=torch.float64))
         refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
         assert server.unchanged(before)
@@ -259,7 +259,7 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
         part = server.cache.index
         narrow = PagedCache(part.data[:, :, :-1], part.format, part.kv_scale)
         refused("index rows must be W=16 wide", cache=replace(server.cache, index=narrow))
-    refused("sink must be (4,) as planned, got (3,)", sink=torch.zeros(3))
+    refused("sink must be [H] with (4,), got (3,)", sink=torch.zeros(3))
     refused("pool_inputs.kv must be", pool_inputs=pool_inputs._replace(kv=pools[:3]))
     refused("pool_inputs.bias must be", pool_inputs=pool_inputs._replace(bias=pool_inputs.bias[1:]))
     refused("table must have a row for", table=table[:50])

@@ -42,6 +42,7 @@ from tests.layers.v4 import (
     sequence,
     tiny_config,
 )
+from tests.plan.groups import expanded_of, masked_chunks, num_chosen
 
 TINY = PRESETS["tiny-v3.2"]
 assert TINY.indexer is not None
@@ -107,13 +108,12 @@ def test_steps_of_every_kind_write_nothing(
     run_step(shape, config, cache, space, torch.float32, "auto", output, weights)
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
-    routes = {plan.prefill.route for plan in plans if plan.prefill is not None}
-    assert any(plan.decode is not None for plan in plans)
+    routes = {expanded_of(plan).route for plan in plans if plan.group("expanded") is not None}
+    assert any(plan.group("absorbed") is not None for plan in plans)
     if config.indexer is None:
         assert routes == {"new", "one-shot", "chunked"}
     else:
-        sparse = [plan.sparse for plan in plans if plan.sparse is not None]
-        assert any(step.num_absorbed for step in sparse) and any(step.masked for step in sparse)
+        assert any(num_chosen(plan) for plan in plans) and any(map(masked_chunks, plans))
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -134,12 +134,12 @@ def test_steps_of_v4_write_nothing(
         run_compressed_steps(config, cache, space, 3, 20, torch.float32, "auto")
     for part, before in zip(cache.parts, kept, strict=True):
         assert torch.equal(part.data.view(torch.uint8), before)
-    steps = [plan.compressed for plan in plans if plan.compressed is not None]
+    steps = [plan.shared for plan in plans if plan.shared is not None]
     assert len(steps) == len(plans)
-    assert {step.num_rows for step in steps} >= {1, 2, 4, 8, 20}
+    assert {len(step.positions) for step in steps} >= {1, 2, 4, 8, 20}
     assert {step.state_slots.shape[0] for step in steps} == {1, 2, 3}
     assert all(bool((step.positions < 0).all() & (step.state_slots < 0).all()) for step in steps)
-    assert {bool(step.chunks) for step in steps} == ({True, False} if ratio == 4 else {False})
+    assert {plan.chooses for plan in plans} == ({True, False} if ratio == 4 else {False})
     tables = {step.block_table.shape[1] for step in steps}
     assert tables >= ({1, 2, 4, 8} if ratio else {1})
 

@@ -63,6 +63,25 @@ def same_tokens(rank: int, kind: str, family: str, **options: Any) -> None:
         detach(model)
 
 
+def options_of_one_process(rank: int) -> None:
+    """Options that one process takes: the same tokens with a group."""
+    for options in ({"batch_invariant": True}, {"query_dtype": "fp8", "cache_format": "fp8"}):
+        model = make_model("deepseek_v3")
+        ids, mask = prompts(3, 37)
+        attach(model, block_size=4, **options)
+        alone = generated(model, ids, mask)
+        detach(model)
+        attach(model, block_size=4, group=dist.group.WORLD, workspace=16, **options)
+        assert torch.equal(alone, generated(model, ids, mask)), options
+        plan = attachment_of(model).last_plan
+        assert plan is not None and plan.batch_invariant == ("batch_invariant" in options)
+        detach(model)
+
+
+def test_options_of_one_process(two_ranks: Processes) -> None:
+    two_ranks.run(options_of_one_process)
+
+
 @pytest.mark.parametrize(
     ("kind", "family"),
     [

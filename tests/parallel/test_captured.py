@@ -39,7 +39,7 @@ def replayed(rank: int) -> None:
                 buffers = rank_buffers(config, story.mine, ranks, **sizes)
                 addresses = [tensor.data_ptr() for tensor in buffers.values()]
             out, plan = story.over_ranks(heads=heads, schedule=schedule, into=buffers)
-            assert plan.absorbed is not None and plan.num_tokens == MOST
+            assert plan.group("absorbed") is not None and plan.num_tokens == MOST
             assert addresses == [tensor.data_ptr() for tensor in buffers.values()]
             torch.testing.assert_close(out, peer, rtol=1e-5, atol=1e-5)
             assert not out[sum(query_lens) :].any()

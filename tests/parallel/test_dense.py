@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.parallel.counted import counted_bytes
+from tests.parallel.parts import context_of, gathered_chunks
 from tests.parallel.processes import Processes
 from tests.parallel.stories import Story
 
@@ -30,17 +31,17 @@ def contexts(rank: int, format: str) -> None:
         story = Story(*STEPS["mixed"], format=format, run=run, padding=1)
         options: dict[str, Any] = {"heads": heads, "form": "expanded", "workspace_tokens": tokens}
         plan = story.check(**options, context="gather")
-        assert plan.context is None and plan.gathered is not None
-        assert (len(plan.gathered.chunks) > 1) == (tokens is not None)
+        assert context_of(plan) is None and gathered_chunks(plan)
+        assert (len(gathered_chunks(plan)) > 1) == (tokens is not None)
         assert "gathered from all ranks" in plan.explain()
         with counted_bytes() as counted:
             Story(*STEPS["mixed"], format=format, run=run, padding=1).over_ranks(
                 **options, context="gather", check=False
             )
         assert counted.num_bytes == plan.sent_bytes(story.dtype)
-        assert counted.calls == len(plan.gathered.chunks)
+        assert counted.calls == len(gathered_chunks(plan))
         plan = story.check(**options, context="place")
-        assert plan.context is not None and "attended to in place" in plan.explain()
+        assert context_of(plan) is not None and "attended to in place" in plan.explain()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -52,9 +53,9 @@ def cheaper(rank: int) -> None:
     """Few keys from elsewhere are gathered, many attended to where they are."""
     for heads in ("all", "own"):
         plan = Story([60], [64]).planned(heads, form="expanded")[0]
-        assert plan.gathered is not None and plan.context is None
+        assert gathered_chunks(plan) and context_of(plan) is None
         plan = Story([2], [900], BS=64).planned(heads, form="expanded")[0]
-        assert plan.gathered is None and plan.context is not None
+        assert not gathered_chunks(plan) and context_of(plan) is not None
 
 
 def test_contexts_by_cost(two_ranks: Processes) -> None:
@@ -97,7 +98,7 @@ def counted_steps(rank: int) -> None:
         with counted_bytes() as counted:
             story.over_ranks(heads=heads, schedule=schedule, check=False)
         assert counted.num_bytes == plan.sent_bytes(torch.bfloat16), (heads, schedule, name)
-        silent = plan.absorbed is None and plan.context is None and plan.gathered is None
+        silent = all(group.across is None for group in plan.groups) and not gathered_chunks(plan)
         assert (counted.calls == 0) == silent
         H, V, C, D = 4, 24, 32, 40
         if name == "decode" and schedule == "exchange":  # the formula of the docs, in numbers

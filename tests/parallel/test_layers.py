@@ -36,7 +36,7 @@ class Sharded(Server):
         for part in self.cache.parts:
             part.data.fill_(torch.nan)
 
-    def plan(self, batch: Batch, **options: Any) -> RankPlan:  # type: ignore[override]
+    def plan(self, batch: Batch, **options: Any) -> RankPlan:
         chosen = {"dtype": torch.float32, **self.options, **options}
         return plan_over_ranks(batch, self.layer.config, self.cache, self.ranks, **chosen)
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from openmla.errors import ConfigError, ShapeError
 from openmla.parallel import merge_over_ranks
-from openmla.parallel.merge import choose_schedule, sent_bytes, weigh
+from openmla.ranks.merge import choose_schedule, sent_bytes, weigh
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 

@@ -180,7 +180,7 @@ def test_v4_layers(nccl: Any, context: str) -> None:
         for wanted in STEPS:
             T = sum(n for _, n in wanted)
             out, expected, plan = both.step(wanted, padding=2)
-            assert (plan.entries is not None) == (context == "gather")
+            assert (plan.bring is not None) == (context == "gather")
             assert not out[T:].any() and relative_error(out[:T], expected[:T]) < 1e-4
 
 

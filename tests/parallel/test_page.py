@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from openmla.parallel import plan_over_ranks
-from openmla.parallel.merge import sent_bytes
 from openmla.plan import make_plan
+from openmla.plan.options import REFUSALS
+from openmla.ranks.merge import sent_bytes
 from tests.parallel.processes import Processes
 
 PAGE = Path(__file__).parents[2] / "docs/context-parallel.md"
@@ -43,9 +43,17 @@ def test_numbers() -> None:
         assert f"{number:,}" in text, number
 
 
-def test_what_is_missing_is_listed() -> None:
-    """Options of make_plan() that plan_over_ranks() does not take; `beside` is its own affair."""
-    taken = {*inspect.signature(plan_over_ranks).parameters, "beside"}
-    missing = {*inspect.signature(make_plan).parameters} - taken
+def test_refusals_over_ranks_are_listed() -> None:
     listed = PAGE.read_text().partition("## Not yet")[2]
-    assert missing and all(f"`{name}=" in listed for name in missing), missing
+    refused = [refusal for refusal in REFUSALS if "ranks" in refusal.what]
+    assert refused
+    for refusal in refused:
+        assert f"- `{refusal.name}=" in listed, refusal.what
+
+
+def test_the_list_names_options_of_make_plan() -> None:
+    """Options that work over ranks are not among them."""
+    listed = PAGE.read_text().partition("## Not yet")[2]
+    named = set(re.findall(r"^- `(\w+)=", listed, re.MULTILINE))
+    assert named and named <= {*inspect.signature(make_plan).parameters}
+    assert not named & {"output", "query_dtype", "prefill_dtype", "batch_invariant", "into"}

@@ -18,9 +18,10 @@ from openmla import (
     LayerCache,
     ShapeError,
     allocate_cache,
+    attend_partial,
+    ops,
 )
 from openmla.parallel import (
-    RankPlan,
     Ranks,
     attend_over_ranks,
     plan_over_ranks,
@@ -43,11 +44,10 @@ def served(rank: int, ratio: int, topk: int) -> None:
     for wanted in STEPS:
         alone.step(wanted)
         plan = shared.step(wanted)
-        assert isinstance(plan, RankPlan)
         most = max(shared.pool.seq_len(name) for name, _ in wanted) // 4
         assert plan.chooses == (ratio == 4 and most > topk)
-        in_place = plan.absorbed is not None or plan.chosen is not None
-        assert (in_place or plan.entries is not None) == (ratio == 4)
+        in_place = plan.groups[0].across is not None
+        assert (in_place or plan.bring is not None) == (ratio == 4)
     for name in sequences:
         found = shared.outputs[name]
         torch.testing.assert_close(found, alone.outputs[name], rtol=1e-4, atol=1e-5)
@@ -76,7 +76,7 @@ def every_step(rank: int, format: str) -> None:
         both = Both(make_layer(config, 4), ranks=ranks, context=context, **formats)
         for wanted in STEPS[:4] if format == "fp8_dsv4" else STEPS:
             plan = both.check(wanted, padding=2)
-            assert (plan.entries is not None) == (context == "gather")
+            assert (plan.bring is not None) == (context == "gather")
             assert ("entries gathered from all ranks" in plan.explain()) == (context == "gather")
 
 
@@ -136,9 +136,9 @@ def cheaper(rank: int) -> None:
     """A prompt's entries are gathered; for one token, they stay where they are."""
     for heads in ("all", "own"):
         both = Both(make_layer(tiny_config(), 4), ranks={"heads": heads}, context="auto")
-        assert both.check([("a", 300)]).entries is not None
+        assert both.check([("a", 300)]).bring is not None
         plan = both.check([("a", 1)])
-        assert plan.entries is None and plan.chosen is not None
+        assert plan.bring is None and plan.group("chosen") is not None
 
 
 def test_entries_by_cost(two_ranks: Processes) -> None:
@@ -216,6 +216,47 @@ def test_fixed_buffers(two_ranks: Processes) -> None:
     two_ranks.run(replayed)
 
 
+def parts(rank: int) -> None:
+    """The window, and the entries of all ranks: merged, what the whole step gives."""
+    for heads, topk in product(("all", "own"), (8, 512)):
+        both = Both(make_layer(tiny_config(topk=topk), 4), ranks={"heads": heads}, context="place")
+        both.check([("a", 255), ("b", 9)])
+        plan = both.step([("a", 1), ("b", 2)])[2]
+        hidden, positions = torch.randn(3, 64), torch.tensor([255, 9, 10])
+        tokens = inputs_of(both.layer, hidden, positions, plan, both.own)
+        cache, found = both.shared.cache, []
+        for keys in ("window", "entries", "all"):
+            index = None if keys == "window" else tokens.index
+            inputs = replace(tokens, index=index, raw=None)
+            found.append(attend_partial(inputs, None, cache, plan, keys=keys, write=False))
+        (merged, lse), entries, whole = found
+        ops.merge_states(merged, lse, *entries)
+        assert entries[1].isfinite().any()
+        torch.testing.assert_close(merged, whole[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse, whole[1], rtol=1e-4, atol=1e-5)
+
+
+def test_window_and_entries_apart(two_ranks: Processes) -> None:
+    two_ranks.run(parts)
+
+
+def filled(rank: int) -> None:
+    """What a step leaves of its buffers writes nothing and belongs to no request."""
+    for ratio in RATIOS:
+        shared = Both(make_layer(tiny_config(), ratio)).shared
+        sizes = {"max_tokens": 6, "max_requests": 3, "max_blocks": 3}
+        buffers = rank_buffers(shared.layer.config, shared.cache, shared.ranks, **sizes)
+        columns = buffers["window_table"].shape[1]
+        for wanted in ([("a", 2), ("b", 2), ("c", 2)], [("a", 1), ("b", 2)]):
+            plan = shared.plan(shared.batch(wanted, window_columns=columns), into=buffers)
+        assert plan.slot_mapping[3:].tolist() == [-1] * 3
+        assert plan.pool is None or plan.pool.state_slots[2:].tolist() == [-1]
+
+
+def test_buffers_are_filled_up_with_nothing(two_ranks: Processes) -> None:
+    two_ranks.run(filled)
+
+
 def empty(rank: int) -> None:
     for topk in (8, 512):
         both = Both(make_layer(tiny_config(topk=topk), 4))
@@ -244,7 +285,11 @@ def refused(rank: int) -> None:
         ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
         ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must not be given"),
         ({"ranks": Ranks(group, 64)}, ConfigError, "interleave must be 1 or the block size of 128"),
-        ({"cache": LayerCache()}, ConfigError, "cache must have window rows, got none"),
+        (
+            {"cache": LayerCache()},
+            ConfigError,
+            "cache must have window rows for",
+        ),
         ({"cache": replace(cache, state=None)}, ConfigError, "cache must have state rows"),
         ({"batch": replace(batch, block_table=batch.block_table + 99)}, ShapeError, "must be a bl"),
         ({"batch": replace(batch, block_table=batch.block_table[:, :0])}, ShapeError, "column"),

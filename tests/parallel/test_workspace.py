@@ -20,6 +20,7 @@ from tests.integrations.generation import prompts
 from tests.integrations.models import make_model
 from tests.layers.v4 import make_layer, tiny_config
 from tests.parallel.counted import GATHERS
+from tests.parallel.parts import context_of, gathered_chunks
 from tests.parallel.processes import Processes
 from tests.parallel.stories import TINY, Story
 from tests.parallel.v4 import Both
@@ -86,7 +87,7 @@ def reserved(rank: int) -> None:
             with pytest.raises(ConfigError, match="must have at least 8 rows, a block on every"):
                 plan_of(story, Ranks(dist.group.WORLD), workspace=space)
             plan = plan_of(story, Ranks(dist.group.WORLD), workspace=space, context="auto")
-            assert plan.context is not None and plan.gathered is None
+            assert context_of(plan) is not None and not gathered_chunks(plan)
             continue
         for options in ({"workspace": space}, {"workspace_tokens": n}):
             ranks = Ranks(dist.group.WORLD)
@@ -148,7 +149,7 @@ def attached(rank: int) -> None:
     with gathered_tensors() as seen:
         for start, stop in ((0, 6), (6, 40), (40, 90)):
             past = model(ids[:, start:stop], past_key_values=past, use_cache=True).past_key_values
-            gathers += attachment.last_plan.gathered is not None
+            gathers += bool(gathered_chunks(attachment.last_plan))
     assert gathers == 2
     found, report = storages(seen), attachment.memory()
     assert len(found) == 1, f"{len(found)} buffers for {len(seen) // 2} gathers"

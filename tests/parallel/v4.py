@@ -58,7 +58,7 @@ class Sharded(Server):
         for part in self.cache.parts:
             part.data.view(torch.uint8).fill_(255)  # NaN
 
-    def plan(self, batch: Batch, **options: Any) -> RankPlan:  # type: ignore[override]
+    def plan(self, batch: Batch, **options: Any) -> RankPlan:
         chosen = {"dtype": torch.float32, **self.options, **options}
         config = own_config(self.layer.config, self.ranks)
         return plan_over_ranks(batch, config, self.cache, self.ranks, **chosen)
@@ -89,8 +89,7 @@ def inputs_of(
     if indexer is not None:
         index_pool_inputs = indexer(hidden)
         if plan.chooses:
-            step = plan.step if isinstance(plan, RankPlan) else plan
-            index = indexer.queries(hidden, q_resid, positions, table, step)
+            index = indexer.queries(hidden, q_resid, positions, table, plan)
     pool_inputs = layer.compressor(hidden)
     return CompressedInputs(
         q, rows, raw, table, pool_inputs, index, index_pool_inputs, indexer is not None
@@ -140,7 +139,7 @@ class Both:
         out, expected, plan = self.step(wanted, padding)
         T = sum(n for _, n in wanted)
         assert not out[T:].any()
-        if plan.entries is not None and plan.ranks.heads == "all":
+        if plan.bring is not None and self.shared.ranks.heads == "all":
             assert torch.equal(out[:T], expected[:T]), "gathered, the bits are those of one process"
         torch.testing.assert_close(out[:T], expected[:T], rtol=1e-4, atol=1e-5)
         assert plan.explain() and repr(plan)

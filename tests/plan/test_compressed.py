@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from openmla import (
     PRESETS,
@@ -25,7 +24,10 @@ from openmla import (
     plan_buffers,
     warmup,
 )
+from openmla.plan.types import ScoreChunk
 from openmla.plan.workspace import LOGITS_BYTES
+from tests.plan.captured import tensors_of
+from tests.plan.groups import absorbed_of, forms_of
 from tests.plan.v4 import BS, CONFIG, make_batch, make_cache
 
 FLASH = PRESETS["deepseek-v4-flash"]
@@ -39,15 +41,29 @@ def plan_of(ratio: int, query_lens: list[int], seq_lens: list[int], **options: A
     return make_plan(make_batch(cache, query_lens, seq_lens), CONFIG, cache, **options)
 
 
+def max_entries(plan: Plan) -> int:
+    """The most that one token sees."""
+    assert (plan.pool is None) == (plan.ratio == 0)
+    return 0 if plan.pool is None else plan.pool.max_entries
+
+
+def chunks_of(plan: Plan) -> tuple[ScoreChunk, ...]:
+    """In which tokens are scored; none where they select nothing."""
+    if plan.select is None:
+        return ()
+    assert plan.select.chunks
+    return plan.select.chunks
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_values(ratio: int) -> None:
     cache = make_cache(ratio)
     batch = make_batch(cache, [3, 0, 1, 5], [10, 40, 129, 5])
     plan = make_plan(batch, CONFIG, cache)
-    step = plan.compressed
+    step = plan.shared
     assert step is not None and batch.window_table is not None
-    assert (plan.decode, plan.prefill, plan.sparse) == (None, None, None)
-    assert step.ratio == ratio and step.num_rows == plan.num_tokens == 9
+    assert forms_of(plan) == {"absorbed"} and plan.select is None
+    assert plan.ratio == ratio and plan.groups[0].rows == slice(0, 9) and plan.num_tokens == 9
     assert step.query_start_loc.tolist() == [0, 3, 3, 4, 9]
     assert step.positions.tolist() == [7, 8, 9, 128, 0, 1, 2, 3, 4]
     assert step.positions.dtype == plan.slot_mapping.dtype == torch.int64
@@ -58,28 +74,34 @@ def test_values(ratio: int) -> None:
     ]
     assert plan.slot_mapping.tolist() == slots
     seen = [(p + 1) // ratio if ratio else 0 for p in step.positions.tolist()]
-    # read where tokens choose, and there alone
-    assert step.row_lens.tolist() == (seen if step.chunks else [])
-    assert step.row_lens.dtype == torch.int32
-    assert step.max_entries == max(seen)
+    assert max_entries(plan) == max(seen)
     assert step.window_table is batch.window_table and step.block_table is batch.block_table
     assert step.state_slots is batch.state_slots
-    assert step.chunks == () and step.score_bytes == 0
+    part, kinds = absorbed_of(plan), [("window", "window", WINDOW)]
+    kinds += [("compressed", "prefix", ratio)] if ratio else []
+    assert [(keys.part, keys.kind, keys.span) for keys in part.reads] == kinds
+    tables = [step.window_table, step.block_table][: len(kinds)]
+    assert all(k.block_table is table for k, table in zip(part.reads, tables, strict=True))
+    assert part.positions is step.positions and part.start_locs == (step.query_start_loc,)
+    if plan.pool is not None:
+        assert plan.pool.ratio == ratio
+        for name in ("positions", "query_start_loc", "block_table", "state_slots"):
+            assert getattr(plan.pool, name) is getattr(step, name)
     assert plan.geometry == cache.geometry
 
 
 def test_a_choice_only_past_k() -> None:
     for length in (4 * K + 3, 4 * K + 4):
         plan = plan_of(4, [2, 1], [length, 50])
-        assert plan.compressed is not None
         choosing = length // 4 > K
-        assert bool(plan.compressed.chunks) == choosing
+        assert plan.chooses == (forms_of(plan) == {"chosen"}) == choosing
+        assert plan.select is None or plan.select.chunks
         assert ("index_logits" in plan.backends) == choosing
         kinds = [problem.kinds for problem in plan.problems if problem.op == "mqa_sparse"]
         assert kinds == [("window", "positions" if choosing else "prefix")]
         assert "compress_kv" in plan.backends
     many = plan_of(128, [2], [600])
-    assert many.compressed is not None and not many.compressed.chunks
+    assert many.select is None and forms_of(many) == {"absorbed"}
     only = plan_of(0, [2], [600])
     kinds = [problem.kinds for problem in only.problems if problem.op == "mqa_sparse"]
     assert kinds == [("window",)] and "compress_kv" not in only.backends
@@ -88,16 +110,16 @@ def test_a_choice_only_past_k() -> None:
 def test_only_real_tokens_decide_on_a_choice() -> None:
     """A long request that waits makes nobody choose."""
     plan = plan_of(4, [0, 2], [500, 100])
-    assert plan.compressed is not None and not plan.compressed.chunks
-    assert plan.compressed.max_entries == 25
+    assert plan.select is None and forms_of(plan) == {"absorbed"}
+    assert max_entries(plan) == 25
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_steps_without_tokens_or_requests(ratio: int) -> None:
     for lens in ([], [0, 0]):
         plan = plan_of(ratio, list(lens), list(lens))
-        step = plan.compressed
-        assert step is not None and plan.num_tokens == 0 and step.max_entries == 0
+        step = plan.shared
+        assert step is not None and plan.num_tokens == 0 and max_entries(plan) == 0
         assert step.query_start_loc.tolist() == [0] * (len(lens) + 1)
         assert plan.explain()
 
@@ -112,14 +134,17 @@ def test_chunks_cover_every_token_once_within_the_bound(
     query_lens = [n for n, _ in requests]
     seq_lens = [n + context for n, context in requests]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
+        patch.setattr("openmla.plan.groups.LOGITS_BYTES", 4 * bound)
         plan = plan_of(4, query_lens, seq_lens)
-    step = plan.compressed
-    assert step is not None
-    lens = [(p + 1) // 4 for p in step.positions.tolist()]
+    assert plan.shared is not None
+    lens = [(p + 1) // 4 for p in plan.shared.positions.tolist()]
+    step = plan.select  # made where tokens choose, and there alone
     if max(lens, default=0) <= K:
-        assert step.chunks == ()
+        assert step is None
         return
+    assert step is not None
+    assert step.row_lens.tolist() == lens and step.row_lens.dtype == torch.int32
+    assert step.num_rows == len(lens) and plan.groups[0].selected == slice(0, len(lens))
     rows = [row for chunk in step.chunks for row in range(chunk.rows.start, chunk.rows.stop)]
     assert rows == list(range(len(lens)))
     for chunk in step.chunks:
@@ -143,40 +168,30 @@ def million(ratio: int, **changes: Any) -> tuple[LayerCache, Batch]:
     return cache, make_batch(cache, [8192, 1, 1], [MILLION, 70, 9000])
 
 
-def tensors_of(node: object) -> list[Tensor]:
-    if isinstance(node, Tensor):
-        return [node]
-    if isinstance(node, tuple):
-        return [tensor for part in node for tensor in tensors_of(part)]
-    if is_dataclass(node):
-        parts = [getattr(node, field.name) for field in fields(node)]
-        return [tensor for part in parts for tensor in tensors_of(part)]
-    return []
-
-
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_no_list_is_made(ratio: int) -> None:
     """A million tokens: a plan holds a few numbers per token and the tables, nothing else."""
     cache, batch = million(ratio)
     plan = make_plan(batch, FLASH, cache)
-    assert batch.window_table is not None and plan.compressed is not None
-    found = tensors_of(replace(plan, config=None))  # type: ignore[arg-type]
-    assert len(found) >= 7
+    assert batch.window_table is not None and plan.shared is not None
+    found = list({id(tensor): tensor for tensor in tensors_of(plan)}.values())
+    assert len(found) >= 6
     T, tables = 8194, batch.block_table.numel() + batch.window_table.numel()
     assert all(tensor.numel() <= max(T, tables) for tensor in found)
     each = 8 + 8 + 4 + (4 if ratio == 4 else 0)  # slot, position, entries seen; entries chosen
-    chunks = 4 * len(plan.compressed.chunks) * len(plan.compressed.query_start_loc)
-    most = max((chunk.rows.stop - chunk.rows.start for chunk in plan.compressed.chunks), default=0)
+    scored = () if plan.select is None else plan.select.chunks
+    chunks = 4 * len(scored) * len(plan.shared.query_start_loc)
+    most = max((chunk.rows.stop - chunk.rows.start for chunk in scored), default=0)
     bound = T * each + 4 * tables + chunks + 4 * most + 100
     assert sum(tensor.nbytes for tensor in found) <= bound
-    assert plan.compressed.max_entries == (MILLION // ratio if ratio else 0)
+    assert max_entries(plan) == (MILLION // ratio if ratio else 0)
     assert batch.window_table.shape[1] <= (8192 + 128 + 8) // 64 + 2  # of a million tokens' 16384
 
 
 def test_scores_are_bounded_at_a_million() -> None:
     cache, batch = million(4)
     plan = make_plan(batch, FLASH, cache)
-    step = plan.compressed
+    step = plan.select
     assert step is not None and step.chunks
     assert 0.9 * LOGITS_BYTES < step.score_bytes <= LOGITS_BYTES
     assert step.query_bytes == 13 * 64 * 128  # quantised to fp8
@@ -193,25 +208,25 @@ def test_lengths_known_on_the_device_only(ratio: int) -> None:
     true_lens = torch.tensor([100, 140], dtype=torch.int32)
     batch = make_batch(cache, [1, 3], [120, 144], device_seq_lens=true_lens)
     plan = make_plan(batch, CONFIG, cache)
-    step = plan.compressed
-    assert step is not None and batch.window_table is not None
-    assert step.positions.tolist() == [99, 137, 138, 139]
-    assert step.row_lens.tolist() == (
-        [100 // 4, 138 // 4, 139 // 4, 140 // 4] if ratio == 4 else []
-    )
+    assert plan.shared is not None and batch.window_table is not None
+    assert plan.shared.positions.tolist() == [99, 137, 138, 139]
+    assert (plan.select is None) == (ratio != 4)
+    if plan.select is not None:
+        assert plan.select.row_lens.tolist() == [100 // 4, 138 // 4, 139 // 4, 140 // 4]
+        assert plan.select.row_lens.dtype == torch.int32
     M = batch.window_table.shape[1]
     wanted = [
         int(batch.window_table[b, p // BS % M]) * BS + p % BS
         for b, p in ((0, 99), (1, 137), (1, 138), (1, 139))
     ]
     assert plan.slot_mapping.tolist() == wanted
-    assert step.max_entries == (144 // ratio if ratio else 0)  # shapes come from the bounds
-    if ratio == 4:
-        assert [chunk.num_keys for chunk in step.chunks] == [36]
+    assert max_entries(plan) == (144 // ratio if ratio else 0)  # shapes come from the bounds
+    if plan.select is not None:
+        assert [chunk.num_keys for chunk in plan.select.chunks] == [36]
     buffers = plan_buffers(CONFIG, cache, max_requests=3, max_tokens=9, max_blocks=2)
     columns = buffers["window_table"].shape[1]
     batch = make_batch(cache, [1, 3], [120, 144], device_seq_lens=true_lens, window_columns=columns)
-    captured = make_plan(batch, CONFIG, cache, into=buffers).compressed
+    captured = make_plan(batch, CONFIG, cache, into=buffers).shared
     assert captured is not None
     assert captured.positions.tolist() == [99, 137, 138, 139, *[0] * 5]
 
@@ -233,16 +248,16 @@ def test_captured_plans_keep_their_shapes_and_pad_with_nothing(ratio: int) -> No
         make_plan(make_batch(cache, *lens, window_columns=columns), CONFIG, cache, into=buffers)
         for lens in (([1, 3], [400, 133]), ([2], [7]))
     )
-    assert first.compressed is not None and second.compressed is not None
     assert first.num_tokens == second.num_tokens == 9
-    assert first.compressed.chunks == second.compressed.chunks
-    assert first.compressed.max_entries == second.compressed.max_entries
+    assert chunks_of(first) == chunks_of(second)
+    assert max_entries(first) == max_entries(second)
     assert first.backends == second.backends and first.problems == second.problems
-    assert bool(first.compressed.chunks) == (ratio == 4)
+    assert bool(chunks_of(first)) == (ratio == 4)
     assert {name: tensor.data_ptr() for name, tensor in buffers.items()} == addresses
-    step = second.compressed
-    assert step.positions.tolist() == [5, 6, *[0] * 7]
-    assert not step.row_lens[2:].any() and step.state_slots[1:].tolist() == [-1, -1]
+    step = second.shared
+    assert step is not None and step.positions.tolist() == [5, 6, *[0] * 7]
+    assert second.select is None or not second.select.row_lens[2:].any()
+    assert step.state_slots[1:].tolist() == [-1, -1]
     assert step.query_start_loc.tolist() == [0, 2, 2, 2]
     assert second.slot_mapping[2:].tolist() == [-1] * 7
     assert step.positions.data_ptr() == addresses["positions"]
@@ -308,18 +323,19 @@ def test_plans_of_one_batch_share_what_layers_have_in_common(captured: bool, bou
     if bounded:
         batch = replace(batch, device_seq_lens=torch.tensor([390, 133], dtype=torch.int32))
     first = make_plan(batch, CONFIG, caches[0], into=buffers[0])
-    assert first.compressed is not None
+    assert first.shared is not None
     for ratio in (4, 128):
         plan = make_plan(batch, CONFIG, caches[ratio], into=buffers[ratio], beside=first)
-        step = plan.compressed
+        step = plan.shared
         assert step is not None and plan.slot_mapping is first.slot_mapping
-        assert all(getattr(step, name) is getattr(first.compressed, name) for name in COMMON)
+        assert all(getattr(step, name) is getattr(first.shared, name) for name in COMMON)
+        assert step.key is first.shared.key
         own = plan_buffers(CONFIG, caches[ratio], **sizes) if captured else None
         alone = make_plan(batch, CONFIG, caches[ratio], into=own)
         assert (alone.backends, alone.problems) == (plan.backends, plan.problems)
-        pairs = zip(tensors_of(alone.compressed), tensors_of(step), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-        assert bool(step.chunks) == (ratio == 4)
+        pairs = list(zip(tensors_of(alone), tensors_of(plan), strict=True))
+        assert pairs and all(torch.equal(one, other) for one, other in pairs)
+        assert bool(chunks_of(plan)) == (ratio == 4)
 
 
 def test_plans_that_do_not_belong_beside_one_another() -> None:
@@ -461,7 +477,8 @@ def test_reprs_are_short() -> None:
     assert (
         repr(plan) == "Plan(deepseek_v4, 42 tokens: 2 requests, ratio 4; mqa_sparse by reference)"
     )
-    assert "tensor(" not in repr(plan.compressed) and len(repr(plan.compressed)) < 400
+    for part in (*plan.groups, plan.pool, plan_of(4, [40, 2], [60, 300]).select):
+        assert part is not None and "tensor(" not in repr(part) and len(repr(part)) < 400
     cache = make_cache(4)
     assert repr(cache).startswith("LayerCache(ratio 4; index: index_fp32, 32 blocks of 32 rows, 16")
     assert cache.geometry is not None

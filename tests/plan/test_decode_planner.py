@@ -10,8 +10,9 @@ from torch import Tensor
 
 import openmla
 from openmla import Batch, ConfigError, DecodePlanner, ShapeError, make_plan
-from openmla.plan import sparse
+from openmla.plan import groups
 from tests.plan.captured import tensors_of
+from tests.plan.groups import absorbed_of
 
 BLOCKS, BLOCK_SIZE, COLUMNS, REQUESTS, WIDTH = 40, 4, 8, 5, 3
 H, P, R, C, V = 3, 8, 4, 16, 8
@@ -105,11 +106,12 @@ def test_a_plan_reads_nothing_that_a_later_step_replaces(device: str, topk: int 
     engine = Engine(device, topk)
     engine.update([9, 20], 1, 3)
     plan = engine.plan(1, 3)
-    addresses = [tensor.data_ptr() for tensor in tensors_of(plan.decode or plan.sparse)]
+    addresses = [tensor.data_ptr() for tensor in tensors_of((plan.groups, plan.select))]
+    assert len(addresses) == (3 if topk is None else 9)
     batch = engine.update([31, 3, 8], 1, 3)
     engine.plan(2, 2)  # another size in between
     assert engine.plan(1, 3) is plan
-    assert [t.data_ptr() for t in tensors_of(plan.decode or plan.sparse)] == addresses
+    assert [t.data_ptr() for t in tensors_of((plan.groups, plan.select))] == addresses
     q, index = torch.randn(3, H, C + R, device=device), torch.randn(3, 2, 8, device=device)
     form = "absorbed" if topk is None else "chosen"
     usual = make_plan(batch, engine.config, engine.cache, form=form)
@@ -118,14 +120,14 @@ def test_a_plan_reads_nothing_that_a_later_step_replaces(device: str, topk: int 
 
 def test_rows_in_several_chunks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where scores and queries of all rows do not fit at once."""
-    monkeypatch.setattr(sparse, "LOGITS_BYTES", 4 * 4 * COLUMNS * BLOCK_SIZE)
-    monkeypatch.setattr(sparse, "LATENT_BYTES", 5 * 4 * H * (3 * C + R))
+    monkeypatch.setattr(groups, "LOGITS_BYTES", 4 * 4 * COLUMNS * BLOCK_SIZE)
+    monkeypatch.setattr(groups, "LATENT_BYTES", 5 * 4 * H * (3 * C + R))
     engine = Engine(device, 5)
     for lens in ([30, 9, 4, 17, 32], [8, 6]):
         batch = engine.update(lens, 3, 5)
         plan = engine.plan(3, 5)
-        assert plan.sparse is not None
-        assert len(plan.sparse.chunks) == 4 and len(plan.sparse.query_chunks) == 4
+        assert plan.select is not None
+        assert len(plan.select.chunks) == 4 and len(absorbed_of(plan, "chosen").cuts) == 4
         q, index = torch.randn(15, H, C + R, device=device), torch.randn(15, 2, 8, device=device)
         out, lse = engine.attend(plan, q, index)
         usual = make_plan(batch, engine.config, engine.cache, form="chosen")

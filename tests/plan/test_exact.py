@@ -10,6 +10,7 @@ import torch
 
 from openmla import PRESETS, Batch, ConfigError, ShapeError, allocate_cache, make_plan
 from tests.plan import dense, v4
+from tests.plan.groups import absorbed_of, expanded_of, forms_of, routes_of
 
 CONFIG, SPARSE = PRESETS["tiny-v3"], PRESETS["tiny-v3.2"]
 CACHE, SPARSE_CACHE = (
@@ -29,15 +30,12 @@ def test_exact_requests_keep_their_form() -> None:
     """A prompt is expanded beside drafted rows, as it would be alone; these are absorbed."""
     batch = mixed([2, 200, 1], [90, 300, 50], [False, True, False])
     plan = make_plan(batch, CONFIG, CACHE)
-    assert {name: list(b) for name, b in plan.routes.items()} == {
-        "absorbed": [0, 2],
-        "expanded": [1],
-    }
+    assert routes_of(plan) == {"absorbed": [0, 2], "expanded": [1]}
     alone = make_plan(dense.make_batch([200], [300]), CONFIG, CACHE)
-    assert plan.decode is not None and plan.prefill is not None and alone.prefill is not None
-    assert plan.decode.seq_lens.tolist() == [90, 50]
-    assert plan.prefill.route == alone.prefill.route
-    assert plan.prefill.one_shot is not None and plan.prefill.one_shot.num_keys == 300
+    lens, expanded = absorbed_of(plan).reads[0].lens, expanded_of(plan)
+    assert lens is not None and lens.tolist() == [90, 50]
+    assert expanded.route == expanded_of(alone).route == "one-shot"
+    assert [chunk.num_keys for chunk in expanded.chunks] == [300]
     text = plan.explain()
     assert "  why     only the device knows the lengths" in text
     assert "  why     cost: 200 new tokens over 300 keys" in text
@@ -55,14 +53,14 @@ def test_exact_prompts_of_sparse_models_may_be_masked() -> None:
     batch = mixed([2, 60, 1, 1], [90, 60, 28, 20], [False, True, False, True])
     plan = make_plan(batch, SPARSE, SPARSE_CACHE)
     alone = make_plan(dense.make_batch([60], [60]), SPARSE, SPARSE_CACHE)
-    assert list(plan.routes["chosen"]) == [0] and list(plan.routes["masked"]) == [1]
-    assert list(alone.routes["masked"]) == [0]
-    assert list(plan.routes["absorbed"]) == [2, 3]  # 28 of at most 31 keys: no choice
-    assert plan.sparse is not None
-    assert plan.sparse.row_lens.tolist() == [89, 90, *range(1, 61)]
-    assert plan.sparse.topk_lens.tolist() == [32, 32]
+    # 28 of at most 31 keys: no choice
+    assert routes_of(plan) == {"absorbed": [2, 3], "chosen": [0], "masked": [1]}
+    assert routes_of(alone) == {"masked": [0]}
+    assert plan.select is not None
+    assert plan.select.row_lens.tolist() == [89, 90, *range(1, 61)]
+    assert plan.select.topk_lens.tolist() == [32, 32]
     forced = make_plan(batch, SPARSE, SPARSE_CACHE, form="absorbed")
-    assert list(forced.routes["chosen"]) == [0, 1]
+    assert routes_of(forced)["chosen"] == [0, 1]
 
 
 def test_exact_slots_are_checked_and_others_are_not() -> None:
@@ -87,8 +85,8 @@ def test_v4_checks_exact_requests(ratio: int) -> None:
     batch = v4.make_batch(cache, [1, 3], [120, 144], exact=[False, True], **lens)
     plan = make_plan(batch, v4.CONFIG, cache)
     plain = make_plan(replace(batch, exact=None), v4.CONFIG, cache)
-    assert plan.compressed is not None and plain.compressed is not None
-    assert plan.compressed.positions.tolist() == [116, 141, 142, 143]
+    assert plan.shared is not None and plain.shared is not None
+    assert plan.shared.positions.tolist() == [116, 141, 142, 143]
     assert torch.equal(plan.slot_mapping, plain.slot_mapping)
     assert batch.window_table is not None
     for row, refused in ((0, False), (1, True)):
@@ -159,4 +157,4 @@ def test_expanded_needs_exact_lengths() -> None:
         "request 1."
     )
     plan = make_plan(mixed([2, 2], [8, 12], [True, True]), CONFIG, CACHE, form="expanded")
-    assert plan.decode is None and plan.prefill is not None
+    assert forms_of(plan) == {"expanded"}

@@ -14,9 +14,12 @@ from openmla.backends import Problem
 from openmla.errors import ConfigError, ShapeError
 from openmla.ops.project_quantize import problem as project_quantize_problem
 from openmla.plan import problems
-from openmla.plan.dense import plan_prefill
+from openmla.plan.expanded import expanded_group
+from openmla.plan.types import Expanded
+from tests.plan.groups import ends_of
 
 DENSE = PRESETS["tiny-v3"]  # 4 heads of 24 columns
+SPARSE = PRESETS["tiny-v3.2"]
 
 
 def planned(output: str | None, *, config: MLAConfig = DENSE, **options: Any) -> Plan:
@@ -36,28 +39,26 @@ def test_what_is_refused() -> None:
         planned("fp9")
     with pytest.raises(ShapeError, match=r"plan: a row must be a multiple of 128 values .* got 96"):
         planned("fp8_128")
-    v4 = PRESETS["tiny-v4"]
-    cache = allocate_cache(v4, num_blocks=4, block_size=128, layer=0, max_requests=1, max_tokens=4)
-    batch = Batch([1], [1], torch.zeros(1, 1, dtype=torch.int32))
-    with pytest.raises(ConfigError, match="plan: output must not be given for deepseek_v4"):
-        make_plan(batch, v4, cache, output="fp8")
 
 
 def test_ends() -> None:
-    ends = planned("fp8", form="absorbed").ends
-    assert ends["absorbed"] == ends["chosen"] == "project_quantize"
-    assert planned("fp8", form="expanded").ends["expanded"] == "quantize_out"
+    assert ends_of(planned("fp8", form="absorbed")) == {"absorbed": "project_quantize"}
+    chosen = planned("fp8", config=SPARSE, form="chosen")
+    assert ends_of(chosen) == {"chosen": "project_quantize"}
+    assert ends_of(planned("fp8", form="expanded")) == {"expanded": "quantize_out"}
     chunked = planned("fp8", form="expanded", workspace_tokens=4)
-    assert chunked.ends["expanded"] == "merge_quantize"
+    assert ends_of(chunked) == {"expanded": "merge_quantize"}
     assert {"merge_quantize", "quantize_out", "merge_states"} <= set(chunked.backends)
-    assert not planned(None).ends and "quantize_out" not in planned(None).backends
-    gated = planned("fp8", config=replace(DENSE, head_gate=True))
-    assert set(gated.ends.values()) == {"quantize_out"}
+    assert set(ends_of(planned(None)).values()) == {""}
+    assert "quantize_out" not in planned(None).backends
+    for options in ({"form": "absorbed"}, {"form": "expanded", "workspace_tokens": 4}):
+        gated = planned("fp8", config=replace(DENSE, head_gate=True), **options)
+        assert set(ends_of(gated).values()) == {"quantize_out"}
 
 
 def test_a_gpu_without_the_fused_kernel_ends_in_two_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that span heads: rather a product and quantize_out than the reference."""
-    calls = problems.Calls((1, 1), "", None, "nvfp4")
+    calls = problems.Calls(((("paged",), 1, 1, 2),), frozenset(), scores=False, output="nvfp4")
     seen: list[Problem] = []
 
     def choose(problem: Problem, _: str) -> str:
@@ -87,13 +88,15 @@ def test_every_row_ends_once(rows_at_once: int) -> None:
         seq_lens = [n + S for n, S in zip(query_lens, contexts, strict=True)]
         table = torch.zeros(3, 16, dtype=torch.int32)
         batch = Batch(query_lens, seq_lens, table)
-        made = plan_prefill(batch, range(3), [0, 2, 3, 6], 4, rows_at_once, quantized=True)
+        made = expanded_group(batch, range(3), [0, 2, 3, 6], 4, rows_at_once, quantized=True).part
+        assert isinstance(made, Expanded)
         if made.route != "chunked":
             continue
         ended = [0] * 6
         touched: set[int] = set()
         for chunk in reversed(made.chunks):
-            first, stop = chunk.rows.start, chunk.rows.stop
+            (ask,) = chunk.asks
+            first, stop = ask.rows.start, ask.rows.stop
             both = [part for part in (chunk.ended, chunk.continued) if part is not None]
             assert [t for part in both for t in range(part.start, part.stop)] == list(
                 range(first, stop)

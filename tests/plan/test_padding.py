@@ -10,6 +10,7 @@ import torch
 
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, ShapeError, allocate_cache, make_plan
 from tests.plan import dense, v4
+from tests.plan.groups import absorbed_of, forms_of, routes_of
 
 KINDS = ("tiny-v3", "tiny-v3.2", "tiny-minicpm3", 0, 4, 128)  # presets, V4's compress ratios
 
@@ -33,10 +34,13 @@ def test_padding_adds_rows_that_belong_to_nobody(kind: str | int) -> None:
     plan = make_plan(batch, config, cache)
     assert plan.num_tokens == batch.num_tokens == 7 and plan.slot_mapping.shape == (7,)
     assert plan.slot_mapping[3:].tolist() == [-1] * 4 and bool((plan.slot_mapping[:3] >= 0).all())
-    for part in (plan.decode, plan.compressed):
-        assert part is None or int(part.query_start_loc[-1]) <= 3
-    if plan.compressed is not None:
-        assert plan.compressed.positions.shape == (7,)
+    assert forms_of(plan) <= {"absorbed", "chosen"}
+    for form in forms_of(plan):
+        assert all(int(start_loc[-1]) <= 3 for start_loc in absorbed_of(plan, form).start_locs)
+    if plan.shared is not None:
+        assert int(plan.shared.query_start_loc[-1]) == 3
+        assert plan.shared.positions.shape == (7,)
+    assert plan.padding == (0 if isinstance(kind, int) else 4)  # V4's only group has it
     assert "padding   4 tokens of no request: nothing read, outputs 0" in plan.explain()
     assert "3 query tokens and 4 of padding" in repr(batch)
 
@@ -55,9 +59,10 @@ def test_longrope_turns_padding_by_no_offset(device_lens: bool) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_rest_of_a_plan_is_as_without(kind: str | int) -> None:
     padded, plain = (make_plan(*make_step(kind, [1, 2], [9, 140], count)) for count in (5, 0))
-    for part in ("decode", "prefill", "sparse"):
-        assert repr(getattr(padded, part)) == repr(getattr(plain, part))
-    assert padded.routes == plain.routes and padded.backends == plain.backends
+    if not isinstance(kind, int):  # V4's only group has its padding
+        assert repr(padded.groups) == repr(plain.groups)
+        assert repr(padded.select) == repr(plain.select)
+    assert routes_of(padded) == routes_of(plain) and padded.backends == plain.backends
     assert torch.equal(padded.slot_mapping[:3], plain.slot_mapping)
 
 
@@ -73,7 +78,8 @@ def test_a_request_of_no_tokens_needs_no_blocks(kind: str | int, device_lens: bo
         changes["device_seq_lens"] = torch.tensor([9, 40, 140], dtype=torch.int32)
     plan = make_plan(replace(batch, **changes), config, cache)
     if kind == "tiny-v3":
-        assert plan.decode is not None and plan.decode.seq_lens.tolist() == [9, 0, 140]
+        lens = absorbed_of(plan).reads[0].lens
+        assert lens is not None and lens.tolist() == [9, 0, 140]
 
 
 GOOD = dense.make_batch([1, 2], [5, 8])

@@ -25,8 +25,10 @@ from openmla import (
     warmup,
 )
 from openmla.plan import default_workspace_tokens
+from openmla.plan.types import Absorbed
 from openmla.plan.upload import send, upload
 from tests.plan.dense import BS, make_batch
+from tests.plan.groups import absorbed_of, expanded_of, forms_of
 
 CONFIG = PRESETS["tiny-v3"]
 CACHE = allocate_cache(CONFIG, num_blocks=64, block_size=BS, format="fp32")
@@ -38,14 +40,19 @@ def token_rows(rows: slice | Tensor, T: int) -> list[int]:
 
 
 def check_rows(plan: Plan, query_lens: list[int]) -> None:
-    """Every token is in exactly one sub-plan, and each sub-plan packs whole requests in order."""
+    """Every token is in exactly one group, and each group packs whole requests in order."""
     T = sum(query_lens)
     parts = []
-    for part in (plan.decode, plan.prefill):
-        if part is not None:
-            rows = token_rows(part.rows, T)
-            assert rows == sorted(rows) and len(rows) == int(part.query_start_loc[-1])
-            parts += rows
+    assert forms_of(plan) <= {"absorbed", "expanded"}
+    for group in plan.groups:
+        rows, part = token_rows(group.rows, T), group.part
+        if isinstance(part, Absorbed):
+            (start_loc,) = part.start_locs
+        else:
+            assert part is not None
+            start_loc = next(part.asks).query_start_loc
+        assert rows == sorted(rows) and len(rows) == int(start_loc[-1])
+        parts += rows
     assert sorted(parts) == list(range(T))
 
 
@@ -58,9 +65,9 @@ def test_exhaustive_small_batches() -> None:
         for form, rows_at_once in (("auto", 4), ("expanded", 4), ("expanded", 8), ("expanded", 99)):
             plan = make_plan(batch, CONFIG, CACHE, form=form, workspace_tokens=rows_at_once)
             check_rows(plan, query_lens)
-            prefill = plan.prefill
-            if prefill is None:
+            if plan.group("expanded") is None:
                 continue
+            prefill = expanded_of(plan)
             with_queries = [b for b in range(3) if form != "expanded" or query_lens[b]]
             contexts = [seq_lens[b] - query_lens[b] for b in with_queries]
             total = sum(seq_lens[b] for b in with_queries)
@@ -70,8 +77,8 @@ def test_exhaustive_small_batches() -> None:
             if prefill.route == "chunked" and form == "expanded":
                 gathered = sum(chunk.num_keys for chunk in prefill.chunks)
                 assert gathered == sum(contexts)
-            if prefill.one_shot is not None:
-                assert prefill.new_rows is not None
+            if prefill.route == "one-shot":
+                assert len(prefill.chunks) == 1 and prefill.new_rows is not None
                 assert len(prefill.new_rows) == sum(query_lens[b] for b in with_queries)
 
 
@@ -90,26 +97,26 @@ def test_any_batch(requests: list[tuple[int, int]], form: str, blocks: int) -> N
         make_batch(query_lens, seq_lens), CONFIG, cache, form=form, workspace_tokens=BS * blocks
     )
     check_rows(plan, query_lens)
-    if plan.prefill is not None:
-        for chunk in (
-            *plan.prefill.chunks,
-            *([plan.prefill.one_shot] if plan.prefill.one_shot else []),
-        ):
+    if plan.group("expanded") is not None:
+        for chunk in expanded_of(plan).chunks:
             assert chunk.num_keys == int(chunk.key_start_loc[-1]) <= BS * blocks
             assert chunk.max_key_len == int(chunk.key_start_loc.diff().max())
-            assert chunk.max_query_len == int(chunk.query_start_loc.diff().max())
-            assert chunk.rows.stop - chunk.rows.start == int(chunk.query_start_loc[-1])
+            (ask,) = chunk.asks
+            assert ask.max_query_len == int(ask.query_start_loc.diff().max())
+            assert ask.rows.stop - ask.rows.start == int(ask.query_start_loc[-1])
 
 
 def test_the_callers_order_needs_no_permutation() -> None:
     """Neighbouring requests are slices; only interleaved forms need indices."""
     big = allocate_cache(CONFIG, num_blocks=512, block_size=BS, format="fp32")
     plan = make_plan(make_batch([1, 1, 90], [50, 60, 90]), CONFIG, big)
-    assert plan.decode is not None and plan.prefill is not None
-    assert plan.decode.rows == slice(0, 2) and plan.prefill.rows == slice(2, 92)
+    absorbed, expanded = plan.group("absorbed"), plan.group("expanded")
+    assert absorbed is not None and expanded is not None
+    assert absorbed.rows == slice(0, 2) and expanded.rows == slice(2, 92)
     plan = make_plan(make_batch([1, 90, 1], [50, 90, 60]), CONFIG, big)
-    assert plan.decode is not None and isinstance(plan.decode.rows, Tensor)
-    assert plan.decode.rows.tolist() == [0, 91]
+    absorbed = plan.group("absorbed")
+    assert absorbed is not None and isinstance(absorbed.rows, Tensor)
+    assert absorbed.rows.tolist() == [0, 91]
 
 
 @pytest.mark.parametrize("name", ["tiny-v3", "tiny-v3.2", "tiny-v4"])
@@ -146,7 +153,7 @@ def test_explain_counts_launches() -> None:
     pytest.importorskip("triton")
     batch = make_batch([1, 30], [9, 33])
     plan = make_plan(batch, CONFIG, CACHE, form="expanded", workspace_tokens=8)
-    assert plan.prefill is not None and len(plan.prefill.chunks) == 2
+    assert expanded_of(plan).route == "chunked" and len(expanded_of(plan).chunks) == 2
     assert "launches" not in plan.explain()
     ours = {
         op: "triton" if op in ("cache_write", "merge_states") else name
@@ -224,13 +231,16 @@ def test_reprs_are_short() -> None:
         "Plan(deepseek_v3, 31 tokens: 1 requests absorbed, 1 requests expanded; "
         "mqa_paged by reference, mha_ragged by reference)"
     )
-    assert repr(plan.decode) == (
-        "DecodePlan(rows=0:1, block_table=[1, 9] int32, seq_lens=[1] int32, "
-        "query_start_loc=[2] int32, max_query_len=1)"
+    keys = "Keys(part='latent', kind='paged', block_table=[1, 9] int32, lens=[1] int32, span=0)"
+    assert repr(absorbed_of(plan)) == (
+        f"Absorbed(reads=({keys}), max_query_len=1, start_locs=([2] int32), causal=True)"
+    )
+    assert repr(plan.group("absorbed")) == (
+        f"Group(form='absorbed', rows=0:1, part={absorbed_of(plan)!r}, end='', requests=[0])"
     )
     space = warmup(CONFIG, CACHE, max_requests=2, max_tokens=50, workspace_tokens=20)
     assert repr(space) == "Workspace(20 gathered rows, 50 expanded keys, bfloat16, 17.2 KiB on cpu)"
-    for part in (plan, plan.prefill, batch, space):
+    for part in (plan, plan.group("absorbed"), expanded_of(plan), batch, space):
         assert "tensor(" not in repr(part) and len(repr(part)) < 400
 
 
@@ -344,25 +354,33 @@ def test_upload_moves_every_tensor_once() -> None:
     """On the meta device, since there is no other here: shapes and dtypes survive."""
     plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",
                      workspace_tokens=8)  # fmt: skip
-    assert plan.prefill is not None and plan.prefill.chunks
-    moved, slots, nothing = upload((plan.prefill, plan.slot_mapping, None), torch.device("meta"))
+    prefill = expanded_of(plan)
+    assert prefill.route == "chunked" and prefill.chunks
+    moved, slots, nothing = upload((prefill, plan.slot_mapping, None), torch.device("meta"))
     assert slots.device.type == "meta" and plan.slot_mapping.device.type == "cpu"
     assert nothing is None
-    for before, after in zip(plan.prefill.chunks, moved.chunks, strict=True):
-        for name in ("block_table", "starts", "key_start_loc", "query_start_loc"):
-            old, new = getattr(before, name), getattr(after, name)
+    for before, after in zip(prefill.chunks, moved.chunks, strict=True):
+        names = ("block_table", "starts", "key_start_loc")
+        pairs = [(getattr(before, name), getattr(after, name)) for name in names]
+        pairs += [
+            (one.query_start_loc, other.query_start_loc)
+            for one, other in zip(before.asks, after.asks, strict=True)
+        ]
+        assert len(pairs) == 4
+        for old, new in pairs:
             assert (new.shape, new.dtype, new.device.type) == (old.shape, old.dtype, "meta")
         assert after.num_keys == before.num_keys
 
 
 def test_what_stands_in_two_places_is_uploaded_once() -> None:
-    plan = make_plan(make_batch([4, 9], [4, 20]), CONFIG, CACHE, form="expanded")
-    prefill = plan.prefill
-    assert prefill is not None and prefill.one_shot is not None and prefill.route == "one-shot"
-    assert prefill.query_start_loc is prefill.one_shot.query_start_loc
+    plan = make_plan(make_batch([4, 9], [5, 20]), CONFIG, CACHE, form="expanded",
+                     workspace_tokens=16)  # fmt: skip
+    prefill = expanded_of(plan)
+    assert prefill.route == "chunked" and prefill.new is not None
+    assert prefill.new.query_start_loc is prefill.chunks[0].asks[0].query_start_loc
     moved = upload(prefill, torch.device("meta"))
-    assert moved.one_shot is not None
-    assert moved.query_start_loc is moved.one_shot.query_start_loc
+    assert moved.new is not None
+    assert moved.new.query_start_loc is moved.chunks[0].asks[0].query_start_loc
     twice = torch.arange(4)
     one, two, other = upload((twice, twice, torch.arange(4)), torch.device("meta"))
     assert one is two and one is not other
@@ -393,12 +411,13 @@ def test_captured_plans_keep_their_addresses() -> None:
         batch = make_batch(query_lens, seq_lens)
         plan = make_plan(batch, CONFIG, CACHE, into=kept, form="absorbed")
         assert {name: tensor.data_ptr() for name, tensor in kept.items()} == addresses
-        decode = plan.decode
-        assert decode is not None and plan.prefill is None and plan.num_tokens == 8
-        assert decode.seq_lens.data_ptr() == addresses["seq_lens"]
+        assert forms_of(plan) == {"absorbed"} and plan.num_tokens == 8
+        decode = absorbed_of(plan)
+        (keys,), (start_loc,) = decode.reads, decode.start_locs
+        assert keys.lens is not None and keys.lens.data_ptr() == addresses["seq_lens"]
         B, T = len(query_lens), sum(query_lens)
-        assert decode.seq_lens.tolist() == [*seq_lens, *[0] * (4 - B)]
-        assert decode.query_start_loc[B:].tolist() == [T] * (5 - B)
+        assert keys.lens.tolist() == [*seq_lens, *[0] * (4 - B)]
+        assert start_loc[B:].tolist() == [T] * (5 - B)
         assert plan.slot_mapping[T:].tolist() == [-1] * (8 - T)
         assert decode.max_query_len == 2
 
@@ -436,8 +455,9 @@ def test_lengths_known_to_the_device_only() -> None:
     true_lens = torch.tensor([9, 8], dtype=torch.int32)
     bounded = replace(batch, device_seq_lens=true_lens)
     plan = make_plan(bounded, CONFIG, CACHE)
-    assert plan.decode is not None and plan.prefill is None
-    assert plan.decode.seq_lens.data_ptr() == true_lens.data_ptr()
+    assert forms_of(plan) == {"absorbed"}
+    lens = absorbed_of(plan).reads[0].lens
+    assert lens is not None and lens.data_ptr() == true_lens.data_ptr()
     with pytest.raises(ConfigError, match="form must not be expanded with device_seq_lens"):
         make_plan(bounded, CONFIG, CACHE, form="expanded")
 

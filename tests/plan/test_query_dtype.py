@@ -26,6 +26,7 @@ from openmla import (
 from openmla.ops import mqa_paged, quantize_queries
 from openmla.plan import Plan
 from tests.attention.known import DENSE, SPARSE, C, Requests
+from tests.plan.groups import absorbed_of
 
 DECODE = ([1, 1, 2], [60, 17, 33])
 
@@ -52,11 +53,13 @@ def test_absorbed_queries_are_quantised(device: str) -> None:
     cache, plan = stored(requests)
     q = requests.q_latent.float()
     out, lse = attend_latent(q, cache, plan)
-    assert out.dtype == torch.float32 and plan.decode is not None and cache.latent is not None
+    assert out.dtype == torch.float32 and cache.latent is not None
+    (keys,), (start_loc,) = absorbed_of(plan).reads, absorbed_of(plan).start_locs
+    assert keys.lens is not None
     values, scale = quantize_queries(q[..., :C], q[..., C:])
     wanted, wanted_lse = mqa_paged(
-        values, cache.latent.data, cache.latent.kv_scale, plan.decode.block_table,
-        plan.decode.seq_lens, plan.decode.query_start_loc, scale, format="fp8", C=C,
+        values, cache.latent.data, cache.latent.kv_scale, keys.block_table, keys.lens,
+        start_loc, scale, format="fp8", C=C,
         scale=DENSE.scale, causal=True, max_query_len=2,
     )  # fmt: skip
     assert torch.equal(out, wanted.float()) and torch.equal(lse, wanted_lse)
@@ -114,13 +117,15 @@ def test_static_queries_have_the_scale_of_their_cache(device: str) -> None:
         )
         outs[name] = attend_latent(q, cache, plan)
     assert "absorbed ones in e4m3, one calibrated scale per layer" in plan.explain()
-    assert plan.decode is not None and cache.latent.rope_ratio is not None
+    assert cache.latent.rope_ratio is not None
+    (keys,), (start_loc,) = absorbed_of(plan).reads, absorbed_of(plan).start_locs
+    assert keys.lens is not None
     values, scale = quantize_queries(
         q[..., :C], q[..., C:] * cache.latent.rope_ratio, cache.latent.q_scale
     )
     wanted, wanted_lse = mqa_paged(
-        values, cache.latent.data, cache.latent.kv_scale, plan.decode.block_table,
-        plan.decode.seq_lens, plan.decode.query_start_loc, scale, format="fp8", C=C,
+        values, cache.latent.data, cache.latent.kv_scale, keys.block_table, keys.lens,
+        start_loc, scale, format="fp8", C=C,
         scale=DENSE.scale, causal=True, max_query_len=2,
     )  # fmt: skip
     out, lse = outs["fp8_static"]
@@ -219,13 +224,14 @@ def test_float64_is_refused() -> None:
 
 def test_refused_by_chip(monkeypatch: pytest.MonkeyPatch) -> None:
     from openmla.plan.checks import check_query_dtype
+    from openmla.plan.options import Combination, PlanOptions, check_combination
 
     monkeypatch.setattr("openmla.ops._queries.capability", lambda _: (8, 6))
     with pytest.raises(UnsupportedError, match=r"plan: fp8 queries must be on SM89 or newer.*SM86"):
         check_query_dtype("plan", DENSE, "fp8", "fp8", torch.device("cuda"))
     v4 = next(config for config in PRESETS.values() if config.compressor is not None)
     with pytest.raises(ConfigError, match="query_dtype must be None for"):
-        check_query_dtype("plan", v4, "fp8", "fp8_dsv4", torch.device("cpu"))
+        check_combination("plan", Combination(PlanOptions(query_dtype="fp8"), v4))
 
 
 def test_routes_ask_the_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +242,7 @@ def test_routes_ask_the_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append((dtypes[0], dtypes[1]))
         return 1.0, 1.0
 
-    monkeypatch.setattr("openmla.plan.sparse.sparse_efficiencies", efficiencies)
+    monkeypatch.setattr("openmla.plan.routes.sparse_efficiencies", efficiencies)
     cache = allocate_cache(
         SPARSE, num_blocks=40, block_size=4, format="fp8", kv_scale=1.0, index_format="index_fp32"
     )

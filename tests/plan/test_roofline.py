@@ -170,7 +170,7 @@ def test_the_schedule_that_is_taken_sends_less() -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("batch", [1, 300])
 def test_the_formula_is_that_of_the_code_that_sends(heads: str, batch: int) -> None:
-    merge = import_module("openmla.parallel.merge")
+    merge = import_module("openmla.ranks.merge")
     shape = (batch, 128, 512 if heads == "own" else 128)
     for W in (2, 4, 8, 16, 128):
         for schedule in ("gather", "exchange"):

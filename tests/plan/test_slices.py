@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openmla import ConfigError, make_plan, plan_buffers, slice_buffers
-from openmla.plan import sparse
+from openmla.plan import groups
 from openmla.plan.rows import pick
 from tests.plan import v4
 from tests.plan.captured import KINDS, make_step, tensors_of
@@ -77,8 +77,8 @@ def test_v4s_kinds_share_slices_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "copy_", counted)
     plan = make_plan(batch, v4.CONFIG, caches[4], into=parts[4], beside=first)
-    assert plan.compressed is not None and first.compressed is not None
-    assert plan.compressed.positions.data_ptr() == first.compressed.positions.data_ptr()
+    assert plan.shared is not None and first.shared is not None
+    assert plan.shared.positions.data_ptr() == first.shared.positions.data_ptr()
     assert {"row_lens", "topk_lens"} <= set(copied)
     assert not {"positions", "block_table", "window_table", "state_slots"} & set(copied)
 
@@ -87,15 +87,15 @@ def test_chunks_of_scores_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all rows cannot be scored at once, a smaller graph uses the first chunks."""
     _, config, cache, _ = make_step("tiny-v3.2", [1], [5])
     assert cache.index is not None
-    three_rows = 3 * (24 * 4 + sparse.query_bytes(config, cache.index))
-    monkeypatch.setattr(sparse, "LOGITS_BYTES", three_rows)
+    three_rows = 3 * (24 * 4 + groups.query_bytes(config, cache.index))
+    monkeypatch.setattr(groups, "LOGITS_BYTES", three_rows)
     batch, _, _, whole = make_step("tiny-v3.2", [1, 2], [9, 20])
     part = slice_buffers(whole, max_requests=2, max_tokens=4)
     plan = make_plan(batch, config, cache, into=part)
-    assert plan.sparse is not None
-    assert [chunk.rows.stop for chunk in plan.sparse.chunks] == [3, 4]
-    assert [loc.tolist() for loc in plan.sparse.score_start_locs] == [[0, 1, 3], [0, 0, 0]]
-    assert plan.sparse.score_start_locs[1].data_ptr() == whole["score_start_locs.1"].data_ptr()
+    assert plan.select is not None
+    assert [chunk.rows.stop for chunk in plan.select.chunks] == [3, 4]
+    assert [loc.tolist() for loc in plan.select.start_locs] == [[0, 1, 3], [0, 0, 0]]
+    assert plan.select.start_locs[1].data_ptr() == whole["score_start_locs.1"].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ from openmla import (
     make_plan,
     plan_buffers,
 )
-from openmla.plan.sparse import masked_chunks, row_lens, score_chunks
+from openmla.plan.expanded import masked_group
+from openmla.plan.groups import row_lens, score_chunks
+from openmla.plan.types import Expanded
+from tests.plan.groups import forms_of, masked_chunks, num_chosen
 
 CONFIG = PRESETS["tiny-v3.2"]  # K = 32
 K, BS = 32, 4
@@ -52,12 +56,13 @@ def plan_of(query_lens: list[int], seq_lens: list[int], **options: Any) -> Plan:
 
 def test_requests_up_to_k_are_dense() -> None:
     plan = plan_of([1, 1, K], [K, 5, K])
-    assert plan.sparse is None and plan.decode is not None
+    assert plan.select is None and plan.group("absorbed") is not None
     assert "index_write" in plan.backends and "index_logits" not in plan.backends
     plan = plan_of([1, 1, 1, 0], [K, K + 1, 100, 90])
-    assert plan.sparse is not None and plan.decode is not None
-    assert plan.sparse.row_lens.tolist() == [K + 1, 100] and plan.sparse.rows == slice(1, 3)
-    assert isinstance(plan.decode.rows, torch.Tensor) or plan.decode.rows == slice(0, 1)
+    select, absorbed = plan.select, plan.group("absorbed")
+    assert select is not None and absorbed is not None
+    assert select.row_lens.tolist() == [K + 1, 100] and select.rows == slice(1, 3)
+    assert isinstance(absorbed.rows, torch.Tensor) or absorbed.rows == slice(0, 1)
 
 
 def test_index_rows_of_another_config_are_refused() -> None:
@@ -71,11 +76,11 @@ def test_index_rows_of_another_config_are_refused() -> None:
 
 def test_rows_are_packed_by_route_and_keep_their_places() -> None:
     plan = plan_of([3, 40, 2], [50, 60, 70], form="expanded")
-    assert plan.sparse is not None and plan.sparse.num_absorbed == 0 and plan.sparse.masked
+    assert plan.select is not None and num_chosen(plan) == 0 and masked_chunks(plan)
     plan = plan_of([3, 40, 2], [50, 60, 70], form="absorbed")
-    assert plan.sparse is not None and plan.sparse.num_absorbed == 45 and not plan.sparse.masked
-    assert plan.sparse.rows == slice(0, 45)
-    lens = plan.sparse.row_lens.tolist()
+    assert plan.select is not None and num_chosen(plan) == 45 and not masked_chunks(plan)
+    assert plan.select.rows == slice(0, 45)
+    lens = plan.select.row_lens.tolist()
     assert lens == [48, 49, 50, *range(21, 61), 69, 70]
 
 
@@ -100,7 +105,9 @@ def test_explain_says_how_many_keys_and_bytes() -> None:
     sizes = {"chosen": K * row, "masked": 60 * row, "index keys": 130 * key}
     listed = ", ".join(f"{name} {size / 1024:.1f} KiB" for name, size in sizes.items())
     assert f"reads     {sum(sizes.values()) / 1024:.1f} KiB of cache a layer: {listed}" in text
-    assert len(repr(plan_of([40, 1], [60, 70]).sparse)) < 400
+    plan = plan_of([40, 1], [60, 70])
+    assert forms_of(plan) == {"chosen", "masked"}
+    assert all(len(repr(part)) < 400 for part in (plan.select, *plan.groups))
 
 
 def test_the_route_is_a_matter_of_cost() -> None:
@@ -119,16 +126,16 @@ def test_the_route_is_a_matter_of_cost() -> None:
         ),
     )
     plan = make_plan(batch, config, cache)
-    assert plan.sparse is not None and plan.sparse.num_absorbed == 65
-    assert plan.sparse.num_rows == 65 + 4096
-    assert isinstance(plan.sparse.rows, torch.Tensor)  # "tail" comes before "chunk" there
-    assert plan.sparse.rows[:2].tolist() == [0, 4097]
+    assert plan.select is not None and num_chosen(plan) == 65
+    assert plan.select.num_rows == 65 + 4096
+    assert isinstance(plan.select.rows, torch.Tensor)  # "tail" comes before "chunk" there
+    assert plan.select.rows[:2].tolist() == [0, 4097]
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 400))
 def test_score_chunks_cover_every_row_once_within_the_bound(lens: list[int], bound: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("openmla.plan.sparse.LOGITS_BYTES", 4 * bound)
+        patch.setattr("openmla.plan.groups.LOGITS_BYTES", 4 * bound)
         chunks = score_chunks(lens, 8)
     rows = [row for chunk in chunks for row in range(chunk.rows.start, chunk.rows.stop)]
     assert rows == list(range(len(lens)))
@@ -150,21 +157,23 @@ def test_masks_cover_every_pair_once(
     seq_lens = [n + context for n, context in requests]
     table = torch.arange(len(requests) * 20, dtype=torch.int32).view(-1, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("openmla.plan.sparse.MASK_BYTES", mask_bytes)
-        chunks = masked_chunks(
-            query_lens, seq_lens, table, first_row=7, BS=4, rows_at_once=4 * blocks
-        )
+        patch.setattr("openmla.plan.expanded.MASK_BYTES", mask_bytes)
+        batch, starts = Batch(query_lens, seq_lens, table), [0, *accumulate(query_lens)]
+        made = masked_group(batch, range(len(requests)), starts, 4, 4 * blocks, first=7)
+    assert made.rows == slice(0, starts[-1]) and made.selected == slice(7, 7 + starts[-1])
+    assert isinstance(made.part, Expanded) and made.part.route == "masked"
     owners = [b for b, n in enumerate(query_lens) for _ in range(n)]
     pairs: list[tuple[int, int]] = []
-    for chunk in chunks:
+    for chunk in made.part.chunks:
         assert chunk.num_keys <= 4 * blocks
-        for group in chunk.groups:
-            rows = range(group.rows.start - 7, group.rows.stop - 7)
+        for ask in chunk.asks:
+            rows = range(ask.rows.start, ask.rows.stop)
             words = -(-chunk.max_key_len // 32)
             assert len(rows) * words * 4 <= mask_bytes or len(rows) == 1
-            assert group.query_start_loc[-1] == len(rows) and group.query_start_loc[0] == 0
+            assert ask.query_start_loc[-1] == len(rows) and ask.query_start_loc[0] == 0
+            assert ask.key_starts is not None and ask.key_lens is not None
             for row, start, length in zip(
-                rows, group.key_starts.tolist(), group.key_lens.tolist(), strict=True
+                rows, ask.key_starts.tolist(), ask.key_lens.tolist(), strict=True
             ):
                 pairs += [(row, key) for key in range(start, start + length)]
     wanted = [(row, key) for row, b in enumerate(owners) for key in range(seq_lens[b])]
@@ -183,12 +192,12 @@ def test_captured_plans_keep_their_shapes_and_pad_with_nothing() -> None:
     buffers = plan_buffers(CONFIG, CACHE, max_requests=3, max_tokens=6, max_blocks=40)
     addresses = {name: tensor.data_ptr() for name, tensor in buffers.items()}
     first = make_plan(make_batch([1, 2], [100, 33]), CONFIG, CACHE, into=buffers)
-    assert first.decode is None and first.sparse is not None
-    assert first.sparse.row_lens.tolist() == [100, 32, 33, 0, 0, 0]
-    chunks = first.sparse.chunks
+    assert forms_of(first) == {"chosen"} and first.select is not None
+    assert first.select.row_lens.tolist() == [100, 32, 33, 0, 0, 0]
+    chunks = first.select.chunks
     second = make_plan(make_batch([2], [7]), CONFIG, CACHE, into=buffers)
-    assert second.sparse is not None and second.sparse.chunks == chunks
-    assert second.sparse.row_lens.tolist() == [6, 7, 0, 0, 0, 0]
+    assert second.select is not None and second.select.chunks == chunks
+    assert second.select.row_lens.tolist() == [6, 7, 0, 0, 0, 0]
     assert {name: tensor.data_ptr() for name, tensor in buffers.items()} == addresses
     assert second.slot_mapping[2:].tolist() == [-1] * 4
 
@@ -197,12 +206,12 @@ def test_lengths_known_on_the_device_only() -> None:
     true_lens = torch.tensor([40, 64], dtype=torch.int32)
     batch = make_batch([1, 3], [60, 70], device_seq_lens=true_lens)
     plan = make_plan(batch, CONFIG, CACHE)
-    assert plan.sparse is not None and plan.sparse.row_lens.tolist() == [40, 62, 63, 64]
-    assert plan.sparse.chunks[0].num_keys == 70  # shapes come from the bounds
+    assert plan.select is not None and plan.select.row_lens.tolist() == [40, 62, 63, 64]
+    assert plan.select.chunks[0].num_keys == 70  # shapes come from the bounds
     buffers = plan_buffers(CONFIG, CACHE, max_requests=2, max_tokens=6, max_blocks=40)
     captured = make_plan(batch, CONFIG, CACHE, into=buffers)
-    assert captured.sparse is not None
-    assert captured.sparse.row_lens.tolist() == [40, 62, 63, 64, 0, 0]
+    assert captured.select is not None
+    assert captured.select.row_lens.tolist() == [40, 62, 63, 64, 0, 0]
 
 
 MEASURE = """
@@ -212,6 +221,7 @@ from dataclasses import replace
 from openmla import PRESETS, Batch, allocate_cache, make_plan
 from openmla.attention import IndexInputs, Projected, attend_step, select_step
 from openmla.layers.weights import absorb
+from openmla.plan.explain import sparse_bytes
 
 form, format, index_format = sys.argv[1:4]
 n, S, heads = (int(text) for text in sys.argv[4:])
@@ -250,7 +260,7 @@ with torch.inference_mode():
     step(64, 4096)  # what torch loads for the first call is not ours
     plan, grown = step(n, S)
 print(plan.explain())
-print("grown", grown, "stated", sum(plan.sparse_bytes().values()))
+print("grown", grown, "stated", sum(sparse_bytes(plan).values()))
 """
 OWN = 32 << 20  # what the reference backend holds for its own chunks
 # glibc keeps freed blocks below a threshold that it moves by itself, so that the peak of one step
@@ -296,4 +306,4 @@ def test_small_k_still_plans() -> None:
     assert CONFIG.indexer is not None
     config = replace(CONFIG, indexer=replace(CONFIG.indexer, topk=1))
     plan = make_plan(make_batch([5], [5]), config, CACHE)
-    assert plan.sparse is not None and plan.sparse.num_rows == 5
+    assert plan.select is not None and plan.select.num_rows == 5

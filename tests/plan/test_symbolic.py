@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache,
 from openmla.errors import ConfigError
 from openmla.plan import plan_buffers
 from openmla.plan.symbolic import FOLLOWING
+from tests.plan.groups import absorbed_of, forms_of, num_chosen, routes_of
 
 SPARSE = PRESETS["tiny-v3.2"]  # whose K is 32
 
@@ -56,6 +58,8 @@ def test_a_compiled_plan_says_the_same(config: MLAConfig, form: str) -> None:
         if isinstance(value, Tensor):
             assert torch.equal(compiled[path], value), path
             assert compiled[path] is not value and not compiled[path]._is_view()
+        elif path == ".options":
+            assert compiled[path] == replace(value, compiled=True)
         else:
             assert compiled[path] == value, path
     tensors = [value for value in compiled.values() if isinstance(value, Tensor)]
@@ -77,7 +81,8 @@ def test_what_no_length_changes_stays_an_integer() -> None:
                 parts += vars(part).values()
                 kept |= {name for name, value in vars(part).items() if type(value) is int}
                 assert not any(isinstance(value, slice) for value in vars(part).values())
-    assert kept == {"num_blocks", "block_size", "run_length", "query_bytes"}
+    fixed = {"num_blocks", "block_size", "run_length", "query_bytes", "ratio", "span", "offered"}
+    assert kept == fixed
 
 
 def test_tokens_choose_however_short_their_context() -> None:
@@ -87,10 +92,10 @@ def test_tokens_choose_however_short_their_context() -> None:
     for seq_lens in ([3, 5], [3, 70], [60, 70]):
         batch = make_batch([1, 1], seq_lens)
         plan = make_plan(batch, SPARSE, cache, dtype=torch.float32, compiled=True)
-        assert plan.sparse is not None and plan.decode is None and plan.prefill is None
-        assert plan.sparse.num_absorbed == 2 and plan.sparse.first_keys.numel() == 0
-        assert [chunk.num_keys for chunk in plan.sparse.chunks] == [max(33, *seq_lens)]
-        routes.append(plan.routes["chosen"])
+        assert plan.select is not None and forms_of(plan) == {"chosen"}
+        assert num_chosen(plan) == 2 and plan.select.first_keys.numel() == 0
+        assert [chunk.num_keys for chunk in plan.select.chunks] == [max(33, *seq_lens)]
+        routes.append(routes_of(plan)["chosen"])
     assert routes == [[0, 1]] * 3
 
 
@@ -98,15 +103,14 @@ def test_prompts_no_longer_than_k_attend_to_all() -> None:
     """A prompt is expanded as without compiled=True: choosing all it has would cost more."""
     batch = make_batch([20, 1], [20, 9])
     plan = make_plan(batch, SPARSE, make_cache(SPARSE), form="expanded", compiled=True)
-    assert plan.sparse is None and plan.prefill is not None
+    assert plan.select is None and plan.group("expanded") is not None
 
 
 def test_a_table_of_one_column_gets_a_second() -> None:
     config = PRESETS["tiny-v3"]
     batch = make_batch([1, 1], [9, 7], columns=1)
     plan = make_plan(batch, config, make_cache(config), compiled=True)
-    assert plan.decode is not None
-    assert plan.decode.block_table.tolist() == [[0, 0], [1, 1]]
+    assert absorbed_of(plan).reads[0].block_table.tolist() == [[0, 0], [1, 1]]
 
 
 def test_plans_without_tokens_are_plans() -> None:
@@ -122,7 +126,8 @@ def test_compiled_plans_are_explained_and_shown() -> None:
     plain = make_plan(batch, SPARSE, cache, dtype=torch.float32)
     compiled = make_plan(batch, SPARSE, cache, dtype=torch.float32, compiled=True)
     assert compiled.explain() == plain.explain() and repr(compiled) == repr(plain)
-    assert repr(compiled.sparse) == repr(plain.sparse)
+    assert plain.select is not None and repr(compiled.select) == repr(plain.select)
+    assert plain.groups and repr(compiled.groups) == repr(plain.groups)
 
 
 def test_buffers_are_not_for_compiled_plans() -> None:
@@ -141,8 +146,8 @@ def test_requests_without_tokens_take_no_graph_of_their_own(form: str) -> None:
     for query_lens in ([1, 1, 1], [1, 0, 1], [0, 0, 1]):
         batch = make_batch(query_lens, [60, 40, 71])
         plan = make_plan(batch, SPARSE, cache, form=form, compiled=True)
-        assert plan.decode is None and plan.prefill is None and plan.sparse is not None
-        assert plan.sparse.rows == slice(0, sum(query_lens))
+        assert forms_of(plan) == {"chosen"} and plan.select is not None
+        assert plan.select.rows == plan.groups[0].rows == slice(0, sum(query_lens))
 
 
 def test_its_tensors_tell_when_they_are_written_to() -> None:

@@ -61,7 +61,7 @@ def run(
     D, wide = norm_weight.shape[0], state.dtype
     bounds, slots = query_start_loc.tolist(), state_slots.tolist()
     folded = _pool_alone if alone else _pool_folded
-    pool = _pool_overlapping if overlap else folded
+    pool = partial(_pool_overlapping, alone=alone) if overlap else folded
     for b, slot in enumerate(slots):
         begin, end = bounds[b], bounds[b + 1]
         if slot < 0 or begin == end:
@@ -87,8 +87,11 @@ def run(
         layout.write(cache, where[where >= 0], v[where >= 0], kv_scale)
 
 
-def _pool_overlapping(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
-    """[E, D] of the windows this step finishes; tokens of the two before come from the state."""
+def _pool_overlapping(
+    state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int, *, alone: bool
+) -> Tensor:
+    """[E, D] of the windows this step finishes; tokens of the two before come from the state.
+    `alone`: a window at a time, because torch sums several of them in another order."""
     V, n, D = state.shape[0], kv.shape[0], kv.shape[1] // 2
     first = max(start - (2 * ratio - 1), 0)
     kept = state[torch.arange(first, start, device=kv.device) % V]
@@ -100,11 +103,13 @@ def _pool_overlapping(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: i
     older, newer = slice(0, ratio), slice(ratio, 2 * ratio)
     u = torch.cat([u[:, older, :D], u[:, newer, D:]], dim=1).masked_fill(~valid, 0)
     scores = torch.cat([scores[:, older, :D], scores[:, newer, D:]], dim=1)
-    weights = scores.masked_fill(~valid, -torch.inf).softmax(dim=1)
+    scores = scores.masked_fill(~valid, -torch.inf)
     kept_rows = min(n, V)
     last = torch.arange(start + n - kept_rows, start + n, device=kv.device)
     state[last % V] = rows[len(rows) - kept_rows :]
-    return (weights * u).sum(1)
+    parts = zip(scores.split(1), u.split(1), strict=True) if alone else [(scores, u)]
+    pooled = [(each.softmax(dim=1) * values).sum(1) for each, values in parts]
+    return torch.cat(pooled) if pooled else kv.new_zeros((0, D))
 
 
 def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:

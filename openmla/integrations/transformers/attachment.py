@@ -42,7 +42,7 @@ from openmla.layers.eight_bits import largest_error
 from openmla.layers.measure import Measured
 from openmla.layers.rope import rope_table
 from openmla.layers.weights import Known
-from openmla.parallel import RankPlan, Ranks, rank_cache
+from openmla.parallel import Ranks, rank_cache
 from openmla.plan import Explanation, Plan
 from openmla.plan.explanation import Line
 
@@ -431,7 +431,7 @@ class Attachment:
         with self.lock:
             return dict(self.caches)
 
-    def planned(self, plan: Plan | RankPlan) -> None:
+    def planned(self, plan: Plan) -> None:
         """A pass will do this."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))

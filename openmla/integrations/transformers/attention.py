@@ -15,7 +15,6 @@ from openmla.integrations.transformers.compressed import attend_v4
 from openmla.integrations.transformers.masks import begin_reading, read_mask, refuse_square
 from openmla.integrations.transformers.scales import measure_step
 from openmla.ops import mha_ragged
-from openmla.parallel import RankPlan, attend_over_ranks, select_over_ranks
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
@@ -142,22 +141,19 @@ def _attend(
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)
         layer.index_keys = None
-        choose = select_over_ranks if isinstance(plan, RankPlan) else select_step
-        session.selection = choose(index, cache, plan)  # type: ignore[arg-type]
+        session.selection = select_step(index, cache, plan)
     selection = session.selection
     if module is attachment.modules[-1]:
         session.selection = None  # a kept cache does not keep it
     if sink is not None:
         sink = sink.float()
-    if isinstance(plan, RankPlan):
-        return attend_over_ranks(projected, absorbed, cache, plan, selection=selection, sink=sink)
     if selection is not None and selection.positions.device != query.device:
-        assert plan.sparse is not None  # the same step, planned for another device
+        assert plan.select is not None  # the same step, planned for another device
         selection = Selection(
             selection.positions.to(query.device),
             selection.lens.to(query.device),
             selection.rows.to(query.device),
-            plan.sparse.row_lens,
+            plan.select.row_lens,
         )
     out = attend_step(projected, absorbed, cache, plan, selection=selection, sink=sink)
     if attachment.watcher is not None:

@@ -22,10 +22,10 @@ from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
 from openmla.plan.checks import (
     check_eight_bit_products,
-    check_prefill_dtype,
     check_query_dtype,
     check_wide_queries,
 )
+from openmla.plan.options import Combination, PlanOptions, check_combination
 
 FIRST_BLOCKS = 64  # of a pool that may grow
 
@@ -159,7 +159,8 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
         index_layout.width(config.indexer.head_dim)
     check_absorbed_format("attach", options.absorbed_format)
     check_kind("attach", "batch_invariant", options.batch_invariant, bool)
-    check_prefill_dtype("attach", options.prefill_dtype, config, options.batch_invariant)
+    asked = PlanOptions(query_dtype=options.query_dtype, prefill_dtype=options.prefill_dtype)
+    check_combination("attach", Combination(asked, config))
     if options.absorbed_format is not None and config.compressor is not None:
         raise ConfigError(
             f"attach: absorbed_format must be None for {config.model_type}, which has no "
@@ -181,18 +182,6 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     group = options.group
     if group is None:
         return None
-    if options.query_dtype is not None:
-        raise UnsupportedError(
-            f"attach: query_dtype must be None with a group, whose ranks exchange 16-bit queries, "
-            f"got {options.query_dtype!r}."
-        )
-    if options.batch_invariant:
-        raise UnsupportedError(
-            "attach: batch_invariant must not be asked for with a group: ranks multiply by "
-            "kv_b_proj as torch does."
-        )
-    if options.prefill_dtype is not None:
-        raise ConfigError("attach: prefill_dtype must be None with a group.")
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(

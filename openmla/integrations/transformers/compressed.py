@@ -20,7 +20,6 @@ from openmla.attention import CompressedInputs, IndexInputs, PoolInputs, attend_
 from openmla.errors import ShapeError
 from openmla.integrations.transformers.offload import brought_in
 from openmla.ops import rope
-from openmla.parallel import RankPlan, attend_over_ranks
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.attachment import Attachment
@@ -111,9 +110,7 @@ def attend_v4(
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
     plan = session.plan(cache, query.device, query.dtype)
-    planned = plan.step if isinstance(plan, RankPlan) else plan
-    step = planned.compressed
-    assert step is not None and layer.latents is not None
+    assert plan.shared is not None and layer.latents is not None
     config = plan.config
     assert config.compressor is not None
     B, H, S, D = query.shape
@@ -137,7 +134,8 @@ def attend_v4(
         HI, DI = config.indexer.num_heads, config.indexer.head_dim
         q_idx = inputs.index_query
         turned = q_idx[:, :, DI - R :]
-        rope(turned, step.positions, table, pairing="pairs", backend=planned.backends["rope"])
+        positions, backend = plan.shared.positions, plan.backends["rope"]
+        rope(turned, positions, table, pairing="pairs", backend=backend)
         wide = torch.promote_types(q_idx.dtype, torch.float32)
         weights = inputs.index_weights.to(wide) * (HI**-0.5 * DI**-0.5)
         index = IndexInputs(q_idx, weights, None)
@@ -149,10 +147,7 @@ def attend_v4(
         index=index,
         index_pool_inputs=inputs and inputs.index_pool_inputs,
     )
-    if isinstance(plan, RankPlan):
-        out = attend_over_ranks(given, None, cache, plan, sink=sink.float())
-    else:
-        out = attend_compressed(cache=cache, plan=plan, sink=sink.float(), **vars(given))
+    out = attend_compressed(cache=cache, plan=plan, sink=sink.float(), **vars(given))
     attachment.tell(layer.layer, q, raw, cache, plan, index, None, out)
     return out
 

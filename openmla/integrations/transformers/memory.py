@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from openmla.cache import shown_bytes
-from openmla.parallel import RankPlan
 from openmla.plan import Plan
+from openmla.plan.explain import expanded_bytes, expanded_size, sparse_bytes
+from openmla.plan.rows import num_rows
 
 ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
 
@@ -63,24 +64,13 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-def workspace_bytes(plan: Plan | RankPlan) -> int:
-    """What one layer takes beside inputs and outputs, at most: rows gathered and expanded, and a
-    sparse model's scores and choices. 0 of a captured step, whose memory is its graph's. Parts of a
-    step over ranks run one after another."""
-    if isinstance(plan, RankPlan):
-        gathered = () if plan.gathered is None else plan.gathered.chunks
-        longest = max((each.chunk.num_keys for each in gathered), default=0)
-        expanded = 0 if plan.new is None else plan.new.plan.expanded_bytes(0, longest, 0)
-        return max([expanded, *(workspace_bytes(part.plan) for part in plan.parts.values())])
-    if plan.form == "captured":
+def workspace_bytes(plan: Plan) -> int:
+    """What one layer takes besides inputs and outputs, at most: rows gathered and expanded, and a
+    sparse model's scores and selections. 0 of a captured step, whose memory is its graph's."""
+    if plan.captured:
         return 0
-    total, prefill = sum(plan.sparse_bytes().values()), plan.prefill
-    if prefill is not None:
-        chunks = (prefill.one_shot, *prefill.chunks)
-        keys = [chunk.num_keys for chunk in chunks if chunk is not None]
-        new = sum(plan.query_lens[b] for b in plan.routes["expanded"])
-        if prefill.one_shot is None and prefill.route != "context":
-            keys.append(new)
-        most = max(keys, default=0)
-        total += plan.expanded_bytes(most, most, new)
+    total, group = sum(sparse_bytes(plan).values()), plan.group("expanded")
+    if group is not None:
+        most, _ = expanded_size(plan, group)
+        total += expanded_bytes(plan, most, most, num_rows(group.rows))
     return total

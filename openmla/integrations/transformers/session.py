@@ -34,7 +34,6 @@ from openmla.layers.weights import (
     refuse_unabsorbable,
     state_of,
 )
-from openmla.parallel import RankPlan, plan_over_ranks
 from openmla.plan import Batch, Plan, make_plan
 from openmla.plan.upload import upload
 
@@ -70,7 +69,7 @@ class Session:
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding, None: all
         self.placed: dict[torch.device, Tensor] = {}  # the same, where layers are
-        self.plans: dict[tuple[torch.device, int], Plan | RankPlan] = {}  # by compress ratio too
+        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
         self.dtype: torch.dtype | None = None  # of the last pass's queries
         self.selection: Selection | None = None  # of the last layer that chose
         self.fresh = True  # the pass under way is the first over its requests
@@ -387,7 +386,7 @@ class Session:
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None = None,
-    ) -> Plan | RankPlan:
+    ) -> Plan:
         """This pass's plan: made for the first layer of a kind on a device, for all of them."""
         key = (device, cache.ratio)
         self.dtype = dtype
@@ -408,24 +407,12 @@ class Session:
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None,
-    ) -> Plan | RankPlan:
+    ) -> Plan:
         attachment, config = self.attachment, self.attachment.config
         assert self.batch is not None
-        if attachment.ranks is not None:
-            return plan_over_ranks(
-                self.batch,
-                config,
-                cache,
-                attachment.ranks,
-                dtype=dtype,
-                backend=attachment.backend,
-                workspace_tokens=None if into else attachment.workspace_tokens,
-                into=into,
-            )
-        v4 = config.compressor is not None
-        made = (plan for (place, _), plan in self.plans.items() if v4 and place == device)
+        shares = config.compressor is not None and attachment.ranks is None
+        made = (plan for (place, _), plan in self.plans.items() if shares and place == device)
         beside = next(made, None)
-        assert beside is None or isinstance(beside, Plan)
         return make_plan(
             self.batch,
             config,
@@ -438,6 +425,7 @@ class Session:
             prefill_dtype=None if into else attachment.prefill_dtype,
             into=into,
             beside=beside,
+            ranks=attachment.ranks,
         )
 
 

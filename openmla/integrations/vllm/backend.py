@@ -12,7 +12,6 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import openmla
-from openmla.parallel import RankPlan
 
 
 def is_selected(vllm_config: Any) -> bool:
@@ -74,11 +73,10 @@ EVERY_TOKEN = SimpleNamespace(use_dense_mha=True, chunked_context=None, max_quer
 class OpenMLAMetadata(MLACommonMetadata):
     """One step. It counts every token as prefill, so that vLLM passes a layer's whole step to
     forward_mha and attend_step runs it as planned. With decode context parallelism tokens that
-    count as decode go to forward_mqa: all of a sparse model's, planned in `across`; of a dense
-    model, those that vLLM counts so, planned in `decode`."""
+    count as decode go to forward_mqa: all of a sparse model's, and those of a dense model that vLLM
+    counts so; `decode` has their plan."""
 
     plan: openmla.Plan | None = None
-    across: RankPlan | None = None
     quantized_plan: openmla.Plan | None = None  # the same step, its output in fp8
     selection: openmla.Selection | None = None  # of the indexer that ran last
     common: Any = None  # the CommonAttentionMetadata this was built from

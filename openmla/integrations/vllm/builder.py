@@ -168,10 +168,10 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         else:
             metadata.num_decodes, metadata.num_prefills = m.num_reqs, 0
             metadata.num_decode_tokens = m.num_actual_tokens
-            metadata.across = plan_over_dcp(
+            metadata.plan = plan_over_dcp(
                 m, cache, self.config, self.dcp, self.decode_planner(cache), self.options
             )
-            metadata.decode = Decode(metadata.across.step, m.dcp_local_seq_lens[: m.num_reqs])
+            metadata.decode = Decode(metadata.plan, m.dcp_local_seq_lens[: m.num_reqs])
         self.latest = metadata
         return metadata
 

@@ -23,7 +23,6 @@ import openmla
 from openmla.cache.format import get_format
 from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
-from openmla.parallel import select_over_ranks
 
 SELECT = "openmla_vllm::select"
 # Index caches that openmla selects from; by name, so that V4's module is not imported for V3.2.
@@ -49,10 +48,7 @@ def _select(q: Tensor, k: Tensor, weights: Tensor, layer_name: str) -> None:
     T = metadata.num_actual_tokens
     given = openmla.IndexInputs(q[:T], weights[:T], k[:T])
     cache = layer.impl.cache_of(layer.kv_cache)
-    if metadata.across is not None:
-        metadata.selection = select_over_ranks(given, cache, metadata.across)
-    else:
-        metadata.selection = openmla.select_step(given, cache, metadata.plan)
+    metadata.selection = openmla.select_step(given, cache, metadata.plan)
 
 
 @select.register_fake

@@ -19,7 +19,6 @@ import openmla
 from openmla.integrations.vllm import prefill
 from openmla.integrations.vllm.backend import OpenMLAMetadata
 from openmla.integrations.vllm.memory import profiled_rows
-from openmla.integrations.vllm.ranks import attend_own_keys
 
 FORMATS = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
@@ -167,8 +166,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
             scale = output_scale.reshape(())
             out = openmla.QuantizedOutput(output.flatten(1), None, scale, "fp8")
             if selection is not None:  # made for the other plan of this step
-                assert plan.sparse is not None
-                selection = selection._replace(row_lens=plan.sparse.row_lens)
+                assert plan.select is not None
+                selection = selection._replace(row_lens=plan.select.row_lens)
         assert plan is not None
         openmla.attend_step(
             openmla.Projected(q[..., :P], q[..., P:], kv_c_normed, k_pe.squeeze(1)),
@@ -189,7 +188,6 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         """Context parallelism: attention over this rank's keys; vLLM merges the ranks by lse."""
         q_latent = torch.cat(q, -1) if isinstance(q, tuple) else q
         cache = self.cache_of(self.layer.kv_cache)
-        if attn_metadata.across is not None:
-            return attend_own_keys(q_latent, cache, attn_metadata.across, attn_metadata.selection)
         assert attn_metadata.decode is not None
-        return openmla.attend_latent(q_latent, cache, attn_metadata.decode.plan)
+        plan, selection = attn_metadata.decode.plan, attn_metadata.selection
+        return openmla.attend_latent(q_latent, cache, plan, selection=selection)

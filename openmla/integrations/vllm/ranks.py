@@ -11,15 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
 from vllm.distributed.parallel_state import get_dcp_group
 
 import openmla
-from openmla.parallel import RankPlan, Ranks
-from openmla.parallel.batches import token_batch
-from openmla.parallel.types import RankPart
+from openmla.parallel import Ranks
+from openmla.plan.across import token_batch
 
 
 def dcp_ranks(vllm_config: Any) -> Ranks:
@@ -35,7 +31,7 @@ def plan_over_dcp(
     ranks: Ranks,
     planner: openmla.DecodePlanner,
     options: dict[str, Any],
-) -> RankPlan:
+) -> openmla.Plan:
     """`m` is vLLM's CommonAttentionMetadata: lengths of whole requests, and this rank's slots."""
     assert config.indexer is not None and cache.latent is not None
     B, T = m.num_reqs, m.num_actual_tokens
@@ -60,24 +56,9 @@ def plan_over_dcp(
         longest = max((seq_lens[b] for b in busy), default=0)
         offered = min(topk, ranks.shard.most_local(longest))
     n = plan.num_tokens  # without the tokens that pad the step
-    step = replace(plan, num_tokens=T, padding=T - n, slot_mapping=slots)
-    part = RankPart(slice(0, n), plan)
-    return RankPlan(config, ranks, T, step, chosen=part, candidates=offered)
-
-
-def attend_own_keys(
-    q_latent: Tensor,  # [T, H, C + R]
-    cache: openmla.LayerCache,
-    plan: RankPlan,
-    selection: openmla.Selection | None,
-) -> tuple[Tensor, Tensor]:  # out [T, H, C], lse [T, H] f32
-    """attend_latent over this rank's keys; tokens that pad the step see none."""
-    assert plan.chosen is not None
-    own = plan.chosen.plan
-    n = own.num_tokens
-    out, lse = openmla.attend_latent(q_latent[:n], cache, own, selection=selection)
-    more = len(q_latent) - n
-    if more:
-        out = functional.pad(out, (0, 0, 0, 0, 0, more))
-        lse = functional.pad(lse, (0, 0, 0, more), value=-torch.inf)
-    return out, lse
+    assert plan.select is not None
+    here = {"offered": offered, "shard": ranks.shard, "block_size": cache.latent.block_size}
+    return replace(
+        plan, ranks=ranks, num_tokens=T, padding=T - n, slot_mapping=slots,
+        select=replace(plan.select, **here),
+    )  # fmt: skip

@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
-from openmla.parallel.collectives import group_of, size_and_rank
-from openmla.parallel.layout import Shard
-from openmla.parallel.merge import HEADS, SCHEDULES
-from openmla.parallel.workspace import GatherWorkspace
+from openmla.ranks.collectives import Link, group_of, link_of
+from openmla.ranks.layout import Shard
+from openmla.ranks.merge import HEADS, SCHEDULES
+from openmla.ranks.workspace import GatherWorkspace
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Ranks:
     schedule: str = "auto"
     check: bool = True
     shard: Shard = field(init=False, repr=False)  # this rank's share
+    link: Link = field(init=False, repr=False, compare=False)
     workspace: GatherWorkspace = field(
         init=False, repr=False, compare=False, default_factory=GatherWorkspace
     )
@@ -50,7 +51,8 @@ class Ranks:
                 )
         if not isinstance(self.check, bool):
             raise ConfigError(f"ranks: check must be True or False, got {self.check!r}.")
-        object.__setattr__(self, "shard", Shard(*size_and_rank(self.group), self.interleave))
+        object.__setattr__(self, "link", link_of(self.group))
+        object.__setattr__(self, "shard", Shard(self.link.size, self.link.rank, self.interleave))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copied model's ranks are the same processes."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional  # what compilers trace
 from torch import Tensor
 
 from openmla.errors import ConfigError
@@ -39,37 +40,57 @@ def group_of(group: Any) -> Any:
     return group
 
 
-def size_and_rank(group: Any) -> tuple[int, int]:
-    return dist.get_world_size(group), dist.get_rank(group)
+class Link(NamedTuple):
+    """A group as the collectives below take it: the name is what a compiler knows it by."""
+
+    group: Any
+    name: Any
+    size: int
+    rank: int
 
 
-def all_gather(tensor: Tensor, group: Any, out: Tensor | None = None) -> Tensor:  # [W, ...]
+def link_of(group: Any) -> Link:
+    group = group_of(group)
+    return Link(group, group.group_name, dist.get_world_size(group), dist.get_rank(group))
+
+
+def all_gather(tensor: Tensor, link: Link, out: Tensor | None = None) -> Tensor:  # [W, ...]
     """Everyone's tensor, by rank; in `out`, contiguous and of as many elements, if it is given."""
     mine = tensor.contiguous()
-    every = mine.new_empty((dist.get_world_size(group), *mine.shape)) if out is None else out
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(mine, 0, link.name).view(link.size, *mine.shape)
+    every = mine.new_empty((link.size, *mine.shape)) if out is None else out
     gather = _newest("all_gather_single", "all_gather_into_tensor")
-    gather(every.view(-1), mine.view(-1), group=group)
+    gather(every.view(-1), mine.view(-1), group=link.group)
     return every
 
 
-def all_to_all(parts: Tensor, group: Any) -> Tensor:  # [W, ...]
+def all_to_all(parts: Tensor, link: Link) -> Tensor:  # [W, ...]
     """parts[r] goes to rank r; what ranks sent here, by rank."""
     sent = parts.contiguous()
+    if torch.compiler.is_compiling():
+        flat = functional.all_to_all_single(sent.flatten(0, 1), None, None, link.name)
+        return flat.view(sent.shape)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received.view(-1), sent.view(-1), group=group)
+    dist.all_to_all_single(received.view(-1), sent.view(-1), group=link.group)
     return received
 
 
-def reduce_scatter(parts: Tensor, group: Any) -> Tensor:
+def reduce_scatter(parts: Tensor, link: Link) -> Tensor:
     """parts [W, ...] summed over ranks; this rank's."""
+    if torch.compiler.is_compiling():
+        flat = parts.contiguous().flatten(0, 1)
+        return functional.reduce_scatter_tensor(flat, "sum", 0, link.name)
     mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     reduce = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-    reduce(mine.view(-1), parts.contiguous().view(-1), group=group)
+    reduce(mine.view(-1), parts.contiguous().view(-1), group=link.group)
     return mine
 
 
-def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+def all_reduce(tensor: Tensor, link: Link) -> Tensor:
     """Summed over ranks, in place if it is contiguous."""
     total = tensor.contiguous()
-    dist.all_reduce(total, group=group)
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(total, "sum", link.name)
+    dist.all_reduce(total, group=link.group)
     return total

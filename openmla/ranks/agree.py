@@ -6,7 +6,8 @@ together. Each rank sends eight bytes per field; tensors that are on a GPU are n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import string_at
 from hashlib import blake2b
 from typing import Any
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from openmla.errors import ConfigError
-from openmla.parallel.collectives import all_gather
+from openmla.ranks.collectives import Link, all_gather
+from openmla.ranks.ranks import Ranks
 
 FIELDS = (
     *("refused", "config", "cache", "ranks", "query_lens", "seq_lens", "padding"),
@@ -23,11 +25,32 @@ FIELDS = (
 )
 
 
-def check_agreement(fields: Mapping[str, Any], group: Any, device: torch.device) -> None:
+@contextmanager
+def agreeing(fields: dict[str, Any], ranks: Ranks | None, cache: object) -> Iterator[None]:
+    """Compare `fields`, which are filled meanwhile, with the other ranks' at the end. Where this
+    rank failed, its own error is the one to be seen."""
+    if ranks is None or not getattr(ranks, "check", False):
+        yield
+        return
+    fields["refused"] = True
+    try:
+        yield
+        fields["refused"] = False
+    finally:
+        kept = getattr(cache, "latent", None) or getattr(cache, "window", None)
+        device = getattr(kept, "data", torch.empty(0)).device
+        try:
+            check_agreement(fields, ranks.link, device)
+        except ConfigError:
+            if not fields["refused"]:
+                raise
+
+
+def check_agreement(fields: Mapping[str, Any], link: Link, device: torch.device) -> None:
     """Raise, on every rank alike, unless all have the same fields. A rank whose planning failed
     sends what it has, with `refused` set: the others raise instead of waiting for it."""
     mine = torch.tensor([_digest(fields.get(name)) for name in FIELDS], dtype=torch.int64)
-    every: list[list[int]] = all_gather(mine.to(device), group).tolist()
+    every: list[list[int]] = all_gather(mine.to(device), link).tolist()
     fine = _digest(False)
     for rank, theirs in enumerate(every):
         if theirs[0] != fine:

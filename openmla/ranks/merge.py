@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from openmla.errors import ConfigError, ShapeError
-from openmla.parallel.collectives import (
+from openmla.ranks.collectives import (
+    Link,
     all_gather,
     all_reduce,
     all_to_all,
-    group_of,
+    link_of,
     reduce_scatter,
-    size_and_rank,
 )
 
 SCHEDULES = ("auto", "gather", "exchange")
@@ -49,16 +49,21 @@ def merge_over_ranks(
     `heads` says what comes back: "all" of them to every rank, or to each its "own", of which rank r
     has the r-th H / W. `schedule` "auto" takes whichever sends fewer bytes.
     """
-    group = group_of(group)
-    size, rank = size_and_rank(group)
-    check_merge(out, lse, size, heads, schedule)
+    return merge(out, lse, link_of(group), heads=heads, schedule=schedule)
+
+
+def merge(
+    out: Tensor, lse: Tensor, link: Link, *, heads: str, schedule: str
+) -> tuple[Tensor, Tensor]:
+    """The same over a group that was looked up before."""
+    check_merge(out, lse, link.size, heads, schedule)
     wide = torch.promote_types(out.dtype, torch.float32)
     lse = lse.to(wide)
     if schedule == "auto":
-        schedule = choose_schedule(out.shape, out.dtype, size, heads)
+        schedule = choose_schedule(out.shape, out.dtype, link.size, heads)
     if schedule == "gather":
-        return _gather(out, lse, group, size, rank, heads)
-    return _exchange(out, lse, group, size, heads)
+        return _gather(out, lse, link, heads)
+    return _exchange(out, lse, link, heads)
 
 
 def choose_schedule(shape: Sequence[int], dtype: torch.dtype, size: int, heads: str) -> str:
@@ -91,25 +96,24 @@ def sent_bytes(
     return others * rows * wide + (2 * added if heads == "all" else added)
 
 
-def _gather(
-    out: Tensor, lse: Tensor, group: Any, size: int, rank: int, heads: str
-) -> tuple[Tensor, Tensor]:
-    weights, total = weigh(all_gather(lse, group))
+def _gather(out: Tensor, lse: Tensor, link: Link, heads: str) -> tuple[Tensor, Tensor]:
+    size, rank = link.size, link.rank
+    weights, total = weigh(all_gather(lse, link))
     scaled = scale(out, lse, weights[rank])
     if heads == "all":
-        return all_reduce(scaled, group).to(out.dtype), total
+        return all_reduce(scaled, link).to(out.dtype), total
     own = out.shape[1] // size
     parts = scaled.unflatten(1, (size, own)).transpose(0, 1)  # [W, T, H / W, V]
-    mine = reduce_scatter(parts, group).to(out.dtype)
+    mine = reduce_scatter(parts, link).to(out.dtype)
     return mine, total[:, rank * own : (rank + 1) * own].contiguous()
 
 
-def _exchange(out: Tensor, lse: Tensor, group: Any, size: int, heads: str) -> tuple[Tensor, Tensor]:
+def _exchange(out: Tensor, lse: Tensor, link: Link, heads: str) -> tuple[Tensor, Tensor]:
     packed = _packed(out, lse)  # [T, H, bytes]
     if heads == "all":
-        received = all_gather(packed, group)
+        received = all_gather(packed, link)
     else:
-        received = all_to_all(packed.unflatten(1, (size, -1)).transpose(0, 1), group)
+        received = all_to_all(packed.unflatten(1, (link.size, -1)).transpose(0, 1), link)
     outs, lses = _unpacked(received, out.dtype, lse.dtype)
     weights, total = weigh(lses)
     merged = scale(outs[0], lses[0], weights[0])

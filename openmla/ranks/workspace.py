@@ -36,7 +36,11 @@ class GatherWorkspace:
                 self._buffers[device] = torch.empty(needed, dtype=torch.uint8, device=device)
 
     def split(self, device: torch.device, dtype: torch.dtype, *shapes: Shape) -> Iterator[Tensor]:
-        """Tensors of these shapes, one behind another, with whatever was in them before."""
+        """Tensors of these shapes, one behind another, with whatever was in them before. A compiled
+        step plans its own memory."""
+        if torch.compiler.is_compiling():
+            yield from (torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+            return
         self.reserve(device, dtype, *shapes)  # queries may be wider than those planned for
         buffer = self._buffers[device]
         for (rows, width), start in zip(shapes, _ends(dtype, shapes), strict=False):

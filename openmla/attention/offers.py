@@ -1,0 +1,119 @@
+"""The K best keys of each token, of all ranks' keys, exactly.
+
+Whoever is among the K best of all is among the K best of its rank. So each rank scores its own
+keys and offers its K best, with their scores; everyone gathers the offers and selects alike: the
+higher score, of equals the lower position, as index_topk does. Then each rank attends to those of
+the selected keys that it holds, and the results are merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from openmla.attention.scores import score_chunk
+from openmla.attention.types import IndexInputs, rows_of
+from openmla.cache import PagedCache
+from openmla.ops import index_topk, map_slots
+from openmla.ops.index_logits import scores_dtype
+from openmla.plan import Plan, Select
+from openmla.ranks.collectives import all_gather
+
+OFFERS_BYTES = 64 * 2**20  # of all ranks at once; more tokens are exchanged in several messages
+NOBODY = 2**31 - 1  # position of an offer that is none: behind all others
+
+
+def choose_over_ranks(
+    index: IndexInputs, keys: PagedCache, plan: Plan, select: Select
+) -> Tensor:  # [n, K] i32
+    """Positions in the sequence, the same on every rank; -1 where a token sees fewer than K."""
+    assert plan.ranks is not None
+    scores, positions = _offers(index, keys, plan, select)
+    chosen = [
+        _best(all_gather(offer, plan.ranks.link), scores.dtype, plan)
+        for offer in _messages(scores, positions, plan.ranks.shard.size)
+    ]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+
+def _offers(
+    index: IndexInputs, keys: PagedCache, plan: Plan, select: Select
+) -> tuple[Tensor, Tensor]:  # scores [n, offered] f32, positions [n, offered] i32
+    """The best keys of this rank; position NOBODY where it has fewer."""
+    width, shard = select.offered, select.shard
+    assert shard is not None
+    q_idx, w_idx = rows_of(index.q_idx, select.rows), rows_of(index.w_idx, select.rows)
+    n, device = select.num_rows, q_idx.device
+    scores = torch.zeros((n, width), dtype=scores_dtype(q_idx.dtype), device=device)
+    positions = torch.full((n, width), NOBODY, dtype=torch.int32, device=device)
+    for chunk, start_loc in zip(select.chunks, select.start_locs, strict=True):
+        if chunk.num_keys == 0:  # all of these are elsewhere
+            continue
+        logits = score_chunk(q_idx, w_idx, keys, plan, select, chunk, start_loc)
+        seen = select.row_lens[chunk.rows]
+        best, _ = index_topk(
+            logits, torch.zeros_like(seen), seen, K=width, backend=plan.backends["index_topk"]
+        )
+        scores[chunk.rows] = logits.gather(1, best.clamp_min(0).long())
+        found = shard.global_positions(best)
+        positions[chunk.rows] = torch.where(best < 0, NOBODY, found)
+    return scores, positions
+
+
+def _messages(scores: Tensor, positions: Tensor, size: int) -> Iterator[Tensor]:
+    """Offers as bytes [n', offered * 8], as many tokens at once on every rank."""
+    packed = torch.cat([scores.view(torch.uint8), positions.view(torch.uint8)], dim=1)
+    if torch.compiler.is_compiling():  # whose sizes are symbols, not to be counted by
+        yield packed
+        return
+    step = max(OFFERS_BYTES // (packed.shape[1] * size), 1)
+    for first in range(0, len(packed), step):
+        yield packed[first : first + step]
+
+
+def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i32
+    """The K best of all ranks' offers [W, n', bytes], by one rule on every rank."""
+    indexer = plan.config.indexer
+    assert indexer is not None
+    width = every.shape[2] // (dtype.itemsize + 4)
+    scores, positions = (
+        offers.transpose(0, 1).contiguous().view(kind).flatten(1)
+        for offers, kind in zip(
+            every.split([width * dtype.itemsize, width * 4], dim=2),
+            (dtype, torch.int32),
+            strict=True,
+        )
+    )
+    positions, order = positions.sort(dim=1)  # of equal scores, the first will be taken
+    count = (positions < NOBODY).sum(1, dtype=torch.int32)
+    best, _ = index_topk(
+        scores.gather(1, order),
+        torch.zeros_like(count),
+        count,
+        K=indexer.topk,
+        backend=plan.backends["index_topk"],
+    )
+    found = positions.gather(1, best.clamp_min(0).long())
+    return torch.where(best < 0, -1, found)
+
+
+def held_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Tensor]:
+    """Of selected positions [n, K], those that this rank holds, by their numbers here: [n, K] i32
+    and how many columns count. map_slots by a table in which every block is where it was, so that
+    slots are numbers of keys."""
+    shard, device, M = select.shard, positions.device, select.block_table.shape[1]
+    assert shard is not None
+    return map_slots(
+        positions,
+        torch.arange(M, dtype=torch.int32, device=device)[None],
+        torch.arange(2, dtype=torch.int32, device=device) * positions.shape[0],
+        BS=select.block_size,
+        num_blocks=M,
+        cp_size=shard.size,
+        cp_rank=shard.rank,
+        interleave=shard.interleave,
+        compact=True,
+        backend=plan.requested["map_slots"],
+    )

@@ -1,0 +1,265 @@
+"""Groups that stay in latent space, and the tokens that select their keys.
+
+Each kind of group is made in two steps: its tensors by name, computed on the host, and the parts
+of the plan that hold them. A captured step puts its buffers, and an engine its own tensors, where
+the host's would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from openmla.cache import PagedCache
+from openmla.config import MLAConfig
+from openmla.plan.batch import Batch
+from openmla.plan.rows import cumulative, integers, owners, pick, repeated, some, start_locs
+from openmla.plan.types import (
+    Absorbed,
+    Group,
+    Keys,
+    Pool,
+    Rows,
+    ScoreChunk,
+    Select,
+    Tensors,
+    latent_row,
+)
+from openmla.plan.upload import upload
+from openmla.plan.workspace import LATENT_BYTES, LOGITS_BYTES
+
+Roles = dict[str, Tensor]
+
+
+def absorbed_roles(batch: Batch, requests: Sequence[int]) -> Roles:
+    """Requests that attend to all their keys; one without tokens reads none."""
+    query_lens = some(batch.query_lens, requests)
+    if batch.device_seq_lens is None:
+        seq_lens = integers(some(batch.read_lens, requests))
+    else:
+        seq_lens = pick(batch.device_seq_lens, requests)
+        if 0 in query_lens:  # others' lengths are no longer than was said
+            (most,) = upload((integers(some(batch.read_lens, requests)),), seq_lens.device)
+            seq_lens = seq_lens.minimum(most)
+    return {
+        "block_table": pick(batch.block_table, requests),
+        "seq_lens": seq_lens,
+        "query_start_loc": cumulative(query_lens),
+    }
+
+
+def absorbed_group(
+    roles: Roles,
+    rows: Rows,
+    max_query_len: int,
+    requests: Sequence[int],
+    *,
+    causal: bool = True,
+) -> Group:
+    keys = Keys("latent", "paged", roles["block_table"], roles["seq_lens"])
+    part = Absorbed((keys,), max_query_len, (roles["query_start_loc"],), causal=causal)
+    return Group("absorbed", rows, part, requests=requests)
+
+
+def select_roles(
+    batch: Batch,
+    K: int,
+    requests: Sequence[int],  # those of the "chosen" group first
+    num_absorbed: int,  # their tokens
+    lens: Tensor,  # [n] i32, row_lens() of these requests
+    chunks: Sequence[ScoreChunk],
+    cuts: Sequence[slice],
+) -> Roles:
+    """Tokens that select their keys, and the first `num_absorbed` of them, which attend in latent
+    space."""
+    bounds = cumulative(some(batch.query_lens, requests))
+    true_lens = true_row_lens(batch, requests, lens)
+    attended = true_lens if num_absorbed == lens.shape[0] else true_lens[:num_absorbed]
+    return {
+        "block_table": pick(batch.block_table, requests),
+        "row_lens": true_lens,
+        "topk_lens": attended.clamp(max=K),
+        "positions": attended.long() - 1,
+        "row_starts": no_starts(chunks, K),
+        "first_keys": first_keys(chunks, K),
+        **numbered("score_start_locs", start_locs(bounds, [c.rows for c in chunks], len(lens))),
+        **numbered("query_chunk_start_locs", start_locs(bounds, cuts, len(lens))),
+    }
+
+
+def select_parts(
+    roles: Roles,
+    rows: Rows,  # of all tokens that select
+    chosen_rows: Rows,
+    num_rows: int,
+    num_absorbed: int,
+    chunks: tuple[ScoreChunk, ...],
+    cuts: tuple[slice, ...],
+    query_bytes: int,
+    requests: Sequence[int],  # of the "chosen" group
+) -> tuple[Select, Group | None]:
+    select = _select(roles, rows, num_rows, chunks, query_bytes)
+    if not num_absorbed:
+        return select, None
+    part = Absorbed(
+        (Keys("latent", "listed", roles["block_table"]),),
+        0,
+        listed(roles, "query_chunk_start_locs", len(cuts)),
+        cuts,
+        roles["positions"],
+    )
+    group = Group("chosen", chosen_rows, part, slice(0, num_absorbed), requests=requests)
+    return select, group
+
+
+def compressed_parts(
+    roles: Roles,
+    config: MLAConfig,
+    ratio: int,
+    chunks: tuple[ScoreChunk, ...],
+    num_rows: int,
+    max_entries: int,
+    query_bytes: int,
+    requests: Sequence[int],
+) -> tuple[tuple[Group, ...], Select | None, Pool | None]:
+    """V4: every token attends to its window and, where the ratio is not 0, to entries: all finished
+    ones, or with `chunks` those that it selects."""
+    assert config.compressor is not None
+    everyone, select, pool = slice(0, num_rows), None, None
+    reads = [Keys("window", "window", roles["window_table"], span=config.compressor.window)]
+    if ratio:
+        kind = "listed" if chunks else "prefix"
+        span = 0 if chunks else ratio
+        reads.append(Keys("compressed", kind, roles["block_table"], span=span))
+        pool = Pool(
+            ratio,
+            roles["positions"],
+            roles["query_start_loc"],
+            roles["block_table"],
+            roles["state_slots"],
+            max_entries,
+        )
+    if chunks:
+        select = _select(roles, everyone, num_rows, chunks, query_bytes)
+    part = Absorbed(tuple(reads), 0, (roles["query_start_loc"],), positions=roles["positions"])
+    form, selected = ("chosen", everyone) if chunks else ("absorbed", None)
+    return (Group(form, everyone, part, selected, requests=requests),), select, pool
+
+
+def _select(
+    roles: Roles, rows: Rows, num_rows: int, chunks: tuple[ScoreChunk, ...], query_bytes: int
+) -> Select:
+    return Select(
+        rows,
+        roles["block_table"],
+        roles["row_starts"],
+        roles["first_keys"],
+        roles["row_lens"],
+        roles["topk_lens"],
+        listed(roles, "score_start_locs", len(chunks)),
+        num_rows,
+        chunks,
+        query_bytes,
+    )
+
+
+def numbered(name: str, tensors: Sequence[Tensor]) -> Roles:
+    """A tuple of tensors, which are buffers by themselves."""
+    return {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
+
+
+def listed(roles: Roles, name: str, count: int) -> Tensors:
+    return tuple([roles[f"{name}.{i}"] for i in range(count)])
+
+
+def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = True) -> Tensor:
+    """[n] i32: the keys each token may see, itself included; the last sees all, and without
+    causality every one does."""
+    if set(query_lens) == {1}:  # plain decode, at every step
+        return integers(seq_lens)
+    if not causal:
+        return repeated(seq_lens, query_lens)
+    stops = accumulate(query_lens)
+    # the k-th of all tokens sees k + 1 keys and what its request has more than all up to it
+    more = [S - stop for S, stop in zip(seq_lens, stops, strict=True)]
+    lens = repeated(more, query_lens)
+    return lens + torch.arange(1, lens.shape[0] + 1, dtype=torch.int32)
+
+
+def true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor:
+    """What tokens see when only the device knows the lengths: as much less as the bound is high."""
+    if batch.device_seq_lens is None:
+        return lens
+    true, query_lens = pick(batch.device_seq_lens, requests), some(batch.query_lens, requests)
+    if set(query_lens) == {1}:
+        return true.clamp_min(0)
+    hidden = repeated(some(batch.seq_lens, requests), query_lens) - lens  # from each token
+    mine, hidden = upload((owners(query_lens), hidden), true.device)
+    return (true[mine] - hidden).clamp_min(0)
+
+
+def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple[ScoreChunk, ...]:
+    """Rows in order, as many at once as the bound on scores allows; lens is what each row sees.
+
+    `least` is the least width of a chunk: one past K, and all of them are scored.
+    `query_bytes` is what a row's queries take while they are quantized for a packed cache.
+    """
+    chunks: list[ScoreChunk] = []
+    start, widest = 0, least
+    for row, length in enumerate(lens):
+        wider = max(widest, length)
+        if row > start and (row + 1 - start) * (wider * 4 + query_bytes) > LOGITS_BYTES:
+            chunks.append(ScoreChunk(slice(start, row), widest))
+            start, wider = row, max(length, least)
+        widest = wider
+    if lens:
+        chunks.append(ScoreChunk(slice(start, len(lens)), widest))
+    return tuple(chunks)
+
+
+def chunks_of(
+    lens: Tensor, longest: int, query_bytes: int, least: int = 0
+) -> tuple[ScoreChunk, ...]:
+    """The same of rows on the host, whose longest is known: they are looked at one by one only
+    where they do not fit at once."""
+    num_rows, widest = lens.shape[0], max(longest, least)
+    if num_rows and num_rows * (widest * 4 + query_bytes) <= LOGITS_BYTES:
+        return (ScoreChunk(slice(0, num_rows), widest),)
+    return score_chunks(lens.tolist(), query_bytes, least)
+
+
+def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreChunk, ...]:
+    """The same where every row may see `num_keys`."""
+    step = max(LOGITS_BYTES // max(num_keys * 4 + query_bytes, 1), 1)
+    firsts = range(0, num_rows, step)
+    return tuple(ScoreChunk(slice(i, min(i + step, num_rows)), num_keys) for i in firsts)
+
+
+def no_starts(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
+    """[n] i32 zeros, a row each of the longest chunk that is scored: its scores begin with the
+    logits."""
+    scored = (chunk.rows for chunk in chunks if chunk.num_keys > K)
+    most = max((rows.stop - rows.start for rows in scored), default=0)
+    return torch.zeros(most, dtype=torch.int32)
+
+
+def first_keys(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
+    """[K] i32: what is chosen from no more than K keys; empty where every chunk sees more."""
+    unscored = any(chunk.num_keys <= K for chunk in chunks)
+    return torch.arange(K if unscored else 0, dtype=torch.int32)
+
+
+def query_bytes(config: MLAConfig, index: PagedCache) -> int:
+    """What quantising one row's index queries holds: three float32 copies and the fp8 one."""
+    assert config.indexer is not None
+    return 13 * config.indexer.num_heads * config.indexer.head_dim if index.layout.packed else 0
+
+
+def query_chunks(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
+    """Rows that attend to chosen keys, as many at once as the bound on latent queries allows."""
+    step = max(LATENT_BYTES // (latent_row(config) * itemsize), 1)
+    step -= step % 4 if step > 4 else 0  # all chunks aligned as the first: no recompile
+    return tuple(slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))

@@ -1,0 +1,171 @@
+"""PlanOptions: what a caller chooses about a plan, and which choices go together.
+
+Everything else that make_plan() takes is a resource: buffers, a workspace, another plan, ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from openmla.backends.asked import Asked, check_asked
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError
+
+FORMS = ("auto", "absorbed", "expanded", "chosen")
+CONTEXTS = ("auto", "place", "gather")
+FrozenAsked = str | frozenset[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The arguments of make_plan() by the same names; hashable."""
+
+    dtype: torch.dtype | None = None
+    backend: FrozenAsked = "auto"
+    form: str = "auto"
+    workspace_tokens: int | None = None
+    batch_invariant: bool = False
+    compiled: bool = False
+    output: str | None = None
+    query_dtype: str | None = None
+    prefill_dtype: str | None = None
+    context: str = "auto"
+
+    @property
+    def uniform(self) -> bool:
+        """Whether which op attends to a request must not follow from how short it is, or was."""
+        return self.compiled or self.batch_invariant
+
+
+def frozen(backend: Asked) -> FrozenAsked:
+    """What was asked for, as part of a key."""
+    check_asked("plan", backend)
+    return backend if isinstance(backend, str) else frozenset(backend.items())
+
+
+class Combination(NamedTuple):
+    """What is asked for together."""
+
+    options: PlanOptions
+    config: MLAConfig
+    captured: bool = False  # into= is given
+    beside: bool = False
+    over_ranks: bool = False
+
+    @property
+    def v4(self) -> bool:
+        return self.config.compressor is not None
+
+
+class Refusal(NamedTuple):
+    """A combination that cannot be, with the reason; both are shown in docs/support.md."""
+
+    name: str  # the argument that is wrong
+    what: str  # in a few words
+    applies: Callable[[Combination], bool]
+    sentence: Callable[[Combination], str]
+
+
+REFUSALS = (
+    Refusal(
+        "compiled",
+        "compiled with into=",
+        lambda asked: asked.options.compiled and asked.captured,
+        lambda asked: "must not be given with into=, whose sizes never change.",
+    ),
+    Refusal(
+        "workspace_tokens",
+        "workspace_tokens of V4",
+        lambda asked: asked.v4 and asked.options.workspace_tokens is not None,
+        lambda asked: f"must not be given for {asked.config.model_type}, which expands nothing.",
+    ),
+    Refusal(
+        "form",
+        "expanded or chosen form of V4",
+        lambda asked: asked.v4 and asked.options.form not in ("auto", "absorbed"),
+        lambda asked: (
+            f"must be auto or absorbed for {asked.config.model_type}, got {asked.options.form!r}."
+        ),
+    ),
+    Refusal(
+        "form",
+        "expanded form with into=",
+        lambda asked: asked.captured and asked.options.form == "expanded",
+        lambda asked: "must be auto or absorbed with into=, got 'expanded'.",
+    ),
+    Refusal(
+        "form",
+        "form='chosen' over ranks",
+        lambda asked: asked.over_ranks and asked.options.form == "chosen",
+        lambda asked: (
+            "must be auto, absorbed or expanded over ranks, got 'chosen': ranks select together."
+        ),
+    ),
+    Refusal(
+        "context",
+        "context='gather' with into=, over ranks",
+        lambda asked: asked.captured and asked.options.context == "gather",
+        lambda asked: (
+            "must be auto or place with into=, got 'gather': what is gathered has other sizes in "
+            "every step."
+        ),
+    ),
+    Refusal(
+        "beside",
+        "beside= of other models than V4",
+        lambda asked: asked.beside and not asked.v4,
+        lambda asked: (
+            f"must not be given for {asked.config.model_type}: one plan serves all layers."
+        ),
+    ),
+    Refusal(
+        "beside",
+        "beside= over ranks",
+        lambda asked: asked.beside and asked.over_ranks,
+        lambda asked: "must not be given over ranks: tables differ from ratio to ratio.",
+    ),
+    Refusal(
+        "query_dtype",
+        "fp8 queries of V4",
+        lambda asked: asked.v4 and asked.options.query_dtype is not None,
+        lambda asked: (
+            f"must be None for {asked.config.model_type}, whose rows have bf16 columns among "
+            f"their values, got {asked.options.query_dtype!r}: no kernel reads both in one product."
+        ),
+    ),
+    Refusal(
+        "prefill_dtype",
+        "fp8 prefill of V4",
+        lambda asked: asked.v4 and asked.options.prefill_dtype is not None,
+        lambda asked: f"must be None for {asked.config.model_type}: it expands nothing.",
+    ),
+    Refusal(
+        "prefill_dtype",
+        "fp8 prefill with into=",
+        lambda asked: asked.captured and asked.options.prefill_dtype is not None,
+        lambda asked: "must be None with into=, which is absorbed only.",
+    ),
+)
+
+
+def check_combination(where: str, asked: Combination) -> None:
+    """Raise for the first refusal that applies."""
+    options = asked.options
+    for name, value, known in (
+        ("form", options.form, FORMS),
+        ("context", options.context, CONTEXTS),
+    ):
+        if value not in known:
+            names = ", ".join(map(str, known[:-1]))
+            raise ConfigError(f"{where}: {name} must be {names} or {known[-1]}, got {value!r}.")
+    if options.prefill_dtype not in (None, "fp8"):
+        raise ConfigError(
+            f"{where}: prefill_dtype must be 'fp8' or None, got {options.prefill_dtype!r}."
+        )
+    for refusal in REFUSALS:
+        if refusal.applies(asked):
+            raise ConfigError(f"{where}: {refusal.name} {refusal.sentence(asked)}")

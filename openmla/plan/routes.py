@@ -1,0 +1,135 @@
+"""Which request takes which form: told to, bound to, or by cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from openmla.cache import PagedCache
+from openmla.config import MLAConfig
+from openmla.errors import ConfigError
+from openmla.plan.batch import Batch
+from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed
+from openmla.plan.options import PlanOptions
+from openmla.plan.problems import cache_kind, sparse_efficiencies
+
+Routes = Mapping[str, Sequence[int]]  # by form
+
+
+def find_routes(
+    batch: Batch,
+    config: MLAConfig,
+    latent: PagedCache,
+    options: PlanOptions,
+    run_length: int,
+    *,
+    masks: bool = True,  # prompts that select may be expanded and masked
+) -> Routes:
+    """Which request takes which form; in a uniform step absorbed ones all select, however short."""
+    form = options.form
+    absorbed = _find_absorbed(batch, config, latent, options, run_length)
+    # of a part of the keys, how few it has says nothing about how many there are
+    everyone = form == "chosen" or not batch.causal
+    choosing = choosing_requests(batch, config, everyone=everyone)
+    if config.indexer is None and all(absorbed):
+        return {"absorbed": list(range(len(absorbed))), "expanded": []}
+    routes: dict[str, Sequence[int]] = {"absorbed": [], "expanded": []}
+    if len(choosing) < len(absorbed):
+        others = [(b, taken) for b, taken in enumerate(absorbed) if b not in choosing]
+        routes["absorbed"] = [b for b, taken in others if taken]
+        routes["expanded"] = [b for b, taken in others if not taken]
+    short: Sequence[int] = ()
+    # where nobody has a token, nothing is chosen
+    asking = bool(choosing) or any(batch.query_lens[b] for b in routes["absorbed"])
+    if options.uniform and config.indexer is not None and asking:
+        short, routes["absorbed"] = routes["absorbed"], []
+    if choosing or short:
+        chosen, masked = sorted(choosing), []  # type: list[int], list[int]
+        if masks:
+            chosen, masked = sparse_routes(batch, config, latent, options, choosing)
+        routes |= {"chosen": sorted((*chosen, *short)), "masked": masked}
+    return routes
+
+
+def _find_absorbed(
+    batch: Batch, config: MLAConfig, latent: PagedCache, options: PlanOptions, run_length: int
+) -> list[bool]:
+    """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
+    whose length only the device knows cannot be cut into chunks."""
+    bounded, form, dtype = batch.bounded, options.form, options.dtype
+    assert dtype is not None
+    if form == "expanded" and bounded:
+        raise ConfigError(
+            f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
+            f"request {min(bounded)}."
+        )
+    if form == "auto" and max(batch.query_lens, default=0) <= 1:  # plain decode, at every step
+        return [True] * len(batch.query_lens)
+    if form != "auto":
+        return [form != "expanded" or n == 0 for n in batch.query_lens]
+    if len(bounded) == len(batch.query_lens):
+        return [True] * len(batch.query_lens)
+    cheaper = choose_absorbed(
+        config,
+        batch.query_lens,
+        batch.seq_lens,
+        format=latent.format,
+        itemsize=dtype.itemsize,
+        device=latent.data.device.type,
+        run_length=run_length,
+    )
+    if not bounded:
+        return cheaper
+    return [b in bounded or absorbed for b, absorbed in enumerate(cheaper)]
+
+
+def choosing_requests(batch: Batch, config: MLAConfig, *, everyone: bool = False) -> set[int]:
+    """Requests with more keys than their tokens may attend to: an indexer chooses. `everyone`: all
+    that have tokens."""
+    if config.indexer is None:
+        return set()
+    least = -1 if everyone else config.indexer.topk
+    if min(batch.seq_lens, default=0) > least and min(batch.query_lens, default=0) > 0:
+        return set(range(len(batch.seq_lens)))  # plain decode far into a text, at every step
+    lens = zip(batch.query_lens, batch.seq_lens, strict=True)
+    return {b for b, (n, S) in enumerate(lens) if n > 0 and least < S}
+
+
+def sparse_routes(
+    batch: Batch,
+    config: MLAConfig,
+    latent: PagedCache,
+    options: PlanOptions,
+    choosing: set[int],
+) -> tuple[list[int], list[int]]:
+    """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    form, dtype = options.form, options.dtype
+    assert dtype is not None
+    if form != "expanded" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
+        return sorted(choosing), []
+    absorbed: list[int] = []
+    masked: list[int] = []
+    bounded, efficiencies = batch.bounded, None
+    for b in sorted(choosing):
+        n, S = batch.query_lens[b], batch.seq_lens[b]
+        if S == 0:  # of a part of the keys, nothing to expand
+            gather = True
+        elif form == "auto" and b not in bounded and n > 1:
+            if efficiencies is None:
+                asked = options.query_dtype, options.prefill_dtype
+                queries, heads = (torch.float8_e4m3fn if each else dtype for each in asked)
+                efficiencies = sparse_efficiencies(config, cache_kind([latent]), queries, heads)
+            gather = choose_sparse_absorbed(
+                config,
+                n,
+                S,
+                format=latent.format,
+                itemsize=dtype.itemsize,
+                device=latent.data.device.type,
+                efficiencies=efficiencies,
+            )
+        else:
+            gather = form != "expanded"
+        (absorbed if gather else masked).append(b)
+    return absorbed, masked
