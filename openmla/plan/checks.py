@@ -25,13 +25,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_kinds(
-    batch: Batch, config: MLAConfig, cache: LayerCache, compiled: bool, batch_invariant: bool,
-    ranks: Ranks | None,
+    batch: object, config: object, cache: object, given: Sequence[object], workspace: object,
+    ranks: object,
 ) -> None:  # fmt: skip
+    """What make_plan() is called with is of the kinds it takes; `given` are its PlanOptions."""
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
-    check_kind("plan", "compiled", compiled, bool)
-    check_kind("plan", "batch_invariant", batch_invariant, bool)
+    check_kind("plan", "compiled", given[5], bool)
+    check_kind("plan", "batch_invariant", given[4], bool)
+    if workspace is not None:
+        check_kind("plan", "workspace", workspace, Workspace)
     if ranks is not None:
         check_kind("plan", "ranks", ranks, Ranks)
     if not isinstance(cache, LayerCache):

@@ -75,9 +75,9 @@ def select_roles(
 ) -> Roles:
     """Tokens that select their keys, and the first `num_absorbed` of them, which attend in latent
     space."""
-    bounds = cumulative(some(batch.query_lens, requests))
+    bounds, n = cumulative(some(batch.query_lens, requests)), lens.shape[0]
     true_lens = true_row_lens(batch, requests, lens)
-    attended = true_lens if num_absorbed == lens.shape[0] else true_lens[:num_absorbed]
+    attended = true_lens if num_absorbed == n else true_lens[:num_absorbed]
     return {
         "block_table": pick(batch.block_table, requests),
         "row_lens": true_lens,
@@ -85,8 +85,8 @@ def select_roles(
         "positions": attended.long() - 1,
         "row_starts": no_starts(chunks, K),
         "first_keys": first_keys(chunks, K),
-        **numbered("score_start_locs", start_locs(bounds, [c.rows for c in chunks], len(lens))),
-        **numbered("query_chunk_start_locs", start_locs(bounds, cuts, len(lens))),
+        **numbered("score_start_locs", start_locs(bounds, [c.rows for c in chunks], n)),
+        **numbered("query_chunk_start_locs", start_locs(bounds, cuts, n)),
     }
 
 

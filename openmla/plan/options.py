@@ -152,9 +152,20 @@ REFUSALS = (
 )
 
 
+NOTHING_ELSE = (False, False, False)
+
+
+def _is_plain(options: PlanOptions) -> bool:
+    """Whether nothing is asked for that a refusal is about."""
+    form, context, dtype = options.form, options.context, options.prefill_dtype
+    return form in FORMS and context == "auto" and dtype is None
+
+
 def check_combination(where: str, asked: Combination) -> None:
     """Raise for the first refusal that applies."""
     options = asked.options
+    if not asked.v4 and asked[2:] == NOTHING_ELSE and _is_plain(options):
+        return  # decode, at every step
     for name, value, known in (
         ("form", options.form, FORMS),
         ("context", options.context, CONTEXTS),

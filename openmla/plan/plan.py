@@ -13,7 +13,7 @@ from torch import Tensor
 from openmla.backends.asked import Asked
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
-from openmla.errors import ConfigError, check_kind
+from openmla.errors import ConfigError
 from openmla.plan.across import (
     absorbed_across,
     check_room_to_gather,
@@ -139,24 +139,15 @@ def make_plan(
     attended to in "place", "gather"ed from all ranks, or by "auto" whichever is cheaper
     (docs/context-parallel.md).
     """
-    fields: dict[str, Any] = {}
-    with agreeing(fields, ranks, cache):
-        check_kinds(batch, config, cache, compiled, batch_invariant, ranks)
-        if workspace is not None:
-            check_kind("plan", "workspace", workspace, Workspace)
-        options = PlanOptions(
-            dtype, frozen(backend), form, workspace_tokens, batch_invariant, compiled, output,
-            query_dtype, prefill_dtype, context,
-        )  # fmt: skip
-        if into is not None:
-            check_buffers("plan", "into", into)
-        if ranks is not None:
-            fields |= _fields(batch, config, cache, ranks, options, workspace, into)
-        asked = Combination(
-            options, config, into is not None, beside is not None, ranks is not None
-        )
-        check_combination("plan", asked)
-        plan = _make(batch, config, cache, options, workspace, into, beside, ranks)
+    given = dtype, backend, form, workspace_tokens, batch_invariant, compiled, output, query_dtype
+    resources = workspace, into, beside, ranks
+    arguments = (batch, config, cache, (*given, prefill_dtype, context), *resources)
+    if ranks is None:
+        plan = _make(*arguments, {})
+    else:
+        fields: dict[str, Any] = {}
+        with agreeing(fields, ranks, cache):
+            plan = _make(*arguments, fields)
     return symbolic(plan) if compiled else plan
 
 
@@ -164,22 +155,35 @@ def _make(
     batch: Batch,
     config: MLAConfig,
     cache: LayerCache,
-    options: PlanOptions,
+    given: tuple[Any, ...],  # as PlanOptions has them
     workspace: Workspace | None,
     into: Roles | None,
     beside: Plan | None,
     ranks: Ranks | None,
+    fields: dict[str, Any],  # what ranks compare, filled here
 ) -> Plan:
     """Checks, parts, backends, tensors to the device."""
-    v4 = config.compressor is not None
+    dtype, backend, *others = given
+    check_kinds(batch, config, cache, given, workspace, ranks)
+    if into is not None:
+        check_buffers("plan", "into", into)
+    v4, rows = config.compressor is not None, cache.latent or cache.window
+    if dtype is None and rows is not None:
+        dtype = queries_dtype(rows, None)
+    options = PlanOptions(dtype, frozen(backend), *others)
+    if ranks is not None:
+        fields |= _fields(batch, config, cache, ranks, options, workspace, into)
+    flags = into is not None, beside is not None, ranks is not None
+    check_combination("plan", Combination(options, config, *flags))
     if options.output is not None:
         check_planned_output(config, options.output)
-    check_dtype("plan", options.dtype)
-    check_planned_queries("plan", config, cache, options.query_dtype)
+    check_dtype("plan", given[0])
+    if options.query_dtype is not None:
+        check_planned_queries("plan", config, cache, options.query_dtype)
     rows = check_caches(config, cache) if v4 else latent_of(cache)
-    device, dtype = rows.data.device, queries_dtype(rows, options.dtype)
-    size = 1 if ranks is None else check_ranks(batch, rows, ranks, v4=v4)
-    wide = config if ranks is None else with_all_heads(config, ranks)
+    device, size, wide = rows.data.device, 1, config
+    if ranks is not None:
+        size, wide = check_ranks(batch, rows, ranks, v4=v4), with_all_heads(config, ranks)
     run_length = fixed_run(wide.num_heads) if options.batch_invariant else 0
     read, values = [rows], {}  # type: list[PagedCache], Roles
     if v4:
@@ -215,9 +219,7 @@ def _make(
         else:
             if workspace is not None:
                 check_workspace(workspace, config, dtype, device)
-            parts = _plan_latent(
-                batch, config, cache, replace(options, dtype=dtype), workspace, ranks, run_length
-            )
+            parts = _plan_latent(batch, config, cache, options, workspace, ranks, run_length)
     if ranks is not None:
         count, fixed = None if into is None else num_captured(into), options.batch_invariant
         groups = with_schedules(parts.groups, config, ranks, dtype, fixed=fixed, count=count)
@@ -466,7 +468,8 @@ def plan_select(
         chunks = chunks_of(lens, longest, held, K + 1 if options.compiled else 0)
     cuts = query_chunks(num_absorbed, config, options.dtype.itemsize)
     roles = select_roles(batch, K, requests, num_absorbed, lens, chunks, cuts)
-    rows, own = pick_rows(requests, starts), pick_rows(chosen, starts)
+    rows = pick_rows(requests, starts)
+    own = pick_rows(chosen, starts) if masked else rows
     return select_parts(roles, rows, own, lens.shape[0], num_absorbed, chunks, cuts, held, chosen)
 
 
