@@ -29,6 +29,7 @@ WITHOUT_A_GPU = {
     "tests/integrations/test_vllm_v4.py": "V4 in vLLM, which is refused elsewhere than on CPUs",
     "tests/attention/test_arguments.py": "what is refused before anything runs",
     "tests/attention/test_facts.py": "what a layer does on the host",
+    "tests/attention/test_quantized_v4.py": "by the reference; its ops have contracts there",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
     "tests/attention/test_v4_shards.py": "several ranks by hand, by the reference",
     "tests/integrations/test_batch_invariance.py": "row by row; tests/layers compares bits there",

@@ -292,6 +292,35 @@ def plan_of(config: MLAConfig = DENSE, format: str = "bf16", **asked: Any) -> An
     return make_plan(batch, config, cache, dtype=torch.bfloat16, **asked)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8"])
+def test_bits_do_not_depend_on_the_batch(format: str) -> None:
+    """With batch_invariant a request's outputs are the same alone and next to another, whose
+    values are far larger."""
+    projected, absorbed = projections(DENSE), weights(DENSE)
+    projected.kv_c[LENS[0] :] *= 30
+    cache = cache_of(DENSE, format, 0.05)
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+
+    def attend(requests: list[int], start: int, stop: int) -> Tensor:
+        rows = [
+            torch.arange(LENS[0] * b + start, LENS[0] * b + min(stop, LENS[b])) for b in requests
+        ]
+        ends = [min(stop, LENS[b]) for b in requests]
+        slots = [160 * b + torch.arange(start, end) for b, end in zip(requests, ends, strict=True)]
+        batch = Batch([len(each) for each in rows], ends, table[requests], torch.cat(slots))
+        asked: dict[str, Any] = {"prefill_dtype": "fp8", "batch_invariant": True}
+        plan = make_plan(batch, DENSE, cache, form="expanded", workspace_tokens=32, **asked)
+        assert "quantize_heads" in plan.backends
+        some = Projected(*(each[torch.cat(rows)] for each in projected))
+        out: Tensor = attend_step(some, absorbed, cache, plan)
+        return out
+
+    together = attend([0, 1], 0, 20), attend([0, 1], 20, LENS[1])
+    alone = attend([0], 0, 20), attend([0], 20, LENS[1])
+    for both, one in zip(together, alone, strict=True):
+        assert torch.equal(both[: len(one)], one)
+
+
 def test_explain() -> None:
     assert plan_of(form="expanded").prefill_dtype is None  # never unless asked
     assert "fp8 " not in plan_of(form="expanded").explain()
