@@ -251,14 +251,13 @@ def with_schedules(
     dtype: torch.dtype,
     *,
     fixed: bool,
-    count: int | None = None,  # tokens of a captured step
 ) -> tuple[Group, ...]:
     """By which schedule each group's results are merged over ranks; `fixed`: in the ranks' order,
     whatever the size."""
     found = []
     for group in groups:
         if group.across is not None:
-            schedule, n = ranks.schedule, num_rows(group.across.rows) if count is None else count
+            schedule, n = ranks.schedule, num_rows(group.across.rows)
             if fixed:
                 schedule = "exchange"
             elif schedule == "auto":

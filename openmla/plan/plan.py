@@ -221,8 +221,8 @@ def _make(
                 check_workspace(workspace, config, dtype, device)
             parts = _plan_latent(batch, config, cache, options, workspace, ranks, run_length)
     if ranks is not None:
-        count, fixed = None if into is None else num_captured(into), options.batch_invariant
-        groups = with_schedules(parts.groups, config, ranks, dtype, fixed=fixed, count=count)
+        fixed = options.batch_invariant
+        groups = with_schedules(parts.groups, config, ranks, dtype, fixed=fixed)
         parts = parts._replace(groups=groups)
     calls = calls_of(parts.groups, parts.select, config, wide, options)
     choice = choose(
@@ -240,10 +240,6 @@ def _make(
         run_length=run_length, captured=into is not None, query_lens=batch.query_lens,
         seq_lens=batch.seq_lens, bounded=batch.bounded,
     )  # fmt: skip
-
-
-def num_captured(into: Roles) -> int:
-    return into["slot_mapping"].shape[0]
 
 
 def assemble(

@@ -65,7 +65,8 @@ def same_tokens(rank: int, kind: str, family: str, **options: Any) -> None:
 
 def options_of_one_process(rank: int) -> None:
     """Options that one process takes: the same tokens with a group."""
-    for options in ({"batch_invariant": True}, {"query_dtype": "fp8", "cache_format": "fp8"}):
+    fp8 = {"cache_format": "fp8", "query_dtype": "fp8"}
+    for options in ({"batch_invariant": True}, fp8, {"prefill_dtype": "fp8"}):
         model = make_model("deepseek_v3")
         ids, mask = prompts(3, 37)
         attach(model, block_size=4, **options)

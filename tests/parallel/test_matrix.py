@@ -24,12 +24,18 @@ from openmla import (
     make_plan,
     plan_buffers,
     select_step,
+    warmup,
 )
+from openmla.layers.warm import run_step, step_shapes
+from openmla.layers.warm_v4 import run_compressed_steps
 from openmla.parallel import Ranks, rank_buffers
 from openmla.plan import Plan
+from openmla.plan.workspace import reserve
+from tests.layers.v4 import RATIOS, make_layer, tiny_config
 from tests.parallel.processes import Processes
 from tests.parallel.sparse import Sparse
 from tests.parallel.stories import Story
+from tests.parallel.v4 import Both
 
 MIXED = ([1, 20, 3, 0, 12, 1], [30, 45, 17, 9, 12, 1])
 HEADS = ("all", "own")
@@ -315,3 +321,44 @@ def test_compiled_steps(
     two_ranks: Processes, kind: str, form: str, context: str, one_graph: bool
 ) -> None:
     two_ranks.run(compiled, kind, form, context, one_graph)
+
+
+# ---- warm-up
+
+
+def warmed(rank: int, kind: str) -> None:
+    """Steps that warmup(ranks=) runs on a GPU, here on a CPU: they run, and nothing is written."""
+    for heads in HEADS:
+        story = (Sparse if kind == "sparse" else Story)([1], [30], BS=8)
+        planned = story.planned(heads)[0]
+        config, cache, ranks = planned.config, story.mine, planned.ranks
+        assert ranks is not None
+        sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 8, "dtype": story.dtype}
+        space = warmup(config, cache, workspace_tokens=16, ranks=ranks, **sizes)
+        before = [part.data.clone() for part in cache.parts]
+        shapes = list(step_shapes(config, cache, space, 2, 8, story.size))
+        for shape in shapes:
+            run_step(shape, config, cache, space, story.dtype, "auto", ranks=ranks)
+        assert len(shapes) > 5
+        for part, kept in zip(cache.parts, before, strict=True):
+            assert torch.equal(part.data.view(torch.uint8), kept.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_warm_up_steps(two_ranks: Processes, kind: str) -> None:
+    two_ranks.run(warmed, kind)
+
+
+def warmed_v4(rank: int) -> None:
+    for ratio in RATIOS:
+        shared = Both(make_layer(tiny_config(), ratio)).shared
+        config, cache, ranks = shared.layer.config, shared.cache, shared.ranks
+        before = [part.data.clone() for part in cache.parts]
+        space = reserve(config, cache, max_requests=2, max_tokens=12, dtype=torch.float32)
+        run_compressed_steps(config, cache, space, 2, 12, torch.float32, "auto", ranks)
+        for part, kept in zip(cache.parts, before, strict=True):
+            assert torch.equal(part.data.view(torch.uint8), kept.view(torch.uint8))
+
+
+def test_warm_up_steps_of_v4(two_ranks: Processes) -> None:
+    two_ranks.run(warmed_v4)
