@@ -100,9 +100,21 @@ def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i
 
 
 def held_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Tensor]:
-    """Of selected positions [n, K], those that this rank holds, by their numbers here: [n, K] i32
-    and how many columns count. map_slots by a table in which every block is where it was, so that
-    slots are numbers of keys."""
+    """Of the positions [n, K] selected by tokens that stay in latent space, those that this rank
+    holds, by their numbers here: [n, K] i32, and how many columns count. Tokens under a mask keep
+    their positions in the sequence: all keys are gathered for them."""
+    masked = plan.group("masked")
+    if masked is None:
+        return _numbered_here(positions, plan, select)
+    assert masked.selected is not None
+    first = masked.selected.start
+    here, lens = _numbered_here(positions[:first], plan, select)
+    return torch.cat([here, positions[first:]]), lens
+
+
+def _numbered_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Tensor]:
+    """By map_slots, with a table in which every block is where it was, so that slots are numbers of
+    keys."""
     shard, device, M = select.shard, positions.device, select.block_table.shape[1]
     assert shard is not None
     return map_slots(

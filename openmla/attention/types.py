@@ -110,7 +110,8 @@ class CompressedInputs:
 class Selection(NamedTuple):
     """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
 
-    positions: Tensor  # [n, K] i32, -1 pads
+    # [n, K] i32, -1 pads; over ranks, tokens that stay in latent space have this rank's numbers
+    positions: Tensor
     lens: Tensor  # [num_absorbed] i32, columns that count
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
     row_lens: Tensor  # the plan's own, which tells whose selection this is

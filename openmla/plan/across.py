@@ -6,7 +6,8 @@ position p sees the first local_len(p + 1) keys here: causality is a length per 
 that stay in latent space are requests of their own. New tokens that are expanded attend to one
 another on every rank. To their context they attend by its local part, in place, or it is gathered
 from all ranks: much more bytes where contexts are long and new tokens few, fewer where it is the
-other way round.
+other way round. New tokens that select their keys read them where they are, or all keys are
+gathered and masked.
 
 What decides which collectives run, and how often, is computed from what all ranks know.
 """
@@ -25,7 +26,8 @@ from openmla.errors import ConfigError
 from openmla.ops.mha_ragged import cost as mha_cost
 from openmla.ops.mqa_paged import cost as mqa_cost
 from openmla.plan.batch import Batch
-from openmla.plan.expanded import expanded_group
+from openmla.plan.expanded import expanded_group, masked_group
+from openmla.plan.forms import gathered_bytes, link_balance, merged_bytes
 from openmla.plan.groups import absorbed_group, absorbed_roles
 from openmla.plan.rows import (
     cumulative,
@@ -43,14 +45,6 @@ from openmla.plan.workspace import Workspace
 from openmla.ranks import Ranks, Shard
 from openmla.ranks.merge import choose_schedule, sent_bytes
 from openmla.ranks.workspace import Shape, power_of_two
-
-# Flops a device does in the time a byte takes to another: an H200's 760 TFLOP/s over NVLink's 450
-# GB/s; on CPUs, a core's share over a socket. Only the order matters.
-LINK_BALANCE = {"cuda": 1700, "cpu": 200}
-
-
-def link_balance(device: torch.device) -> int:
-    return LINK_BALANCE.get(device.type, LINK_BALANCE["cpu"])
 
 
 def token_batch(batch: Batch, requests: Sequence[int], shard: Shard) -> Batch:
@@ -139,9 +133,33 @@ def with_gathered(
         quantized=quantized, fixed=fixed,
     ).part  # fmt: skip
     assert isinstance(planned, Expanded) and isinstance(group.part, Expanded)
-    chunks = tuple(remade(chunk, {"brought": _brought(chunk, shard)}) for chunk in planned.chunks)
+    chunks = _all_brought(planned, shard)
     changes = {"route": "chunked", "chunks": chunks, "alone": planned.alone}
     return remade(group, {"part": remade(group.part, changes)})
+
+
+def masked_across(
+    batch: Batch,
+    requests: Sequence[int],
+    starts: Sequence[int],
+    BS: int,
+    ranks: Ranks,
+    rows_at_once: int,
+    *,
+    first: int,
+    fixed: bool,
+) -> Group:
+    """masked_group() over keys that are gathered from all ranks."""
+    wide = BS * ranks.shard.size
+    most = max(rows_at_once, wide)
+    group = masked_group(batch, requests, starts, wide, most, first=first, fixed=fixed)
+    assert isinstance(group.part, Expanded)
+    part = remade(group.part, {"chunks": _all_brought(group.part, ranks.shard)})
+    return remade(group, {"part": part})
+
+
+def _all_brought(part: Expanded, shard: Shard) -> tuple[KeyChunk, ...]:
+    return tuple(remade(chunk, {"brought": _brought(chunk, shard)}) for chunk in part.chunks)
 
 
 def _brought(chunk: KeyChunk, shard: Shard) -> Brought:
@@ -192,8 +210,8 @@ def _starts(lens: Sequence[int]) -> list[int]:
     return list(accumulate(lens, initial=0))
 
 
-def check_room_to_gather(workspace: Workspace | None, context: str, wide: int) -> bool:
-    """Whether a workspace has room for a block of every rank; an error where it must."""
+def has_room_to_gather(workspace: Workspace | None, context: str, wide: int) -> bool:
+    """Whether a workspace has room for a block of every rank; context="gather" raises if not."""
     fits = workspace is None or workspace.num_rows >= wide
     if context == "gather" and not fits:
         assert workspace is not None
@@ -213,10 +231,9 @@ def gathering_is_cheaper(
     dtype: torch.dtype,
 ) -> bool:
     """By flops and bytes sent, of what all ranks know."""
-    size, H = ranks.shard.size, config.num_heads
-    balance = link_balance(latent.data.device)
+    size, H, e = ranks.shard.size, config.num_heads, dtype.itemsize
+    link = link_balance(latent.data.device.type)
     C, D, V, E = config.kv_lora_rank, config.latent_dim, config.v_head_dim, config.qk_head_dim
-    tokens, keys, e = sum(query_lens), sum(contexts), dtype.itemsize
     local = [ranks.shard.most_local(length) for length in contexts]
     expansion = 2 * C * H * (config.qk_nope_head_dim + V)
 
@@ -224,17 +241,14 @@ def gathering_is_cheaper(
         attention = mha_cost(query_lens, lens, H=H, E=E, V=V, itemsize=e, causal=False)
         return float(attention.flops + expansion * sum(lens))
 
-    gathered = expanded(contexts) + balance * (size - 1) / size * keys * D * e
+    gathered = expanded(contexts) + link * gathered_bytes(config, ranks, sum(contexts), dtype)
+    sent = link * merged_bytes(config, ranks, sum(query_lens), dtype)
     if ranks.heads == "all":
-        sent = sent_bytes("exchange", "all", (tokens, H, V), dtype, size)
-        return gathered < expanded(local) + balance * sent
-    heads = H * size
+        return gathered < expanded(local) + sent
     attention = mqa_cost(
-        query_lens, local, H=heads, D=D, C=C, itemsize=e, format=latent.format, causal=False
+        query_lens, local, H=H * size, D=D, C=C, itemsize=e, format=latent.format, causal=False
     )
-    sent = sent_bytes("exchange", "own", (tokens, heads, C), dtype, size)
-    sent += (size - 1) * tokens * H * D * e
-    return gathered < attention.flops + balance * sent
+    return gathered < attention.flops + sent
 
 
 def merged_shape(config: MLAConfig, ranks: Ranks, n: int) -> tuple[int, int, int]:

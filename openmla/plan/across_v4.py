@@ -23,10 +23,10 @@ from torch import Tensor
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
-from openmla.plan.across import link_balance
 from openmla.plan.batch import Batch
 from openmla.plan.captured import WRITES, captured_score_chunks, check_ring, check_roles
 from openmla.plan.compressed import SHARED, entry_roles, plan_shared, shared_roles
+from openmla.plan.forms import link_balance
 from openmla.plan.groups import Roles, chunks_of, compressed_parts, query_bytes, row_lens
 from openmla.plan.rows import cumulative, integers, owners, padded
 from openmla.plan.types import (
@@ -262,7 +262,7 @@ def gathering_entries_is_cheaper(
     """By flops and bytes sent, of what all ranks know."""
     assert cache.compressed is not None and config.indexer is not None
     W, D = ranks.shard.size, config.latent_dim
-    balance = link_balance(cache.compressed.data.device)
+    balance = link_balance(cache.compressed.data.device.type)
     K, scoring = config.indexer.topk, 2 * config.indexer.num_heads * config.indexer.head_dim
     lens = [(n, S // INDEXED_RATIO) for n, S in zip(batch.query_lens, batch.seq_lens, strict=True)]
     attended = sum(n * min(entries, K) for n, entries in lens) * 4 * D

@@ -293,6 +293,8 @@ def _sparse(plan: Plan) -> list[Line]:
             f"{len(chunks)} chunks of up to {rows} keys, {_mib(mask_bytes(masked))} of "
             f"mask at most (bound {_mib(MASK_BYTES)})"
         )
+        if plan.ranks is not None:
+            what += ", keys gathered from all ranks"
         lines.append(Line("masked", what))
     parts = {name: size for name, size in sparse_bytes(plan).items() if size}
     listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())

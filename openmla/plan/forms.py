@@ -5,20 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
+
 from openmla.config import MLAConfig
 from openmla.ops.mha_masked import cost as masked_cost
 from openmla.ops.mha_ragged import cost as mha_cost
 from openmla.ops.mqa_paged import cost as mqa_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
+from openmla.ranks import Ranks
+from openmla.ranks.merge import sent_bytes
 
 # Flops a machine does in the time it moves one byte. H200: 760 TFLOP/s over 4.2 TB/s; a 2-core
 # server CPU: 190 GFLOP/s over 28 GB/s (openmla/bench/harness.py measures both). Only the
 # order matters. Devices without kernels here (mps, xpu, ...) are taken as a CPU.
 BALANCE = {"cuda": 180, "cpu": 7}
+# Flops a device does in the time a byte takes to another device: an H200's 760 TFLOP/s over
+# NVLink's 450 GB/s; on CPUs, a core's share over a socket. Only the order matters.
+LINK_BALANCE = {"cuda": 1700, "cpu": 200}
 
 
 def _balance(device: str) -> int:
     return BALANCE.get(device, BALANCE["cpu"])
+
+
+def link_balance(device: str) -> int:
+    return LINK_BALANCE.get(device, LINK_BALANCE["cpu"])
+
+
+def merged_bytes(config: MLAConfig, ranks: Ranks, n: int, dtype: torch.dtype) -> int:
+    """What a rank sends to merge n tokens' outputs over ranks; with heads="own" also its queries,
+    in latent space."""
+    size, H, C = ranks.shard.size, config.num_heads, config.kv_lora_rank
+    if ranks.heads == "all":
+        return sent_bytes("exchange", "all", (n, H, config.v_head_dim), dtype, size)
+    queries = (size - 1) * n * H * config.latent_dim * dtype.itemsize
+    return queries + sent_bytes("exchange", "own", (n, H * size, C), dtype, size)
+
+
+def gathered_bytes(config: MLAConfig, ranks: Ranks, num_keys: int, dtype: torch.dtype) -> float:
+    """What a rank sends so that all ranks have these rows."""
+    size = ranks.shard.size
+    return (size - 1) / size * num_keys * config.latent_dim * dtype.itemsize
 
 
 @lru_cache(maxsize=4096)
@@ -72,17 +99,29 @@ def choose_sparse_absorbed(
     S: int,
     *,
     format: str,
-    itemsize: int,
+    dtype: torch.dtype,
     device: str,
     efficiencies: tuple[float, float],
+    ranks: Ranks | None = None,
 ) -> bool:
-    """Whether n tokens over S > K keys gather their K rows each, or compute all pairs masked.
-    `efficiencies`: fraction of peak each route reaches; GEMMs with weights reach all of it."""
+    """Whether n tokens over S > K keys read their K rows each, or compute all pairs under a mask.
+    `efficiencies`: fraction of peak each route reaches; GEMMs with weights reach all of it.
+
+    Over ranks each rank reads those of the K rows that it holds and results are merged; for a mask
+    every rank gathers all rows."""
     assert config.indexer is not None
     if n == 1:  # decode, of many requests at every step
         return True
     gathering, masking = efficiencies
-    bits = S.bit_length() - 1
+    bits, itemsize = S.bit_length() - 1, dtype.itemsize
+    if ranks is not None:
+        link = link_balance(device)
+        read = _gathered(config, n, S, format, itemsize, device, gathering)
+        read /= ranks.shard.size if ranks.heads == "all" else 1
+        masked = _masked(config, n, S, itemsize, device, masking)
+        return read + link * merged_bytes(config, ranks, n, dtype) <= masked + (
+            link * gathered_bytes(config, ranks, S, dtype)
+        )
     if _surely_gathered(config, n, bits, format, itemsize, device, efficiencies):
         return True
     return _gathered(config, n, S, format, itemsize, device, gathering) <= _masked(

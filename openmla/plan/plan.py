@@ -16,10 +16,11 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.across import (
     absorbed_across,
-    check_room_to_gather,
     context_batch,
     contexts_of,
     gathering_is_cheaper,
+    has_room_to_gather,
+    masked_across,
     new_group,
     reserve_brought,
     token_batch,
@@ -326,7 +327,11 @@ def _plan_latent(
     latent, dtype, fixed = latent_of(cache), options.dtype, options.batch_invariant
     assert dtype is not None and batch.slot_mapping is not None  # _make looked
     BS, starts = latent.block_size, list(accumulate(batch.query_lens, initial=0))
-    routes = find_routes(batch, config, latent, options, run_length, masks=ranks is None)
+    wide = BS if ranks is None else BS * ranks.shard.size
+    # over ranks all keys are gathered for a mask, unless context="place" or a small workspace
+    fits = workspace is None or workspace.num_rows >= wide
+    masks = ranks is None or options.context == "gather" or (options.context == "auto" and fits)
+    routes = find_routes(batch, config, latent, options, run_length, masks=masks, ranks=ranks)
     if ranks is not None:
         routes = {
             form: [b for b in requests if batch.query_lens[b]] for form, requests in routes.items()
@@ -351,17 +356,25 @@ def _plan_latent(
     elif expanded:
         apart = options.prefill_dtype is not None and latent.format == "fp8"
         groups.append(expanded_group(batch, expanded, starts, BS, at_once, apart=apart, **cuts))
-    if chosen and ranks is not None:
-        select, group = _select_over_ranks(batch, config, cache, options, ranks, chosen, starts)
-        groups.append(group)
-    elif chosen or masked:
-        select, own = plan_select(batch, config, cache, options, chosen, masked, starts)
-        groups += [] if own is None else [own]
-        if masked:
-            first = sum(some(batch.query_lens, chosen))
-            groups.append(
-                masked_group(batch, masked, starts, BS, at_once, first=first, fixed=fixed)
+    if chosen or masked:
+        if ranks is None:
+            select, own = plan_select(batch, config, cache, options, chosen, masked, starts)
+        else:
+            select, own = _select_over_ranks(
+                batch, config, cache, options, ranks, chosen, masked, starts
             )
+        groups += [] if own is None else [own]
+    if masked:
+        first = sum(some(batch.query_lens, chosen))
+        given = batch, masked, starts, BS
+        if ranks is None:
+            groups.append(masked_group(*given, at_once, first=first, fixed=fixed))
+        else:
+            has_room_to_gather(workspace, options.context, wide)
+            most = _most_rows(config, latent, workspace, options, len(masked))
+            groups.append(masked_across(*given, ranks, most, first=first, fixed=fixed))
+            sizes = len(masked), most, workspace, latent.data.device, dtype, BS
+            reserve_brought(config, ranks, *sizes)
     if ranks is not None:
         slots = ranks.shard.local_slots(slots, BS)
     offsets = rope_offsets(batch, config, uniform=options.compiled)
@@ -387,7 +400,7 @@ def _expand_over_ranks(
         return group
     dense = replace(config, indexer=None)
     gathers = options.context == "gather"
-    fits = check_room_to_gather(workspace, options.context, BS * ranks.shard.size)
+    fits = has_room_to_gather(workspace, options.context, BS * ranks.shard.size)
     if options.context == "auto" and fits and not fixed:
         lens = some(batch.query_lens, later), contexts_of(batch, later)
         gathers = gathering_is_cheaper(*lens, dense, latent, ranks, dtype)
@@ -421,23 +434,29 @@ def _select_over_ranks(
     cache: LayerCache,
     options: PlanOptions,
     ranks: Ranks,
-    requests: Sequence[int],
+    chosen: Sequence[int],
+    masked: Sequence[int],
     starts: Sequence[int],
-) -> tuple[Select, Group]:
-    """Tokens that select among all ranks' keys; each rank attends to those it holds."""
+) -> tuple[Select, Group | None]:
+    """Tokens that select among all ranks' keys. Of those that stay in latent space, each rank
+    attends to the selected keys that it holds."""
     assert config.indexer is not None
-    own, rows = token_batch(batch, requests, ranks.shard), pick_rows(requests, starts)
-    tokens = range(own.num_tokens)
+    requests = [*chosen, *masked]
+    own = token_batch(batch, requests, ranks.shard)
+    first, n = sum(some(batch.query_lens, chosen)), own.num_tokens
+    split = range(first), range(first, n), range(n + 1)
     wide = with_all_heads(config, ranks)
-    select, group = plan_select(own, wide, cache, options, tokens, (), range(len(tokens) + 1))
-    assert group is not None
+    select, group = plan_select(own, wide, cache, options, *split)
     most = ranks.shard.most_local(max(some(batch.seq_lens, requests)))
     offered = config.indexer.topk if options.compiled else min(config.indexer.topk, most)
     BS = latent_of(cache).block_size
     here = {"offered": offered, "shard": ranks.shard, "block_size": BS}
-    select = remade(select, {"rows": rows, **here})
+    select = remade(select, {"rows": pick_rows(requests, starts), **here})
+    if group is None:
+        return select, None
+    rows = pick_rows(chosen, starts)
     across = Across(rows, (group,))
-    return select, Group("chosen", rows, None, group.selected, requests=requests, across=across)
+    return select, Group("chosen", rows, None, group.selected, requests=chosen, across=across)
 
 
 def plan_select(

@@ -13,6 +13,7 @@ from openmla.plan.batch import Batch
 from openmla.plan.forms import choose_absorbed, choose_sparse_absorbed
 from openmla.plan.options import PlanOptions
 from openmla.plan.problems import cache_kind, sparse_efficiencies
+from openmla.ranks import Ranks
 
 Routes = Mapping[str, Sequence[int]]  # by form
 
@@ -25,6 +26,7 @@ def find_routes(
     run_length: int,
     *,
     masks: bool = True,  # prompts that select may be expanded and masked
+    ranks: Ranks | None = None,
 ) -> Routes:
     """Which request takes which form; in a uniform step absorbed ones all select, however short."""
     form = options.form
@@ -47,7 +49,7 @@ def find_routes(
     if choosing or short:
         chosen, masked = sorted(choosing), []  # type: list[int], list[int]
         if masks:
-            chosen, masked = sparse_routes(batch, config, latent, options, choosing)
+            chosen, masked = sparse_routes(batch, config, latent, options, choosing, ranks)
         routes |= {"chosen": sorted((*chosen, *short)), "masked": masked}
     return routes
 
@@ -102,6 +104,7 @@ def sparse_routes(
     latent: PagedCache,
     options: PlanOptions,
     choosing: set[int],
+    ranks: Ranks | None = None,
 ) -> tuple[list[int], list[int]]:
     """Those requests by route: rows gathered in latent space, or expanded and masked."""
     form, dtype = options.form, options.dtype
@@ -125,9 +128,10 @@ def sparse_routes(
                 n,
                 S,
                 format=latent.format,
-                itemsize=dtype.itemsize,
+                dtype=dtype,
                 device=latent.data.device.type,
                 efficiencies=efficiencies,
+                ranks=ranks,
             )
         else:
             gather = form != "expanded"

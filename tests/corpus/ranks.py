@@ -359,7 +359,9 @@ def run_layer(
             [n for _, n in wanted], [last for _, _, last in spans],
             pool.block_table([key for key, _ in wanted]), torch.cat(slots), padding=padding,
         )  # fmt: skip
-        plan = plan_over_ranks(batch, config, caches[0], ranks, dtype=torch.float32, form=form)
+        context = "auto" if config.indexer is None else "place"
+        given = batch, config, caches[0], ranks
+        plan = plan_over_ranks(*given, dtype=torch.float32, form=form, context=context)
         x = random.normal(batch.num_tokens, config.hidden_size)
         places = [torch.arange(first, last) for _, first, last in spans]
         positions = torch.cat([*places, torch.zeros(padding, dtype=torch.int64)])
@@ -439,15 +441,18 @@ def _add_sparse() -> None:
         for interleave in (1, 4):
             for phase in ("decode", "several", "mixed"):
                 _add(f"sparse-{phase}-{heads}-{interleave}", base, DENSE[phase], heads=heads,
-                     interleave=interleave)  # fmt: skip
+                     interleave=interleave, context="place")  # fmt: skip
+            _add(f"sparse-masked-{heads}-{interleave}", base, DENSE["mixed"], heads=heads,
+                 interleave=interleave, form="expanded", workspace_tokens=16)  # fmt: skip
         _add(f"sparse-mixed-{heads}-absorbed", base, DENSE["mixed"], heads=heads, form="absorbed",
              sink=True)  # fmt: skip
         _add(f"sparse-under-{heads}", base, held=[2, 3], steps=[[3, 1]], heads=heads)
         _add(f"sparse-captured-{heads}", base, held=[37, 5, 20], heads=heads,
              steps=[[1, 1, 2], [4, 0, 1], [1, 1, 1]], captured=5)  # fmt: skip
-        _add(f"sparse-mixed-{heads}-packed", base, DENSE["mixed"], heads=heads,
-             format="fp8_ds_mla", index_format="index_fp8", wide=True,
-             dtype=torch.bfloat16)  # fmt: skip
+        for kind, context in (("mixed", "place"), ("masked", "gather")):
+            _add(f"sparse-{kind}-{heads}-packed", base, DENSE["mixed"], heads=heads,
+                 format="fp8_ds_mla", index_format="index_fp8", wide=True, context=context,
+                 dtype=torch.bfloat16)  # fmt: skip
         for schedule in ("gather", "exchange"):
             _add(f"sparse-several-{heads}-{schedule}", base, DENSE["several"], heads=heads,
                  schedule=schedule)  # fmt: skip

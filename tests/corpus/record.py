@@ -1,4 +1,5 @@
-"""`python -m tests.corpus.record` runs all cases and writes recorded.json anew."""
+"""`python -m tests.corpus.record` runs all cases and rewrites recorded.json; with names, only these
+are run and replaced."""
 
 from __future__ import annotations
 
@@ -7,17 +8,20 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # before torch loads, see conftest
 
 import json
+import sys
 
-from tests.corpus.cases import ALONE, OVER_RANKS, RECORDED, run_alone, run_over_ranks
+from tests.corpus.cases import ALONE, OVER_RANKS, RECORDED, load, run_alone, run_over_ranks
 from tests.corpus.common import Summary, probe
 from tests.parallel.processes import Processes
 
 
-def main() -> None:
-    cases: dict[str, Summary] = {name: run_alone(name) for name in ALONE}
+def main(names: list[str]) -> None:
+    cases: dict[str, Summary] = load()["cases"] if names else {}
+    wanted = set(names or (*ALONE, *OVER_RANKS))
+    cases |= {name: run_alone(name) for name in ALONE if name in wanted}
     processes = Processes(2)
     try:
-        cases |= {name: run_over_ranks(name, processes) for name in OVER_RANKS}
+        cases |= {name: run_over_ranks(name, processes) for name in OVER_RANKS if name in wanted}
     finally:
         processes.close()
     lines = [f'"probe": {json.dumps(probe())},', '"cases": {']
@@ -26,7 +30,7 @@ def main() -> None:
         end = "," if number + 1 < len(cases) else ""
         lines.append(f"{json.dumps(name)}: {{\n{body}\n}}{end}")
     RECORDED.write_text("\n".join(["{", *lines, "}", "}", ""]))
-    print(f"{len(cases)} cases recorded in {RECORDED}")
+    print(f"{len(wanted)} of {len(cases)} cases recorded in {RECORDED.name}")
 
 
 def _line(value: dict[str, object]) -> str:
@@ -34,4 +38,4 @@ def _line(value: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -11,11 +11,19 @@ from torch import Tensor
 from openmla import IndexerConfig, IndexInputs, attend_step, make_plan, ops, select_step
 from openmla.attention.offers import choose_over_ranks
 from openmla.parallel import attend_over_ranks, select_over_ranks
+from openmla.plan import Plan
 from openmla.testing.budgets import out_budget
 from tests.parallel.counted import counted_bytes
 from tests.parallel.stories import TINY, WIDE, Story
 
 K = 8
+
+
+def by_token(positions: Tensor, plan: Plan) -> dict[int, list[int]]:
+    """The positions that each token of the step selected, in order."""
+    assert plan.select is not None
+    tokens = torch.arange(plan.num_tokens)[plan.select.rows].tolist()
+    return dict(zip(tokens, positions.sort(1).values.tolist(), strict=True))
 
 
 class Sparse(Story):
@@ -52,7 +60,8 @@ class Sparse(Story):
         w = self.w_idx.to(torch.promote_types(dtype, torch.float32))
         return IndexInputs(self.q_idx.to(dtype), w, torch.cat(new).to(dtype))
 
-    def chosen_alone(self, dtype: torch.dtype) -> tuple[Tensor, list[list[int]]]:
+    def chosen_alone(self, dtype: torch.dtype) -> tuple[Tensor, dict[int, list[int]]]:
+        """Outputs, and what each token that selects selected."""
         plan = make_plan(self.batch, self.config, self.one, dtype=dtype, form="absorbed")
         selection = select_step(self.index(dtype), self.one, plan)
         out = attend_step(
@@ -63,8 +72,7 @@ class Sparse(Story):
             selection=selection,
             write=dtype == self.dtype,
         )
-        rows = [] if selection is None else selection.positions.sort(1).values.tolist()
-        return out, rows
+        return out, {} if selection is None else by_token(selection.positions, plan)
 
     def check_choice(self, heads: str, schedule: str = "auto") -> Any:
         peer, chosen = self.chosen_alone(self.dtype)
@@ -80,7 +88,7 @@ class Sparse(Story):
         if plan.select is not None:
             assert self.mine.index is not None
             found = choose_over_ranks(index, self.mine.index, plan, plan.select)
-            assert found.sort(1).values.tolist() == chosen
+            assert by_token(found, plan) == chosen
         out = attend_over_ranks(
             self.projected(self.dtype, own),
             self.absorbed(self.dtype, own),

@@ -29,9 +29,11 @@ from openmla import (
 from openmla.layers.warm import run_step, step_shapes
 from openmla.layers.warm_v4 import run_compressed_steps
 from openmla.parallel import Ranks, rank_buffers
-from openmla.plan import Plan
+from openmla.plan import Expanded, Plan
 from openmla.plan.workspace import reserve
+from openmla.testing.budgets import out_budget
 from tests.layers.v4 import RATIOS, make_layer, tiny_config
+from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes
 from tests.parallel.sparse import Sparse
 from tests.parallel.stories import Story
@@ -136,6 +138,48 @@ def test_fp8_queries(two_ranks: Processes) -> None:
 
 def test_fp8_prefill(two_ranks: Processes) -> None:
     two_ranks.run(eight_bits, "prefill_dtype", "expanded")
+
+
+# ---- masked prefill
+
+
+def masked(rank: int, format: str, run: int) -> None:
+    """Prompts that select their keys, expanded: keys are gathered from all ranks and masked."""
+    mixed = ([20, 9, 1, 3, 12, 0], [30, 40, 37, 4, 12, 9])
+    for heads, space in product(HEADS, (None, 16)):
+        story = Sparse(*mixed, format=format, run=run, padding=1)
+        own = own_heads(story, heads)
+        options: dict[str, Any] = {"form": "expanded", "workspace_tokens": space}
+        outs = {}
+        for dtype in (story.dtype, torch.float64):
+            one = make_plan(story.batch, story.config, story.one, dtype=dtype, **options)
+            selection = select_step(story.index(dtype), story.one, one)
+            given = story.projected(dtype), story.absorbed(dtype), story.one, one
+            write = dtype == story.dtype
+            outs[dtype] = attend_step(*given, selection=selection, write=write)[:, own]
+        plan = story.planned(heads, **options)[0]
+        group = plan.group("masked")
+        assert group is not None and isinstance(group.part, Expanded)
+        assert all(chunk.brought is not None for chunk in group.part.chunks)
+        assert plan.group("chosen") is None or list(plan.group("chosen").requests) == [2]  # type: ignore[union-attr]
+        with counted_bytes() as counted:
+            out = attend(story, plan, own)
+        assert counted.num_bytes == plan.selection_bytes() + plan.sent_bytes(story.dtype)
+        used = out_budget(out, outs[torch.float64], outs[story.dtype])
+        assert used <= 1 and not out[-1].any(), (heads, space, used)
+        assert "keys gathered from all ranks" in str(plan.explain())
+        placed = story.planned(heads, context="place", **options)[0]
+        assert placed.group("masked") is None
+        out_budget_of_place = out_budget(
+            attend(story, placed, own), outs[torch.float64], outs[story.dtype]
+        )
+        assert format.startswith("fp8") or out_budget_of_place <= 1
+
+
+@pytest.mark.parametrize("run", [1, 4])
+@pytest.mark.parametrize("format", ["fp32", "bf16", "fp8", "fp8_ds_mla"])
+def test_masked_prefill(two_ranks: Processes, format: str, run: int) -> None:
+    two_ranks.run(masked, format, run)
 
 
 # ---- batch invariance
@@ -315,6 +359,7 @@ def compiled(rank: int, kind: str, form: str, context: str, one_graph: bool) -> 
         ("dense", "expanded", "place", False),
         ("dense", "expanded", "gather", True),
         ("sparse", "absorbed", "place", False),
+        ("sparse", "expanded", "gather", False),
     ],
 )
 def test_compiled_steps(

@@ -48,7 +48,7 @@ def test_sm90_gathers_sooner_with_many_heads(H: int) -> None:
     """Its kernel of 64 heads makes up for what 2048 rows for every token cost."""
     pytest.importorskip("triton")
     config = replace(PRESETS["deepseek-v3.2"], num_heads=H)
-    what: Any = {"format": "bf16", "itemsize": 2, "device": "cuda"}
+    what: Any = {"format": "bf16", "dtype": torch.bfloat16, "device": "cuda"}
     shape: Any = {"dtype": torch.bfloat16, "format": "bf16", "H": H, "D": 576, "C": 512}
     for capability in ((8, 0), (9, 0), (10, 0)):
         where: Any = {"device": "cuda", "capability": capability, "multiprocessors": 132}
@@ -76,7 +76,13 @@ def test_devices_without_kernels_choose_as_a_cpu(name: str, device: str) -> None
         for n in (64, 8192):
             routes = {
                 choose_sparse_absorbed(
-                    PRESETS[name], n, 10240, device=where, efficiencies=(1.0, 1.0), **what
+                    PRESETS[name],
+                    n,
+                    10240,
+                    device=where,
+                    efficiencies=(1.0, 1.0),
+                    format="bf16",
+                    dtype=torch.bfloat16,
                 )
                 for where in (device, "cpu")
             }
