@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from openmla.backends import BACKENDS, OTHERS, forget_choices, load
-from openmla.backends.asked import check_op, nearest
+from openmla.backends.choice import check_op, nearest
 from openmla.errors import ConfigError
 
 # What a module may have beside why_not and run, each a function of a problem; see

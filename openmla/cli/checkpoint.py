@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from openmla.backends import all_backends, why_not
-from openmla.backends.asked import Asked, check_asked
+from openmla.backends.choice import BackendChoice, check_backend_choice
 from openmla.cli.hub import called, fetched, is_hub_id
 from openmla.config import MLAConfig
 from openmla.config.huggingface import read_config
@@ -161,10 +161,10 @@ def checked_device(name: str | None) -> str:
     return name
 
 
-def check_backend(name: Asked, device: str, format: str | None) -> None:
+def check_backend(name: BackendChoice, device: str, format: str | None) -> None:
     """A named backend exists and can at least write a model's rows; plans ask for all else."""
     if not isinstance(name, str):
-        check_asked("--backend", name)
+        check_backend_choice("--backend", name)
         return
     if name == "auto":
         return

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.config.schema import MAX_POSITIONS
 from openmla.errors import ConfigError
 
@@ -123,7 +123,7 @@ def picture_file(text: str) -> str:
     return output_file(text)
 
 
-def backend(text: str) -> Asked:
+def backend(text: str) -> BackendChoice:
     """A type of option: a name, or names per op as mha_ragged=sdpa,mqa_paged=triton."""
     if "=" not in text:
         return text

@@ -19,7 +19,7 @@ from openmla.attention import (
     make_selection,
     select_step,
 )
-from openmla.backends.asked import Asked, check_asked
+from openmla.backends.choice import BackendChoice, check_backend_choice
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import MLAConfig
 from openmla.errors import check_kind
@@ -49,7 +49,7 @@ def warmup(
     max_tokens: int,
     workspace_tokens: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    backend: Asked = "auto",
+    backend: BackendChoice = "auto",
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
     query_dtype: str | None = None,
@@ -69,7 +69,7 @@ def warmup(
     temporary layer of zeros in `dtype` runs the steps, or `absorbed`: a layer's weights, where they
     are in eight bits. Over `ranks` every rank calls it, with its own cache.
     """
-    check_asked("warmup", backend)
+    check_backend_choice("warmup", backend)
     check_kind("warmup", "config", config, MLAConfig)
     check_kind("warmup", "cache", cache, LayerCache)
     if output is not None:
@@ -195,7 +195,7 @@ def run_step(
     cache: LayerCache,
     workspace: Workspace | None,
     dtype: torch.dtype,
-    backend: Asked,
+    backend: BackendChoice,
     output: str | None = None,
     absorbed: AbsorbedWeights | None = None,
     *,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.cache import LayerCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.hardware import multiprocessors
@@ -41,7 +41,7 @@ def run_compressed_steps(
     max_requests: int,
     max_tokens: int,
     dtype: torch.dtype,
-    backend: Asked,
+    backend: BackendChoice,
     ranks: Ranks | None = None,
 ) -> None:
     """A step of every shape, in a layer of the cache's ratio."""
@@ -129,7 +129,7 @@ def run_compressed(
     cache: LayerCache,
     workspace: Workspace | None,
     dtype: torch.dtype,
-    backend: Asked,
+    backend: BackendChoice,
     ranks: Ranks | None = None,
 ) -> Plan:
     """One forward; no slot and no state is written."""

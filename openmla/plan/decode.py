@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import times_forgotten
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.cache import LayerCache, as_integer
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, check_kind
@@ -54,7 +54,7 @@ class DecodePlanner:
         *,
         max_tokens: int,
         dtype: torch.dtype | None = None,
-        backend: Asked = "auto",
+        backend: BackendChoice = "auto",
         batch_invariant: bool = False,
         query_dtype: str | None = None,
         output: str | None = None,

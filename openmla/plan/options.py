@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch
 
-from openmla.backends.asked import Asked, check_asked
+from openmla.backends.choice import BackendChoice, check_backend_choice
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 
 FORMS = ("auto", "absorbed", "expanded", "chosen")
 CONTEXTS = ("auto", "place", "gather")
-FrozenAsked = str | frozenset[tuple[str, str]]
+FrozenChoice = str | frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PlanOptions:
     """The arguments of make_plan() by the same names; hashable."""
 
     dtype: torch.dtype | None = None
-    backend: FrozenAsked = "auto"
+    backend: FrozenChoice = "auto"
     form: str = "auto"
     workspace_tokens: int | None = None
     batch_invariant: bool = False
@@ -41,9 +41,9 @@ class PlanOptions:
         return self.compiled or self.batch_invariant
 
 
-def frozen(backend: Asked) -> FrozenAsked:
+def frozen(backend: BackendChoice) -> FrozenChoice:
     """What was asked for, as part of a key."""
-    check_asked("plan", backend)
+    check_backend_choice("plan", backend)
     return backend if isinstance(backend, str) else frozenset(backend.items())
 
 

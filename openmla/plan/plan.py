@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.cache import LayerCache, PagedCache
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
@@ -83,7 +83,7 @@ def make_plan(
     cache: LayerCache,
     *,
     dtype: torch.dtype | None = None,
-    backend: Asked = "auto",
+    backend: BackendChoice = "auto",
     form: str = "auto",
     workspace: Workspace | None = None,
     workspace_tokens: int | None = None,

@@ -20,7 +20,7 @@ from openmla.backends import (
     times_forgotten,
     why_not,
 )
-from openmla.backends.asked import Asked, check_asked, named
+from openmla.backends.choice import BackendChoice, backend_for, check_backend_choice
 from openmla.backends.requirements import warn_of_reference
 from openmla.backends.segments import alignment
 from openmla.cache import LayerCache, PagedCache
@@ -50,7 +50,7 @@ from openmla.ops.quantize_heads import problem as quantize_heads_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.quantize_queries import problem as quantize_queries_problem
 from openmla.ops.rope import problem as rope_problem
-from openmla.plan.options import FrozenAsked, PlanOptions
+from openmla.plan.options import FrozenChoice, PlanOptions
 from openmla.plan.rows import num_rows
 from openmla.plan.types import Expanded, Group, Keys, Select
 
@@ -111,17 +111,17 @@ def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheK
     )
 
 
-def requested(backend: Asked) -> dict[str, str]:
+def requested(backend: BackendChoice) -> dict[str, str]:
     """Per op, the backend that was named for it, or "auto"."""
-    check_asked("plan", backend)
-    return {op: named(op, backend) for op in BACKENDS}
+    check_backend_choice("plan", backend)
+    return {op: backend_for(op, backend) for op in BACKENDS}
 
 
-def thawed(backend: FrozenAsked) -> Asked:
+def thawed(backend: FrozenChoice) -> BackendChoice:
     return backend if isinstance(backend, str) else dict(backend)
 
 
-def chosen(problems: Sequence[Problem], backend: Asked) -> dict[str, str]:
+def chosen(problems: Sequence[Problem], backend: BackendChoice) -> dict[str, str]:
     """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
     asked = requested(backend)
     backends = {problem.op: choose_backend(problem, asked[problem.op]) for problem in problems}
@@ -131,7 +131,7 @@ def chosen(problems: Sequence[Problem], backend: Asked) -> dict[str, str]:
 
 
 def choose_backends(
-    problems: Sequence[Problem], backend: Asked
+    problems: Sequence[Problem], backend: BackendChoice
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
     """Who runs each op. Whoever attends to listed rows is given positions where it takes them and
     does not prefer slots: nothing maps them then."""
@@ -149,7 +149,7 @@ def choose_backends(
 
 
 def reads_keys_apart(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, backend: Asked
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, backend: BackendChoice
 ) -> bool:
     """Whether prefill hands over keys in two parts, so that nothing holds whole ones."""
     E, R, V = config.qk_head_dim, config.qk_rope_head_dim, config.v_head_dim
@@ -164,7 +164,7 @@ def choose(
     dtype: torch.dtype,
     calls: Calls,
     run_length: int,
-    backend: FrozenAsked,
+    backend: FrozenChoice,
 ) -> Choice:
     """The ops of a plan and who runs them: most steps ask what an earlier one did."""
     problems = find_problems(config, kind, dtype, calls, run_length)
@@ -311,8 +311,8 @@ def find_problems(
 
 
 def find_ends(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls, backend: Asked, *,
-    fuses: bool = True,
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls,
+    backend: BackendChoice, *, fuses: bool = True,
 ) -> tuple[dict[str, str], list[Problem]]:  # fmt: skip
     """The op that quantises each form's outputs, by form, and these ops as backends are asked.
 
@@ -329,7 +329,7 @@ def find_ends(
         projecting = project_quantize_problem(
             device, dtype, output, eight_bits=False, block=C, C=C, V=V
         )
-        asked = named(projecting.op, backend)
+        asked = backend_for(projecting.op, backend)
         fused = choose_backend(projecting, asked) != "reference" or device.type != "cuda"
         if fused or asked != "auto":
             ends |= dict.fromkeys(("absorbed", "chosen"), projecting.op)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.config.families import REFUSED, SUPPORTED
 from openmla.errors import ConfigError
 from openmla.integrations.transformers.attachment import Attachment
@@ -51,7 +51,7 @@ def attach(
     index_format: str = "index_fp32",
     block_size: int | None = None,
     num_blocks: int | None = None,
-    backend: Asked = "auto",
+    backend: BackendChoice = "auto",
     workspace: int | None = None,
     capture: bool | None = None,
     absorbed_format: str | None = None,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from openmla.attention import IndexInputs, Selection
-from openmla.backends.asked import Asked
+from openmla.backends.choice import BackendChoice
 from openmla.cache import (
     BlockPool,
     CompressedPool,
@@ -113,7 +113,7 @@ class Attachment:
     block_size: int
     format: str | None  # None: the model's dtype
     index_format: str
-    backend: Asked
+    backend: BackendChoice
     workspace_tokens: int | None
     may_grow: bool
     absorbed_format: str | None = None  # "fp8": kv_b_proj in eight bits

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
-from openmla.backends.asked import Asked, check_asked
+from openmla.backends.choice import BackendChoice, check_backend_choice
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
@@ -38,7 +38,7 @@ class Options(NamedTuple):
     index_format: str
     block_size: int | None
     num_blocks: int | None
-    backend: Asked
+    backend: BackendChoice
     workspace: int | None
     capture: bool | None
     absorbed_format: str | None = None
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
                 "attach: is_causal must be True in every attention module, got False: "
                 "bidirectional attention is not supported."
             )
-    check_asked("attach", options.backend)
+    check_backend_choice("attach", options.backend)
     block_size, num_blocks = options.block_size, options.num_blocks
     if block_size is None:
         block_size = 64 if config.compressor is None else 256
