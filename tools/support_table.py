@@ -26,6 +26,7 @@ from openmla.plan.sizes import Step, token_bytes
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
 OPS_PAGE = ROOT / "docs" / "api" / "ops.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 COMPATIBILITY = RESULTS / "compatibility.json"
 
@@ -127,6 +128,18 @@ def gpus_table() -> str:
         rows.append([CARDS[target], target, *cells, "run" if target in RAN else "compiled"])
     rows.append(["AMD MI300X", "gfx942", *["triton"] * len(WORK), "compiled"])
     return table(["GPU", "", *WORK, "status"], rows)
+
+
+def matrix_table() -> str:
+    """What ran and what was only compiled, by GPU and feature. Every GPU has kernels for V4."""
+    head = ["", "prefill and decode", "sparse MLA", "V4", "fp8 queries, fp8 prefill", "vLLM"]
+    rows = [["CPU (x86)", *["run"] * 5]]
+    for target in MULTIPROCESSORS:
+        status = "run" if target in RAN else "compiled"
+        fp8 = status if int(target.removeprefix("sm_")) >= 89 else "no"
+        rows.append([f"{CARDS[target]}, {target}", status, status, status, fp8, status])
+    rows.append(["MI300X, gfx942", *["compiled"] * 3, "no", "no"])
+    return table(head, rows)
 
 
 def taken(device: str, capability: tuple[int, int] | None, multiprocessors: int) -> list[str]:
@@ -237,6 +250,7 @@ TABLES = {
         "versions": versions_table,
     },
     OPS_PAGE: {"contracts": contracts},
+    README: {"matrix": matrix_table},
 }
 
 
