@@ -1,4 +1,4 @@
-"""docs/quantised-outputs.md's code runs, block after block, and names what there is."""
+"""docs/quantized-outputs.md's code runs, block after block, and names what there is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from openmla import OUTPUT_FORMATS, decode_output
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "quantised-outputs.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "quantized-outputs.md"
 
 
 def test_the_page_runs() -> None:

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/support.md from the code: models, GPUs, formats, refusals, ops, ...
+"""Writes tables of docs/ and README.md from the code: models, GPUs, formats, errors, ops, ...
 
     python -m tools.support_table        # also the benchmarks page; `make table`
 
@@ -26,6 +26,7 @@ from openmla.plan.sizes import Step, token_bytes
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
 OPS_PAGE = ROOT / "docs" / "api" / "ops.md"
+README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 COMPATIBILITY = RESULTS / "compatibility.json"
 
@@ -48,7 +49,7 @@ NAMES = {
     "mistral4": "Mistral 4",
     "youtu": "Youtu",
 }
-HYBRID = ("kimi_linear", "bailing_hybrid")  # their other layers keep no rows
+HYBRID = ("kimi_linear", "bailing_hybrid")  # only their MLA layers have a cache
 CARDS = {
     "sm_80": "A100",
     "sm_86": "RTX 3090, A6000",
@@ -59,14 +60,14 @@ CARDS = {
     "sm_121": "DGX Spark (GB10)",
 }
 RAN = ("sm_90",)  # an H200; compatibility.json has the run
-# What a step does, and the row of `openmla doctor` that answers for it.
+# Parts of a step, and the row of `openmla doctor` that reports each.
 WORK = {
-    "prompts": "mha_ragged",
+    "prefill": "mha_ragged",
     "dense decode": "mqa_paged",
     "sparse decode": "mqa_sparse fp8_ds_mla",
     "V4 decode": "mqa_sparse fp8_dsv4",
     "indexer": "index_logits",
-    "writing the cache": "latent_write",
+    "cache write": "latent_write",
 }
 SCALES = {
     "fp8": "one per layer ([calibrate](scales.md))",
@@ -94,12 +95,12 @@ def families_table() -> str:
         layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
         attached = f"loaded as `{family.reads_as}`" if family.reads_as else "yes"
         rows.append([NAMES[name], f"`{name}`", kind, attached, "" if family.output_gate else layer])
-    rows += [["", f"`{name}`", "", f"refused: {why}", ""] for name, why in REFUSED.items()]
+    rows += [["", f"`{name}`", "", f"not supported: {why}", ""] for name, why in REFUSED.items()]
     return table(["model", "`model_type`", "attention", "`attach`", "layer"], rows)
 
 
 def presets_table() -> str:
-    """Released models: what a token of context takes, all layers together."""
+    """Released models: KiB of cache per token of context, over all layers."""
     rows = []
     for name, config in PRESETS.items():
         if name.startswith("tiny-") or config.model_type in HYBRID:
@@ -109,24 +110,36 @@ def presets_table() -> str:
         expanded = "" if config.compressor else f"{expanded_bytes(config) / 1024:,.0f}"
         counts = [str(config.num_heads), str(config.num_layers)]
         rows.append([f"`{name}`", *counts, *(f"{size:.1f}" for size in sizes), packed, expanded])
-    head = ["preset", "heads", "layers", "bf16", "packed", "as", "K and V of all heads"]
+    head = ["preset", "heads", "layers", "bf16", "fp8", "fp8 format", "expanded K and V"]
     return table(head, rows, right=6)
 
 
 def expanded_bytes(config: MLAConfig) -> int:
-    """A token's keys and values for every head in 16 bits, which MLA does not need to keep."""
+    """Bytes of a token's bf16 keys and values of every head, which MLA does not need to store."""
     width = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     return 2 * config.num_layers * config.num_heads * width
 
 
 def gpus_table() -> str:
-    """Which backend takes each kind of work, for DeepSeek's shapes in bf16, without FlashMLA."""
+    """The default backend of each part of a step, for DeepSeek's shapes in bf16, without FlashMLA."""
     rows = [["CPU (x86)", "", *taken("cpu", None, 0), "run"]]
     for target, number in MULTIPROCESSORS.items():
         cells = taken("cuda", divmod(int(target.removeprefix("sm_")), 10), number)
         rows.append([CARDS[target], target, *cells, "run" if target in RAN else "compiled"])
     rows.append(["AMD MI300X", "gfx942", *["triton"] * len(WORK), "compiled"])
-    return table(["GPU", "", *WORK, "here"], rows)
+    return table(["GPU", "", *WORK, "status"], rows)
+
+
+def matrix_table() -> str:
+    """What ran and what was only compiled, by GPU and feature. Every GPU has kernels for V4."""
+    head = ["", "prefill and decode", "sparse MLA", "V4", "fp8 queries, fp8 prefill", "vLLM"]
+    rows = [["CPU (x86)", *["run"] * 5]]
+    for target in MULTIPROCESSORS:
+        status = "run" if target in RAN else "compiled"
+        fp8 = status if int(target.removeprefix("sm_")) >= 89 else "no"
+        rows.append([f"{CARDS[target]}, {target}", status, status, status, fp8, status])
+    rows.append(["MI300X, gfx942", *["compiled"] * 3, "no", "no"])
+    return table(head, rows)
 
 
 def taken(device: str, capability: tuple[int, int] | None, multiprocessors: int) -> list[str]:
@@ -138,7 +151,7 @@ def taken(device: str, capability: tuple[int, int] | None, multiprocessors: int)
 
 
 def formats_table() -> str:
-    """Bytes of one row: of V3 and V2 (576 values), of V4 (512), of an indexer key (128)."""
+    """Bytes per row: V2 and V3 have 576 values, V4 has 512, an indexer key has 128."""
     rows = []
     for name, layout in FORMATS.items():
         width = 128 if layout.holds == "index" else 512 if name == "fp8_dsv4" else 576
@@ -237,6 +250,7 @@ TABLES = {
         "versions": versions_table,
     },
     OPS_PAGE: {"contracts": contracts},
+    README: {"matrix": matrix_table},
 }
 
 

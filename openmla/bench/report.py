@@ -1,7 +1,7 @@
 """The benchmarks page of the site: tables and plots from the JSON of bench/results/.
 
-Numbers are only ever compared within one file, which is one run. `roof` lines are the ops' own
-cost() at the bandwidth and the bf16 throughput that the GPU's maker publishes.
+Numbers are only compared within one file, which is one run. Roofline curves use the ops' own
+cost() with the bandwidth and bf16 throughput that the GPU vendor publishes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ PEERS = {
     "deep_gemm, torch.topk": "DeepGEMM and torch.topk",
     "deep_gemm, unsorted": "DeepGEMM and torch.topk, unsorted",
     "transformers": "transformers",
-    "two ops": "two ops of ours",
-    "torch's quantiser": "torch's quantiser",
+    "two ops": "two openmla ops",
+    "torch's quantiser": "torch's quantizer",
     "bf16, torch.bmm": "torch.bmm in bf16",
     "bf16, torch.bmm and cat": "torch.bmm and cat in bf16",
 }
@@ -73,18 +73,18 @@ GROUPS = (
     Group("V4 decode, window and entries", "triton_latent_h200", r"v4-decode.*",
           "python3 -m bench.latent"),
     Group("dense decode, bf16", "latent_dense_h200", r"dense-decode.*", "python3 -m bench.latent"),
-    Group("dense decode, 2 or 4 tokens a request", "latent_dense_h200", r"dense-verify.*",
+    Group("dense decode, 1 or 3 draft tokens", "latent_dense_h200", r"dense-verify.*",
           "python3 -m bench.latent"),
-    Group("dense decode, fp8 rows", "latent_dense_fp8_h200", r".*",
+    Group("dense decode, fp8 cache", "latent_dense_fp8_h200", r".*",
           "python3 -m bench.latent --only dense-decode-fp8"),
     Group("sparse prefill, top 2048", "sparse_prefill_h200", r".*", "python3 -m bench.latent"),
-    Group("prompts, expanded keys and values", "mha_h200", r".*", "python3 -m bench.mha"),
+    Group("dense prefill, expanded", "mha_h200", r".*", "python3 -m bench.mha"),
     Group("indexer: scores", "indexer_h200", r".*", "python3 -m bench.indexer", "scores"),
-    Group("indexer: choice", "indexer_h200", r".*", "python3 -m bench.indexer", "choice"),
-    Group("indexer: both", "indexer_h200", r".*", "python3 -m bench.indexer", "both"),
-    Group("quantised outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
-    Group("weights in eight bits", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
-    Group("a whole model, decode", "generate_h200", r".*",
+    Group("indexer: top-k", "indexer_h200", r".*", "python3 -m bench.indexer", "choice"),
+    Group("indexer: scores and top-k", "indexer_h200", r".*", "python3 -m bench.indexer", "both"),
+    Group("quantized outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
+    Group("fp8 weights", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
+    Group("whole model, decode, CUDA graph", "generate_h200", r".*",
           "python3 -m bench.generate --model v2-lite --keys 32768 --batch 8"),
 )  # fmt: skip
 
@@ -147,11 +147,12 @@ def _against_transformers(results: Results) -> Data:
     gb = {name: batch * keys * config.num_layers * row / 1e9 for name, row in cache.items()}
     return {
         "speed": {
-            "plain transformers": batch / rows["transformers"]["median_us"] * 1e6,
-            "openmla": batch / rows["captured"]["median_us"] * 1e6,
+            "transformers": batch / rows["transformers"]["median_us"] * 1e6,
+            "openmla, no CUDA graph": batch / rows["openmla"]["median_us"] * 1e6,
+            "openmla, CUDA graph": batch / rows["captured"]["median_us"] * 1e6,
         },
         "memory": {
-            "plain transformers": [gb["bf16"], batch * keys * config.num_heads * width * 2 / 1e9],
+            "transformers": [gb["bf16"], batch * keys * config.num_heads * width * 2 / 1e9],
             "openmla, bf16": [gb["bf16"], 0.0],
             "openmla, fp8_ds_mla": [gb["fp8_ds_mla"], 0.0],
         },
@@ -160,31 +161,29 @@ def _against_transformers(results: Results) -> Data:
 
 
 def _draw_against_transformers(figure: Any, data: Data) -> None:
-    speed, memory = figure.subplots(1, 2, gridspec_kw={"width_ratios": [2, 3]})
-    bars = speed.bar(data["speed"].keys(), data["speed"].values(), width=0.55,
-                     color=[PEER_COLOUR, OURS_COLOUR])  # fmt: skip
-    speed.bar_label(bars, fmt="%.0f")
-    speed.set_ylim(0, 1.15 * max(data["speed"].values()))
-    ratio = data["speed"]["openmla"] / data["speed"]["plain transformers"]
-    speed.set_title(f"Decode: {ratio:.1f} times as fast", fontsize=11)
-    speed.set_ylabel("tokens a second (measured)")
+    speed, memory = figure.subplots(2, 1)
+    colours = [PEER_COLOUR, OURS_COLOUR, OURS_COLOUR]
+    names, values = list(data["speed"]), list(data["speed"].values())
+    bars = speed.barh(names, values, height=0.6, color=colours)
+    ratios = [f"{value:.0f} ({value / values[0]:.2f}x)" for value in values[1:]]
+    speed.bar_label(bars, [f"{values[0]:.0f}", *ratios], padding=4)
+    speed.set_xlim(0, 1.3 * max(values))
+    speed.set_title("Decode, tokens/s (measured)", fontsize=11, loc="left")
     names = list(data["memory"])
     cache, expanded = ([data["memory"][name][i] for name in names] for i in (0, 1))
-    colours = [PEER_COLOUR, OURS_COLOUR, OURS_COLOUR]
-    memory.bar(names, cache, width=0.55, color=colours)
-    memory.bar(names[:1], expanded[:1], bottom=cache[:1], width=0.55, color="white",
-               edgecolor=PEER_COLOUR, hatch="///")  # fmt: skip
-    note = "keys and values of one\nlayer, expanded anew\nat every token"
-    memory.text(0.36, cache[0] + 1.6, note, fontsize=8)
-    for place, name in enumerate(names):
-        total = sum(data["memory"][name])
-        memory.text(place, total + 0.15, f"{total:.1f} GB", ha="center")
-    memory.set_title("Memory of attention", fontsize=11)
-    memory.set_ylabel("GB beside the weights (computed)")
-    memory.set_ylim(0, 13)
-    figure.suptitle(
-        "DeepSeek-V2-Lite's dimensions, 8 requests of 32,768 tokens, bf16, one H200", fontsize=12
+    memory.barh(names, cache, height=0.6, color=colours)
+    memory.barh(names[:1], expanded[:1], left=cache[:1], height=0.6, color="none",
+                edgecolor=PEER_COLOUR, hatch="///")  # fmt: skip
+    totals = [sum(data["memory"][name]) for name in names]
+    for place, total in enumerate(totals):
+        memory.annotate(f"{total:.1f}", (total, place), (4, 0),
+                        textcoords="offset points", va="center")  # fmt: skip
+    memory.set_xlim(0, 1.3 * max(totals))
+    memory.set_title(
+        "KV cache; hatched: expanded K and V of one layer, GB (computed)", fontsize=11, loc="left"
     )
+    for axes in (speed, memory):
+        axes.invert_yaxis()
 
 
 def _ratios(results: Results) -> Data:
@@ -205,34 +204,34 @@ def _draw_ratios(figure: Any, data: Data) -> None:
     axes.minorticks_off()
     axes.set_yticks(range(len(names)), names)
     axes.grid(axis="y", alpha=0.3)
-    axes.set_xlabel("time of the fastest peer over ours, H200; right of 1 ours is faster")
-    axes.set_title("Every shape that was timed beside a peer, a dot each", fontsize=12)
+    axes.set_xlabel("time of the fastest baseline / time of openmla (above 1, openmla is faster)")
+    axes.set_title("One dot per shape, one H200", fontsize=12)
 
 
 def _curves(results: Results, group: int, pattern: str, x: int, panel: int, cost: Any) -> Data:
-    """panel -> {"ours", "FlashMLA", "roof"}: lists of (x, us); x and panel are groups of
+    """panel -> {"openmla", "FlashMLA", "roofline"}: lists of (x, us); x and panel are groups of
     `pattern`."""
     panels: Data = {}
     for duel in results.duels(GROUPS[group]):
         found = re.fullmatch(pattern, duel.shape)
         if found is None:
             continue
-        least = roof(cost(*map(int, found.groups())), GPUS["h200"]) * 1e6
-        lines = panels.setdefault(found[panel], {"openmla": [], duel.against: [], "roof": []})
-        for name, us in (("openmla", duel.ours), (duel.against, duel.peer), ("roof", least)):
+        bound = roof(cost(*map(int, found.groups())), GPUS["h200"]) * 1e6
+        lines = panels.setdefault(found[panel], {"openmla": [], duel.against: [], "roofline": []})
+        for name, us in (("openmla", duel.ours), (duel.against, duel.peer), ("roofline", bound)):
             lines.setdefault(name, []).append([int(found[x]), us])
     return panels
 
 
 def _draw_curves(figure: Any, panels: Data, titles: str, xlabel: str, title: str) -> None:
-    colours = {"openmla": OURS_COLOUR, "roof": ROOF_COLOUR}
+    colours = {"openmla": OURS_COLOUR, "roofline": ROOF_COLOUR}
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
                                    panels.items(), strict=True):  # fmt: skip
         for line, points in lines.items():
             xs, ys = zip(*sorted(points), strict=True)
-            style = "--" if line == "roof" else "-"
-            label = "roof (computed)" if line == "roof" else line
-            axes.plot(xs, ys, style, marker="" if line == "roof" else "o", markersize=4,
+            style = "--" if line == "roofline" else "-"
+            label = "roofline (computed)" if line == "roofline" else line
+            axes.plot(xs, ys, style, marker="" if line == "roofline" else "o", markersize=4,
                       color=colours.get(line, PEER_COLOUR), label=label)  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -310,7 +309,7 @@ def _draw_routes(figure: Any, panels: Data) -> None:
         axes.set_xlabel("tokens of context before the prompt")
     figure.axes[0].set_ylabel("milliseconds")
     figure.axes[0].legend(fontsize=8)
-    figure.suptitle("A sparse prompt of 8192 tokens by both routes, H200", fontsize=12)
+    figure.suptitle("Sparse prefill of 8192 tokens by both routes, H200", fontsize=12)
 
 
 class Plot(NamedTuple):
@@ -324,16 +323,16 @@ def _curve_plot(data: Callable[[Results], Data], *words: str) -> Plot:
 
 
 PLOTS = {
-    "against-transformers": Plot(_against_transformers, _draw_against_transformers, (9, 3.6)),
+    "against-transformers": Plot(_against_transformers, _draw_against_transformers, (7, 3.8)),
     "bench-ratios": Plot(_ratios, _draw_ratios, (9, 4.6)),
     "bench-sparse-decode": _curve_plot(
-        _sparse, "{} heads", "requests", "Sparse decode, 2048 chosen rows each, fp8_ds_mla, H200"
+        _sparse, "{} heads", "requests", "Sparse decode, top 2048, fp8_ds_mla, H200"
     ),
     "bench-dense-decode": _curve_plot(
         _dense_heads, "{} keys", "heads", "Dense decode by heads, bf16, H200"
     ),
     "bench-v4-decode": _curve_plot(
-        _v4, "{} heads", "requests", "V4 decode, window and chosen entries, fp8_dsv4, H200"
+        _v4, "{} heads", "requests", "V4 decode, window and selected entries, fp8_dsv4, H200"
     ),
     "bench-context": Plot(_routes, _draw_routes, (9, 3.4)),
 }
@@ -379,10 +378,7 @@ def benchmarks_page(results: Results) -> str:
     for title, text, picture in SECTIONS:
         lines += ["", f"## {title}", "", text, "", f"![{title}](images/{picture}.svg)"]
     lines += ["", *_whole_models(results), "", "## All rows", ""]
-    lines += [
-        "Microseconds by contender; the last column is the fastest peer's time over ours.",
-        "",
-    ]
+    lines += ["Times are in microseconds. The last column is the ratio defined above.", ""]
     for group in GROUPS:
         lines += list(_all_rows(results, group))
     for name in results.others():
@@ -394,23 +390,24 @@ def _opening() -> list[str]:
     return [
         "# Benchmarks",
         "",
-        "After this page you know where openmla is faster than its peers on an H200, where it is",
-        "slower, and which command prints each number. It is written from `bench/results/*.json`",
-        "(`make table`), misses and all.",
+        "This page compares openmla with other kernels on one H200, including the shapes where it",
+        "is slower, and names the command behind each number. It is generated from",
+        "`bench/results/*.json` (`make table`).",
         "",
-        "A ratio is the fastest peer's time over ours, both measured in one process, in turns,",
-        "after a check of every result: above 1 ours is faster. Two runs are never compared.",
-        "The roof is what memory bandwidth (4.8 TB/s) or bf16 throughput (989 TFLOP/s) allow.",
+        "A ratio is the time of the fastest baseline divided by the time of openmla: above 1,",
+        "openmla is faster. Both are measured in turns in one process, after every result has been",
+        "checked. Numbers from different runs are never compared. Inputs are random. The roofline",
+        "is the minimum time at a memory bandwidth of 4.8 TB/s and 989 TFLOP/s in bf16.",
         "",
-        "## Wins and misses",
+        "## Summary",
         "",
-        "![Ratios to the fastest peer, a dot per shape](images/bench-ratios.svg)",
+        "![Ratio to the fastest baseline, one dot per shape](images/bench-ratios.svg)",
         "",
     ]
 
 
 def _summary(results: Results) -> Iterator[str]:
-    yield "| | shapes | faster | ratio: worst | median | best | fastest peer | command |"
+    yield "| | shapes | faster | ratio: worst | median | best | fastest baseline | command |"
     yield "| --- | --: | --: | --: | --: | --: | --- | --- |"
     for group in GROUPS:
         duels = sorted(results.duels(group), key=lambda duel: duel.ratio)
@@ -424,26 +421,26 @@ def _summary(results: Results) -> Iterator[str]:
 
 SECTIONS = (
     (
-        "Sparse decode against batch",
-        "Keys are split over the GPU's multiprocessors, so that one request is fast, too. "
-        "FlashMLA takes 64 or 128 heads; fewer are padded for it.",
+        "Sparse decode by batch size",
+        "Keys are split across the GPU's multiprocessors, which helps small batches. FlashMLA "
+        "supports 64 or 128 heads; fewer heads are padded for it.",
         "bench-sparse-decode",
     ),
     (
-        "V4 decode against batch",
-        "A window of 128 rows and 512 chosen entries (128 heads: 1024), with a sink.",
+        "V4 decode by batch size",
+        "A window of 128 rows and 512 selected entries (1024 for 128 heads), with a sink.",
         "bench-v4-decode",
     ),
     (
-        "Dense decode against heads",
-        "Bound by memory up to 64 heads, by arithmetic at 128. Large even batches are slower than "
-        "FlashMLA's, single long requests faster.",
+        "Dense decode by number of heads",
+        "Memory-bound up to 64 heads, compute-bound at 128. openmla is slower than FlashMLA for "
+        "large batches of equal lengths, and faster for one long request.",
         "bench-dense-decode",
     ),
     (
-        "Sparse prompts against context",
-        "Gathering chosen rows costs the same at any context, masking all keys grows with it. "
-        "The planner takes either by cost (`python3 -m bench.routes`).",
+        "Sparse prefill by context length",
+        "Gathering the selected rows takes about the same time at any context length; masking all "
+        "keys grows with it. The planner picks the cheaper one (`python3 -m bench.routes`).",
         "bench-context",
     ),
 )
@@ -452,13 +449,16 @@ SECTIONS = (
 def _whole_models(results: Results) -> Iterator[str]:
     yield "## Whole models"
     yield ""
-    yield "Decode, DeepSeek-V2-Lite's dimensions with 8 of its experts, random weights:"
+    yield "![Decode speed and memory compared with transformers](images/against-transformers.svg)"
     yield ""
-    yield "![Tokens a second, memory; beside transformers](images/against-transformers.svg)"
+    yield "Conditions: DeepSeek-V2-Lite's dimensions with 8 of its 64 experts, random weights, bf16,"
+    yield "8 requests of 32,768 tokens, one H200, one run. transformers runs eagerly with SDPA and a"
+    yield "dynamic cache. transformers with a static cache and torch.compile has not been measured,"
+    yield "so the CUDA graph bar compares captured with uncaptured code. Memory is computed from"
+    yield "tensor shapes: the cache of all layers and, for transformers, the keys and values of one"
+    yield "layer, which it expands again for every token."
     yield ""
-    yield "Memory is computed from shapes: the cache of all layers and, in transformers, the keys"
-    yield "and values of one layer, which it makes anew at every token. Time to the first token,"
-    yield "ms, and its ratio (above 1 is faster; `python3 -m bench.first_token`):"
+    yield "Time to first token in ms (`python3 -m bench.first_token`):"
     yield ""
     yield "| prompts | openmla | transformers | ratio |"
     yield "| --- | --: | --: | --: |"
@@ -466,7 +466,7 @@ def _whole_models(results: Results) -> Iterator[str]:
         ours, theirs = (row[name]["median_ms"] for name in ("openmla", "transformers"))
         yield f"| {row['case']} | {ours:.1f} | {theirs:.1f} | {theirs / ours:.2f} |"
     yield ""
-    yield "Host time of one op call outside a graph, us (`python3 -m bench.host`):"
+    yield "Host time of one op call outside a CUDA graph, in microseconds (`python3 -m bench.host`):"
     yield ""
     yield "| call | openmla | FlashMLA | ratio |"
     yield "| --- | --: | --: | --: |"

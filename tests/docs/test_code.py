@@ -33,7 +33,7 @@ ELSEWHERE = {
     ("engines.md", "python"): "tests/test_engines.py",
     ("engines-compile.md", "python"): "tests/test_compile_page.py",
     ("engines-plans.md", "python"): "tests/test_engine_pages.py",
-    ("quantised-outputs.md", "python"): "tests/test_outputs_page.py",
+    ("quantized-outputs.md", "python"): "tests/test_outputs_page.py",
     ("scales.md", "python"): "tests/integrations/test_scales.py",
     ("size.md", "bash"): "tests/cli/test_size.py",
 }
