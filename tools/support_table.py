@@ -121,7 +121,7 @@ def expanded_bytes(config: MLAConfig) -> int:
 
 
 def gpus_table() -> str:
-    """The default backend of each part of a step, for DeepSeek's shapes in bf16, without FlashMLA."""
+    """The default backend of each part of a step, at DeepSeek shapes in bf16, without FlashMLA."""
     rows = [["CPU (x86)", "", *taken("cpu", None, 0), "run"]]
     for target, number in MULTIPROCESSORS.items():
         cells = taken("cuda", divmod(int(target.removeprefix("sm_")), 10), number)
