@@ -86,7 +86,7 @@ def attend_cut(
             causal=part.causal,
             max_query_len=part.max_query_len,
             run_length=plan.run_length,
-            backend=plan.called_with("mqa_paged"),
+            backend=plan.backend("mqa_paged"),
         )
         return _in_dtype(out, own[0]), lse
     segments = [
@@ -108,7 +108,7 @@ def attend_cut(
         C=plan.config.kv_lora_rank,
         scale=plan.config.scale,
         run_length=plan.run_length,
-        backend=plan.called_with("mqa_sparse"),
+        backend=plan.backend("mqa_sparse"),
     )
     return _in_dtype(out, own[0]), lse
 
@@ -172,7 +172,7 @@ def project_out(
     out_latent: Tensor, weights: AbsorbedWeights, plan: Plan, out: Tensor | None = None
 ) -> Tensor:  # [n, H, V]
     """Out of latent space, by the plan's backend."""
-    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    backend, fixed = plan.backend("project_heads"), plan.batch_invariant
     return out_of_latent(out_latent, weights, backend, fixed=fixed, out=out)
 
 
@@ -180,7 +180,7 @@ def latent_queries(
     q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, cache: PagedCache, plan: Plan
 ) -> tuple[Tensor, Tensor | None]:  # [n, H, D], and the scale of e4m3 ones
     """As the plan has them: of q_nope's dtype, or quantised."""
-    backend, fixed = plan.called_with("project_heads"), plan.batch_invariant
+    backend, fixed = plan.backend("project_heads"), plan.batch_invariant
     if plan.query_dtype is None:
         return into_latent(q_nope, q_pe, absorbed, backend, fixed=fixed), None
     if absorbed.uk_scale is not None or fixed:
@@ -198,7 +198,7 @@ def in_e4m3(
 ) -> tuple[Tensor, Tensor]:  # [n, H, D], and their scale [n, H]
     """Queries quantised with a scale per token and head, or with the one of the layer's cache."""
     q_scale = cache.q_scale if plan.query_dtype == "fp8_static" else None
-    return quantize_queries(latent, q_pe, q_scale, backend=plan.called_with("quantize_queries"))
+    return quantize_queries(latent, q_pe, q_scale, backend=plan.backend("quantize_queries"))
 
 
 def into_latent(

@@ -45,7 +45,7 @@ def attend_across(step: Step, across: Across) -> tuple[Tensor, Tensor]:  # out [
 
 def merge_across(step: Step, across: Across, out: Tensor, lse: Tensor) -> None:
     """What ranks merged, into what every rank has of a group's rows."""
-    earlier, backend = attend_across(step, across), step.plan.backends["merge_states"]
+    earlier, backend = attend_across(step, across), step.plan.backend("merge_states")
     if across.inside is None:
         merge_states(out, lse, *earlier, backend=backend)
         return

@@ -80,7 +80,7 @@ def attend_compressed(
         table,
         pairing="pairs",
         inverse=True,
-        backend=plan.backends["rope"],
+        backend=plan.backend("rope"),
     )
     quantize_into(out, attended, plan, {})
     return out
@@ -296,5 +296,5 @@ def _compress(
         eps=plan.config.latent_eps,
         hadamard=hadamard,
         batch_invariant=plan.batch_invariant,
-        backend=plan.backends["compress_kv"],
+        backend=plan.backend("compress_kv"),
     )

@@ -54,7 +54,7 @@ def queries_of(q: Tensor, plan: Plan) -> Queries:
     values = allocate_heads(T, H, E, q.device, keys_contiguous=False)
     # rows 16 bytes apart: kernels are compiled for pointers so aligned, and chunks slice this one
     scale = torch.empty((T, -(-H // 4) * 4), dtype=torch.float32, device=q.device)[:, :H]
-    quantize_heads(values, scale, q, backend=plan.backends["quantize_heads"])
+    quantize_heads(values, scale, q, backend=plan.backend("quantize_heads"))
     return Queries(values, scale, q.dtype)
 
 
@@ -77,7 +77,7 @@ def quantize_keys(
         keys = plan.workspace.keys[:S]
     else:
         keys = allocate_heads(S, H, P + k_pe.shape[1], k.device, keys_contiguous=False)
-    backend = plan.backends["quantize_heads"]
+    backend = plan.backend("quantize_heads")
     quantize_heads(keys, None, k, k_pe, scale, requests, backend=backend)
     left = torch.ones_like(scale)
     if unit is not None:

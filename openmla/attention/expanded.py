@@ -64,7 +64,7 @@ def attend_expanded(
         one = attend_rows(q.of(ask.rows), rows, weights, plan, chunk, causal=False, unit=codes)
         if merge is None:
             sides = out[ask.rows], lse[ask.rows], *one
-            merge_states(*sides, backend=plan.backends["merge_states"])
+            merge_states(*sides, backend=plan.backend("merge_states"))
         else:
             merge(out, lse, one, chunk)
     return out, lse
@@ -100,7 +100,7 @@ def _attend_masked(
             ask.key_starts,
             ask.key_lens,
             num_words=num_words(chunk.max_key_len),
-            backend=plan.backends["pack_mask"],
+            backend=plan.backend("pack_mask"),
         )
         asking = q.of(ask.rows)
         one = mha_masked(
@@ -118,9 +118,9 @@ def _attend_masked(
             max_key_len=chunk.max_key_len,
             batch_invariant=plan.batch_invariant,
             out_dtype=None if asking.scale is None else asking.dtype,
-            backend=plan.backends["mha_masked"],
+            backend=plan.backend("mha_masked"),
         )
-        merge_states(out[ask.rows], lse[ask.rows], *one, backend=plan.backends["merge_states"])
+        merge_states(out[ask.rows], lse[ask.rows], *one, backend=plan.backend("merge_states"))
 
 
 def merge_rows(
@@ -133,7 +133,7 @@ def merge_rows(
 ) -> None:
     """A chunk's partial into some of its rows."""
     sides = out[rows], lse[rows], *part_of(part, rows, all_rows)
-    merge_states(*sides, backend=plan.backends["merge_states"])
+    merge_states(*sides, backend=plan.backend("merge_states"))
 
 
 def part_of(part: tuple[Tensor, Tensor], rows: slice, all_rows: slice) -> tuple[Tensor, Tensor]:
@@ -181,7 +181,7 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
         chunk.starts,
         chunk.key_start_loc,
         format=latent.format,
-        backend=plan.backends["cache_gather"],
+        backend=plan.backend("cache_gather"),
     )
     return rows
 
@@ -206,7 +206,7 @@ def gather_brought(
         brought.starts,
         brought.key_start_loc,
         format=latent.format,
-        backend=plan.requested["cache_gather"],
+        backend=plan.backend("cache_gather"),
     )
     every = all_gather(rows, ranks.link, out=every).view(-1, rows.shape[1])
     return torch.index_select(every, 0, brought.order, out=keys)
@@ -290,7 +290,7 @@ def _mha(
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rope: Tensor | None = None
-    if plan.keys_apart:
+    if plan.calls["mha_ragged"].keys_apart:
         keys, rope = HeadKeys(*expand(kv_c, absorbed, plan), None, None), k_pe
     else:
         keys = keys_of(kv_c, k_pe, key_start_loc, absorbed, plan, unit)
@@ -310,5 +310,5 @@ def _mha(
         max_key_len=max_key_len,
         batch_invariant=plan.batch_invariant,
         out_dtype=None if q.scale is None else q.dtype,
-        backend=plan.backends["mha_ragged"],
+        backend=plan.backend("mha_ragged"),
     )

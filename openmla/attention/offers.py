@@ -54,7 +54,7 @@ def _offers(
         logits = score_chunk(q_idx, w_idx, keys, plan, select, chunk, start_loc)
         seen = select.row_lens[chunk.rows]
         best, _ = index_topk(
-            logits, torch.zeros_like(seen), seen, K=width, backend=plan.backends["index_topk"]
+            logits, torch.zeros_like(seen), seen, K=width, backend=plan.backend("index_topk")
         )
         scores[chunk.rows] = logits.gather(1, best.clamp_min(0).long())
         found = shard.global_positions(best)
@@ -93,7 +93,7 @@ def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i
         torch.zeros_like(count),
         count,
         K=indexer.topk,
-        backend=plan.backends["index_topk"],
+        backend=plan.backend("index_topk"),
     )
     found = positions.gather(1, best.clamp_min(0).long())
     return torch.where(best < 0, -1, found)
@@ -127,5 +127,5 @@ def _numbered_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tenso
         cp_rank=shard.rank,
         interleave=shard.interleave,
         compact=True,
-        backend=plan.requested["map_slots"],
+        backend=plan.backend("map_slots"),
     )

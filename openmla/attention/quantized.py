@@ -66,7 +66,7 @@ def _project_into(out: QuantizedOutput, step: Step, group: Group, part: Absorbed
             out.global_scale,
             **target(group.rows, cut),
             format=out.format,
-            backend=step.plan.called_with("project_quantize"),
+            backend=step.plan.backend("project_quantize"),
         )
 
 
@@ -89,7 +89,7 @@ def _merge_into(out: QuantizedOutput, step: Step, group: Group, part: Expanded) 
                 out.global_scale,
                 **target(group.rows, ended),
                 format=out.format,
-                backend=plan.backends["merge_quantize"],
+                backend=plan.backend("merge_quantize"),
             )
 
     some, _ = attend_expanded(step, group, merge)
@@ -113,7 +113,7 @@ def quantize_into(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[st
         out.global_scale,
         **where,
         format=out.format,
-        backend=plan.backends["quantize_out"],
+        backend=plan.backend("quantize_out"),
     )
 
 

@@ -32,5 +32,5 @@ def score_chunk(
         format=keys.format,
         num_keys=chunk.num_keys,
         batch_invariant=plan.batch_invariant,
-        backend=plan.backends["index_logits"],
+        backend=plan.backend("index_logits"),
     )

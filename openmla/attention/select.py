@@ -72,7 +72,7 @@ def write_keys(index: IndexInputs, keys: PagedCache, plan: Plan) -> None:
         plan.slot_mapping,
         keys.kv_scale,
         format=keys.format,
-        backend=plan.backends["cache_write"],
+        backend=plan.backend("cache_write"),
     )
 
 
@@ -110,7 +110,7 @@ def chosen_rows(
             start_loc,
             BS=latent.block_size,
             num_blocks=latent.num_blocks,
-            backend=plan.backends["map_slots"],
+            backend=plan.backend("map_slots"),
         )[0]
         for cut, start_loc in zip(part.cuts, part.start_locs, strict=True)
     ]
@@ -158,6 +158,6 @@ def _score_and_choose(
         select.row_starts[: len(seen)],
         seen,
         K=plan.config.indexer.topk,
-        backend=plan.backends["index_topk"],
+        backend=plan.backend("index_topk"),
     )
     return positions

@@ -32,7 +32,7 @@ def write_rows(
             eps=raw.eps,
             factor=raw.factor,
             norm_queries=raw.norm_queries,
-            backend=plan.backends["latent_write"],
+            backend=plan.backend("latent_write"),
         )
         return
     if raw is not None:
@@ -46,13 +46,13 @@ def write_rows(
         cache.rope_ratio,
         cache.clamped,
         format=cache.format,
-        backend=plan.backends["cache_write"],
+        backend=plan.backend("cache_write"),
     )
 
 
 def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
     """The reference reads slots on the host, which on a GPU synchronises; op by op nothing does."""
-    return plan.backends["latent_write"] != "reference" or not cache.data.is_cuda
+    return plan.backend("latent_write") != "reference" or not cache.data.is_cuda
 
 
 def finish(raw: RawProjections, plan: Plan) -> None:
@@ -71,5 +71,5 @@ def finish(raw: RawProjections, plan: Plan) -> None:
             raw.positions,
             raw.table,
             pairing=raw.pairing,
-            backend=plan.backends["rope"],
+            backend=plan.backend("rope"),
         )

@@ -74,9 +74,7 @@ class CompressedIndexer(Compressor):
         """Queries and weights of a step's tokens; what is pooled to keys is forward()'s."""
         HI, DI, R = self.indexer.num_heads, self.indexer.head_dim, self.config.qk_rope_head_dim
         q_idx = apply_linear(self.q_b_proj, q_resid, plan, "Indexer: q_b_proj").view(-1, HI, DI)
-        rope(
-            q_idx[:, :, DI - R :], positions, table, pairing="pairs", backend=plan.backends["rope"]
-        )
+        rope(q_idx[:, :, DI - R :], positions, table, pairing="pairs", backend=plan.backend("rope"))
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
         weights = wide_linear(hidden, self.scorer.weights_proj.weight, plan.fixed_by)

@@ -60,7 +60,7 @@ class Indexer(nn.Module):
             positions,
             table,
             pairing=indexer.pairing,
-            backend=plan.backends["rope"],
+            backend=plan.backend("rope"),
         )
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
@@ -80,7 +80,7 @@ class Indexer(nn.Module):
             pairing=indexer.pairing,
             rope_start=start,
             hadamard=self.hadamard,
-            backend=plan.backends["index_write"],
+            backend=plan.backend("index_write"),
         )
         return IndexInputs(q_idx, w_idx, None)
 

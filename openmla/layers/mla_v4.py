@@ -134,7 +134,7 @@ class MLAAttentionV4(nn.Module):
             table,
             pairing="pairs",
             inverse=True,
-            backend=plan.backends["rope"],
+            backend=plan.backend("rope"),
         )
         groups = self.o_a_proj.groups
         grouped = self.o_a_proj(out.reshape(T, groups, H * D // groups), fixed_by)

@@ -18,6 +18,7 @@ from openmla.ops._values import check_block_table, check_slots
 from openmla.outputs import check_width, get_output_format
 from openmla.plan.batch import Batch
 from openmla.plan.places import last_blocks, last_slots
+from openmla.plan.types import Call
 from openmla.plan.workspace import Workspace
 from openmla.ranks import Ranks
 
@@ -180,12 +181,12 @@ def check_eight_bit_products(where: str, device: torch.device, dtype: torch.dtyp
 
 
 def check_room_for_keys(
-    workspace: Workspace, backends: Mapping[str, str], apart: bool, prefill_dtype: str | None
+    workspace: Workspace, calls: Mapping[str, Call], prefill_dtype: str | None
 ) -> None:
     """Where keys are expanded, the workspace has room for whole ones, of the type they are; none is
     needed where mha_ragged takes them in two parts."""
-    expanding = [op for op in ("mha_ragged", "mha_masked") if op in backends]
-    whole = [op for op in expanding if op != "mha_ragged" or not apart]
+    expanding = [calls[op] for op in ("mha_ragged", "mha_masked") if op in calls]
+    whole = [call for call in expanding if not call.keys_apart]
     eight_bits = workspace.keys.dtype == torch.float8_e4m3fn
     if whole and eight_bits != (prefill_dtype is not None):
         raise ConfigError(
@@ -194,8 +195,8 @@ def check_room_for_keys(
         )
     if whole and len(workspace.keys) < len(workspace.expanded):
         raise ConfigError(
-            f"plan: workspace must have room for whole keys, which {whole[0]} by "
-            f"{backends[whole[0]]} wants, got none. Give warmup() the same backend."
+            f"plan: workspace must have room for whole keys, which {whole[0].problem.op} by "
+            f"{whole[0].backend} wants, got none. Give warmup() the same backend."
         )
 
 

@@ -32,7 +32,7 @@ from openmla.plan.groups import (
 )
 from openmla.plan.options import PlanOptions, frozen
 from openmla.plan.plan import assemble, queries_dtype
-from openmla.plan.problems import cache_kind, calls_of, choose, latent_of
+from openmla.plan.problems import cache_kind, choose, latent_of, needs_of
 from openmla.plan.types import Absorbed, Group, Parts, Plan, Select, fixed_run
 
 MOST_PLANS = 4096  # kept at a time; an engine has as many sizes as it has graphs
@@ -215,10 +215,10 @@ class DecodePlanner:
             group = absorbed_group(roles, slice(0, T), T // B, range(B))
         else:
             select, group = self._select(roles, T)
-        calls = calls_of((group,), select, config, config, self.options)
+        needs = needs_of((group,), select, config, config, self.options)
         kind = cache_kind([latent], self.cache.index)
         backend = self.options.backend
-        choice = choose(config, kind, self.dtype, calls, self.run_length, backend)
+        choice = choose(config, kind, self.dtype, needs, self.run_length, backend)
         return assemble(
             Parts((group,), select, None, slot_mapping),
             choice,

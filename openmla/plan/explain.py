@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from openmla.backends import BACKENDS, kernel_of, launches, slower, why_not
+from openmla.backends.choice import backend_for
 from openmla.cache import cache_bytes, shown_bytes
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO
 from openmla.plan.explanation import DETAIL, OP, Explanation, Line
 from openmla.plan.forms import decode_threshold
+from openmla.plan.options import thawed
 from openmla.plan.rows import num_rows
 from openmla.plan.types import (
     Absorbed,
@@ -60,9 +62,9 @@ def _invariant(plan: Plan, finished: bool) -> Line:
     """By which kernels a row's bits are its own, and where its keys are cut."""
     parts = []
     for op in _INVARIANT:
-        if op in plan.backends and _calls(plan, op, finished):
-            name = plan.backends[op]
-            kernel = kernel_of(plan.problem(op), name)
+        call = plan.calls.get(op)
+        if call is not None and _calls(plan, op, finished):
+            name, kernel = call.backend, kernel_of(call.problem, call.backend)
             parts.append(f"{op} by {name}{f' ({kernel})' if kernel else ''}")
     return Line(
         "invariant",
@@ -73,7 +75,7 @@ def _invariant(plan: Plan, finished: bool) -> Line:
 
 def _eight_bits(plan: Plan) -> Line:
     """What of a step is in fp8 because it was asked for."""
-    if "quantize_heads" not in plan.backends:
+    if "quantize_heads" not in plan.calls:
         return Line("fp8", "asked for, but nothing is expanded")
     rows = ", rows of the cache as they are stored" if plan.keeps_codes else ""
     return Line(
@@ -414,25 +416,24 @@ def _reads(plan: Plan) -> list[Line]:
 
 def _ops(plan: Plan, finished: bool) -> list[Line]:
     """The ops that run, by whom, and why not by a better one."""
-    lines = []
-    for problem in plan.problems:
-        if _calls(plan, problem.op, finished):
-            chosen = plan.backends[problem.op]
+    lines, asked = [], thawed(plan.options.backend)
+    for op, (problem, chosen, *_) in plan.calls.items():
+        if _calls(plan, op, finished):
             lost = "asked for"
-            if plan.requested.get(problem.op, "auto") == "auto":
-                better = BACKENDS[problem.op][: BACKENDS[problem.op].index(chosen)]
+            if backend_for(op, asked) == "auto":
+                better = BACKENDS[op][: BACKENDS[op].index(chosen)]
                 reasons = {name: why_not(problem, name) or slower(problem, name) for name in better}
                 lost = "; ".join(f"not {name}: {reason}" for name, reason in reasons.items())
             kernel = kernel_of(problem, chosen)
             ran = f"{chosen}, {kernel}" if kernel else chosen
-            lines.append(Line(problem.op, ran, lost, width=OP))
+            lines.append(Line(op, ran, lost, width=OP))
     return lines
 
 
 def _launches(plan: Plan, finished: bool) -> list[Line]:
     """How many kernels a layer launches for its attention, as far as they are ours."""
-    calls = {problem.op: _calls(plan, problem.op, finished) for problem in plan.problems}
-    counts = {op: launches(op, plan.backends[op]) for op, called in calls.items() if called}
+    calls = {op: _calls(plan, op, finished) for op in plan.calls}
+    counts = {op: launches(op, plan.calls[op].backend) for op, called in calls.items() if called}
     known = {op: n * calls[op] for op, n in counts.items() if n is not None}
     if not known:
         return []
@@ -446,7 +447,7 @@ def _launches(plan: Plan, finished: bool) -> list[Line]:
 def _in_one_launch(plan: Plan) -> bool:
     """Whether raw rows are finished and written by latent_write, as attention/write.py has it."""
     on_gpu = plan.problem("latent_write").device == "cuda"
-    return plan.backends["latent_write"] != "reference" or not on_gpu
+    return plan.backend("latent_write") != "reference" or not on_gpu
 
 
 def _scored(plan: Plan) -> int:

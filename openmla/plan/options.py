@@ -47,6 +47,10 @@ def frozen(backend: BackendChoice) -> FrozenChoice:
     return backend if isinstance(backend, str) else frozenset(backend.items())
 
 
+def thawed(backend: FrozenChoice) -> BackendChoice:
+    return backend if isinstance(backend, str) else dict(backend)
+
+
 class Combination(NamedTuple):
     """What is asked for together."""
 

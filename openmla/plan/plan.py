@@ -65,7 +65,7 @@ from openmla.plan.groups import (
     select_roles,
 )
 from openmla.plan.options import Combination, PlanOptions, check_combination, frozen
-from openmla.plan.problems import Choice, cache_kind, calls_of, choose, latent_of
+from openmla.plan.problems import Choice, cache_kind, choose, latent_of, needs_of
 from openmla.plan.routes import Routes, find_routes
 from openmla.plan.rows import pick_rows, rope_offsets, some
 from openmla.plan.symbolic import symbolic
@@ -225,12 +225,12 @@ def _make(
         fixed = options.batch_invariant
         groups = with_schedules(parts.groups, config, ranks, dtype, fixed=fixed)
         parts = parts._replace(groups=groups)
-    calls = calls_of(parts.groups, parts.select, config, wide, options)
+    needs = needs_of(parts.groups, parts.select, config, wide, options)
     choice = choose(
-        config, cache_kind(read, cache.index), dtype, calls, run_length, options.backend
+        config, cache_kind(read, cache.index), dtype, needs, run_length, options.backend
     )
     if workspace is not None and not v4:
-        check_room_for_keys(workspace, choice.backends, choice.keys_apart, options.prefill_dtype)
+        check_room_for_keys(workspace, choice.calls, options.prefill_dtype)
     if into is None:
         parts = upload(parts, device)
     else:
@@ -265,19 +265,16 @@ def assemble(
         num_tokens=parts.slot_mapping.shape[0],
         slot_mapping=parts.slot_mapping,
         groups=groups,
-        backends=dict(choice.backends),
-        problems=choice.problems,
+        calls=choice.calls,
         select=parts.select,
         pool=parts.pool,
         bring=parts.bring,
-        keys_apart=choice.keys_apart,
         rope_offsets=parts.rope_offsets,
         ratio=cache.ratio,
         geometry=cache.geometry,
         shared=parts.shared,
         num_blocks=rows.num_blocks,
         block_size=rows.block_size,
-        requested=dict(choice.requested),
         **more,
     )
 

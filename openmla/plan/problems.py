@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from openmla.backends import (
-    BACKENDS,
     Problem,
     bucketed,
     choose_backend,
@@ -50,9 +50,9 @@ from openmla.ops.quantize_heads import problem as quantize_heads_problem
 from openmla.ops.quantize_out import problem as quantize_out_problem
 from openmla.ops.quantize_queries import problem as quantize_queries_problem
 from openmla.ops.rope import problem as rope_problem
-from openmla.plan.options import FrozenChoice, PlanOptions
+from openmla.plan.options import FrozenChoice, PlanOptions, thawed
 from openmla.plan.rows import num_rows
-from openmla.plan.types import Expanded, Group, Keys, Select
+from openmla.plan.types import Call, Expanded, Group, Keys, Select
 
 PROMPT = 4096  # tokens: how many does not matter, but that they are many
 
@@ -63,14 +63,16 @@ def latent_of(cache: LayerCache) -> PagedCache:
     return cache.latent
 
 
-class Choice(NamedTuple):
-    """The ops a plan calls, who runs each, and who was named for it or "auto"."""
+# Their kernels differ by the tokens of a call and by where a layer's rows lie, so each call chooses
+# its backend unless one was named. The plan has the choice for its largest call.
+CHOSEN_PER_CALL = frozenset(("mqa_paged", "mqa_sparse", "project_heads", "project_quantize"))
 
-    problems: tuple[Problem, ...]
-    backends: dict[str, str]
-    requested: dict[str, str]
-    keys_apart: bool = False  # of mha_ragged
-    ends: Mapping[str, str] = {}  # by form, the op that quantizes its outputs
+
+class Choice(NamedTuple):
+    """The ops of a plan, and the one that quantizes the outputs of each form, if any does."""
+
+    calls: Mapping[str, Call]
+    ends: Mapping[str, str]
 
 
 class CacheKind(NamedTuple):
@@ -85,7 +87,7 @@ class CacheKind(NamedTuple):
     times_forgotten: int
 
 
-class Calls(NamedTuple):
+class Needs(NamedTuple):
     """What of a plan's parts decides which ops it calls, for how many tokens."""
 
     # of each absorbed group: its kinds of keys, tokens in a call, the most of one request, heads
@@ -111,19 +113,10 @@ def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheK
     )
 
 
-def requested(backend: BackendChoice) -> dict[str, str]:
-    """Per op, the backend that was named for it, or "auto"."""
-    check_backend_choice("plan", backend)
-    return {op: backend_for(op, backend) for op in BACKENDS}
-
-
-def thawed(backend: FrozenChoice) -> BackendChoice:
-    return backend if isinstance(backend, str) else dict(backend)
-
-
 def chosen(problems: Sequence[Problem], backend: BackendChoice) -> dict[str, str]:
     """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
-    asked = requested(backend)
+    check_backend_choice("plan", backend)
+    asked = {problem.op: backend_for(problem.op, backend) for problem in problems}
     backends = {problem.op: choose_backend(problem, asked[problem.op]) for problem in problems}
     if any(name == "reference" and asked[op] == "auto" for op, name in backends.items()):
         warn_of_reference("plan", problems[0].device)
@@ -162,32 +155,35 @@ def choose(
     config: MLAConfig,
     kind: CacheKind,
     dtype: torch.dtype,
-    calls: Calls,
+    needs: Needs,
     run_length: int,
     backend: FrozenChoice,
 ) -> Choice:
     """The ops of a plan and who runs them: most steps ask what an earlier one did."""
-    problems = find_problems(config, kind, dtype, calls, run_length)
+    problems = find_problems(config, kind, dtype, needs, run_length)
     ends: Mapping[str, str] = {}
-    if calls.output:
+    if needs.output:
         fuses = run_length == 0  # project_quantize picks tiles by the number of tokens
-        ends, ending = find_ends(config, kind.device, dtype, calls, thawed(backend), fuses=fuses)
+        ends, ending = find_ends(config, kind.device, dtype, needs, thawed(backend), fuses=fuses)
         problems = (*problems, *ending)
     problems, backends = choose_backends(problems, thawed(backend))
-    apart = any(
-        problem.op == "mha_ragged" and reads_apart(problem, backends[problem.op])
-        for problem in problems
-    )
-    return Choice(problems, backends, requested(thawed(backend)), apart, ends)
+    calls = {problem.op: _call(problem, backends[problem.op], backend) for problem in problems}
+    return Choice(MappingProxyType(calls), ends)
 
 
-def calls_of(
+def _call(problem: Problem, chosen: str, backend: FrozenChoice) -> Call:
+    op = problem.op
+    passed = backend_for(op, thawed(backend)) if op in CHOSEN_PER_CALL else chosen
+    return Call(problem, chosen, passed, reads_apart(problem, chosen))
+
+
+def needs_of(
     groups: Sequence[Group],
     select: Select | None,
     config: MLAConfig,
     wide: MLAConfig,  # with the heads that attend to keys over ranks
     options: PlanOptions,
-) -> Calls:
+) -> Needs:
     reads, routes, merges = [], set(), False
     found = [(group.part, group.rows, config.num_heads) for group in groups]
     for group in groups:
@@ -204,7 +200,7 @@ def calls_of(
             reads.append((kinds, bucketed(tokens), bucketed(part.max_query_len), heads))
     scores = select is not None and len(select.chunks) > 0
     asked = options.output or "", options.query_dtype or "", options.prefill_dtype or ""
-    return Calls(tuple(reads), frozenset(routes), scores, merges, *asked)
+    return Needs(tuple(reads), frozenset(routes), scores, merges, *asked)
 
 
 def _kind(keys: Keys) -> str:
@@ -239,19 +235,19 @@ def sparse_efficiencies(
 
 
 def find_problems(
-    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, calls: Calls, run_length: int
+    config: MLAConfig, kind: CacheKind, dtype: torch.dtype, needs: Needs, run_length: int
 ) -> tuple[Problem, ...]:
     """The ops this plan calls, as the backends are asked about them."""
     device, (*read, index_format) = kind.device, kind.formats
     format, alone = read[0], run_length > 0
     D, C = config.latent_dim, config.kv_lora_rank
     E, V, R = config.qk_head_dim, config.v_head_dim, config.qk_rope_head_dim
-    v4, eight_bits = config.compressor is not None, bool(calls.prefill_dtype)
-    queries = torch.float8_e4m3fn if calls.query_dtype else dtype  # of absorbed rows
+    v4, eight_bits = config.compressor is not None, bool(needs.prefill_dtype)
+    queries = torch.float8_e4m3fn if needs.query_dtype else dtype  # of absorbed rows
     heads = torch.float8_e4m3fn if eight_bits else dtype
     rows = torch.float8_e4m3fn if eight_bits and format == "fp8" else dtype
-    gathering = [cache_gather_problem(device, rows, format)] if calls.routes - {"new"} else []
-    merging = [merge_states_problem(device, dtype)] if calls.routes - {"new", "one-shot"} else []
+    gathering = [cache_gather_problem(device, rows, format)] if needs.routes - {"new"} else []
+    merging = [merge_states_problem(device, dtype)] if needs.routes - {"new", "one-shot"} else []
     problems = [
         latent_write_problem(device, dtype, format, D=D, E=D if v4 else E),
         cache_write_problem(device, dtype, format),
@@ -261,7 +257,7 @@ def find_problems(
     if len(read) > 1:  # tokens are pooled into entries
         wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
         problems.append(compress_kv_problem(device, wide, read[1], D=D, batch_invariant=alone))
-    for kinds, tokens, max_query_len, H in calls.reads:
+    for kinds, tokens, max_query_len, H in needs.reads:
         if kinds == ("paged",):
             problems.append(
                 mqa_paged_problem(
@@ -269,21 +265,21 @@ def find_problems(
                     max_query_len=max_query_len, run_length=run_length, aligned=kind.aligned,
                 )
             )  # fmt: skip
-    if calls.merges:
+    if needs.merges:
         problems.append(merge_states_problem(device, dtype))
-    if calls.routes - {"masked"}:
+    if needs.routes - {"masked"}:
         shared = 0 if eight_bits else R
         problems.append(
             mha_ragged_problem(device, heads, E=E, R=shared, V=V, batch_invariant=alone)
         )
         problems += gathering + merging
-    if eight_bits and calls.routes:
+    if eight_bits and needs.routes:
         problems.append(quantize_heads_problem(device, dtype))
     if index_format and not v4 and config.indexer is not None:
         problems.append(index_write_problem(device, dtype, index_format))
-    if calls.scores:
+    if needs.scores:
         problems += scoring_problems(config, device, index_format, dtype, alone)
-    for kinds, tokens, _, H in calls.reads:
+    for kinds, tokens, _, H in needs.reads:
         if kinds == ("listed",):
             problems.append(map_slots_problem(device))
             problems.append(gathering_problem(config, kind, queries, tokens, run_length, H))
@@ -294,11 +290,11 @@ def find_problems(
                     aligned=kind.aligned, run_length=run_length,
                 )
             )  # fmt: skip
-    if "masked" in calls.routes:
+    if "masked" in needs.routes:
         problems.append(pack_mask_problem(device))
         problems.append(mha_masked_problem(device, heads, E=E, V=V, batch_invariant=alone))
         problems += gathering + merging
-    if queries != dtype and calls.reads:
+    if queries != dtype and needs.reads:
         problems.append(quantize_queries_problem(device, dtype, D=D))
     if alone and not v4:  # else torch multiplies
         P = config.qk_nope_head_dim
@@ -311,7 +307,7 @@ def find_problems(
 
 
 def find_ends(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, calls: Calls,
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, needs: Needs,
     backend: BackendChoice, *, fuses: bool = True,
 ) -> tuple[dict[str, str], list[Problem]]:  # fmt: skip
     """The op that quantises each form's outputs, by form, and these ops as backends are asked.
@@ -320,12 +316,12 @@ def find_ends(
     these shapes on a GPU, or nothing `fuses`; a prefill that merges ends in the last merge. What
     comes out otherwise, or is gated before o_proj, is quantised by itself.
     """
-    output, C, V = calls.output, config.kv_lora_rank, config.v_head_dim
+    output, C, V = needs.output, config.kv_lora_rank, config.v_head_dim
     ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
     problems = [quantize_out_problem(device, dtype, output)]
     if config.head_gate or config.compressor is not None:  # turned back, then quantized
         return ends, problems
-    if fuses and calls.reads:
+    if fuses and needs.reads:
         projecting = project_quantize_problem(
             device, dtype, output, eight_bits=False, block=C, C=C, V=V
         )
@@ -334,7 +330,7 @@ def find_ends(
         if fused or asked != "auto":
             ends |= dict.fromkeys(("absorbed", "chosen"), projecting.op)
             problems.append(projecting)
-    if calls.routes & {"chunked", "context"}:
+    if needs.routes & {"chunked", "context"}:
         ends["expanded"] = "merge_quantize"
         problems.append(merge_quantize_problem(device, dtype, output))
     return ends, problems

@@ -8,18 +8,19 @@ cached rows) or expanded (keys and values made from latents, a chunk of keys at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
+from openmla.backends.choice import backend_for
 from openmla.cache import Geometry, LayerCache
 from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 from openmla.plan.explanation import Explanation
-from openmla.plan.options import PlanOptions
+from openmla.plan.options import PlanOptions, thawed
 from openmla.plan.workspace import Workspace
 from openmla.ranks import Ranks, Shard
 
@@ -273,6 +274,16 @@ class Parts(NamedTuple):
     bring: Bring | None = None
 
 
+class Call(NamedTuple):
+    """An op of a plan: how backends were asked about its largest call, the one that runs that call,
+    and what calls are given as backend=, which is "auto" where each call chooses for itself."""
+
+    problem: Problem
+    backend: str
+    passed: str
+    keys_apart: bool = False  # of mha_ragged: it takes the keys' shared columns by themselves
+
+
 def latent_row(config: MLAConfig) -> int:
     """Elements an absorbed token holds: its query, twice while it is put together, its output."""
     return config.num_heads * (2 * config.kv_lora_rank + config.latent_dim)
@@ -292,13 +303,11 @@ class Plan:
     num_tokens: int
     slot_mapping: Tensor  # [T] i64
     groups: tuple[Group, ...]
-    backends: Mapping[str, str]
-    problems: tuple[Problem, ...]
+    calls: Mapping[str, Call]  # by op
     select: Select | None = None
     pool: Pool | None = None
     bring: Bring | None = None
     ranks: Ranks | None = None  # that share the cache
-    keys_apart: bool = False  # mha_ragged takes the keys' shared columns by themselves
     workspace: Workspace | None = None
     rope_offsets: Tensor | None = None  # [T] i64: rows to longrope's long factors in its table
     ratio: int = 0  # V4: tokens per entry of this kind of layer
@@ -310,7 +319,6 @@ class Plan:
     # rows per run of latent attention where bits must not depend on the batch; 0: as is fastest
     run_length: int = 0
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
-    requested: Mapping[str, str] = field(default_factory=dict)  # per op: a backend, or "auto"
     captured: bool = False  # over buffers, or an engine's tensors, whose addresses stay
     # what was asked for, read by explain() only
     query_lens: Sequence[int] = ()
@@ -398,29 +406,35 @@ class Plan:
     @property
     def fixed_by(self) -> str | None:
         """What project_heads is called with if a row's bits are its own; None: torch multiplies."""
-        return self.called_with("project_heads") if self.batch_invariant else None
+        return self.backend("project_heads") if self.batch_invariant else None
 
     @property
     def mapped(self) -> bool:
         """Whether selected positions are turned into slots before they are attended to."""
-        return "map_slots" in self.backends
+        return "map_slots" in self.calls
 
-    def called_with(self, op: str) -> str:
-        """The backend that mqa_paged and mqa_sparse are called with. Their kernels differ by the
-        tokens of a call and by where a layer's rows lie, so each call chooses unless a backend was
-        named; `backends` has the choice for the largest call over the planned cache."""
-        return self.requested[op]
+    def backend(self, op: str) -> str:
+        """What to pass as an op's backend=. Without a planned call it is the one that was asked
+        for."""
+        call = self.calls.get(op)
+        return backend_for(op, thawed(self.options.backend)) if call is None else call.passed
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """The backend of each op; where each call chooses, of its largest call."""
+        return {op: call.backend for op, call in self.calls.items()}
 
     def problem(self, op: str) -> Problem:
-        """What the backends were asked about an op of this plan."""
-        return next(problem for problem in self.problems if problem.op == op)
+        """How backends were asked about an op of this plan."""
+        return self.calls[op].problem
 
     def __repr__(self) -> str:
         counts = [f"{len(each.requests)} requests {each.form}" for each in self.groups]
         if self.config.compressor is not None:
             counts = [f"{len(self.query_lens)} requests, ratio {self.ratio}"]
         ops = ("mqa_paged", "mha_ragged", "mqa_sparse", "mha_masked")
-        attending = ", ".join(f"{op} by {self.backends[op]}" for op in ops if op in self.backends)
+        calls = self.calls
+        attending = ", ".join(f"{op} by {calls[op].backend}" for op in ops if op in calls)
         return (
             f"Plan({self.config.model_type}, {self.num_tokens} tokens: "
             f"{', '.join(counts) or 'no requests'}; {attending})"

@@ -109,5 +109,5 @@ def test_each_call_chooses_unless_named(backend: str) -> None:
     pool.take({"a": 60})
     table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 0, 60)])
     plan = make_plan(Batch([60], [60], table, slots), config, cache, backend=backend)
-    called = plan.called_with("mqa_sparse")
+    called = plan.backend("mqa_sparse")
     assert called == ("reference" if backend == "reference" else "auto")

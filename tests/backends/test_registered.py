@@ -234,9 +234,9 @@ def test_a_backend_per_op() -> None:
     asked = {"mqa_paged": "reference", "mha_ragged": "sdpa"}
     plan = paged_plan(asked)
     asked["mqa_paged"] = "gone"
-    assert plan.called_with("mqa_paged") == plan.backends["mqa_paged"] == "reference"
+    assert plan.backend("mqa_paged") == plan.backends["mqa_paged"] == "reference"
     assert re.search(r"^mqa_paged +reference \(asked for\)$", plan.explain(), re.M)
-    assert paged_plan().called_with("mqa_paged") == "auto"
+    assert paged_plan().backend("mqa_paged") == "auto"
     openmla.register_backend("mqa_paged", "theirs", Refusing())
     with pytest.raises(UnsupportedError, match=r"theirs +never runs"):
         paged_plan({"mqa_paged": "theirs"})

@@ -97,13 +97,13 @@ def test_a_choice_only_past_k() -> None:
         assert plan.chooses == (forms_of(plan) == {"chosen"}) == choosing
         assert plan.select is None or plan.select.chunks
         assert ("index_logits" in plan.backends) == choosing
-        kinds = [problem.kinds for problem in plan.problems if problem.op == "mqa_sparse"]
+        kinds = [plan.problem("mqa_sparse").kinds]
         assert kinds == [("window", "positions" if choosing else "prefix")]
         assert "compress_kv" in plan.backends
     many = plan_of(128, [2], [600])
     assert many.select is None and forms_of(many) == {"absorbed"}
     only = plan_of(0, [2], [600])
-    kinds = [problem.kinds for problem in only.problems if problem.op == "mqa_sparse"]
+    kinds = [only.problem("mqa_sparse").kinds]
     assert kinds == [("window",)] and "compress_kv" not in only.backends
 
 
@@ -251,7 +251,7 @@ def test_captured_plans_keep_their_shapes_and_pad_with_nothing(ratio: int) -> No
     assert first.num_tokens == second.num_tokens == 9
     assert chunks_of(first) == chunks_of(second)
     assert max_entries(first) == max_entries(second)
-    assert first.backends == second.backends and first.problems == second.problems
+    assert first.calls == second.calls
     assert bool(chunks_of(first)) == (ratio == 4)
     assert {name: tensor.data_ptr() for name, tensor in buffers.items()} == addresses
     step = second.shared
@@ -332,7 +332,7 @@ def test_plans_of_one_batch_share_what_layers_have_in_common(captured: bool, bou
         assert step.key is first.shared.key
         own = plan_buffers(CONFIG, caches[ratio], **sizes) if captured else None
         alone = make_plan(batch, CONFIG, caches[ratio], into=own)
-        assert (alone.backends, alone.problems) == (plan.backends, plan.problems)
+        assert alone.calls == plan.calls
         pairs = list(zip(tensors_of(alone), tensors_of(plan), strict=True))
         assert pairs and all(torch.equal(one, other) for one, other in pairs)
         assert bool(chunks_of(plan)) == (ratio == 4)
@@ -469,7 +469,7 @@ def test_a_cache_of_ones_own_says_nothing_of_others() -> None:
     batch = make_batch(cache, [2], [300])
     plan = make_plan(batch, CONFIG, replace(cache, geometry=None))
     assert "tokens in blocks of" not in plan.explain() and "GiB" not in plan.explain()
-    assert plan.problems == make_plan(batch, CONFIG, cache).problems
+    assert plan.calls == make_plan(batch, CONFIG, cache).calls
 
 
 def test_reprs_are_short() -> None:
@@ -503,10 +503,10 @@ def test_the_dtype_of_queries_is_the_caches_or_bf16() -> None:
     ):
         cache = make_cache(0, format=format)
         plan = make_plan(make_batch(cache, [1], [9]), CONFIG, cache, dtype=chosen)
-        dtypes = {problem.op: problem.dtype for problem in plan.problems}
+        dtypes = {op: call.problem.dtype for op, call in plan.calls.items()}
         assert dtypes["mqa_sparse"] == dtypes["rope"] == wanted
     cache, batch = million(4)
     plan = make_plan(batch, FLASH, cache)
-    dtypes = {problem.op: problem.dtype for problem in plan.problems}
+    dtypes = {op: call.problem.dtype for op, call in plan.calls.items()}
     assert dtypes["mqa_sparse"] == torch.bfloat16
     assert dtypes["compress_kv"] == dtypes["index_topk"] == torch.float32

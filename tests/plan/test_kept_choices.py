@@ -83,8 +83,8 @@ def test_whatever_a_backend_may_look_at_is_asked_again() -> None:
     assert plan(2, dtype=torch.bfloat16).problem("mqa_paged").dtype == torch.bfloat16
     assert plan(2, make_cache(format="bf16")).problem("mqa_paged").format == "bf16"
     assert plan(2, backend={"mqa_paged": "reference"}).backends["mqa_paged"] == "reference"
-    assert plan(2, backend="reference").requested["mqa_paged"] == "reference"
-    assert plan(2).requested["mqa_paged"] == "auto"
+    assert plan(2, backend="reference").backend("mqa_paged") == "reference"
+    assert plan(2).backend("mqa_paged") == "auto"
 
 
 def test_a_cache_that_lies_elsewhere_is_another() -> None:
@@ -111,10 +111,10 @@ def test_a_change_of_threads_is_seen() -> None:
 
 def test_plans_do_not_share_what_can_be_changed() -> None:
     one, other = plan(), plan()
-    one.backends["mqa_paged"] = "nobody"  # type: ignore[index]
-    one.requested["mqa_paged"] = "nobody"  # type: ignore[index]
+    one.backends["mqa_paged"] = "nobody"
+    with pytest.raises(TypeError):
+        one.calls["mqa_paged"] = one.calls["cache_write"]  # type: ignore[index]
     assert other.backends["mqa_paged"] == plan().backends["mqa_paged"] != "nobody"
-    assert plan().requested["mqa_paged"] == "auto"
 
 
 def test_tables_on_the_host_are_looked_at_wherever_they_lie() -> None:

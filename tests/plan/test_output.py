@@ -58,7 +58,7 @@ def test_ends() -> None:
 
 def test_a_gpu_without_the_fused_kernel_ends_in_two_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that span heads: rather a product and quantize_out than the reference."""
-    calls = problems.Calls(((("paged",), 1, 1, 2),), frozenset(), scores=False, output="nvfp4")
+    needs = problems.Needs(((("paged",), 1, 1, 2),), frozenset(), scores=False, output="nvfp4")
     seen: list[Problem] = []
 
     def choose(problem: Problem, _: str) -> str:
@@ -69,14 +69,14 @@ def test_a_gpu_without_the_fused_kernel_ends_in_two_ops(monkeypatch: pytest.Monk
     monkeypatch.setattr("openmla.backends.capability", lambda device: None)
     for device, op in (("cuda", "quantize_out"), ("cpu", "project_quantize")):
         where = torch.device(device)
-        ends, asked = problems.find_ends(DENSE, where, torch.bfloat16, calls, "auto")
+        ends, asked = problems.find_ends(DENSE, where, torch.bfloat16, needs, "auto")
         assert ends["absorbed"] == op
         assert (op in [problem.op for problem in asked]) and len(asked) == 1 + (device == "cpu")
     assert seen[1] == project_quantize_problem(
         torch.device("cpu"), torch.bfloat16, "nvfp4", eight_bits=False, block=32, C=32, V=24
     )
     named = {"project_quantize": "reference"}
-    ends, _ = problems.find_ends(DENSE, torch.device("cuda"), torch.bfloat16, calls, named)
+    ends, _ = problems.find_ends(DENSE, torch.device("cuda"), torch.bfloat16, needs, named)
     assert ends["absorbed"] == "project_quantize"  # asked for
 
 

@@ -155,11 +155,8 @@ def test_explain_counts_launches() -> None:
     plan = make_plan(batch, CONFIG, CACHE, form="expanded", workspace_tokens=8)
     assert expanded_of(plan).route == "chunked" and len(expanded_of(plan).chunks) == 2
     assert "launches" not in plan.explain()
-    ours = {
-        op: "triton" if op in ("cache_write", "merge_states") else name
-        for op, name in plan.backends.items()
-    }
-    line = replace(plan, backends=ours).explain().splitlines()[-1]
+    ours = {op: plan.calls[op]._replace(backend="triton") for op in ("cache_write", "merge_states")}
+    line = replace(plan, calls={**plan.calls, **ours}).explain().splitlines()[-1]
     assert line == (  # of latent_write and cache_write one, and nothing else rotates
         "launches  up to 2 a layer and step: merge_states 2; beside them what torch launches for "
         "latent_write, mha_ragged, cache_gather"
@@ -214,8 +211,11 @@ def test_explain_lists_the_ops_that_run() -> None:
     assert ops(plan) == ["latent_write", "mqa_paged"]  # the first rotates, too
     assert ops(plan, finished=True) == ["cache_write", "mqa_paged"]  # an attached model has rotated
     # on a GPU without kernels rows are finished op by op
-    there = tuple(replace(problem, device="cuda") for problem in plan.problems)
-    assert ops(replace(plan, problems=there)) == ["cache_write", "rope", "mqa_paged"]
+    there = {
+        op: call._replace(problem=replace(call.problem, device="cuda"))
+        for op, call in plan.calls.items()
+    }
+    assert ops(replace(plan, calls=there)) == ["cache_write", "rope", "mqa_paged"]
     plan = make_plan(make_batch([30], [30]), CONFIG, CACHE)
     assert ops(plan) == ["latent_write", "mha_ragged"]
 
@@ -265,7 +265,11 @@ def test_warmup_bounds_the_peak() -> None:
     )  # torch's kernels take keys in two parts
     assert apart.keys.shape == (0, 4, 24) and apart.num_bytes == 4 * (20 * 40 + 50 * 160)
     batch = Batch([3], [3], torch.tensor([[0]], dtype=torch.int32), torch.arange(3))
-    assert make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart).keys_apart
+    assert (
+        make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart)
+        .calls["mha_ragged"]
+        .keys_apart
+    )
     with pytest.raises(ConfigError, match="room for whole keys, which mha_ragged by reference"):
         make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart, backend="reference")
 

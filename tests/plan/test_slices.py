@@ -50,7 +50,7 @@ def test_plans_over_slices_are_as_over_buffers_of_their_own(kind: str | int) -> 
     alone = make_plan(batch, config, cache, into=own)
     pairs = list(zip(tensors_of(plan), tensors_of(alone), strict=True))
     assert pairs and all(torch.equal(one, other) for one, other in pairs)
-    assert plan.num_tokens == 6 and plan.problems == alone.problems
+    assert plan.num_tokens == 6 and plan.calls == alone.calls
     for name, tensor in whole.items():
         rows = part[name].shape[0] if tensor.dim() else 0
         assert not tensor.dim() or torch.equal(tensor[rows:], before[name][rows:])

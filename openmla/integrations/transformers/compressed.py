@@ -134,7 +134,7 @@ def attend_v4(
         HI, DI = config.indexer.num_heads, config.indexer.head_dim
         q_idx = inputs.index_query
         turned = q_idx[:, :, DI - R :]
-        positions, backend = plan.shared.positions, plan.backends["rope"]
+        positions, backend = plan.shared.positions, plan.backend("rope")
         rope(turned, positions, table, pairing="pairs", backend=backend)
         wide = torch.promote_types(q_idx.dtype, torch.float32)
         weights = inputs.index_weights.to(wide) * (HI**-0.5 * DI**-0.5)
