@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
     *("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations"),
-    "tests/parallel",
+    *("tests/parallel", "tests/corpus"),
 )
 # Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {

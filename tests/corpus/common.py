@@ -24,14 +24,16 @@ SAMPLES = 4
 
 
 class Random:
-    """Tensors that depend on the case id alone."""
+    """Tensors that depend on the case id alone, made on the CPU and then moved."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: str = "cpu") -> None:
+        self.device = device
         seed = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "big")
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32, gain: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=self.generator) * gain).to(dtype)
+        made = torch.randn(*shape, generator=self.generator) * gain
+        return made.to(dtype).to(self.device)
 
     def order(self, n: int) -> Tensor:
         return torch.randperm(n, generator=self.generator)
@@ -68,7 +70,7 @@ def one_way() -> Iterator[None]:
 
 
 def digest(tensor: Tensor) -> str:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
     raw = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
     return blake2b(raw.numpy().tobytes(), digest_size=8).hexdigest()
 
@@ -86,7 +88,7 @@ def _summary(tensor: Tensor) -> dict[str, Any]:
     }
     if not tensor.is_floating_point():
         return found
-    values = tensor.detach().to(torch.float64).reshape(-1)
+    values = tensor.detach().cpu().to(torch.float64).reshape(-1)
     finite = values.isfinite()
     found["nan"] = int(values.isnan().sum())
     found["inf"] = int(values.isinf().sum())
@@ -141,6 +143,14 @@ def _near(name: str, here: dict[str, Any], there: dict[str, Any], tolerance: flo
         elif abs(a - b) > tolerance * max(abs(b), typical):
             return False
     return True
+
+
+def describe_gpu() -> dict[str, str]:
+    """What the bits of kernels depend on."""
+    import triton
+
+    name = torch.cuda.get_device_name()
+    return {"gpu": name, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def probe() -> dict[str, str]:

@@ -83,13 +83,14 @@ class Spec:
     raw: bool = False
     layout: str = "row"  # of quantized outputs
     plan: dict[str, Any] = field(default_factory=dict)  # options of make_plan
+    device: str = "cpu"
 
 
 class World:
     """Requests whose rows are known in advance, in a pool whose blocks are in no order."""
 
     def __init__(self, name: str, spec: Spec) -> None:
-        self.spec, self.random = spec, Random(name)
+        self.spec, self.random = spec, Random(name, spec.device)
         H, C, P, R, V = SHAPES[spec.shape]
         DI = WIDTHS.get(spec.index_format, 16)
         self.config = MLAConfig.from_numbers(
@@ -113,7 +114,7 @@ class World:
         self.caches = [
             allocate_cache(
                 self.config, num_blocks=self.pool.num_blocks, block_size=BS, format=spec.format,
-                kv_scale=spec.kv_scale, index_format=spec.index_format,
+                kv_scale=spec.kv_scale, index_format=spec.index_format, device=spec.device,
             )
             for _ in range(spec.layers)
         ]  # fmt: skip
@@ -126,7 +127,7 @@ class World:
         for b, held in enumerate(spec.held):
             self.write(b, 0, held, keys=True)
         rope = RopeConfig(kind="default", theta=100.0)
-        self.table = RopeTable(rope, R, 256).table
+        self.table = RopeTable(rope, R, 256).table.to(spec.device)
         self.norm = 1 + self.random.normal(C, gain=0.2, dtype=spec.dtype)
         self.sink = self.random.normal(H)
 
@@ -136,7 +137,7 @@ class World:
         return absorb(weight, self.config)
 
     def slots(self, b: int, first: int, last: int) -> Tensor:
-        return self.pool.slot_mapping([(b, first, last)])
+        return self.pool.slot_mapping([(b, first, last)]).to(self.spec.device)
 
     def write(self, b: int, first: int, last: int, *, keys: bool = False) -> None:
         """Rows of a request straight into the caches."""
@@ -162,13 +163,13 @@ class World:
         spec = self.spec
         lens = [S + n for S, n in zip(self.lens, query_lens, strict=True)]
         slots = [self.slots(*span) for span in self.spans(query_lens) if span[1] < span[2]]
-        slots.append(torch.full((spec.padding,), -1))
+        slots.append(torch.full((spec.padding,), -1, device=spec.device))
         wide = max((-(-S // spec.block_size) for S in lens), default=0)
         table = self.table_of(self.columns if spec.unknown else max(wide, 1))
         more: dict[str, Any] = {}
         bounds = list(lens)
         if spec.unknown:
-            more["device_seq_lens"] = torch.tensor(lens, dtype=torch.int32)
+            more["device_seq_lens"] = torch.tensor(lens, dtype=torch.int32).to(spec.device)
             if len(spec.unknown) < len(lens):
                 more["exact"] = [b not in spec.unknown for b in range(len(lens))]
             for b in spec.unknown:
@@ -193,10 +194,10 @@ class World:
         q = self.random.normal(T, config.num_heads, P + R, dtype=spec.dtype)
         parts = [self.rows[b][first:last] for b, first, last in self.spans(query_lens)]
         n = sum(query_lens)
-        parts.append(torch.full((T - n, C + R), torch.nan, dtype=spec.dtype))
+        parts.append(torch.full((T - n, C + R), torch.nan, dtype=spec.dtype).to(spec.device))
         kv = torch.cat(parts)
         places = [torch.arange(first, last) for _, first, last in self.spans(query_lens)]
-        positions = torch.cat([*places, torch.zeros(T - n, dtype=torch.int64)])
+        positions = torch.cat([*places, torch.zeros(T - n, dtype=torch.int64)]).to(spec.device)
         raw = RawProjections(q, kv, self.norm, positions, self.table, "pairs", 1e-6)
         return Projected(q[..., :P], q[..., P:], kv[:, :C], kv[:, C:]), raw
 
@@ -219,7 +220,7 @@ class World:
             count = min(p + 1, K) if t % 3 else min(p + 1, K // 2)
             chosen[t, :count] = self.random.some_of(p + 1, count).int()
             lens[t] = count
-        return chosen, lens
+        return chosen.to(self.spec.device), lens.to(self.spec.device)
 
     def advance(self, query_lens: Sequence[int]) -> None:
         self.lens = [S + n for S, n in zip(self.lens, query_lens, strict=True)]
@@ -264,11 +265,11 @@ class Plans:
             self.planner = DecodePlanner(
                 world.config, cache, max_tokens=spec.planner, **self.options
             )
-            n = spec.planner
-            self.table = torch.zeros(n, world.columns, dtype=torch.int32)
-            self.seq_lens = torch.zeros(n, dtype=torch.int32)
-            self.starts = torch.zeros(n + 1, dtype=torch.int32)
-            self.slots = torch.full((n,), -1, dtype=torch.int64)
+            n, device = spec.planner, spec.device
+            self.table = torch.zeros(n, world.columns, dtype=torch.int32, device=device)
+            self.seq_lens = torch.zeros(n, dtype=torch.int32, device=device)
+            self.starts = torch.zeros(n + 1, dtype=torch.int32, device=device)
+            self.slots = torch.full((n,), -1, dtype=torch.int64, device=device)
 
     def make(self, number: int, query_lens: Sequence[int]) -> Plan:
         world, spec = self.world, self.world.spec
@@ -350,11 +351,14 @@ def _whole(
     format = spec.plan.get("output")
     if format is not None:
         scale = {"fp8": 0.01, "nvfp4": 300.0}.get(format)
-        out = make_output(format, T, H * V, global_scale=scale, layout=spec.layout)
+        out = make_output(
+            format, T, H * V, global_scale=scale, layout=spec.layout, device=spec.device
+        )
     elif spec.out == "given":
-        out = torch.full((T, H, V), torch.nan, dtype=spec.dtype)
+        out = torch.full((T, H, V), torch.nan, dtype=spec.dtype, device=spec.device)
     elif spec.out == "strided":
-        out = torch.full((T, H * V + 9), torch.nan, dtype=spec.dtype)[:, : H * V].view(T, H, V)
+        wide = torch.full((T, H * V + 9), torch.nan, dtype=spec.dtype, device=spec.device)
+        out = wide[:, : H * V].view(T, H, V)
     result = attend_step(
         projected, weights, cache, plan, selection=selection, write=spec.write, out=out,
         sink=world.sink if spec.sink else None, raw=raw if spec.raw else None,

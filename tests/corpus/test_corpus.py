@@ -12,8 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.corpus.cases import ALONE, OVER_RANKS, load, run_alone, run_over_ranks
-from tests.corpus.common import Summary, differences, probe, summarize
+from tests.corpus.cases import (
+    ALONE,
+    ON_GPU,
+    OVER_RANKS,
+    RECORDED_ON_GPU,
+    load,
+    run_alone,
+    run_on_gpu,
+    run_over_ranks,
+)
+from tests.corpus.common import Summary, describe_gpu, differences, probe, summarize
 from tests.parallel.processes import Processes
 
 
@@ -43,8 +52,19 @@ def test_steps_over_two_ranks(name: str, two_ranks: Processes) -> None:
     check(name, run_over_ranks(name, two_ranks))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ON_GPU)
+def test_steps_on_a_gpu(name: str) -> None:
+    """Bits of the GPU and the versions of the recording, else values near them."""
+    kept = load(RECORDED_ON_GPU)
+    exact = describe_gpu() == kept["probe"]
+    assert not differences(run_on_gpu(name), kept["cases"][name], exact=exact)
+
+
 def test_every_recorded_case_runs() -> None:
     assert set(recorded()["cases"]) == {*ALONE, *OVER_RANKS}
+    assert set(load(RECORDED_ON_GPU)["cases"]) == set(ON_GPU)
 
 
 def test_a_recording_is_near_itself_and_not_near_another() -> None:

@@ -82,13 +82,14 @@ class Spec:
     out: str = ""
     call: str = "compressed"  # or "partial", "latent", "selection"
     plan: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 class World:
     """Caches of several ratios and one pool."""
 
     def __init__(self, name: str, spec: Spec) -> None:
-        self.spec, self.random = spec, Random(name)
+        self.spec, self.random = spec, Random(name, spec.device)
         self.config: MLAConfig = real_config() if spec.real else tiny_config()
         assert self.config.compressor is not None
         self.caches = {ratio: self._cache(ratio) for ratio in spec.ratios}
@@ -104,7 +105,7 @@ class World:
             self.config, num_blocks=9, block_size=128, format=spec.format,
             kv_scale=spec.kv_scale, index_format=spec.index_format,
             layer=self.config.compressor.ratios.index(ratio), max_requests=4, max_tokens=200,
-            window_block_size=16, rollback=8,
+            window_block_size=16, rollback=8, device=spec.device,
         )  # fmt: skip
         fill_with_nan(cache)
         return cache
@@ -121,7 +122,7 @@ class World:
         more: dict[str, Any] = {}
         if unknown:
             lens = [S - slack.get(n, 0) for n, S in zip(names, bounds, strict=True)]
-            more["device_seq_lens"] = torch.tensor(lens, dtype=torch.int32)
+            more["device_seq_lens"] = torch.tensor(lens, dtype=torch.int32).to(spec.device)
             if not set(names) <= set(spec.unknown):
                 more["exact"] = [name not in spec.unknown for name in names]
             for name, length in zip(names, lens, strict=True):
@@ -162,7 +163,8 @@ def random_inputs(
     assert indexer is not None and compressor is not None
     T, H, D = len(positions), config.num_heads, config.latent_dim
     rope = compressor.rope if ratio else config.rope
-    table = RopeTable(rope, config.qk_rope_head_dim, config.max_positions).table
+    table = RopeTable(rope, config.qk_rope_head_dim, config.max_positions).table.to(random.device)
+    positions = positions.to(random.device)
     q, rows = random.normal(T, H, D, dtype=dtype), random.normal(T, D, dtype=dtype)
     unfinished = None
     if raw:
@@ -245,7 +247,7 @@ def _attend(
         out = None
         T, H, D = inputs.q.shape
         if spec.out == "strided":
-            wide = torch.full((T, H * D + 3), torch.nan, dtype=spec.dtype)
+            wide = torch.full((T, H * D + 3), torch.nan, dtype=spec.dtype, device=spec.device)
             out = wide[:, : H * D].view(T, H, D)
         return {
             "out": attend_compressed(
@@ -290,7 +292,7 @@ def _entries(world: World, T: int, wanted: Wanted) -> Tensor:
         seen = (p + 1) // 4
         count = min(seen, world.config.indexer.topk - t % 3)
         chosen[t, :count] = world.random.some_of(seen, count).int()
-    return chosen
+    return chosen.to(world.spec.device)
 
 
 def _run(spec: Spec, name: str) -> Results:
