@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -254,9 +255,7 @@ class Driver:
         """Seconds of prefill; the requests go on living, each for that many tokens."""
         import torch
 
-        prompts = [
-            [(i * 7919 + j * 104729) % 1000 + 2 for j in range(length)] for i in range(requests)
-        ]
+        prompts = different_prompts(requests, length)
         torch.cuda.synchronize()
         seconds = self.fill(prompts, new)
         torch.cuda.synchronize()
@@ -309,22 +308,12 @@ class Driver:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Milliseconds per decode step of the living requests that the GPU is busy, by kernel."""
-        import torch
-        from torch.profiler import ProfilerActivity, profile
+        return on_gpu(lambda: [self.engine.step() for _ in range(steps)], steps)
 
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(steps):
-                self.engine.step()
-            torch.cuda.synchronize()
-        spent: dict[str, float] = {}
-        spans: list[tuple[float, float]] = []
-        for event in seen.events():
-            if event.device_type.name == "CUDA":
-                name = event.name[:60]
-                spent[name] = spent.get(name, 0.0) + event.device_time / 1e3 / steps
-                spans.append((event.time_range.start, event.time_range.end))
-        top = sorted(spent.items(), key=lambda each: -each[1])[:8]
-        return {"busy ms": covered(spans) / 1e3 / steps, "top": top}
+    def profile_prefill(self, requests: int, length: int) -> dict[str, Any]:
+        """The same of a whole prefill."""
+        prompts = different_prompts(requests, length)
+        return on_gpu(lambda: self.fill(prompts, 8), 1)
 
     def host_profile(self, steps: int) -> list[tuple[str, float]]:
         """Where the host spends a decode step of the living requests: milliseconds in a function
@@ -343,6 +332,29 @@ class Driver:
             for (file, line, function), (_, _, _, cumulative, _) in table.stats.items()
         ]
         return sorted(spent, key=lambda each: -each[1])[:60]
+
+
+def different_prompts(requests: int, length: int) -> list[list[int]]:
+    return [[(i * 7919 + j * 104729) % 1000 + 2 for j in range(length)] for i in range(requests)]
+
+
+def on_gpu(work: Callable[[], object], steps: int) -> dict[str, Any]:
+    """Milliseconds per step of some work that the GPU is busy, and its kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        torch.cuda.synchronize()
+    spent: dict[str, float] = {}
+    spans: list[tuple[float, float]] = []
+    for event in seen.events():
+        if event.device_type.name == "CUDA":
+            name = event.name[:60]
+            spent[name] = spent.get(name, 0.0) + event.device_time / 1e3 / steps
+            spans.append((event.time_range.start, event.time_range.end))
+    top = sorted(spent.items(), key=lambda each: -each[1])[:10]
+    return {"busy ms": covered(spans) / 1e3 / steps, "top": top}
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

@@ -120,7 +120,10 @@ def measure_shape(engines: dict[str, Engine], requests: int, length: int) -> dic
     for who, engine in engines.items():
         prefill[who].append(engine.ask("open_shape", **asked))
         engine.ask("end")
+    prompts = {"requests": requests, "length": length}
+    busy = {who: engine.ask("profile_prefill", **prompts) for who, engine in engines.items()}
     for who in list(engines)[::-1]:
+        engines[who].ask("end")
         prefill[who].append(engines[who].ask("open_shape", **asked))
     windows: dict[str, list[dict[str, float]]] = {who: [] for who in engines}
     for turn in range(WINDOWS):
@@ -131,6 +134,7 @@ def measure_shape(engines: dict[str, Engine], requests: int, length: int) -> dic
         decode = [each["decode ms"] for each in windows[who]]
         seen[who] = {
             "prefill s": min(prefill[who]),
+            "prefill gpu": busy[who],
             "decode ms": median(decode),
             "decode ms, in turn": decode,
             "build us": median(each["build us"] for each in windows[who]),
@@ -152,7 +156,8 @@ def line(shape: str, seen: dict[str, Any]) -> str:
         lower, _, upper = quantiles(each["decode ms, in turn"], n=4)
         cells.append(
             f"{who} {each['decode ms']:.3f} ms (half in {lower:.3f} to {upper:.3f}; GPU "
-            f"{each['gpu']['busy ms']:.3f}; {each['build us']:.0f} us), {each['prefill s']:.3f} s"
+            f"{each['gpu']['busy ms']:.3f}; {each['build us']:.0f} us), {each['prefill s']:.3f} s "
+            f"(GPU {each['prefill gpu']['busy ms'] / 1e3:.3f})"
         )
     own = [who for who in seen if not who.startswith("openmla")]
     if own and "openmla" in seen:
