@@ -70,7 +70,7 @@ from openmla.plan.routes import Routes, find_routes
 from openmla.plan.rows import pick_rows, rope_offsets, some
 from openmla.plan.symbolic import symbolic
 from openmla.plan.types import Across, Group, Parts, Plan, ScoreChunk, Select, fixed_run, remade
-from openmla.plan.upload import upload
+from openmla.plan.upload import upload_parts
 from openmla.plan.workspace import Workspace, default_workspace_tokens
 from openmla.ranks import Ranks
 from openmla.ranks.agree import agreeing
@@ -232,7 +232,7 @@ def _make(
     if workspace is not None and not v4:
         check_room_for_keys(workspace, choice.calls, options.prefill_dtype)
     if into is None:
-        parts = upload(parts, device)
+        parts = upload_parts(parts, device)
     else:
         fill(into, values)
     return assemble(

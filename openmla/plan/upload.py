@@ -1,82 +1,122 @@
-"""Moves every host tensor of a plan to the device in one pinned, asynchronous copy."""
+"""Moves host tensors to the device in one pinned, asynchronous copy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from ctypes import memmove
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from openmla.plan.types import Part, remade
+from openmla.plan.types import Part, Parts
 
-Tree = TypeVar("Tree")
+Some = TypeVar("Some", bound="tuple[Any, ...]")
+Holder = dict[str, Any]
 ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
 # Bytes of pinned memory that are asked for at least. torch keeps pinned blocks by size, and a new
 # one takes a fraction of a millisecond: so most plans ask for the same.
 LEAST = 1 << 16
 
 
-def upload(tree: Tree, device: torch.device) -> Tree:
-    """The same tuple or part of a plan, however nested, with its CPU tensors moved: integers of 32
-    and 64 bits."""
-    return tree if device.type == "cpu" else send(tree, device)
+def upload(tensors: Some, device: torch.device) -> Some:
+    """The same tuple with its CPU tensors moved: integers of 32 and 64 bits."""
+    return tensors if device.type == "cpu" else send(tensors, device)
 
 
-def send(tree: Tree, device: torch.device) -> Tree:
-    if not torch.is_inference_mode_enabled():
-        return _send(tree, device)
-    with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
-        return _send(tree, device)
+def send(tensors: Some, device: torch.device) -> Some:
+    found = [each for each in tensors if isinstance(each, Tensor) and each.is_cpu]
+    return _replaced(tensors, _copies(found, device))
 
 
-def _send(tree: Tree, device: torch.device) -> Tree:
-    found: dict[int, Tensor] = {}  # by identity: shared tensors are moved once
-    _collect(tree, found)
-    places, end = [], 0
-    for key, tensor in found.items():
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        places.append((key, tensor, end))
-        end += -(-tensor.nbytes // ALIGN) * ALIGN
+def upload_parts(parts: Parts, device: torch.device) -> Parts:
+    """A plan's parts with their tensors on the device. Parts were made for this plan alone, so they
+    are changed in place: making them again takes longer than the copy."""
+    return parts if device.type == "cpu" else send_parts(parts, device)
+
+
+def send_parts(parts: Parts, device: torch.device) -> Parts:
+    top: Holder = parts._asdict()
+    places: list[tuple[Holder, str]] = []
+    found: list[Tensor] = []
+    _collect(top, top, places, found)
+    moved = _copies(found, device)
+    for holder, name in places:
+        value = holder[name]
+        if isinstance(value, Tensor):
+            holder[name] = moved.get(id(value), value)
+        else:
+            holder[name] = _replaced(value, moved)
+    return Parts._make(top.values())
+
+
+def _collect(
+    holder: Holder, names: Iterable[str], places: list[tuple[Holder, str]], found: list[Tensor]
+) -> None:
+    """Where tensors are on the host, and these tensors."""
+    for name in names:
+        value = holder[name]
+        if isinstance(value, Tensor):
+            if value.is_cpu:
+                places.append((holder, name))
+                found.append(value)
+        elif isinstance(value, Part):
+            kind: Any = type(value)
+            _collect(vars(value), _holders(kind), places, found)
+        elif isinstance(value, tuple):
+            here = [each for each in value if isinstance(each, Tensor) and each.is_cpu]
+            if here:
+                places.append((holder, name))
+                found += here
+                continue
+            for each in value:
+                if isinstance(each, Part):
+                    kind = type(each)
+                    _collect(vars(each), _holders(kind), places, found)
+
+
+@cache
+def _holders(kind: Any) -> tuple[str, ...]:
+    """The fields of a part that may hold tensors, themselves or in parts of their own."""
+    return tuple(name for name, hint in get_type_hints(kind).items() if _holds(hint))
+
+
+def _holds(hint: Any) -> bool:
+    inside = get_args(hint)
+    if inside:
+        return any(map(_holds, inside))
+    return isinstance(hint, type) and issubclass(hint, (Tensor, Part))
+
+
+def _replaced(given: Some, moved: dict[int, Tensor]) -> Some:
+    made: Any = [moved.get(id(each), each) for each in given]
+    replaced: Any = given._make(made) if hasattr(given, "_make") else tuple(made)
+    return replaced
+
+
+def _copies(tensors: list[Tensor], device: torch.device) -> dict[int, Tensor]:
+    """The tensors on the device, by the identity of those on the host: shared ones are moved
+    once."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
+            return _copies(tensors, device)
+    places, end = {}, 0
+    for tensor in tensors:
+        if id(tensor) not in places:
+            places[id(tensor)] = tensor.contiguous(), end
+            end += -(-tensor.nbytes // ALIGN) * ALIGN
     pinned = device.type == "cuda"
     room = max(end, LEAST) if pinned else end
     staging = torch.empty(room // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
     packed = staging if room == end else staging[: end // 4]
     first = packed.data_ptr()
-    for _, tensor, begin in places:  # bytes as they are: a torch operation costs more than they do
+    for tensor, begin in places.values():  # a torch operation costs more than these bytes do
         memmove(first + begin, tensor.data_ptr(), tensor.nbytes)
     sent = packed.to(device, non_blocking=True)
     wide, moved = sent.view(torch.int64), {}
-    for key, tensor, begin in places:
+    for key, (tensor, begin) in places.items():
         whole = wide if tensor.dtype == torch.int64 else sent
         offset = begin // whole.itemsize  # in elements of the view it is taken from
         moved[key] = whole.as_strided(tensor.shape, tensor.stride(), offset)
-    made: Tree = _rebuild(tree, moved)
-    return made
-
-
-def _collect(node: Any, found: dict[int, Tensor]) -> None:
-    for part in node if isinstance(node, tuple) else vars(node).values():
-        if isinstance(part, Tensor):
-            if part.is_cpu:
-                found[id(part)] = part
-        elif isinstance(part, tuple | Part):
-            _collect(part, found)
-
-
-def _rebuild(node: Any, moved: dict[int, Tensor]) -> Any:
-    """The node with what was moved; itself where it holds no tensor."""
-    listed = isinstance(node, tuple)
-    changes: dict[Any, Any] = {}
-    for name, part in enumerate(node) if listed else vars(node).items():
-        if isinstance(part, Tensor):
-            changes[name] = moved.get(id(part), part)
-        elif isinstance(part, tuple | Part):
-            changes[name] = _rebuild(part, moved)
-    if not changes:
-        return node
-    if not listed:
-        return remade(node, changes)
-    made = [changes.get(place, part) for place, part in enumerate(node)]
-    return node._make(made) if hasattr(node, "_make") else tuple(made)
+    return moved

@@ -11,7 +11,7 @@ import torch
 
 from openmla import PRESETS, MLAAttention, Plan
 from openmla.plan import reserve
-from openmla.plan.upload import send
+from openmla.plan.upload import send_parts
 from tests.layers import v4
 from tests.layers.compiling import Compiled
 from tests.layers.serving import Server, relative_error, sequence
@@ -64,7 +64,7 @@ def test_integers_that_were_sent_in_one_piece_take_one_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As to a GPU: where in the piece a tensor begins follows the lengths, and must not count."""
-    monkeypatch.setattr("openmla.plan.plan.upload", send)
+    monkeypatch.setattr("openmla.plan.plan.upload_parts", send_parts)
     before = [[("a", 9), ("b", 30), ("c", 21)]]
     steps = [[("a", 1), ("b", 1), ("c", 1)]] * 3 + [[("c", 2), ("a", 1), ("b", 3)]] * 3
     graphs, plans = serve(make_layer(SPARSE), before, steps)

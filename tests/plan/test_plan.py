@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import FrozenInstanceError, replace
 from itertools import product
 from typing import Any
@@ -25,8 +26,8 @@ from openmla import (
     warmup,
 )
 from openmla.plan import default_workspace_tokens
-from openmla.plan.types import Absorbed
-from openmla.plan.upload import send, upload
+from openmla.plan.types import Absorbed, Expanded, Parts
+from openmla.plan.upload import send, send_parts, upload
 from tests.plan.dense import BS, make_batch
 from tests.plan.groups import absorbed_of, expanded_of, forms_of
 
@@ -358,11 +359,12 @@ def test_upload_moves_every_tensor_once() -> None:
     """On the meta device, since there is no other here: shapes and dtypes survive."""
     plan = make_plan(make_batch([1, 9, 9], [9, 30, 20]), CONFIG, CACHE, form="expanded",
                      workspace_tokens=8)  # fmt: skip
-    prefill = expanded_of(plan)
-    assert prefill.route == "chunked" and prefill.chunks
-    moved, slots, nothing = upload((prefill, plan.slot_mapping, None), torch.device("meta"))
-    assert slots.device.type == "meta" and plan.slot_mapping.device.type == "cpu"
-    assert nothing is None
+    prefill, group = deepcopy(expanded_of(plan)), plan.group("expanded")
+    assert prefill.route == "chunked" and prefill.chunks and group is not None
+    there = send_parts(Parts((group,), None, None, plan.slot_mapping), torch.device("meta"))
+    moved = there.groups[0].part
+    assert isinstance(moved, Expanded) and there.slot_mapping.device.type == "meta"
+    assert plan.slot_mapping.device.type == "cpu" and there.select is None
     for before, after in zip(prefill.chunks, moved.chunks, strict=True):
         names = ("block_table", "starts", "key_start_loc")
         pairs = [(getattr(before, name), getattr(after, name)) for name in names]
@@ -382,8 +384,10 @@ def test_what_stands_in_two_places_is_uploaded_once() -> None:
     prefill = expanded_of(plan)
     assert prefill.route == "chunked" and prefill.new is not None
     assert prefill.new.query_start_loc is prefill.chunks[0].asks[0].query_start_loc
-    moved = upload(prefill, torch.device("meta"))
-    assert moved.new is not None
+    (group,), slots = plan.groups, plan.slot_mapping
+    send_parts(Parts((group,), None, None, slots), torch.device("meta"))
+    moved = expanded_of(plan)  # in place
+    assert moved.new is not None and moved.new.query_start_loc.is_meta
     assert moved.new.query_start_loc is moved.chunks[0].asks[0].query_start_loc
     twice = torch.arange(4)
     one, two, other = upload((twice, twice, torch.arange(4)), torch.device("meta"))
@@ -393,11 +397,11 @@ def test_what_stands_in_two_places_is_uploaded_once() -> None:
 def test_an_upload_holds_what_it_was_given() -> None:
     """By send(), which copies to a CPU, too."""
     wide, odd = torch.arange(7) - 3, torch.arange(12, dtype=torch.int32).view(3, 4).t()
-    given = (wide, odd[1:], torch.empty(0, dtype=torch.int32), (slice(1, 2), torch.arange(1)), "a")
-    wide_there, odd_there, empty, (rows, one), name = send(given, torch.device("cpu"))
+    given = (wide, odd[1:], torch.empty(0, dtype=torch.int32), torch.arange(1), None)
+    wide_there, odd_there, empty, one, nothing = send(given, torch.device("cpu"))
     assert wide_there.equal(wide) and wide_there.data_ptr() != wide.data_ptr()
     assert odd_there.equal(odd[1:]) and odd_there.is_contiguous()
-    assert empty.shape == (0,) and (rows, one.tolist(), name) == (slice(1, 2), [0], "a")
+    assert empty.shape == (0,) and one.tolist() == [0] and nothing is None
     starts = [tensor.data_ptr() for tensor in (wide_there, odd_there, one)]
     assert all((start - starts[0]) % 16 == 0 for start in starts) and len(set(starts)) == 3
     with torch.inference_mode():
