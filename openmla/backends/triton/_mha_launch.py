@@ -26,7 +26,7 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton._mha import WORD, _list_tiles_kernel, _mha_kernel
 from openmla.backends.triton._prepare import prepare
-from openmla.backends.triton._versions import JOINS_BRANCHES
+from openmla.backends.triton._versions import JOINS_BRANCHES, WIDENS_EIGHT_BITS
 
 E4M3 = torch.float8_e4m3fn
 PRODUCTS = {
@@ -97,7 +97,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
         block_m, num_warps = WIDE_BLOCK_M.get(target, 64), 8
     if dtype == E4M3 and num_warps == 4:  # values are decoded in registers
         num_warps = 8
-    size = dtype.itemsize
+    size = 2 if target in WIDENS_EIGHT_BITS else dtype.itemsize
     free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
     key_bytes = size * columns + 2 * block_v + (block_m // 8 if bits else 0)
     lengths = (128, 64, 32) if asynchronous else (64, 32)

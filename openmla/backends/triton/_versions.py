@@ -32,5 +32,8 @@ RELEASE = tuple(map(int, triton.__version__.split(".")[:2]))
 # tiles, such as queries, are then kept in registers and stored to shared memory in every iteration.
 DISABLE_LICM_STOPS_TRITON = RELEASE >= (3, 9)
 
+# Targets with products of e4m3 for which Triton widens the operands to 16 bits in shared memory.
+WIDENS_EIGHT_BITS = (121,) if RELEASE <= (3, 7) else ()
+
 # Whether LLVM merges branches that other versions keep apart: values of both then take registers.
 JOINS_BRANCHES = RELEASE == (3, 8)
