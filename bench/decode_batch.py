@@ -24,6 +24,8 @@ LAYERS = (4, 61)  # fewest, and as many as DeepSeek-V3 has
 COLD = 1 << 28  # bytes of all layers together that leave nothing useful in an L2 cache
 UNEVEN = "uneven"  # 64 requests of 1 to 32768 keys, the same in every run
 LOG_UNIFORM = "log"  # as in "64xlog": 64 requests of 1024 to 32768 keys, the same in every run
+ANY = "any"  # as in "64xany": 64 requests of 1 to 32768 keys, log-uniform, the same in every run
+ONE_LONG = "100k+60"  # one request of 100,000 keys among 60 short ones
 
 
 class DecodeBatch(NamedTuple):
@@ -63,7 +65,12 @@ def lengths(keys: str) -> list[int]:
     seeded = random.Random(1)
     if keys == UNEVEN:
         return [seeded.randint(1, 32768) for _ in range(64)]
+    if keys == ONE_LONG:
+        lens = [seeded.randint(50, 600) for _ in range(60)]
+        return [*lens[:20], 100_000, *lens[20:]]
     B, S = keys.split("x")
+    if S == ANY:
+        return [round(2 ** seeded.uniform(0, 15)) for _ in range(int(B))]
     if S == LOG_UNIFORM:
         return [round(2 ** seeded.uniform(10, 15)) for _ in range(int(B))]
     return [int(S)] * int(B)
@@ -88,9 +95,12 @@ def vllm_layers(N: int, BS: int, num_layers: int, layout: str, device: str) -> t
     return first, *others
 
 
-def vllm_table(lens: list[int], N: int, BS: int, device: str) -> Tensor:
+def vllm_table(
+    lens: list[int], N: int, BS: int, device: str, max_model_len: int = MAX_MODEL_LEN
+) -> Tensor:
     """Blocks of each request, in any order, then stale ids."""
-    table = torch.randint(1, N, (len(lens), table_width(BS)), device=device, dtype=torch.int32)
+    columns = table_width(BS, max_model_len)
+    table = torch.randint(1, N, (len(lens), columns), device=device, dtype=torch.int32)
     blocks = [-(-S // BS) for S in lens]
     free = 1 + torch.randperm(N - 1, device=device, dtype=torch.int32)
     for row, own in zip(table, free[: sum(blocks)].split(blocks), strict=True):
@@ -102,7 +112,7 @@ def vllm_batch(
     keys: str, H: int, new: int, BS: int, layout: str = "LBNHC", device: str = "cuda"
 ) -> DecodeBatch:
     """A step as vLLM passes it, with so many layers that their rows do not fit in an L2 cache."""
-    lens = lengths(keys)
+    lens = [max(S, new) for S in lengths(keys)]
     used = sum(-(-S // BS) for S in lens)
     N = 1 + used + used // 4  # the null block, and blocks of others
     fewest, most = LAYERS
@@ -113,4 +123,5 @@ def vllm_batch(
     )
     halves = latent, heads[..., NOPE:]  # the rope columns stay where q_b_proj has put them
     layers = vllm_layers(N, BS, num_layers, layout, device)
-    return decode_batch(halves, layers, vllm_table(lens, N, BS, device), lens, new)
+    table = vllm_table(lens, N, BS, device, max(MAX_MODEL_LEN, *lens))
+    return decode_batch(halves, layers, table, lens, new)

@@ -2,6 +2,7 @@
 
     python3 -m bench.latent --json latent.json
     python3 -m bench.latent --only vllm       batches as vLLM passes them; see bench/decode_batch.py
+    python3 -m bench.latent --only serving    shapes that servers have; see bench/serving.py
     python3 -m bench.latent --sweep --only h128
 
 One process: each shape's contenders are checked against float64, captured in CUDA graphs of several
@@ -42,6 +43,7 @@ from bench.decode_batch import (
     lengths,
     vllm_batch,
 )
+from bench.serving import dense_shapes, sparse_shapes, summary
 from openmla.backends import Problem, forget_choices, slower, why_not
 from openmla.backends.segments import alignment, problem_of, query_alignment
 from openmla.bench.harness import describe_machine
@@ -53,6 +55,7 @@ K, BS = 2048, 64
 SCALE = D**-0.5
 PEERS = ("flashmla", "fa3")  # parts of the names of other packages' contenders
 ROUNDS = 9
+CHECKED = 64  # requests
 Contender = Callable[..., tuple[Tensor, Tensor]]  # without arguments: out [T, H, C], lse [T, H]
 
 
@@ -221,10 +224,10 @@ def in_turn(call: Contender, layers: Sequence[Tensor]) -> Contender:
 
 
 def exact_paged(batch: DecodeBatch, format: str) -> tuple[Tensor, Tensor]:
-    """Every query, in float64."""
+    """Every query of the first requests, in float64."""
     cache, one = batch.layers[0], torch.ones((), device=batch.q.device)
     page, found = cache.shape[1], []
-    for b, S in enumerate(batch.lens):
+    for b, S in enumerate(batch.lens[:CHECKED]):
         positions = torch.arange(S, device=batch.q.device)
         slots = batch.table[b, positions // page].long() * page + positions % page
         rows = get_format(format).read(cache, slots, one, torch.float64, D)
@@ -491,6 +494,20 @@ def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
             yield f"v4-decode-h{H}-b{B}-k{chosen}", partial(compressed, B, H, chosen, 20)
     yield "v4-prefill-h64-t4096-k512", partial(compressed, 4096, 64, 512, 2)
     yield from vllm_shapes()
+    yield from serving_shapes()
+
+
+def serving_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
+    for name, keys, H, new, page, format in dense_shapes():
+        if format == "bf16":
+            yield name, partial(served, keys, H, new, page)
+        else:
+            yield name, partial(paged, keys, H, new, 5, format)
+    for name, kind, H, B in sparse_shapes():
+        if kind == "v4":
+            yield name, partial(compressed, B, H, 512 if H < 128 else 1024, 10)
+        else:
+            yield name, partial(sparse, B, H, "fp8_ds_mla", 524288, 10)
 
 
 def vllm_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
@@ -617,13 +634,16 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 f"{checked[name][0]:>8.5f}",
                 flush=True,
             )
+            flashmla = times["flashmla"] / times[name] if "flashmla" in times else None
             rows.append(
                 {"shape": title, "contender": name, "us": times[name], "ratio": ratio,
-                 "error": checked[name][0], "lse_error": checked[name][1]}
+                 "to_flashmla": flashmla, "error": checked[name][0], "lse_error": checked[name][1]}
             )  # fmt: skip
         if options.json:
             with open(options.json, "w") as file:
                 json.dump({"machine": machine, "rows": rows}, file, indent=1)
+    for line in summary(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import decode_batch, fa3, latent
-from bench.decode_batch import C, D, vllm_batch
+from bench import decode_batch, fa3, latent, serving
+from bench.decode_batch import ONE_LONG, C, D, vllm_batch
 
 LENS = [100, 2, 37, 64]
 CASES = {title: make.args for title, make in latent.vllm_shapes() if isinstance(make, partial)}
@@ -120,6 +121,45 @@ def test_vllm_shapes_cover_what_the_issue_asks_for() -> None:
     assert {keys.split("x")[0] for keys, *_ in CASES.values()} == {"1", "16", "64", "128"}
     assert all(title.startswith("vllm-") for title in CASES)
     assert set(CASES) <= {title for title, _ in latent.shapes()}
+
+
+def test_serving_shapes_have_every_value_at_least_three_times() -> None:
+    dense, sparse = list(serving.dense_shapes()), list(serving.sparse_shapes())
+    assert 60 <= len(dense) + len(sparse) <= 120
+    bf16 = [shape for shape in dense if shape[-1] == "bf16"]
+    for place, values in ((1, serving.KEYS), (2, serving.HEADS), (3, (1, 2, 3, 4)), (4, (16, 64))):
+        counts = Counter(shape[place] for shape in bf16)
+        assert set(counts) == set(values) and min(counts.values()) >= 3
+    assert len({(H, new) for _, _, H, new, *_ in bf16}) > 25  # not the same pairs again and again
+    assert Counter(shape[1] for shape in sparse) == {"sparse": 10, "v4": 10}
+    for kind in ("sparse", "v4"):
+        assert {B for _, which, _, B in sparse if which == kind} == set(serving.BATCHES)
+    names = [title for title, _ in latent.shapes()]
+    assert len(names) == len(set(names)) and {shape[0] for shape in (*dense, *sparse)} < set(names)
+
+
+@pytest.mark.parametrize("keys", serving.KEYS)
+def test_serving_batches(keys: str) -> None:
+    batch = vllm_batch(keys, 12, 3, 64, device="meta")
+    assert batch.q.shape == (3 * len(batch.lens), 12, D) and min(batch.lens) >= 3
+    assert batch.table.shape[1] * 64 >= max(batch.lens)
+    if keys == ONE_LONG:
+        assert len(batch.lens) == 61 and sorted(batch.lens)[-2:][0] <= 600
+
+
+def test_the_summary_names_medians_and_misses() -> None:
+    def row(shape: str, who: str, ratio: float | None, flash: float | None) -> dict[str, Any]:
+        return {"shape": shape, "contender": who, "ratio": ratio, "to_flashmla": flash}
+
+    rows = [
+        row("serving-decode-a", "openmla", 0.9, 1.2), row("serving-decode-b", "openmla", 1.1, None),
+        row("serving-decode-b", "fa3", 1.0, None), row("serving-v4-a", "openmla", 1.5, 1.5),
+        row("serving-fp8-a", "openmla", None, None), row("dense-decode-a", "openmla", 0.1, 0.1),
+    ]  # fmt: skip
+    assert list(serving.summary(rows)) == [
+        "decode, openmla: 2 shapes, median 1.00, to FlashMLA 1.20, least 0.90, 1 below 0.95",
+        "v4, openmla: 1 shape, median 1.50, to FlashMLA 1.50, least 1.50, 0 below 0.95",
+    ]
 
 
 def test_log_uniform_lengths_are_uneven_and_fixed() -> None:
