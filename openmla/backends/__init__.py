@@ -200,6 +200,27 @@ def reads_apart(problem: Problem, backend: str) -> bool:
     return found
 
 
+def preparer(op: str, backend: str) -> Callable[[Any], None] | None:
+    """What a backend does once with the plan of every step it runs an op of, if anything."""
+    prepare: Callable[[Any], None] | None = getattr(load(op, backend), "prepare_step", None)
+    if prepare is None:
+        return None
+
+    def prepared(plan: Any) -> None:
+        try:
+            prepare(plan)
+        except Exception as error:
+            if isinstance(error, OpenMLAError):
+                raise
+            raise ConfigError(
+                f"{op}: prepare_step of backend {backend!r} must take every plan, got "
+                f"{type(error).__name__}: {error}. Fix it, or call "
+                f"unregister_backend({op!r}, {backend!r})."
+            ) from error
+
+    return prepared
+
+
 def _interpreted() -> bool:
     """Whether Triton's interpreter is on, which runs kernels on CPU tensors."""
     triton = sys.modules.get("triton")

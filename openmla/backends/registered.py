@@ -28,9 +28,9 @@ def register_backend(op: str, name: str, module: Any) -> None:
 
     It must have `why_not(problem)`, a sentence that completes "this backend ..." or None if it can
     run the problem, and `run`, which takes what the reference's takes and returns the same. It may
-    have `slower`, `kernel_of`, `efficiency`, `prefers_slots`, `reads_apart` and LAUNCHES. One name
-    may serve several ops, each registered by itself. Plans made before may not use it: plan
-    afterwards.
+    have `slower`, `kernel_of`, `efficiency`, `prefers_slots`, `reads_apart` and LAUNCHES, and
+    `prepare_step(plan)`, which is called once for each step, before its layers run. One name may
+    serve several ops, each registered by itself. Plans made before may not use it: plan afterwards.
     """
     where = "register_backend"
     check_op(where, op)
@@ -80,6 +80,8 @@ def _check_module(where: str, op: str, module: Any) -> None:
         raise ConfigError(f"{where}: module's LAUNCHES must be a number, got {launches!r}.")
     for asked in ("why_not", *(name for name in OPTIONAL if hasattr(module, name))):
         _check_call(where, asked, getattr(module, asked), ["problem"], [])
+    if hasattr(module, "prepare_step"):
+        _check_call(where, "prepare_step", module.prepare_step, ["plan"], [])
     parameters = inspect.signature(load(op, "reference").run).parameters.values()
     scalars = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
     tensors = [each.name for each in parameters if each.name not in scalars]

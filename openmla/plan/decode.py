@@ -120,7 +120,7 @@ class DecodePlanner:
                 del self._plans[next(iter(self._plans))]
             known = self._plans[key] = plan, seq_lens, query_start_loc
         self.update(*known)
-        return known[0]
+        return known[0].prepare()
 
     def update(self, plan: Plan, seq_lens: Tensor, query_start_loc: Tensor) -> None:
         """Recompute on the device what a sparse plan derives from the lengths; may be captured."""

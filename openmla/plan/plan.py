@@ -240,7 +240,7 @@ def _make(
         workspace=workspace, padding=0 if v4 or into is not None else batch.padding,
         run_length=run_length, captured=into is not None, query_lens=batch.query_lens,
         seq_lens=batch.seq_lens, bounded=batch.bounded,
-    )  # fmt: skip
+    ).prepare()  # fmt: skip
 
 
 def assemble(
@@ -266,6 +266,7 @@ def assemble(
         slot_mapping=parts.slot_mapping,
         groups=groups,
         calls=choice.calls,
+        preparing=choice.preparing,
         select=parts.select,
         pool=parts.pool,
         bring=parts.bring,

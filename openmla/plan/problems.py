@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from openmla.backends import (
     choose_backend,
     efficiency,
     prefers_slots,
+    preparer,
     reads_apart,
     times_forgotten,
     why_not,
@@ -73,6 +74,7 @@ class Choice(NamedTuple):
 
     calls: Mapping[str, Call]
     ends: Mapping[str, str]
+    preparing: tuple[Callable[[object], None], ...]  # prepare_step() of backends that have one
 
 
 class CacheKind(NamedTuple):
@@ -168,7 +170,8 @@ def choose(
         problems = (*problems, *ending)
     problems, backends = choose_backends(problems, thawed(backend))
     calls = {problem.op: _call(problem, backends[problem.op], backend) for problem in problems}
-    return Choice(MappingProxyType(calls), ends)
+    preparing = (preparer(op, call.backend) for op, call in calls.items())
+    return Choice(MappingProxyType(calls), ends, tuple(each for each in preparing if each))
 
 
 def _call(problem: Problem, chosen: str, backend: FrozenChoice) -> Call:

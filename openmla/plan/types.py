@@ -7,7 +7,7 @@ cached rows) or expanded (keys and values made from latents, a chunk of keys at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -320,6 +320,7 @@ class Plan:
     run_length: int = 0
     causal: bool = True  # False: of a part of the keys, none of them new; nothing is written
     captured: bool = False  # over buffers, or an engine's tensors, whose addresses stay
+    preparing: tuple[Callable[[object], None], ...] = ()  # what backends do once in every step
     # what was asked for, read by explain() only
     query_lens: Sequence[int] = ()
     seq_lens: Sequence[int] = ()
@@ -339,6 +340,12 @@ class Plan:
     def prefill_dtype(self) -> str | None:
         """ "fp8" where expanded queries and keys are e4m3."""
         return self.options.prefill_dtype
+
+    def prepare(self) -> Plan:
+        """Let backends prepare this step: once, before its layers and outside of graphs."""
+        for prepare in self.preparing:
+            prepare(self)
+        return self
 
     def group(self, form: str) -> Group | None:
         """The tokens of a form, if there are any."""

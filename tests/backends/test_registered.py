@@ -17,9 +17,11 @@ import openmla
 from openmla import PRESETS, Batch, BlockPool, allocate_cache, make_plan
 from openmla.backends import BACKENDS, OTHERS, Problem, all_backends, choose_backend
 from openmla.backends.reference import merge_states as reference
+from openmla.backends.reference import mqa_paged as mqa_paged_reference
 from openmla.cli.__main__ import main
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.ops import merge_states
+from openmla.plan import Absorbed
 from openmla.testing import assert_within_budget
 
 ASKED = Problem("merge_states", dtype=torch.float32)
@@ -144,6 +146,64 @@ class Refusing(SimpleNamespace):
     @staticmethod
     def run(*tensors: Tensor, **scalars: Any) -> Any:
         raise AssertionError
+
+
+class Preparing:
+    """mqa_paged as the reference has it. What it finds out about a step, each layer looks up by the
+    tensor that all of them are called with."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+        self.layers: list[int] = []
+
+    def why_not(self, problem: Problem) -> str | None:
+        return None
+
+    def prepare_step(self, plan: openmla.Plan) -> None:
+        group = plan.group("absorbed")
+        assert group is not None and isinstance(group.part, Absorbed)
+        lens = group.part.reads[0].lens
+        assert lens is not None
+        self.steps[lens.data_ptr()] = int(lens.max())
+
+    def run(self, *tensors: Tensor, **scalars: Any) -> Any:
+        self.layers.append(self.steps[tensors[4].data_ptr()])
+        return mqa_paged_reference.run(*tensors, **scalars)
+
+
+def test_a_backend_prepares_each_step_once() -> None:
+    mine = Preparing()
+    openmla.register_backend("mqa_paged", "mine", mine)
+    config = PRESETS["tiny-v3"]
+    cache = allocate_cache(config, num_blocks=8, block_size=16, format="fp32")
+    q = torch.randn(1, config.num_heads, config.latent_dim)
+    plan = paged_plan()
+    assert plan.backends["mqa_paged"] == "mine" and list(mine.steps.values()) == [60]
+    for _ in range(2):  # layers
+        openmla.attend_latent(q, cache, plan)
+    assert mine.layers == [60, 60]
+    planner = openmla.DecodePlanner(config, cache, max_tokens=1, dtype=torch.float32)
+    table, lens = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    starts, slots = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([8])
+    for length in (9, 12):  # the same plan, of another step
+        lens.fill_(length)
+        plan = planner.plan(
+            block_table=table, seq_lens=lens, query_start_loc=starts, slot_mapping=slots
+        )
+        openmla.attend_latent(q, cache, plan)
+    assert mine.layers == [60, 60, 9, 12]
+
+
+def test_a_backend_that_cannot_prepare_is_named() -> None:
+    broken = SimpleNamespace(why_not=lambda problem: None, run=Refusing.run)
+    broken.prepare_step = lambda plan: plan.nothing
+    openmla.register_backend("mqa_paged", "broken", broken)
+    with pytest.raises(ConfigError, match="mqa_paged: prepare_step of backend 'broken' must take"):
+        paged_plan()
+    broken.prepare_step = lambda: None
+    openmla.unregister_backend("mqa_paged", "broken")
+    with pytest.raises(ConfigError, match=r"module's prepare_step must take \(plan\)"):
+        openmla.register_backend("mqa_paged", "broken", broken)
 
 
 def test_explain_and_doctor_see_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,16 +136,16 @@ def test_contract_within_budget(
     assert bool((found.view(7, H, V)[6, -1] == 0).all())  # nobody saw a key
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels: needs a GPU")
-@pytest.mark.parametrize("H", [*range(1, 13), 16, 20, 24, 32, 40, 64, 96, 128])
+@pytest.mark.parametrize("V", [16, 32, 48, 64, 96])
 @pytest.mark.parametrize("format", [name for name, each in OUTPUT_FORMATS.items() if each.group])
-def test_every_tile_that_is_compiled(format: str, H: int) -> None:
-    """The interpreter computes what is written; only a compiled kernel showed the mixed groups."""
+def test_groups_over_several_heads_as_compiled(format: str, V: int) -> None:
+    """The interpreter computes what is written; only compiled kernels once mixed such groups."""
     group = OUTPUT_FORMATS[format].group
-    for V in (16, 32, 48, 64, 80, 96, 128, 192, 256, 512):
-        if H * V % group == 0:
-            test_contract_within_budget(format, H, V, torch.bfloat16, "triton", "cuda")
+    heads = [H for H in (2, 4, 6, 8, 10, 12, 16, 20, 24, 40) if H * V % group == 0 and V % group]
+    for H in heads:
+        test_contract_within_budget(format, H, V, torch.bfloat16, "triton", "cuda")
 
 
 @pytest.mark.contract
