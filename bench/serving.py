@@ -1,9 +1,9 @@
 """Shapes that servers have, for bench.latent: a fixed list, and medians of what was measured.
 
-Dense decode has uneven lengths, odd numbers of requests and of heads, short contexts and several
-query tokens (draft tokens). Every value of each of these occurs at least three times, in
-combinations that a full product would have hundreds of. Pages have 64 rows, which FlashMLA needs
-and FA3 takes; two in seven have 16, where FA3 alone is the baseline.
+Dense decode covers uneven lengths, odd batch sizes and head counts, short contexts and several
+query tokens (draft tokens). Each value occurs at least three times; the full product would have
+hundreds of shapes. Pages have 64 rows, the only size that FlashMLA supports. About two in seven
+shapes have pages of 16 rows, with FA3 as the only baseline.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def reads_apart(problem: Problem, backend: str) -> bool:
 
 
 def preparer(op: str, backend: str) -> Callable[[Any], None] | None:
-    """What a backend does once with the plan of every step it runs an op of, if anything."""
+    """The backend's prepare_step, if it has one. An exception in it names the op and backend."""
     prepare: Callable[[Any], None] | None = getattr(load(op, backend), "prepare_step", None)
     if prepare is None:
         return None
@@ -213,7 +213,7 @@ def preparer(op: str, backend: str) -> Callable[[Any], None] | None:
             if isinstance(error, OpenMLAError):
                 raise
             raise ConfigError(
-                f"{op}: prepare_step of backend {backend!r} must take every plan, got "
+                f"{op}: prepare_step of backend {backend!r} raised "
                 f"{type(error).__name__}: {error}. Fix it, or call "
                 f"unregister_backend({op!r}, {backend!r})."
             ) from error

@@ -81,6 +81,8 @@ def _check_module(where: str, op: str, module: Any) -> None:
     for asked in ("why_not", *(name for name in OPTIONAL if hasattr(module, name))):
         _check_call(where, asked, getattr(module, asked), ["problem"], [])
     if hasattr(module, "prepare_step"):
+        if not callable(module.prepare_step):
+            raise ConfigError(f"{where}: module's prepare_step must be a function of a plan.")
         _check_call(where, "prepare_step", module.prepare_step, ["plan"], [])
     parameters = inspect.signature(load(op, "reference").run).parameters.values()
     scalars = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

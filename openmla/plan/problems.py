@@ -90,7 +90,7 @@ class CacheKind(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What of a plan's parts decides which ops it calls, for how many tokens."""
+    """What decides which ops a plan calls, and for how many tokens."""
 
     # of each absorbed group: its kinds of keys, tokens in a call, the most of one request, heads
     reads: tuple[tuple[tuple[str, ...], int, int, int], ...]

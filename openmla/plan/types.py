@@ -275,8 +275,8 @@ class Parts(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An op of a plan: how backends were asked about its largest call, the one that runs that call,
-    and what calls are given as backend=, which is "auto" where each call chooses for itself."""
+    """One op of a plan. `problem` describes its largest call and `backend` runs that call. `passed`
+    is the backend= of every call: "auto" if each call chooses its own."""
 
     problem: Problem
     backend: str
@@ -342,7 +342,7 @@ class Plan:
         return self.options.prefill_dtype
 
     def prepare(self) -> Plan:
-        """Let backends prepare this step: once, before its layers and outside of graphs."""
+        """Call prepare_step of the backends that have one, before the step's layers run."""
         for prepare in self.preparing:
             prepare(self)
         return self
@@ -421,8 +421,8 @@ class Plan:
         return "map_slots" in self.calls
 
     def backend(self, op: str) -> str:
-        """What to pass as an op's backend=. Without a planned call it is the one that was asked
-        for."""
+        """The backend= to call an op with. For an op that the plan has no call of, the one that was
+        requested."""
         call = self.calls.get(op)
         return backend_for(op, thawed(self.options.backend)) if call is None else call.passed
 

@@ -54,7 +54,7 @@ def send_parts(parts: Parts, device: torch.device) -> Parts:
 def _collect(
     holder: Holder, names: Iterable[str], places: list[tuple[Holder, str]], found: list[Tensor]
 ) -> None:
-    """Where tensors are on the host, and these tensors."""
+    """Find the tensors on the host, and the fields that hold them."""
     for name in names:
         value = holder[name]
         if isinstance(value, Tensor):

@@ -24,6 +24,9 @@ assert missing("triton") is None
 for where, part, chip in (
     ("triton.merge_states", "", 90), ("triton.index_logits_ragged", "HI64", 90),
     ("triton.merge_quantize", "fp8_128-H16-V64", 90),
+    # it widens e4m3 operands for this chip, which took more shared memory than there is
+    ("triton.mha_ragged", "causal-E192-V128-fp8e4nv", 121),
+    ("triton.mha_masked", "bits-E192-V128-fp8e4nv", 121),
     ("gluon.mqa_sparse", "many-heads-window", 90), ("gluon.mqa_sparse", "many-heads-slots", 90),
     ("gluon.mqa_sparse", "few-heads-slots-fp8_ds_mla-e4m3", 89),
     ("gluon.mha_ragged", "E192-V128-H128-causal-fp8e4nv", 90),
@@ -47,4 +50,4 @@ def test_a_few_kernels_compile() -> None:
         text=True,
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    assert len(child.stdout.splitlines()) == 7
+    assert len(child.stdout.splitlines()) == 9

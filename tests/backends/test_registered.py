@@ -198,11 +198,14 @@ def test_a_backend_that_cannot_prepare_is_named() -> None:
     broken = SimpleNamespace(why_not=lambda problem: None, run=Refusing.run)
     broken.prepare_step = lambda plan: plan.nothing
     openmla.register_backend("mqa_paged", "broken", broken)
-    with pytest.raises(ConfigError, match="mqa_paged: prepare_step of backend 'broken' must take"):
+    with pytest.raises(ConfigError, match="mqa_paged: prepare_step of backend 'broken' raised"):
         paged_plan()
     broken.prepare_step = lambda: None
     openmla.unregister_backend("mqa_paged", "broken")
     with pytest.raises(ConfigError, match=r"module's prepare_step must take \(plan\)"):
+        openmla.register_backend("mqa_paged", "broken", broken)
+    broken.prepare_step = 3
+    with pytest.raises(ConfigError, match="module's prepare_step must be a function of a plan"):
         openmla.register_backend("mqa_paged", "broken", broken)
 
 

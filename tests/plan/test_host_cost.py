@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openmla import PRESETS, Batch, LayerCache, MLAConfig, allocate_cache, make_plan, plan_buffers
 from tests.plan import dense, v4
+from tests.plan.captured import tensors_of
 
 KINDS = ("tiny-v3", "tiny-v3.2", 0, 4, 128)  # presets, V4's compress ratios
 # by kind: operations of a plan, and of the update of a captured one
@@ -81,3 +82,26 @@ def test_an_update_of_a_captured_plan_is_a_few_operations(kind: str | int) -> No
             batch = v4.make_batch(cache, *lens, window_columns=rings)
         found[B] = counted(lambda: make_plan(batch, config, cache, into=into)).total()  # noqa: B023
     assert found[48] == found[64] and max(found.values()) <= MOST[kind][1], found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"form": "absorbed"}, {"form": "expanded"}, {"batch_invariant": True},
+        {"form": "expanded", "workspace_tokens": 16},
+        {"form": "expanded", "workspace_tokens": 16, "output": "fp8"}, {"form": "chosen"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_no_tensor_of_a_plan_stays_on_the_host(kind: str | int, options: dict[str, Any]) -> None:
+    """Requests of one, several and many tokens in turns, so that a form's rows are apart."""
+    if isinstance(kind, int) and options.keys() & {"form", "output"}:
+        options = {"form": "absorbed"}  # V4 has no other
+    if kind != "tiny-v3.2" and options.get("form") == "chosen":
+        options = {}
+    batch, config, cache = make_step(kind, 6, 3)
+    if isinstance(kind, str):
+        batch = dense.make_batch([1, 30, 2, 40, 0, 1], [160, 163, 5, 40, 9, 170])
+    found = list(tensors_of(make_plan(batch, config, cache, **options)))
+    assert len(found) >= 4 and all(tensor.is_meta for tensor in found)

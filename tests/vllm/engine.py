@@ -308,12 +308,12 @@ class Driver:
 
     def profile(self, steps: int) -> dict[str, Any]:
         """Milliseconds per decode step of the living requests that the GPU is busy, by kernel."""
-        return on_gpu(lambda: [self.engine.step() for _ in range(steps)], steps)
+        return profile_gpu(lambda: [self.engine.step() for _ in range(steps)], steps)
 
     def profile_prefill(self, requests: int, length: int) -> dict[str, Any]:
         """The same of a whole prefill."""
         prompts = different_prompts(requests, length)
-        return on_gpu(lambda: self.fill(prompts, 8), 1)
+        return profile_gpu(lambda: self.fill(prompts, 8), 1)
 
     def host_profile(self, steps: int) -> list[tuple[str, float]]:
         """Where the host spends a decode step of the living requests: milliseconds in a function
@@ -338,8 +338,8 @@ def different_prompts(requests: int, length: int) -> list[list[int]]:
     return [[(i * 7919 + j * 104729) % 1000 + 2 for j in range(length)] for i in range(requests)]
 
 
-def on_gpu(work: Callable[[], object], steps: int) -> dict[str, Any]:
-    """Milliseconds per step of some work that the GPU is busy, and its kernels."""
+def profile_gpu(work: Callable[[], object], steps: int) -> dict[str, Any]:
+    """Milliseconds per step that the GPU is busy, and the kernels that take longest."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

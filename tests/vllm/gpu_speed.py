@@ -146,8 +146,8 @@ def measure_shape(engines: dict[str, Engine], requests: int, length: int) -> dic
 
 
 def fastest(seen: dict[str, Any]) -> float:
-    """Mean of the three fastest windows. A core of a shared host has times in which all of an
-    engine's Python takes half as long again; medians say how often that was."""
+    """Mean of the three fastest windows. On a shared host a core slows down for a while, and all of
+    an engine's Python with it; medians depend on how often that happened."""
     return sum(sorted(seen["decode ms, in turn"])[:3]) / 3
 
 
