@@ -125,6 +125,7 @@ def warmup(
 MANY_TOKENS = 128
 MANY_ROWS = 1024  # query rows from which fixed runs are merged by another tile
 LONG = 16384  # keys that are more fixed runs than launch early
+SOME_REQUESTS = 4  # of which each is cut into some runs: fewer than one request, more than many
 FOLDED_ROWS = 128  # most query rows, tokens times heads, that read keys together
 
 
@@ -159,9 +160,14 @@ def step_shapes(
     chosen = config.indexer.topk if config.indexer is not None else 0
     longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
     dense = min(chosen or longest, longest)  # most keys that are all attended to
-    for B in sorted({1, min(max_requests, max_tokens)}):
+    most = min(max_requests, max_tokens)
+    for B in sorted({1, min(SOME_REQUESTS, most), most}):
         for length in sorted({1, min(BS + 1, longest), dense, longest}):
             yield StepShape(B, 1, length, "absorbed")
+    # one request that is cut into many runs, or has a table wide enough for them
+    far = min(capacity, config.max_positions, LONG)
+    yield StepShape(1, 1, far, "absorbed")
+    yield StepShape(1, 1, dense, "absorbed", far)
     # drafted tokens share a tile of query rows, as many as fit: a kernel for each power of two,
     # and, where heads are no power of two, for what fits and is none
     uneven = config.num_heads & (config.num_heads - 1) != 0

@@ -58,13 +58,17 @@ def request_work(work, first, TOKENS: gl.constexpr):
 def find_part(work, p, num_programs, TOKENS: gl.constexpr, FIXED: gl.constexpr):
     num_items = 0
     total = 0
+    fewest = 2**30
+    most = 0
     for first in range(0, work.B, LANES):
         items, units = request_work(work, first, TOKENS)
         num_items += gl.sum(items, 0)
         total += gl.sum(items * units, 0)
+        fewest = gl.minimum(fewest, gl.min(gl.where(items > 0, units, 2**30), 0))
+        most = gl.maximum(most, gl.max(gl.where(items > 0, units, 0), 0))
     overhead = 0
-    if not FIXED:  # where a program has several items, changing them costs about a unit
-        overhead = gl.where(2 * num_items > num_programs, 1, 0)
+    if not FIXED:
+        overhead = portable.overhead_of(num_items, num_programs, fewest, most)
         total += overhead * num_items
     parts = gl.maximum(gl.minimum(portable.even_parts(num_items, num_programs), total), 1)
     each, more = total // parts, total % parts  # the first parts have one unit more

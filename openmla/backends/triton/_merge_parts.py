@@ -24,8 +24,10 @@ from openmla.backends.triton._primitives import LN2, LOG2E, finite_max
 FP_FUSION = True
 # Runs, columns, heads.
 FEW_TILE = (8, 512, 4)
+SOME_TILE = (32, 128, 1)
 MANY_TILE = (128, 32, 1)
 FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
+SOME_RUNS = 64  # wider tiles of more runs would be mostly masked, and four times as many programs
 # Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
 FIXED_FEW_ROWS = (128, 1, 1)
 FIXED_MANY_ROWS = (512, 1, 4)
@@ -110,7 +112,10 @@ def merge_build(
         columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_ROWS else FIXED_FEW_ROWS
         kernel = _merge_fixed_kernel
     else:
-        runs, columns, heads = MANY_TILE if most_runs > FEW_RUNS else FEW_TILE
+        runs, columns, heads = (
+            FEW_TILE if most_runs <= FEW_RUNS
+            else SOME_TILE if most_runs <= SOME_RUNS else MANY_TILE
+        )
         kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
         warps = 8 if heads > 1 else 4
     columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)

@@ -1,8 +1,9 @@
 """Parts of a balanced launch: which keys a persistent program attends to, and where it writes.
 
 Work is laid out on one axis: requests in order, each as often as its query tokens fill items of
-TOKENS, every item as many units of keys as the request has plus `overhead`. Parts cut the axis
-evenly, so that programs finish together whatever the lengths. With FIXED every unit is a run of its
+TOKENS, every item as many units of keys as the request has plus `overhead`, what loading queries and
+storing outputs costs. Parts cut the axis evenly, so that programs finish together whatever the
+lengths. With FIXED every unit is a run of its
 own, wherever parts begin: then a row's bits depend on nothing but itself. Lengths are read by the
 kernel, so that captured graphs are balanced by the lengths they are replayed with.
 
@@ -44,6 +45,15 @@ def even_parts(num_items, num_programs):
 
 
 @triton.jit
+def overhead_of(num_items, num_programs, fewest, most):
+    """Units that an item costs beside its keys. None where all items are alike and no part has two
+    pieces of them: then an overhead would only move the cuts away from the items' ends."""
+    parts = even_parts(num_items, num_programs)
+    aligned = (parts % tl.maximum(num_items, 1) == 0) & (fewest >= most)
+    return tl.where(aligned, 0, 1)
+
+
+@triton.jit
 def place(seq_lens, B, unit, at, request, before, overhead):
     """Item and unit of a place on the axis within a request; overhead comes first in an item."""
     item = 0
@@ -63,13 +73,17 @@ def find_part(
     last one ends (0: at the item's end), and the part's index, or with FIXED its first run's."""
     num_items = 0
     total = 0
+    fewest = 2**30
+    most = 0
     for first in range(0, B, LANES):
         items, units = request_work(query_start_loc, seq_lens, B, unit, first, TOKENS)
         num_items += tl.sum(items, 0)
         total += tl.sum(items * units, 0)
+        fewest = tl.minimum(fewest, tl.min(tl.where(items > 0, units, 2**30), 0))
+        most = tl.maximum(most, tl.max(tl.where(items > 0, units, 0), 0))
     overhead = 0
-    if not FIXED:  # where a program has several items, changing them costs about a unit
-        overhead = tl.where(2 * num_items > num_programs, 1, 0)
+    if not FIXED:
+        overhead = overhead_of(num_items, num_programs, fewest, most)
         total += overhead * num_items
     parts = tl.maximum(tl.minimum(even_parts(num_items, num_programs), total), 1)
     each, more = total // parts, total % parts  # the first parts have one unit more
