@@ -18,6 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
@@ -83,6 +84,15 @@ WITHOUT_A_GPU = {
 }
 # Of these every test is skipped unless a package is there, which is not an error.
 WITH_A_PACKAGE = {"tests/ops/test_flashmla_graphs.py": "flash_mla"}
+# A file that would run longer than all others together: its tests run in several processes, each
+# with those that one expression selects. Together they select every test.
+SPLIT = {
+    "tests/layers/test_batch_invariance.py": tuple(
+        f"{kind} and {backend}"
+        for kind in ("dense", "sparse", "not dense and not sparse")
+        for backend in ("triton", "not triton")
+    )
+}
 MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 
 
@@ -93,21 +103,32 @@ def commit() -> str:
     return said.stdout.strip() or "no-commit"
 
 
-def run(path: Path, memcheck: bool) -> tuple[Path, bool, str, float]:
-    """One file in a process of its own: its output, whether it passed, seconds."""
+class Job(NamedTuple):
+    path: Path
+    select: str  # tests of the file to run, as pytest's -k takes it; "" for all
+
+    def __str__(self) -> str:
+        name = str(self.path.relative_to(ROOT))
+        return f"{name} -k '{self.select}'" if self.select else name
+
+    @property
+    def summary(self) -> str:
+        """Name of the file with the summary; folders have files of the same name."""
+        parts = [*self.path.relative_to(ROOT).parts, *self.select.split()]
+        return "-".join(parts)
+
+
+def run(job: Job, memcheck: bool) -> tuple[Job, bool, str, float]:
+    """One process: its output, whether it passed, seconds."""
     command = [*MEMCHECK] if memcheck else []
     command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m"]
-    command += ["gpu and contract and (triton or gluon)" if memcheck else "gpu", str(path)]
+    command += ["gpu and contract and (triton or gluon)" if memcheck else "gpu", str(job.path)]
+    command += ["-k", job.select] if job.select else []
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "OMP_NUM_THREADS": "2", **os.environ}
     start = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     ran = " passed" in done.stdout.splitlines()[-1] if done.stdout else False
-    return path, done.returncode == 0 and ran, done.stdout, time.monotonic() - start
-
-
-def named(path: Path) -> str:
-    """What a file's summary is called: folders have files of the same name."""
-    return "-".join(path.relative_to(ROOT).parts)
+    return job, done.returncode == 0 and ran, done.stdout, time.monotonic() - start
 
 
 def contracts() -> list[Path]:
@@ -138,22 +159,27 @@ def main() -> int:
         files = contracts()
     if options.files:
         files = [ROOT / name for name in options.files]
-    left = [path for path in files if options.again or not (kept / named(path)).exists()]
-    if len(left) < len(files):
-        print(f"{len(files) - len(left)} of {len(files)} files passed before")
+    jobs = [
+        Job(path, select)
+        for path in files for select in SPLIT.get(str(path.relative_to(ROOT)), ("",))
+    ]  # fmt: skip
+    left = [job for job in jobs if options.again or not (kept / job.summary).exists()]
+    if len(left) < len(jobs):
+        print(f"{len(jobs) - len(left)} of {len(jobs)} passed before")
+    left.sort(key=lambda job: not job.select)  # the long ones first
     failed = 0
     with ThreadPoolExecutor(options.processes) as pool:
-        for job in as_completed([pool.submit(run, path, options.memcheck) for path in left]):
-            path, passed, output, seconds = job.result()
+        for done in as_completed([pool.submit(run, job, options.memcheck) for job in left]):
+            job, passed, output, seconds = done.result()
             lines = output.splitlines() or [""]
-            print(f"{path.relative_to(ROOT)}  {lines[-1].strip('= ')}  ({seconds:.0f} s)")
+            print(f"{job}  {lines[-1].strip('= ')}  ({seconds:.0f} s)")
             if passed:
-                (kept / named(path)).write_text(lines[-1] + "\n")
+                (kept / job.summary).write_text(lines[-1] + "\n")
             else:
                 failed += 1
                 print(output[-3000:])
             sys.stdout.flush()
-    print(f"{len(left) - failed} files passed, {failed} failed")
+    print(f"{len(left) - failed} passed, {failed} failed")
     return 1 if failed else 0
 
 
