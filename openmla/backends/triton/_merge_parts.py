@@ -113,8 +113,11 @@ def merge_build(
         kernel = _merge_fixed_kernel
     else:
         runs, columns, heads = (
-            FEW_TILE if most_runs <= FEW_RUNS
-            else SOME_TILE if most_runs <= SOME_RUNS else MANY_TILE
+            FEW_TILE
+            if most_runs <= FEW_RUNS
+            else SOME_TILE
+            if most_runs <= SOME_RUNS
+            else MANY_TILE
         )
         kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
         warps = 8 if heads > 1 else 4

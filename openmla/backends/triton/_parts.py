@@ -1,11 +1,11 @@
 """Parts of a balanced launch: which keys a persistent program attends to, and where it writes.
 
 Work is laid out on one axis: requests in order, each as often as its query tokens fill items of
-TOKENS, every item as many units of keys as the request has plus `overhead`, what loading queries and
-storing outputs costs. Parts cut the axis evenly, so that programs finish together whatever the
-lengths. With FIXED every unit is a run of its
-own, wherever parts begin: then a row's bits depend on nothing but itself. Lengths are read by the
-kernel, so that captured graphs are balanced by the lengths they are replayed with.
+TOKENS, every item as many units of keys as the request has plus `overhead`, what loading queries
+and storing outputs costs. Parts cut the axis evenly, so that programs finish together whatever the
+lengths. With FIXED every unit is a run of its own, wherever parts begin: then a row's bits depend
+on nothing but itself. Lengths are read by the kernel, so that captured graphs are balanced by the
+lengths they are replayed with.
 
 An item in one part is written to out and lse; of one in several, partial results go to slots, and
 spans [T, 3] tell the merge about each of its tokens: the first and the last part (FIXED: run), and
