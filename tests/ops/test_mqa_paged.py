@@ -418,6 +418,35 @@ def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, devic
         assert fixed or len(parts[0]) == 0 or max(work) <= sum(work) / len(busy) + 1 + B
 
 
+RUN_COST = 0.7  # of a unit of 128 keys: loading queries and storing outputs
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("lengths", "tokens"), [("log-uniform", 1), ("one long", 2), ("even", 1)])
+def test_no_program_has_much_more_work_than_the_mean(
+    lengths: str, tokens: int, device: str
+) -> None:
+    """The longest of 66 programs is within 10 % of the mean, or within one unit of keys."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from tests.ops.parts_kernel import record
+
+    chance, unit = random.Random(tokens), 128
+    seq_lens = {
+        "log-uniform": [int(2 ** chance.uniform(1, 15)) for _ in range(64)],
+        "one long": [100_000, *(chance.randint(50, 500) for _ in range(60))],
+        "even": [3000] * 12,
+    }[lengths]
+    parts = record(
+        [tokens] * len(seq_lens), seq_lens, programs=66, unit=unit, tokens=tokens, fixed=False,
+        device=device,
+    )  # fmt: skip
+    work = [sum(-(-(hi - lo) // unit) + RUN_COST for *_, lo, hi, _ in part) for part in parts]
+    mean = sum(work) / len(work)
+    assert max(work) <= max(1.1 * mean, mean + 1)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize(("value", "run_lse"), [(1, torch.nan), (1, torch.inf), (torch.nan, -1e4)])
