@@ -466,10 +466,9 @@ def test_a_corrupt_part_reaches_the_merged_row(
     spans = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
     out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
     kernel, constants, num_warps = kernels.merge_build(3, 1, H, C, fixed=fixed)
-    grid = (build.cdiv(H, constants["HEADS"]), build.cdiv(C, constants["BLOCK_C"]))
-    kernel[grid](
-        part, part_lse, spans, out, lse, H, **constants, OVERLAPPED=False, num_warps=num_warps
-    )
+    grid = kernels.merge_grid(1, H, C, constants["HEADS"], constants["BLOCK_C"])
+    constants |= {"SINK": False, "OVERLAPPED": False}
+    kernel[grid](part, part_lse, spans, lse, out, lse, H, **constants, num_warps=num_warps)
     torch.testing.assert_close(out[0], due)
     assert out[1].isnan().all() and (lse[1].isnan() or run_lse == -1e4)
 

@@ -2,8 +2,10 @@
 
 Computes  out = sum(exp(lse_x - lse) * part_x), lse = log(sum(exp(lse_x))) over the item's runs x;
           zeros and -inf for tokens past all requests
-Grid      (T * cdiv(H, HEADS), cdiv(C, BLOCK_C)): one program owns HEADS heads of one token
-Reads     part [slots, rows, C] and part_lse; spans [T, 3], see _parts.py
+Grid      (T, programs, cdiv(C, BLOCK_C)): a program owns some columns of every so manieth HEADS
+          heads of a token
+Reads     part [slots, rows, C] and part_lse; spans [T, 3], see _parts.py; a sink, which the kernel
+          that wrote the parts has left out
 Writes    out [T, H, C] and lse [T, H] where an item lies in several parts, or in none
 """
 
@@ -19,19 +21,24 @@ from triton.language.extra.cuda import gdc_wait
 
 from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
 from openmla.backends.triton._prepare import Launch, Piece, prepare
-from openmla.backends.triton._primitives import LN2, LOG2E, finite_max
+from openmla.backends.triton._primitives import LN2, LOG2E, finite_max, sink_factor
 
 FP_FUSION = True
-# Runs, columns, heads.
-FEW_TILE = (8, 512, 4)
-SOME_TILE = (32, 128, 1)
-MANY_TILE = (128, 32, 1)
-FEW_RUNS = 16  # of an item: then rows fill the machine, else columns have to
-SOME_RUNS = 64  # wider tiles of more runs would be mostly masked, and four times as many programs
+# Runs, columns, heads, warps, by runs of an item. Few follow one another, in a warp that has whole
+# rows, with all loads in flight; of many one tile has them all, and columns fill the machine. H200,
+# us: 64 tokens of 128 heads, 2 runs: 11.6, 29.5 and 279 by the three; 8 of 64, 16 runs: 5.3, 4.9
+# and 19.4; one of 16, 132 runs: 25.7, 14.1 and 4.2.
+FEW_RUNS, FEW_TILE = 8, (4, 512, 4, 8)
+SOME_RUNS, SOME_TILE = 48, (8, 128, 4, 4)
+MANY_TILE = (128, 32, 1, 4)
 # Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
 FIXED_FEW_ROWS = (128, 1, 1)
 FIXED_MANY_ROWS = (512, 1, 4)
-MANY_ROWS = 1024  # of outputs
+MANY_FIXED_ROWS = 1024
+# More would mostly see that there is nothing to merge: 1.8 us with 1024 programs, 2.5 with 4096.
+# With much to merge as many are faster: 13.3 us instead of 16.5.
+MOST_PROGRAMS = 2048
+OVERLAPPED_RUNS = 16
 UNROLL = tl.constexpr(8)  # runs whose loads are in flight together
 
 
@@ -40,7 +47,7 @@ class Merge(NamedTuple):
     things are in the scratch memory, part first; in bytes."""
 
     launch: Launch
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     rows: int
     part_lse: int
     spans: int
@@ -59,7 +66,7 @@ class Outputs(NamedTuple):
 
 def prepare_merge(
     T: int, H: int, C: int, *, rows: int, items: int, programs: int, units: int, fixed: bool,
-    overlapped: bool,
+    overlapped: bool, sink: bool = False,
 ) -> Merge:  # fmt: skip
     """For `items` of up to `units` each on so many programs: a part cuts two items at most, where
     it begins and where it ends.
@@ -69,14 +76,14 @@ def prepare_merge(
     of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
     slots = max(items * units, 1) if fixed else 2 * programs
     most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
-    overlapped = overlapped and most_runs <= FEW_RUNS
+    overlapped = overlapped and most_runs <= OVERLAPPED_RUNS
     kernel, constants, num_warps = merge_build(most_runs, T, H, C, fixed=fixed)
     options = {"launch_pdl": True} if overlapped else {}
     launch = prepare(
-        kernel, {**constants, "OVERLAPPED": overlapped}, num_warps=num_warps, num_stages=3,
-        enable_fp_fusion=FP_FUSION, **options,
+        kernel, {**constants, "SINK": sink, "OVERLAPPED": overlapped}, num_warps=num_warps,
+        num_stages=3, enable_fp_fusion=FP_FUSION, **options,
     )  # fmt: skip
-    grid = (T * cdiv(H, constants["HEADS"]), cdiv(C, constants["BLOCK_C"]))
+    grid = merge_grid(T, H, C, constants["HEADS"], constants["BLOCK_C"])
     part_lse = cdiv(slots * rows * C, 4) * 16  # all pieces start on 16 bytes
     spans = part_lse + cdiv(slots * rows, 4) * 16
     return Merge(launch, grid, rows, part_lse, spans, spans + 4 * 3 * T)
@@ -96,31 +103,31 @@ def make_outputs(q: Tensor, C: int, merge: Merge, dtype: torch.dtype | None = No
     )
 
 
-def merge_parts(merge: Merge, outputs: Outputs) -> None:
+def merge_parts(merge: Merge, outputs: Outputs, sink: Tensor | None = None) -> None:
     out, lse, part, part_lse, spans = outputs
-    merge.launch(merge.grid, part, part_lse, spans, out, lse, merge.rows)
+    given = lse if sink is None else sink
+    merge.launch(merge.grid, part, part_lse, spans, given, out, lse, merge.rows)
+
+
+def merge_grid(T: int, H: int, C: int, heads: int, columns: int) -> tuple[int, int, int]:
+    tiles = cdiv(C, columns)
+    most = max(MOST_PROGRAMS // max(T * tiles, 1), 1)
+    return T, min(cdiv(H, heads), most), tiles
 
 
 def merge_build(
     most_runs: int, T: int, H: int, C: int, *, fixed: bool
 ) -> tuple[Any, dict[str, Any], int]:
     """Kernel, constants and warps. Many runs: few rows, so that columns have to fill the machine.
-    Few runs: several heads a program, so that one wave of programs sees that there is nothing to
-    merge. No more tiles than that: warm-up compiles them all."""
+    No more tiles than that: warm-up compiles them all."""
     constants = {"H": H, "C": C}
     if fixed:
-        columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_ROWS else FIXED_FEW_ROWS
+        columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_FIXED_ROWS else FIXED_FEW_ROWS
         kernel = _merge_fixed_kernel
     else:
-        runs, columns, heads = (
-            FEW_TILE
-            if most_runs <= FEW_RUNS
-            else SOME_TILE
-            if most_runs <= SOME_RUNS
-            else MANY_TILE
-        )
+        tile = FEW_TILE if most_runs <= FEW_RUNS else SOME_TILE
+        runs, columns, heads, warps = tile if most_runs <= SOME_RUNS else MANY_TILE
         kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
-        warps = 8 if heads > 1 else 4
     columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)
     return kernel, {**constants, "BLOCK_C": columns, "HEADS": heads}, warps
 
@@ -134,53 +141,110 @@ def find_runs(spans, t):
 
 @triton.jit(do_not_specialize=["slot_rows"])
 def _merge_parts_kernel(
-    part, part_lse, spans, out, lse, slot_rows,
-    H: tl.constexpr, C: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_X: tl.constexpr,
-    BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
+    part, part_lse, spans, sink, out, lse, slot_rows,
+    H: tl.constexpr, C: tl.constexpr, SINK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    t, tile = tl.program_id(0) // TILES, tl.program_id(1)
+    t, tile = tl.program_id(0), tl.program_id(2)
     if OVERLAPPED:
         gdc_wait()
     first, num, token = find_runs(spans, t)
     if num == 1:
         return
-    heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    mask_h = heads < H
     c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-    acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
-    running_sum = tl.zeros([HEADS], tl.float32)
-    running_max = tl.full([HEADS], float("-inf"), tl.float32)
-    for start in range(0, num, BLOCK_X):
-        x = start + tl.arange(0, BLOCK_X)
-        # the first part ends with the item, the others begin with it
-        slot = tl.where(x == 0, 2 * first + 1, 2 * (first + x))
-        rows = slot.to(tl.int64)[None, :] * slot_rows + (token * H + heads)[:, None]
-        mask = mask_h[:, None] & (x < num)[None, :]
-        run_lse = tl.load(part_lse + rows, mask=mask, other=float("-inf"))
-        values = tl.load(
-            part + rows[:, :, None] * C + c[None, None, :],
-            mask=mask[:, :, None] & (c < C)[None, None, :],
-            other=0.0,
+    for block in range(tl.program_id(1), (H + HEADS - 1) // HEADS, tl.num_programs(1)):
+        heads = block * HEADS + tl.arange(0, HEADS)
+        mask_h = heads < H
+        running_max = tl.full([HEADS], float("-inf"), tl.float32)
+        running_sum = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
+        rows = (token * H + heads).to(tl.int64)
+        for start in range(0, num, BLOCK_X):
+            if HEADS > 1:
+                running_max, running_sum, acc = add_each(
+                    part, part_lse, rows, heads, c, slot_rows, first, start, num, running_max,
+                    running_sum, acc, H, C, BLOCK_X,
+                )  # fmt: skip
+            else:
+                running_max, running_sum, acc = add_all(
+                    part, part_lse, rows, mask_h, c, slot_rows, first, start, num, running_max,
+                    running_sum, acc, C, BLOCK_X,
+                )  # fmt: skip
+        store_merged(
+            out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C, SINK
         )
-        new_max = tl.maximum(running_max, tl.max(run_lse, 1))
-        safe_max = finite_max(new_max)
-        weights = tl.exp2((run_lse - safe_max[:, None]) * LOG2E)
-        rescale = tl.exp2((running_max - safe_max) * LOG2E)
-        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        running_max = new_max
-    store_merged(out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C)
+
+
+@triton.jit
+def slot_of(first, x):
+    """The first part ends with the item, the others begin with it."""
+    return tl.where(x == 0, 2 * first + 1, 2 * (first + x)).to(tl.int64)
+
+
+@triton.jit
+def add_each(
+    part, part_lse, rows, heads, c, slot_rows, first, start, num, running_max, running_sum, acc,
+    H: tl.constexpr, C: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_X runs, one after the other, of which all loads are in flight together."""
+    lses = ()
+    values = ()
+    new_max = running_max
+    for i in tl.static_range(BLOCK_X):
+        x = start + i
+        row = slot_of(first, x) * slot_rows + rows
+        mask = heads < tl.where(x < num, H, 0)
+        run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
+        at = part + (row * C)[:, None] + c[None, :]
+        lses += (run_lse,)
+        values += (tl.load(at, mask=mask[:, None] & (c < C)[None, :], other=0.0),)
+        new_max = tl.maximum(new_max, run_lse)
+    safe_max = finite_max(new_max)
+    rescale = tl.exp2((running_max - safe_max) * LOG2E)
+    acc = acc * rescale[:, None]
+    running_sum = running_sum * rescale
+    for i in tl.static_range(BLOCK_X):
+        weight = tl.exp2((lses[i] - safe_max) * LOG2E)
+        acc += values[i] * weight[:, None]
+        running_sum += weight
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def add_all(
+    part, part_lse, rows, mask_h, c, slot_rows, first, start, num, running_max, running_sum, acc,
+    C: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_X runs in one tile."""
+    x = start + tl.arange(0, BLOCK_X)
+    row = (slot_of(first, x) * slot_rows)[None, :] + rows[:, None]
+    mask = mask_h[:, None] & (x < num)[None, :]
+    run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
+    values = tl.load(
+        part + row[:, :, None] * C + c[None, None, :],
+        mask=mask[:, :, None] & (c < C)[None, None, :],
+        other=0.0,
+    )
+    new_max = tl.maximum(running_max, tl.max(run_lse, 1))
+    safe_max = finite_max(new_max)
+    weights = tl.exp2((run_lse - safe_max[:, None]) * LOG2E)
+    rescale = tl.exp2((running_max - safe_max) * LOG2E)
+    acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+    running_sum = running_sum * rescale + tl.sum(weights, 1)
+    return new_max, running_sum, acc
 
 
 @triton.jit
 def store_merged(
-    out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H: tl.constexpr,
-    C: tl.constexpr,
+    out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H: tl.constexpr,
+    C: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
     any_valid = running_sum != 0  # NaN stays NaN
     merged_lse = tl.where(any_valid, running_max + tl.log2(running_sum) * LN2, float("-inf"))
     normalizer = tl.where(any_valid, 1.0 / running_sum, 0.0)
+    if SINK:
+        logit = tl.load(sink + heads, mask=mask_h, other=0.0).to(tl.float32)
+        normalizer *= sink_factor(logit, merged_lse, any_valid)
     line = t.to(tl.int64) * H + heads
     at = out + line[:, None] * C + c[None, :]
     values = (acc * normalizer[:, None]).to(out.dtype.element_ty)
@@ -190,42 +254,44 @@ def store_merged(
 
 @triton.jit(do_not_specialize=["slot_rows"])
 def _merge_fixed_kernel(
-    part, part_lse, spans, out, lse, slot_rows,
-    H: tl.constexpr, C: tl.constexpr, OVERLAPPED: tl.constexpr, BLOCK_C: tl.constexpr,
-    HEADS: tl.constexpr,
+    part, part_lse, spans, sink, out, lse, slot_rows,
+    H: tl.constexpr, C: tl.constexpr, SINK: tl.constexpr, OVERLAPPED: tl.constexpr,
+    BLOCK_C: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """Of fixed runs: one after the other for every value, under the largest lse of all of them."""
-    TILES: tl.constexpr = (H + HEADS - 1) // HEADS
-    t, tile = tl.program_id(0) // TILES, tl.program_id(1)
+    t, tile = tl.program_id(0), tl.program_id(2)
     if OVERLAPPED:
         gdc_wait()
     first, num, token = find_runs(spans, t)
     if num == 1:
         return
-    heads = tl.program_id(0) % TILES * HEADS + tl.arange(0, HEADS)
-    mask_h = heads < H
     c = tile * BLOCK_C + tl.arange(0, BLOCK_C)
-    row = first.to(tl.int64) * slot_rows + token * H + heads
-    running_max = tl.full([HEADS], float("-inf"), tl.float32)
-    for start in range(0, num, 32):
-        x = start + tl.arange(0, 32)
-        at = part_lse + row[:, None] + x.to(tl.int64)[None, :] * slot_rows
-        mask = mask_h[:, None] & (x < num)[None, :]
-        run_lse = tl.load(at, mask=mask, other=float("-inf"))
-        running_max = tl.maximum(running_max, tl.max(run_lse, 1))
-    safe_max = finite_max(running_max)
-    acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
-    running_sum = tl.zeros([HEADS], tl.float32)
-    for start in range(0, num, UNROLL):
-        for x in tl.static_range(UNROLL):
-            mask = heads < tl.where(start + x < num, H, 0)
-            run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
-            values = tl.load(
-                part + row[:, None] * C + c[None, :], mask=mask[:, None] & (c < C)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            weight = tl.exp2((run_lse - safe_max) * LOG2E)
-            acc = tl.fma(values, weight[:, None].broadcast_to(HEADS, BLOCK_C), acc)
-            running_sum += weight
-            row += slot_rows
-    store_merged(out, lse, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C)
+    for block in range(tl.program_id(1), (H + HEADS - 1) // HEADS, tl.num_programs(1)):
+        heads = block * HEADS + tl.arange(0, HEADS)
+        mask_h = heads < H
+        row = first.to(tl.int64) * slot_rows + token * H + heads
+        running_max = tl.full([HEADS], float("-inf"), tl.float32)
+        for start in range(0, num, 32):
+            x = start + tl.arange(0, 32)
+            at = part_lse + row[:, None] + x.to(tl.int64)[None, :] * slot_rows
+            mask = mask_h[:, None] & (x < num)[None, :]
+            run_lse = tl.load(at, mask=mask, other=float("-inf"))
+            running_max = tl.maximum(running_max, tl.max(run_lse, 1))
+        safe_max = finite_max(running_max)
+        acc = tl.zeros([HEADS, BLOCK_C], tl.float32)
+        running_sum = tl.zeros([HEADS], tl.float32)
+        for start in range(0, num, UNROLL):
+            for x in tl.static_range(UNROLL):
+                mask = heads < tl.where(start + x < num, H, 0)
+                run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
+                values = tl.load(
+                    part + row[:, None] * C + c[None, :], mask=mask[:, None] & (c < C)[None, :],
+                    other=0.0,
+                )  # fmt: skip
+                weight = tl.exp2((run_lse - safe_max) * LOG2E)
+                acc = tl.fma(values, weight[:, None].broadcast_to(HEADS, BLOCK_C), acc)
+                running_sum += weight
+                row += slot_rows
+        store_merged(
+            out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C, SINK
+        )

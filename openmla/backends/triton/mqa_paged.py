@@ -227,8 +227,8 @@ def builds() -> Iterator[Build]:
                 )  # fmt: skip
         for most_runs, T, fixed in ((8, 64, False), (132, 1, False), (8, 1, True), (8, 64, True)):
             merging, constants, warps = merge.merge_build(most_runs, T, 128, 512, fixed=fixed)
-            constants["OVERLAPPED"] = False
-            own = {"out": "*bf16", "spans": "*i32"}
+            constants |= {"SINK": False, "OVERLAPPED": False}
+            own = {"out": "*bf16", "spans": "*i32", "sink": "*fp32"}
             own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
             name = f"merge-parts-{most_runs}-T{T}{'-fixed' if fixed else ''}"
             signature = signature_of(merging, constants, own)
