@@ -66,14 +66,13 @@ def find_part(work, p, num_programs, TOKENS: gl.constexpr, FIXED: gl.constexpr):
         total += gl.sum(items * units, 0)
         fewest = gl.minimum(fewest, gl.min(gl.where(items > 0, units, 2**30), 0))
         most = gl.maximum(most, gl.max(gl.where(items > 0, units, 0), 0))
+    even, slices, each = portable.cut_evenly(num_items, num_programs, fewest, most)
     overhead = 0
     if not FIXED:
-        overhead = portable.overhead_of(num_items, num_programs, fewest, most)
+        overhead = 1 - even
         total += overhead * num_items
-    parts = gl.maximum(gl.minimum(portable.even_parts(num_items, num_programs), total), 1)
-    each, more = total // parts, total % parts  # the first parts have one unit more
-    begin = gl.minimum(p, parts) * each + gl.minimum(p, more)
-    end = gl.minimum(p + 1, parts) * each + gl.minimum(p + 1, more)
+    begin = portable.begin_part(p, num_items, num_programs, total, most, even, slices, each)
+    end = portable.begin_part(p + 1, num_items, num_programs, total, most, even, slices, each)
     b0 = 0
     b1 = 0
     before0 = 0

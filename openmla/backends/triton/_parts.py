@@ -2,10 +2,11 @@
 
 Work is laid out on one axis: requests in order, each as often as its query tokens fill items of
 TOKENS, every item as many units of keys as the request has plus `overhead`, what loading queries
-and storing outputs costs. Parts cut the axis evenly, so that programs finish together whatever the
-lengths. With FIXED every unit is a run of its own, wherever parts begin: then a row's bits depend
-on nothing but itself. Lengths are read by the kernel, so that captured graphs are balanced by the
-lengths they are replayed with.
+and storing outputs costs. Parts cut the axis into equal lengths, so that programs finish together
+whatever the lengths; items that are alike are cut evenly if that takes hardly longer. With FIXED
+every unit is a run of its own, wherever parts begin: then a row's bits depend on nothing but
+itself. Lengths are read by the kernel, so that captured graphs are balanced by the lengths they are
+replayed with.
 
 An item in one part is written to out and lse; of one in several, partial results go to slots, and
 spans [T, 3] tell the merge about each of its tokens: the first and the last part (FIXED: run), and
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 LANES = tl.constexpr(128)
+MERGE_UNITS = tl.constexpr(2)
 
 
 @triton.jit
@@ -34,23 +36,30 @@ def request_work(query_start_loc, seq_lens, B, unit, first, TOKENS: tl.constexpr
 
 
 @triton.jit
-def even_parts(num_items, num_programs):
-    """As many parts as programs, or up to a 16th fewer where equal items then need no cut."""
-    items = tl.maximum(num_items, 1)
+def cut_evenly(num_items, num_programs, fewest, most):
+    """Whether items of `fewest` to `most` units are cut evenly: each into so many slices, or so
+    many whole ones to a part. Otherwise parts have pieces of several items. That balances better,
+    but more is merged, which takes as long as MERGE_UNITS. Of plain integers too, for the host."""
+    items = max(num_items, 1)
+    slices = max(min(num_programs // items, most), 1)
     each = (items + num_programs - 1) // num_programs
-    whole = tl.where(
-        items <= num_programs, num_programs // items * items, (items + each - 1) // each
-    )
-    return tl.where(whole * 16 >= num_programs * 15, whole, num_programs)
+    longest = ((most + slices - 1) // slices + 1) * each
+    balanced = (items * (most + 1) + num_programs - 1) // num_programs
+    alike = min(max(fewest - most + 1, 0), 1)
+    even = alike * min(max(balanced + MERGE_UNITS - longest + 1, 0), 1)
+    return even, slices, each
 
 
 @triton.jit
-def overhead_of(num_items, num_programs, fewest, most):
-    """Units that an item costs beside its keys. None where all items are alike and no part has two
-    pieces of them: then an overhead would only move the cuts away from the items' ends."""
-    parts = even_parts(num_items, num_programs)
-    aligned = (parts % tl.maximum(num_items, 1) == 0) & (fewest >= most)
-    return tl.where(aligned, 0, 1)
+def begin_part(p, num_items, num_programs, total, units, even, slices, each):
+    """Where a part begins on an axis of `total` units; cut evenly, of `units` for every item."""
+    groups = (tl.maximum(num_items, 1) + each - 1) // each
+    at = tl.minimum(p, groups * slices)
+    begin = at // slices * num_items // groups * units + at % slices * units // slices
+    parts = tl.maximum(tl.minimum(num_programs, total), 1)
+    at = tl.minimum(p, parts)
+    uneven = at * (total // parts) + tl.minimum(at, total % parts)  # the first have one unit more
+    return tl.where(even == 1, begin, uneven)
 
 
 @triton.jit
@@ -81,14 +90,13 @@ def find_part(
         total += tl.sum(items * units, 0)
         fewest = tl.minimum(fewest, tl.min(tl.where(items > 0, units, 2**30), 0))
         most = tl.maximum(most, tl.max(tl.where(items > 0, units, 0), 0))
+    even, slices, each = cut_evenly(num_items, num_programs, fewest, most)
     overhead = 0
     if not FIXED:
-        overhead = overhead_of(num_items, num_programs, fewest, most)
+        overhead = 1 - even
         total += overhead * num_items
-    parts = tl.maximum(tl.minimum(even_parts(num_items, num_programs), total), 1)
-    each, more = total // parts, total % parts  # the first parts have one unit more
-    begin = tl.minimum(p, parts) * each + tl.minimum(p, more)
-    end = tl.minimum(p + 1, parts) * each + tl.minimum(p + 1, more)
+    begin = begin_part(p, num_items, num_programs, total, most, even, slices, each)
+    end = begin_part(p + 1, num_items, num_programs, total, most, even, slices, each)
     request = 0
     request_end = 0
     before = 0
