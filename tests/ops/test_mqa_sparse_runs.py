@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -27,6 +28,7 @@ from tests.ops.mqa_sparse_cases import (
     MANY_HEADS,
     NEAR,
     PACKED,
+    POOLED,
     POSITIONS,
     PREFIX,
     RING,
@@ -90,6 +92,85 @@ def test_a_v4_token_has_its_own_bits(
     few = run_or_skip(mqa_sparse, replace(inputs, tensors=alone, scalars=options), backend)
     for many, one in zip(whole, few, strict=True):
         assert torch.equal(many[:1], one)
+
+
+PIECE_COST = 0.7  # of 128 rows: loading queries and storing outputs
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("programs", [66, 132])
+@pytest.mark.parametrize("K", [128, 640, 2048])
+def test_programs_get_equal_pieces(K: int, programs: int, device: str) -> None:
+    """Every row of every token once; no program of even tokens has more than 1.1 times the mean, or
+    a step more, or what a merge would take; slots tell partial results apart, and the merge finds a
+    token's parts."""
+    build = pytest.importorskip("openmla.backends.triton._build")
+    if device == "cpu" and not build.interpreted():
+        pytest.skip("triton     runs on cuda, this is cpu")
+    from openmla.backends.triton._parts import MERGE_UNITS, cut_evenly
+    from tests.ops.pieces_kernel import record_pieces
+
+    chance = random.Random(K)
+    for T in (1, 33, 67, 96, 133, 200):
+        uneven = [chance.choice((0, 1, 130, K, K + 5)) for _ in range(T)]
+        for lens, past in (([K] * T, 0), (uneven, T // 10)):
+            parts = record_pieces(lens, K=K, past=past, programs=programs, device=device)
+            tokens: dict[int, list[tuple[int, ...]]] = {}
+            for index, part in enumerate(parts):
+                for token, *piece in part:
+                    tokens.setdefault(token, []).append((index, *piece))
+            assert sorted(tokens) == list(range(T))
+            slots = []
+            for token, pieces in tokens.items():
+                due = 0 if token >= T - past else min(lens[token], K)
+                indices, los, his, own, firsts, lasts = zip(*pieces, strict=True)
+                assert los[0] == 0 and his[-1] == due and los[1:] == his[:-1]
+                assert firsts == (1,) + (0,) * (len(pieces) - 1) and lasts == firsts[::-1]
+                assert indices == tuple(range(indices[0], indices[0] + len(pieces)))
+                if len(pieces) == 1:
+                    assert own == (-1,)
+                else:  # as find_runs() of the merge reads them
+                    assert own == (2 * indices[0] + 1, *(2 * i for i in indices[1:]))
+                slots += [slot for slot in own if slot >= 0]
+            assert len(set(slots)) == len(slots)
+            if lens is not uneven:
+                work = [
+                    sum((hi - lo) / 128 + PIECE_COST for _, lo, hi, *_ in part) for part in parts
+                ]
+                mean = sum(work) / len(work)
+                even, _, _ = cut_evenly.fn(T, programs, -(-K // 128), -(-K // 128))
+                more = 1 + PIECE_COST + even * MERGE_UNITS.value
+                assert max(work) <= max(1.1 * mean, mean + more)
+
+
+@pytest.mark.slow_interpreted
+@pytest.mark.parametrize("backend", OWN)
+@pytest.mark.parametrize("T", [1, 2, 33, 67, 133, 300])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (NEAR, FAR),
+        (NEAR, replace(POOLED, span=4)),
+        (PACKED,),
+        (LISTED_16,),
+        (replace(PACKED, K=130),),
+    ],
+    ids=["v4", "v4-prefix", "packed", "bf16", "two-steps"],
+)
+def test_tokens_of_every_length_cut_into_parts(
+    parts: tuple[SegmentCase, ...], T: int, backend: str, device: str
+) -> None:
+    """From none to all columns, with several tokens of a request, and some tokens past the last;
+    so many that a program has pieces of several tokens."""
+    T, H = (T, 128) if device == "cuda" else (2, 3)
+    last = len(parts) - 1
+    options: Any = {"C": 512, "R": 0 if last else 64, "contiguous": True, "sink": SINKS}
+    query_lens = (1,) * (T - T // 3) + (T // 3,)
+    seq_lens = tuple(n + 911 * b % 1500 for b, n in enumerate(query_lens))
+    case = SparseCase(
+        "cut", query_lens, seq_lens, parts[0], parts[1] if last else None, H=H, padding=3, **options
+    )
+    check_attention(mqa_sparse, case.make(device), backend)
 
 
 @pytest.mark.slow_interpreted

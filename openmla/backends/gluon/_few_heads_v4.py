@@ -101,10 +101,13 @@ def _few_heads_v4_kernel(
     offs_row = gl.arange(0, BLOCK_N, primitives.ROWS)
     offs_word = gl.arange(0, v4.GROUP_WORDS, gl.SliceLayout(0, primitives.WORDS))[None, :]
     offs_rope = gl.arange(0, 32, gl.SliceLayout(0, primitives.WORDS))[None, :] + v4.ROPE
-    rows, n = v4.token_rows(
-        t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1,
-        table_stride_1, M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED, BS_1, BS_2,
-    )  # fmt: skip
+    tokens = v4.tokens_of(
+        positions, row_lens, query_start_loc, B, K, M_1, span_1, M_2, span_2, LISTED, BS_1, BS_2
+    )
+    lists = v4.Lists(
+        row_ids, ids_stride, table_1, table_stride_1, M_1, table_2, table_stride_2, M_2
+    )
+    rows, n = v4.rows_of(lists, tokens, t, LISTED)
     pages = Pages(words_1, page_1, N_1, words_2, page_2, N_2)
     lo, hi = primitives.run_bounds(n, x, X, run_length, BLOCK_N)
     blocks = gl.maximum((hi - lo + BLOCK_N - 1) // BLOCK_N, 0)

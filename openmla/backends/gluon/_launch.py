@@ -1,4 +1,4 @@
-"""Launching these kernels: what a program owns, how rows are split into runs, builds."""
+"""Launching kernels over listed rows: how rows are split into runs, or cut into parts; builds."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from openmla.backends.triton import _launch as portable
+from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton._build import GFX942, TARGETS, Build, cdiv
-from openmla.backends.triton._launch import TOKENS, out_dtype
+from openmla.backends.triton._launch import out_dtype
+from openmla.backends.triton._parts import cut_evenly
 from openmla.backends.triton._prepare import Launch, Piece, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
 from openmla.hardware import multiprocessors
@@ -40,12 +43,9 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def launch_of(
-    tile: Tile, H: int, split: bool, sink: bool, constants: tuple[tuple[str, Any], ...]
-) -> Launch:
-    own = {"H": H, "SPLIT": split, "SINK": sink and not split}
+def launch_of(tile: Tile, H: int, constants: tuple[tuple[str, Any], ...]) -> Launch:
     return prepare(
-        tile.kernel, {**dict(constants), **own, **tile.constants}, num_warps=NUM_WARPS,
+        tile.kernel, {**dict(constants), "H": H, **tile.constants}, num_warps=NUM_WARPS,
         enable_fp_fusion=FP_FUSION,
     )  # fmt: skip
 
@@ -68,10 +68,11 @@ def launch(
     targets = make_targets(q, 512, runs, out_dtype(q))
     if T == 0:
         return targets.out, targets.lse
-    prepared = launch_of(tile, H, runs.split, sink is not None, call.constants)
-    for first_token in range(0, T, TOKENS):
+    own = (("SPLIT", runs.split), ("SINK", sink is not None and not runs.split))
+    prepared = launch_of(tile, H, (*call.constants, *own))
+    for first_token in range(0, T, portable.TOKENS):
         prepared(
-            (cdiv(H, tile.block_h), min(T - first_token, TOKENS), runs.X),
+            (cdiv(H, tile.block_h), min(T - first_token, portable.TOKENS), runs.X),
             *call.tensors,
             targets.lse if sink is None else sink,
             targets.part,
@@ -84,17 +85,96 @@ def launch(
     return targets.out, targets.lse
 
 
+class Parts(NamedTuple):
+    """How tokens are cut for the many-heads kernels: tiles of heads, `units` of rows of a token,
+    programs of a tile, whether a token lies in several parts, which are merged then. With fixed
+    runs, which are the units, their merge instead."""
+
+    tiles: int
+    units: int
+    programs: int
+    cut: bool
+    merge: merge.Merge
+    runs: Runs | None
+
+
+@lru_cache(maxsize=4096)
+def parts_of(
+    tile: Tile, T: int, H: int, width: int, run_length: int, units: int, *, sink: bool
+) -> Parts:
+    """For so many multiprocessors and `width` rows of a token at most."""
+    tiles = cdiv(H, tile.block_h)
+    programs, steps = max(units // tiles, 1), max(cdiv(width, tile.block_n), 1)
+    launches, cut, runs = cdiv(T, portable.TOKENS), False, None
+    if run_length:
+        runs = runs_of(T, H, 512, tile.block_h, tile.block_n, width, run_length, sink, units)
+        programs, runs = T, runs if runs.split else None
+    else:
+        for num in {min(T, portable.TOKENS), T - (launches - 1) * portable.TOKENS}:
+            even, slices, _ = cut_evenly.fn(num, programs, steps, steps)
+            cut |= not even or slices > 1
+    merged = merge.prepare_merge(
+        T, H, 512, rows=tiles * tile.block_h, items=T, programs=launches * programs if cut else 0,
+        units=steps, fixed=False, overlapped=True, sink=sink,
+    )  # fmt: skip
+    return Parts(tiles, runs.X if runs else steps, programs, cut, merged, runs)
+
+
+def launch_parts(
+    tile: Tile, q: Tensor, sink: Tensor | None, B: int, call: Call, *, width: int, run_length: int
+) -> tuple[Tensor, Tensor]:
+    """Launch over all tokens of B requests, each part of them or run by a program, and merge."""
+    T, H, _ = q.shape
+    sink = None if sink is None else sink.contiguous()
+    parts = parts_of(
+        tile, T, H, width, run_length, multiprocessors(q.device), sink=sink is not None
+    )
+    runs = parts.runs
+    outputs = merge.make_outputs(q, 512, parts.merge, out_dtype(q))
+    if T == 0:
+        return outputs.out, outputs.lse
+    targets = None if runs is None else make_targets(q, 512, runs, out_dtype(q))
+    if targets is not None:
+        outputs = outputs._replace(
+            out=targets.out, lse=targets.lse, part=targets.part, part_lse=targets.part_lse
+        )
+    own = (("SINK", sink is not None), ("FIXED", runs is not None))
+    prepared = launch_of(tile, H, (*call.constants, *own))
+    for number, first_token in enumerate(range(0, T, portable.TOKENS)):
+        num = min(T - first_token, portable.TOKENS)
+        prepared(
+            (parts.tiles, num if run_length else parts.programs, 1 if runs is None else runs.X),
+            *call.tensors,
+            outputs.lse if sink is None else sink,
+            *outputs,
+            B,
+            first_token,
+            num,
+            parts.merge.rows if runs is None else H,
+            parts.units,
+            number * parts.programs,
+            *call.sizes,
+        )
+    if targets is not None:
+        assert runs is not None
+        merge_runs(runs, targets, sink)
+    elif parts.cut:
+        merge.merge_parts(parts.merge, outputs, sink)
+    return outputs.out, outputs.lse
+
+
 def tile_builds(
     tile: Tile, name: str, constants: Mapping[str, Any], targets: Sequence[int] = ()
 ) -> Iterator[Build]:
     """Of a kernel for all its targets, or some; kernels call the same things the same."""
     constants = {**constants, **tile.constants}
     types = {
-        **dict.fromkeys(("q_scale", "floats", "sink", "lse"), "*fp32"),
+        **dict.fromkeys(("q_scale", "floats", "sink", "lse", "part", "part_lse"), "*fp32"),
         **dict.fromkeys(("words", "words_1", "words_2", "row_ids", "row_lens"), "*i32"),
         **dict.fromkeys(("query_start_loc", "table", "table_1", "table_2"), "*i32"),
         "q": "*fp8e4nv" if constants.get("Q_SCALES") else "*bf16",
-        "out": "*fp32" if constants["SPLIT"] else "*bf16",
+        "out": "*fp32" if constants.get("SPLIT") else "*bf16",
+        "spans": "*i32",
         "positions": "*i64",
         "qk_scale": "fp32",
     }

@@ -12,11 +12,19 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.gluon import _few_heads_v3 as few_heads_v3
 from openmla.backends.gluon import _many_heads_v3 as many_heads_v3
-from openmla.backends.gluon._launch import NVIDIA, Call, Tile, launch, split_rows, tile_builds
+from openmla.backends.gluon._launch import (
+    NVIDIA,
+    Call,
+    Tile,
+    launch,
+    launch_parts,
+    split_rows,
+    tile_builds,
+)
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build
+from openmla.backends.triton._build import Build, cdiv
 from openmla.backends.triton._decoded import decoded
 from openmla.backends.triton._launch import LOG2E, inner_contiguous, scales_of
 from openmla.backends.triton._prepare import Piece
@@ -97,11 +105,11 @@ def run(
         segments = decoded(q, query_start_loc, segments, run_length)
     (part,) = segments
     assert part.rows is not None and part.row_lens is not None
-    tile, K = tiles[part.format], part.rows.shape[1]
-    runs = split_rows(tile, q, sink, width=K, run_length=run_length)
+    tile, K, B = tiles[part.format], part.rows.shape[1], query_start_loc.shape[0] - 1
     N, BS, _ = part.cache.shape
     words = Piece(part.cache, 0, torch.int32)
-    floats = [words._replace(dtype=torch.float32)] if tile.block_h == 16 else []  # else bitcast
+    few = tile.block_h == 16
+    floats = [words._replace(dtype=torch.float32)] if few else []  # else bitcast
     row_ids, table = inner_contiguous(part.rows), part.block_table
     if part.kind == "slots" or table is None:
         N, BS, table = N * BS, 0, query_start_loc
@@ -112,11 +120,15 @@ def run(
     call = Call(
         [q, q_scale, words, *floats, row_ids, inner_contiguous(part.row_lens), query_start_loc,
          table],
-        [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1],
-         runs.X, runs.length],
+        [N, scale * LOG2E, q_token, q_head, row_ids.stride(0), table.stride(0), K, table.shape[-1]],
         constants_of(tile, part.cache.stride(1) * part.cache.itemsize // 4, BS, q.shape[2], scales),
     )  # fmt: skip
-    return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
+    if few:
+        runs = split_rows(tile, q, sink, width=K, run_length=run_length)
+        return launch(tile, q, runs, sink, B, call._replace(sizes=[*call.sizes, *runs[:2]]))
+    length = cdiv(run_length, tile.block_n) * tile.block_n
+    call = call._replace(sizes=[*call.sizes, length])
+    return launch_parts(tile, q, sink, B, call, width=K, run_length=run_length)
 
 
 def constants_of(tile: Tile, row: int, BS: int, D: int, scales: int) -> tuple[tuple[str, Any], ...]:
@@ -144,9 +156,9 @@ def many_heads_builds() -> Iterator[Build]:
     ):  # fmt: skip
         tile = MANY[format]
         queries = f"-e4m3-{scales}" if scales else ""
-        for kind, BS, split in kinds:
+        for kind, BS, fixed in kinds:
             constants = dict(constants_of(tile, words, BS, D, scales))
-            constants |= {"H": 128, "SPLIT": split, "SINK": not split}
+            constants |= {"H": 128, "SINK": not fixed, "FIXED": fixed}
             name = f"many-heads-{kind}-{format}-{D}{queries}-H128"
             yield from tile_builds(tile, name, constants)
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.gluon import _few_heads_v4 as few_heads_v4
 from openmla.backends.gluon import _many_heads_v4 as many_heads_v4
-from openmla.backends.gluon._launch import NVIDIA, Call, Tile, launch, split_rows, tile_builds
+from openmla.backends.gluon._launch import (
+    NVIDIA,
+    Call,
+    Tile,
+    launch,
+    launch_parts,
+    split_rows,
+    tile_builds,
+)
 from openmla.backends.gluon._shapes import fills, needs_nvidia, needs_sm90, slower_with_16_heads
 from openmla.backends.kernels import Kernel
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build
+from openmla.backends.triton._build import Build, cdiv
 from openmla.backends.triton._launch import LOG2E, inner_contiguous
 from openmla.backends.triton._prepare import Piece
 
@@ -85,7 +93,9 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     query_start_loc = query_start_loc.contiguous()
     width = sum(segment.width for segment in segments)
-    runs = split_rows(tile, q, sink, width=width, run_length=run_length)
+    runs = None
+    if tile is FEW:
+        runs = split_rows(tile, q, sink, width=width, run_length=run_length)
     window, second = segments[0], segments[-1]
     row_ids = row_lens = query_start_loc
     if second.rows is not None and second.row_lens is not None:
@@ -94,7 +104,7 @@ def run(
     tensors: list[Tensor | Piece] = [q]
     listed = 0 if len(segments) == 1 else row_ids.shape[-1]
     sizes = [scale * LOG2E, q_token, q_head, row_ids.stride(0), listed]
-    sizes += [runs.X, runs.length]
+    sizes += [cdiv(run_length, tile.block_n) * tile.block_n] if runs is None else runs[:2]
     for number, part in enumerate((window, second)):
         # slots have no table: lists and their lengths are in its place and that of positions
         given = part.rows if part.block_table is None else part.block_table
@@ -113,7 +123,10 @@ def run(
         ("BS_2", second.cache.shape[1]),
     )  # fmt: skip
     call = Call(tensors, sizes, constants)
-    return launch(tile, q, runs, sink, query_start_loc.shape[0] - 1, call)
+    B = query_start_loc.shape[0] - 1
+    if runs is not None:
+        return launch(tile, q, runs, sink, B, call)
+    return launch_parts(tile, q, sink, B, call, width=width, run_length=run_length)
 
 
 def few_heads_builds() -> Iterator[Build]:
@@ -125,9 +138,9 @@ def few_heads_builds() -> Iterator[Build]:
 
 def many_heads_builds() -> Iterator[Build]:
     for kind, BS in (("positions", 64), ("prefix", 2), ("slots", 64)):
-        for H, split in ((64, False), (128, True)):
+        for H, fixed in ((64, False), (128, True)):
             constants = {"LISTED": LISTED[kind], "BS_1": 64, "BS_2": BS, "H": H}
-            constants |= {"SPLIT": split, "SINK": not split}
+            constants |= {"SINK": not fixed, "FIXED": fixed}
             yield from tile_builds(MANY, f"many-heads-window-{kind}-fp8_dsv4-H{H}", constants)
 
 

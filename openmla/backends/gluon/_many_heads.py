@@ -30,10 +30,11 @@ from openmla.backends.gluon._primitives import (
     LINE,
     C,
     normalise,
-    run_bounds,
     scale_at,
+    sink_factor,
     thread_barrier,
 )
+from openmla.backends.triton import _pieces as pieces
 from openmla.backends.triton._versions import async_load, reinterpret
 
 BLOCK_H = gl.constexpr(64)
@@ -67,25 +68,36 @@ class Tile(NamedTuple):
 
 class Exchange(NamedTuple):
     """Shared memory that the two softmax groups write for one another, and the loading group for
-    both: key_bias, of two steps, is -inf where a row is not valid."""
+    both: key_bias, of two steps, is -inf where a row is not valid. In the end the lines of the
+    running maxima hold sums. What scores of e4m3 queries are multiplied with is in `scales`."""
 
     even_probs: Any
     odd_probs: Any
     key_bias: Any
     even_max: Any
     odd_max: Any
-    even_sum: Any
-    odd_sum: Any
+    scales: Any
 
 
-class Epilogue(NamedTuple):
-    """Where the epilogue writes, and the sink."""
+class Outputs(NamedTuple):
+    """Results and the sink; partial results, `slot_rows` to a slot, and what the merge has to know
+    about a token: its first and last part."""
 
     out: Any
     lse: Any
     sink: Any
-    line: Any
-    first_head: Any
+    part: Any
+    part_lse: Any
+    spans: Any
+    slot_rows: Any
+
+
+class Signals(NamedTuple):
+    """mbarriers of a piece: its queries are loaded, both sums are, the odd group has stored."""
+
+    queries_ready: Any
+    sums_ready: Any
+    stored: Any
 
 
 @gluon.jit
@@ -103,34 +115,30 @@ def allocate_tiles(dtype: gl.constexpr = gl.bfloat16):
 
 
 @gluon.jit
-def allocate_head_lines():
-    """One number per head: running max and running sum of even and odd tiles."""
+def allocate_head_lines(NUM: gl.constexpr):
+    """Of one number per head."""
     lines = ()
-    for _ in gl.static_range(4):
+    for _ in gl.static_range(NUM):
         lines += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], LINE),)
     return lines
 
 
 @gluon.jit
 def allocate_mbarriers(COPIES: gl.constexpr):
-    """queries_ready, sums_ready, then COPIES that all threads of the loading group arrive at. Each
-    is an allocation of its own: of one array the compiler assumes every use to touch all."""
+    """Signals, and COPIES that all threads of the loading group arrive at. Each is an allocation of
+    its own: of one array the compiler assumes every use to touch all."""
     barriers = ()
-    for _ in gl.static_range(2 + COPIES):
+    for _ in gl.static_range(3 + COPIES):
         barriers += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     mbarrier.init(barriers[0], count=1)
     mbarrier.init(barriers[1], count=2)
+    mbarrier.init(barriers[2], count=1)
+    copied = ()
     for i in gl.static_range(COPIES):
-        mbarrier.init(barriers[2 + i], count=GROUP_THREADS)
+        mbarrier.init(barriers[3 + i], count=GROUP_THREADS)
+        copied += (barriers[3 + i],)
     fence_async_shared()
-    return barriers
-
-
-@gluon.jit
-def run_steps(n, x, X, run_length):
-    """Bounds of a run and its steps; without rows, one step of none."""
-    lo, hi = run_bounds(n, x, X, run_length, STEP)
-    return lo, hi, gl.maximum((hi - lo + STEP - 1) // STEP, 1)
+    return Signals(barriers[0], barriers[1], barriers[2]), copied
 
 
 @gluon.jit
@@ -140,6 +148,15 @@ def wait_filled(BARRIER: gl.constexpr, copied, phase, COPIED: gl.constexpr):
         mbarrier.wait(copied, phase)
     else:
         named.wait(BARRIER, 1)
+
+
+@gluon.jit
+def wait_read(step):
+    """What was announced last is waited for, too."""
+    named.wait(named.EVEN_LEFT_READ, step)
+    named.wait(named.ODD_RIGHT_READ, step)
+    named.wait(named.EVEN_RIGHT_READ, step)
+    named.wait(named.ODD_LEFT_READ, step)
 
 
 @gluon.jit
@@ -324,114 +341,147 @@ def odd_update(logits, acc, running_max, running_sum, even_right, odd_right, exc
 
 @gluon.jit
 def even_partition(
-    queries, even, odd_left, exchange, filled, queries_ready, sums_ready, q, q_head, last_head,
-    qk_scale, epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
-    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, q_scale=None,
-    Q_SCALES: gl.constexpr = 0,
+    queries, even, odd_left, exchange, filled, signals, q, q_scale, q_token, q_head, tokens, cut,
+    run_length, qk_scale, outputs, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
+    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
+    Q_SCALES: gl.constexpr, KIND: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Scores of even tiles, output columns 0 to 255."""
     left_filled, right_filled = filled
-    zeros, acc, running_max, running_sum = initial_state()
-    if Q_SCALES:  # two registers more would spill: the line that will hold sums has the scales
-        scales = load_scales(qk_scale, q_scale, epilogue.first_head, last_head, Q_SCALES)
-        widen_queries(queries, q, epilogue.first_head, q_head, last_head, DECODE_SCALE)
-        exchange.even_sum.store(scales)
-        thread_barrier()
-    else:
-        load_queries(queries, q, epilogue.first_head, q_head, last_head, ROPE_TILE, DECODE_SCALE)
-    mbarrier.arrive(queries_ready, count=1)
-    for i in tl.range(0, steps, disable_licm=True):
-        phase = i & 1
-        scores, more = even_scores(
-            queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
-        )
-        key_bias = exchange.key_bias.index(phase).slice(0, BLOCK_N).load(KEYS)
-        scale = qk_scale
-        if Q_SCALES:
-            scale = exchange.even_sum.load(HEADS)[:, None]
-        scores = wait_scores(scores, more, COPIED)
-        logits = scores * scale + key_bias[None, :]
-        acc, running_max, running_sum = even_update(
-            logits, acc, running_max, running_sum, even.left, odd_left, exchange, steps - 1 - i
-        )
-    exchange.even_sum.store(running_sum)
-    mbarrier.arrive(sums_ready, count=1)
-    mbarrier.wait(sums_ready, 0)
-    running_sum += exchange.odd_sum.load(HEADS)
-    store_output(
-        acc, running_sum, running_max, queries.left, epilogue, 0, H, SINK, DECODE_SCALE, DECODED
-    )
+    first_head = gl.program_id(0) * BLOCK_H
+    step = 0
+    for r in tl.range(0, pieces.num_pieces(cut), disable_licm=True):
+        piece = pieces.find_piece(tokens, cut, r, run_length, KIND, FIXED)
+        t64 = piece.token.to(gl.int64)
+        own = q + t64 * q_token
+        # NaN queries would make scores of no rows NaN
+        last_head = gl.where(piece.hi > piece.lo, H, 0)
+        zeros, acc, running_max, running_sum = initial_state()
+        if Q_SCALES:  # two registers more would spill: a line in shared memory has the scales
+            scale_line = q_scale
+            if Q_SCALES == 2:
+                scale_line += t64 * H
+            scales = load_scales(qk_scale, scale_line, first_head, last_head, Q_SCALES)
+            widen_queries(queries, own, first_head, q_head, last_head, DECODE_SCALE)
+            exchange.scales.store(scales)
+            thread_barrier()
+        else:
+            load_queries(queries, own, first_head, q_head, last_head, ROPE_TILE, DECODE_SCALE)
+        mbarrier.arrive(signals.queries_ready, count=1)
+        for _ in tl.range(0, piece.steps, disable_licm=True):
+            phase = step & 1
+            scores, more = even_scores(
+                queries, even, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
+            )
+            key_bias = exchange.key_bias.index(phase).slice(0, BLOCK_N).load(KEYS)
+            scale = qk_scale
+            if Q_SCALES:
+                scale = exchange.scales.load(HEADS)[:, None]
+            scores = wait_scores(scores, more, COPIED)
+            logits = scores * scale + key_bias[None, :]
+            acc, running_max, running_sum = even_update(
+                logits, acc, running_max, running_sum, even.left, odd_left, exchange, 1
+            )
+            step += 1
+        exchange.even_max.store(running_sum)
+        mbarrier.arrive(signals.sums_ready, count=1)
+        mbarrier.wait(signals.sums_ready, r & 1)
+        running_sum += exchange.odd_max.load(HEADS)
+        store_output(
+            acc, running_sum, running_max, queries.left, outputs, piece, first_head, 0, H, SINK,
+            DECODE_SCALE, DECODED,
+        )  # fmt: skip
+        if first_head == 0:
+            if piece.first:
+                gl.store(outputs.spans + 3 * t64, cut.index)
+                gl.store(outputs.spans + 3 * t64 + 2, 0)
+            if piece.last:
+                gl.store(outputs.spans + 3 * t64 + 1, cut.index)
+        mbarrier.wait(signals.stored, r & 1)  # through the queries' other half
 
 
 @gluon.jit
 def odd_partition(
-    queries, even_right, odd, exchange, filled, queries_ready, sums_ready, last_head, qk_scale,
-    epilogue, steps, H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr,
-    COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, q_scale=None,
-    Q_SCALES: gl.constexpr = 0,
+    queries, even_right, odd, exchange, filled, signals, tokens, cut, run_length, qk_scale, outputs,
+    H: gl.constexpr, SINK: gl.constexpr, ROPE_TILE: gl.constexpr, COPIED: gl.constexpr,
+    DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, Q_SCALES: gl.constexpr, KIND: gl.constexpr,
+    FIXED: gl.constexpr,
 ):  # fmt: skip
     """Scores of odd tiles, output columns 256 to 511."""
     left_filled, right_filled = filled
-    zeros, acc, running_max, running_sum = initial_state()
-    if Q_SCALES:
-        scales = load_scales(qk_scale, q_scale, epilogue.first_head, last_head, Q_SCALES)
-        exchange.odd_sum.store(scales)
-        thread_barrier()
-    mbarrier.wait(queries_ready, 0)
-    for i in tl.range(0, steps, disable_licm=True):
-        phase = i & 1
-        scores, more = odd_scores(
-            queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
-        )
-        key_bias = exchange.key_bias.index(phase).slice(BLOCK_N, BLOCK_N).load(KEYS)
-        scale = qk_scale
-        if Q_SCALES:
-            scale = exchange.odd_sum.load(HEADS)[:, None]
-        scores = wait_scores(scores, more, COPIED)
-        logits = scores * scale + key_bias[None, :]
-        acc, running_max, running_sum = odd_update(
-            logits, acc, running_max, running_sum, even_right, odd.right, exchange, steps - 1 - i
-        )
-    exchange.odd_sum.store(running_sum)
-    mbarrier.arrive(sums_ready, count=1)
-    mbarrier.wait(sums_ready, 0)
-    running_sum += exchange.even_sum.load(HEADS)
-    store_output(
-        acc, running_sum, running_max, queries.right, epilogue, HALF, H, SINK, DECODE_SCALE, DECODED
-    )
+    first_head = gl.program_id(0) * BLOCK_H
+    step = 0
+    for r in tl.range(0, pieces.num_pieces(cut), disable_licm=True):
+        piece = pieces.find_piece(tokens, cut, r, run_length, KIND, FIXED)
+        zeros, acc, running_max, running_sum = initial_state()
+        mbarrier.wait(signals.queries_ready, r & 1)
+        for _ in tl.range(0, piece.steps, disable_licm=True):
+            phase = step & 1
+            scores, more = odd_scores(
+                queries, odd, zeros, left_filled, right_filled, phase, ROPE_TILE, COPIED, COPIED
+            )
+            key_bias = exchange.key_bias.index(phase).slice(BLOCK_N, BLOCK_N).load(KEYS)
+            scale = qk_scale
+            if Q_SCALES:
+                scale = exchange.scales.load(HEADS)[:, None]
+            scores = wait_scores(scores, more, COPIED)
+            logits = scores * scale + key_bias[None, :]
+            acc, running_max, running_sum = odd_update(
+                logits, acc, running_max, running_sum, even_right, odd.right, exchange, 1
+            )
+            step += 1
+        exchange.odd_max.store(running_sum)
+        mbarrier.arrive(signals.sums_ready, count=1)
+        mbarrier.wait(signals.sums_ready, r & 1)
+        running_sum += exchange.even_max.load(HEADS)
+        store_output(
+            acc, running_sum, running_max, queries.right, outputs, piece, first_head, HALF, H, SINK,
+            DECODE_SCALE, DECODED,
+        )  # fmt: skip
+        mbarrier.arrive(signals.stored, count=1)
 
 
 @gluon.jit
 def store_output(
-    acc, running_sum, running_max, tile, epilogue, first: gl.constexpr, H: gl.constexpr,
-    SINK: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
+    acc, running_sum, running_max, tile, outputs, piece, first_head, first: gl.constexpr,
+    H: gl.constexpr, SINK: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
 ):  # fmt: skip
-    """Half of the output's columns, and from one of the halves lse. The first DECODED columns carry
-    DECODE_SCALE. `tile` held queries, which are done with."""
+    """Half of the output's columns, and from one of the halves lse: of the token, or of a slot for
+    the merge. The first DECODED columns carry DECODE_SCALE. `tile` held queries, which are done
+    with."""
     heads, lse, normaliser = normalise(
-        running_max, running_sum, epilogue.sink, epilogue.first_head, 1.0, H, SINK
+        running_max, running_sum, outputs.sink, first_head, 1.0, H, False
     )
+    line = piece.token.to(gl.int64) * H
+    at_lse = outputs.lse + line
+    if piece.slot >= 0:
+        at_lse = outputs.part_lse + piece.slot.to(gl.int64) * outputs.slot_rows
+    elif SINK:
+        normaliser *= sink_factor(outputs.sink, heads, lse, running_sum != 0, H)
     if first == 0:
-        gl.store(epilogue.lse + epilogue.line * H + heads, lse, mask=heads < H)
+        gl.store(at_lse + heads, lse, mask=heads < H)
     if first + HALF <= DECODED:
         normaliser *= 1.0 / DECODE_SCALE
     else:
         columns = first + gl.arange(0, HALF, gl.SliceLayout(0, ACC))
         acc = acc * gl.where(columns < DECODED, 1.0 / DECODE_SCALE, 1.0)[None, :]
     acc = acc * gl.convert_layout(normaliser, ACC_HEADS)[:, None]
-    if epilogue.out.dtype.element_ty == gl.float32:
-        store_half(epilogue, acc, first, H, ACC)
+    if piece.slot >= 0:
+        line = piece.slot.to(gl.int64) * outputs.slot_rows
+        store_half(outputs.part, acc, line, first_head, first, H, ACC)
     else:
         tile.store(acc.to(gl.bfloat16))  # through shared memory: coalesced stores
-        store_half(epilogue, tile.load(COPY), first, H, COPY)
+        store_half(outputs.out, tile.load(COPY), line, first_head, first, H, COPY)
 
 
 @gluon.jit
-def store_half(epilogue, half, first: gl.constexpr, H: gl.constexpr, LAYOUT: gl.constexpr):
-    heads = epilogue.first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
+def store_half(
+    out, half, line, first_head, first: gl.constexpr, H: gl.constexpr, LAYOUT: gl.constexpr
+):
+    heads = first_head + gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     columns = first + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))
-    at = ((epilogue.line * H + heads) * C)[:, None] + columns[None, :]
-    gl.store(epilogue.out + at, half, mask=(heads < H)[:, None])
+    at = out + ((line + heads) * C)[:, None] + columns[None, :]
+    gl.store(at, half, mask=(heads < H)[:, None])
 
 
 @gluon.jit

@@ -1,10 +1,9 @@
 """Latent attention of many heads over V4's rows of 448 + 64 (fp8_dsv4); Gluon, SM90.
 
 Computes  what _few_heads_v4.py does, 64 heads a program
-Grid      (cdiv(H, 64), T, X): one program owns one token, 64 heads, one run of its rows; a grid
-          holds 65535 tokens, more take several launches
+Grid      as _many_heads_v3.py
 Reads     as _few_heads_v4.py
-Writes    out [T, H, 512] and lse [T, H]; with X > 1 runs part [T, X, H, 512] and part_lse
+Writes    as _many_heads_v3.py
 
 Warp groups and their schedule are _many_heads.py's.
 """
@@ -15,11 +14,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _many_heads as many
 from openmla.backends.gluon import _primitives as primitives
 from openmla.backends.gluon import _rows_v4 as v4
+from openmla.backends.triton import _pieces as pieces
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
 from openmla.backends.triton._versions import async_load
 
@@ -118,52 +119,70 @@ def copy_rope(tile, words, row_line, scale_line, odd: gl.constexpr, copied):
 
 
 @gluon.jit
+def publish_rows(rows, pages, j, block, offset, row_line, scale_line, key_bias,
+                 BS_1: gl.constexpr, BS_2: gl.constexpr):  # fmt: skip
+    """Where rows and their scales are, for all threads of the group, and the bias of scores."""
+    row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
+    row_line.store(row)
+    scale_line.store(scales_at)
+    key_bias.store(gl.where(scales_at != INVALID, 0.0, float("-inf")))
+
+
+@gluon.jit
 def load_partition(
-    even, odd, key_bias, row_line, scale_line, copied, rows, pages, lo, hi, steps,
-    LISTED: gl.constexpr, BS_1: gl.constexpr, BS_2: gl.constexpr,
+    even, odd, key_bias, row_line, scale_line, copied, lists, pages, tokens, cut, run_length,
+    LISTED: gl.constexpr, BS_1: gl.constexpr, BS_2: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
     """Rows from the caches, decoded. A thread finds one row of both tiles. Prefetch: row ids two
     steps ahead of their use, tables one, and a quarter of the columns while one is stored."""
+    gdc_launch_dependents()  # the merge waits for all of this grid, but its launch need not
     even_copied, odd_copied = copied
     words = pages.words
     even_left, even_right = many.as_words(even.left), many.as_words(even.right)
     odd_left, odd_right = many.as_words(odd.left), many.as_words(odd.right)
-    j = lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
-    row_id = v4.load_row_ids(rows, j, hi, LISTED)
-    block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
-    row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
-    row_line.store(row)
-    scale_line.store(scales_at)
-    key_bias.index(0).store(gl.where(scales_at != INVALID, 0.0, float("-inf")))
-    for_even_left = load_groups(words, row_line, 0, 0, 4)
-    even_scales = load_scales(words, scale_line, 0)
-    for_odd_right = load_groups(words, row_line, 1, 4, v4.GROUPS)
-    odd_scales = load_scales(words, scale_line, 1)
-    row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
-    for i in tl.range(0, steps, disable_licm=True):
-        j += many.STEP
+    step = 0
+    for r in tl.range(0, pieces.num_pieces(cut), disable_licm=True):
+        piece = pieces.find_piece(tokens, cut, r, run_length, LISTED, FIXED)
+        rows, _ = v4.rows_of(lists, tokens, piece.token, LISTED)
+        hi = piece.hi
+        j = piece.lo + gl.arange(0, many.STEP, many.ROW_PER_THREAD)
+        row_id = v4.load_row_ids(rows, j, hi, LISTED)
         block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
-        row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
-        named.wait(named.EVEN_LEFT_READ, i)
-        store_left(even_left, for_even_left, even_scales, named.EVEN_LEFT_FILLED)
-        for_even_right = load_groups(words, row_line, 0, 4, v4.GROUPS)
-        named.wait(named.ODD_RIGHT_READ, i)
-        copy_rope(odd.right, words, row_line, scale_line, 1, odd_copied)
-        store_right(odd_right, for_odd_right, odd_scales, named.ODD_RIGHT_FILLED)
-        for_odd_left = load_groups(words, row_line, 1, 0, 4)
-        named.wait(named.EVEN_RIGHT_READ, i)
-        copy_rope(even.right, words, row_line, scale_line, 0, even_copied)
-        store_right(even_right, for_even_right, even_scales, named.EVEN_RIGHT_FILLED)
-        row, scales_at = find_row(rows, pages, j, block, offset, BS_1, BS_2)
-        row_line.store(row)
-        scale_line.store(scales_at)
-        key_bias.index((i + 1) & 1).store(gl.where(scales_at != INVALID, 0.0, float("-inf")))
+        publish_rows(
+            rows, pages, j, block, offset, row_line, scale_line, key_bias.index(step & 1), BS_1,
+            BS_2,
+        )  # fmt: skip
         for_even_left = load_groups(words, row_line, 0, 0, 4)
         even_scales = load_scales(words, scale_line, 0)
-        named.wait(named.ODD_LEFT_READ, i)
-        store_left(odd_left, for_odd_left, odd_scales, named.ODD_LEFT_FILLED)
         for_odd_right = load_groups(words, row_line, 1, 4, v4.GROUPS)
         odd_scales = load_scales(words, scale_line, 1)
+        row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
+        for _ in tl.range(0, piece.steps, disable_licm=True):
+            j += many.STEP
+            block, offset = v4.look_up(rows, j, row_id, hi, LISTED, BS_1, BS_2)
+            row_id = v4.load_row_ids(rows, j + many.STEP, hi, LISTED)
+            named.wait(named.EVEN_LEFT_READ, step)
+            store_left(even_left, for_even_left, even_scales, named.EVEN_LEFT_FILLED)
+            for_even_right = load_groups(words, row_line, 0, 4, v4.GROUPS)
+            named.wait(named.ODD_RIGHT_READ, step)
+            copy_rope(odd.right, words, row_line, scale_line, 1, odd_copied)
+            store_right(odd_right, for_odd_right, odd_scales, named.ODD_RIGHT_FILLED)
+            for_odd_left = load_groups(words, row_line, 1, 0, 4)
+            named.wait(named.EVEN_RIGHT_READ, step)
+            copy_rope(even.right, words, row_line, scale_line, 0, even_copied)
+            store_right(even_right, for_even_right, even_scales, named.EVEN_RIGHT_FILLED)
+            step += 1
+            publish_rows(
+                rows, pages, j, block, offset, row_line, scale_line, key_bias.index(step & 1), BS_1,
+                BS_2,
+            )  # fmt: skip
+            for_even_left = load_groups(words, row_line, 0, 0, 4)
+            even_scales = load_scales(words, scale_line, 0)
+            named.wait(named.ODD_LEFT_READ, step - 1)
+            store_left(odd_left, for_odd_left, odd_scales, named.ODD_LEFT_FILLED)
+            for_odd_right = load_groups(words, row_line, 1, 4, v4.GROUPS)
+            odd_scales = load_scales(words, scale_line, 1)
+    many.wait_read(step)
 
 
 @gluon.jit(
@@ -172,14 +191,14 @@ def load_partition(
 )
 def _many_heads_v4_kernel(
     q, words_1, table_1, words_2, table_2, row_ids, row_lens, positions, query_start_loc, sink, out,
-    lse,
-    B, first_token, qk_scale, q_token, q_head, ids_stride, K, X, run_length,
+    lse, part, part_lse, spans,
+    B, first_token, T, slot_rows, units, first_part,
+    qk_scale, q_token, q_head, ids_stride, K, run_length,
     page_1, N_1, M_1, span_1, table_stride_1, page_2, N_2, M_2, span_2, table_stride_2,
     LISTED: gl.constexpr, BS_1: gl.constexpr, BS_2: gl.constexpr, H: gl.constexpr,
-    SPLIT: gl.constexpr, SINK: gl.constexpr, ODD_REGISTERS: gl.constexpr,
+    SINK: gl.constexpr, FIXED: gl.constexpr, ODD_REGISTERS: gl.constexpr,
     LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    first_head, t, t64, x = primitives.program(first_token, many.BLOCK_H)
     qk_scale = qk_scale.to(gl.float32)  # inside a compiled graph it may arrive as fp64
     queries, even, odd = many.allocate_tiles()
     even_probs = gl.allocate_shared_memory(gl.bfloat16, [64, 64], many.TILE)
@@ -187,44 +206,45 @@ def _many_heads_v4_kernel(
     key_bias = gl.allocate_shared_memory(gl.float32, [2, many.STEP], primitives.LINE)
     row_line = gl.allocate_shared_memory(gl.int64, [many.STEP], primitives.LINE)
     scale_line = gl.allocate_shared_memory(gl.int64, [many.STEP], primitives.LINE)
-    even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
-    queries_ready, sums_ready, even_copied, odd_copied = many.allocate_mbarriers(2)
-    rows, n = v4.token_rows(
-        t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1,
-        table_stride_1, M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED, BS_1, BS_2,
-    )  # fmt: skip
-    lo, hi, steps = many.run_steps(n, x, X, run_length)
+    lines = many.allocate_head_lines(2)
+    signals, copied = many.allocate_mbarriers(2)
+    even_copied, odd_copied = copied
+    tokens = v4.tokens_of(
+        positions, row_lens, query_start_loc, B, K, M_1, span_1, M_2, span_2, LISTED, BS_1, BS_2
+    )
+    lists = v4.Lists(
+        row_ids, ids_stride, table_1, table_stride_1, M_1, table_2, table_stride_2, M_2
+    )
+    cut = pieces.own_cut(first_token, T, units, first_part, FIXED)
     apart = (words_2.to(gl.int64) - words_1.to(gl.int64)) // 16
-    q += t64 * q_token
-    last_head = gl.where(hi > lo, H, 0)  # NaN queries would make scores of no rows NaN
-    line = primitives.output_line(t64, x, X, SPLIT)
     # the rope is part of the values and has no tile of its own: probs stand in, unused
     queries = many.Tile(queries[0], queries[1], even_probs)
     even = many.Tile(even[0], even[1], even_probs)
     odd = many.Tile(odd[0], odd[1], even_probs)
-    exchange = many.Exchange(even_probs, odd_probs, key_bias, even_max, odd_max, even_sum, odd_sum)
+    exchange = many.Exchange(even_probs, odd_probs, key_bias, lines[0], lines[1], lines[1])
     pages = Pages(words_1, page_1, N_1, page_2, N_2, apart)
-    epilogue = many.Epilogue(out, lse, sink, line, first_head)
+    outputs = many.Outputs(out, lse, sink, part, part_lse, spans, slot_rows)
     qk_scale = qk_scale * v4.INV_DECODE_SCALE
     ROPE_TILE: gl.constexpr = False
     COPIED: gl.constexpr = False
     DECODED: gl.constexpr = v4.GROUP * v4.GROUPS
+    NO_SCALES: gl.constexpr = 0
     # constants stay constants only inside this very call
     gl.warp_specialize(
         [
             (many.even_partition, (
-                queries, even, odd.left, exchange, (even_copied, even_copied), queries_ready,
-                sums_ready, q, q_head, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE,
-                COPIED, v4.DECODE_SCALE, DECODED,
+                queries, even, odd.left, exchange, (even_copied, even_copied), signals, q, sink,
+                q_token, q_head, tokens, cut, run_length, qk_scale, outputs, H, SINK, ROPE_TILE,
+                COPIED, v4.DECODE_SCALE, DECODED, NO_SCALES, LISTED, FIXED,
             )),
             (many.odd_partition, (
-                queries, even.right, odd, exchange, (odd_copied, odd_copied), queries_ready,
-                sums_ready, last_head, qk_scale, epilogue, steps, H, SINK, ROPE_TILE, COPIED,
-                v4.DECODE_SCALE, DECODED,
+                queries, even.right, odd, exchange, (odd_copied, odd_copied), signals, tokens, cut,
+                run_length, qk_scale, outputs, H, SINK, ROPE_TILE, COPIED, v4.DECODE_SCALE, DECODED,
+                NO_SCALES, LISTED, FIXED,
             )),
             (load_partition, (
-                even, odd, key_bias, row_line, scale_line, (even_copied, odd_copied), rows, pages,
-                lo, hi, steps, LISTED, BS_1, BS_2,
+                even, odd, key_bias, row_line, scale_line, (even_copied, odd_copied), lists, pages,
+                tokens, cut, run_length, LISTED, BS_1, BS_2, FIXED,
             )),
         ],
         [4, 4],

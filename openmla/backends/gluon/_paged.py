@@ -141,10 +141,10 @@ def even_partition(
                 logits, acc, running_max, running_sum, even.left, odd_left, exchange, 1
             )
             step += 1
-        exchange.even_sum.store(running_sum)
+        exchange.even_max.store(running_sum)
         mbarrier.arrive(sums_ready, count=1)
         mbarrier.wait(sums_ready, r & 1)
-        running_sum += exchange.odd_sum.load(many.HEADS)
+        running_sum += exchange.odd_max.load(many.HEADS)
         store_output(
             acc, running_sum, running_max, queries.left, scales, outputs, run, first_row, 0, H,
             FP8,
@@ -180,10 +180,10 @@ def odd_partition(
                 logits, acc, running_max, running_sum, even_right, odd.right, exchange, 1
             )
             step += 1
-        exchange.odd_sum.store(running_sum)
+        exchange.odd_max.store(running_sum)
         mbarrier.arrive(sums_ready, count=1)
         mbarrier.wait(sums_ready, r & 1)
-        running_sum += exchange.even_sum.load(many.HEADS)
+        running_sum += exchange.even_max.load(many.HEADS)
         store_output(
             acc, running_sum, running_max, queries.right, scales, outputs, run, first_row,
             many.HALF, H, FP8,
@@ -378,11 +378,7 @@ def copy_partition(
                 mbarrier.arrive(filled.odd_left, count=1)
             step += 1
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
-    # what was announced last is waited for, too
-    named.wait(named.EVEN_LEFT_READ, step)
-    named.wait(named.ODD_RIGHT_READ, step)
-    named.wait(named.EVEN_RIGHT_READ, step)
-    named.wait(named.ODD_LEFT_READ, step)
+    many.wait_read(step)
 
 
 @gluon.jit(
@@ -405,7 +401,7 @@ def _paged_kernel(
     even_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     odd_rope = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
     odd_probs = gl.allocate_shared_memory(dtype, [64, 64], many.TILE)
-    even_max, odd_max, even_sum, odd_sum = many.allocate_head_lines()
+    even_max, odd_max = many.allocate_head_lines(2)
     scales = even_max
     if FP8:  # of scores, and of values
         scales = gl.allocate_shared_memory(gl.float32, [2, many.BLOCK_H], primitives.LINE)
@@ -423,7 +419,7 @@ def _paged_kernel(
     even = many.Tile(even[0], even[1], even_rope)
     odd = many.Tile(odd[0], odd[1], odd_rope)
     # once scored, the rope of the even tile makes room for its probs
-    exchange = many.Exchange(even_rope, odd_probs, even_max, even_max, odd_max, even_sum, odd_sum)
+    exchange = many.Exchange(even_rope, odd_probs, even_max, even_max, odd_max, odd_max)
     work = parts.Work(query_start_loc, seq_lens, B, unit)
     p = gl.program_id(1)
     own = parts.find_part(work, p, gl.num_programs(1), TOKENS, FIXED)

@@ -137,6 +137,12 @@ def normalise(
     normaliser = gl.where(seen, NUMERATOR / running_sum, 0.0)
     heads = first_head + gl.arange(0, running_sum.shape[0], running_sum.type.layout)
     if SINK:
-        logit = gl.load(sink + heads, mask=heads < H, other=0.0)
-        normaliser *= gl.where(seen, 1.0 / (1.0 + gl.exp2((logit - lse) * LOG2E)), 0.0)
+        normaliser *= sink_factor(sink, heads, lse, seen, H)
     return heads, lse, normaliser
+
+
+@gluon.jit
+def sink_factor(sink, heads, lse, seen, H: gl.constexpr):
+    """What the sink leaves of probability 1."""
+    logit = gl.load(sink + heads, mask=heads < H, other=0.0)
+    return gl.where(seen, 1.0 / (1.0 + gl.exp2((logit - lse) * LOG2E)), 0.0)

@@ -191,8 +191,4 @@ def decode_partition(
             for_odd_right = load_right(words, odd_rows, run)
             step += 1
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
-    # what was announced last is waited for, too
-    named.wait(named.EVEN_LEFT_READ, step)
-    named.wait(named.ODD_RIGHT_READ, step)
-    named.wait(named.EVEN_RIGHT_READ, step)
-    named.wait(named.ODD_LEFT_READ, step)
+    many.wait_read(step)

@@ -12,7 +12,10 @@ GROUP_WORDS = gl.constexpr(32)
 SCALES = gl.constexpr(128)
 ROPE = gl.constexpr(132)
 # Change from step to step: their values must not recompile a kernel.
-DO_NOT_SPECIALIZE = ("B", "first_token", "num_blocks", "table_stride", "K", "M", "X")
+DO_NOT_SPECIALIZE = (
+    "B", "first_token", "T", "slot_rows", "units", "first_part", "num_blocks", "table_stride",
+    "K", "M", "X",
+)  # fmt: skip
 # e4m3 bits in bf16's place are 2**120 too small. Decoded tiles stay scaled by 2**-16, so that scale
 # times rebias fits bf16 for scales up to 2**23. Rope queries are scaled alike, logits and outputs
 # back.

@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from openmla.backends.gluon._primitives import request_of
+from openmla.backends.triton import _pieces as pieces
 
 # A page holds the rows of a block, then their scales. A row in 32-bit words: 448 e4m3, 64 bf16 of
 # rope. Scales are 8 bytes a row, a power of two for each 64 columns, the last unused.
@@ -17,12 +18,12 @@ GROUPS = gl.constexpr(7)
 GROUP_WORDS = gl.constexpr(16)
 ROPE = gl.constexpr(7 * 16)
 SCALE_WORDS = gl.constexpr(2)
-# LISTED: 0 a prefix and 1 positions after a window, 2 one or two lists of slots
-SLOTS = gl.constexpr(2)
+# What follows a window, or with slots a list: LISTED is one of _pieces.py's kinds.
+SLOTS = pieces.SLOTS
 # Change from step to step: their values must not recompile a kernel.
 DO_NOT_SPECIALIZE = (
-    "B", "first_token", "page_1", "N_1", "M_1", "span_1", "table_stride_1",
-    "page_2", "N_2", "M_2", "span_2", "table_stride_2", "ids_stride", "K", "X",
+    "B", "first_token", "T", "slot_rows", "units", "first_part", "page_1", "N_1", "M_1", "span_1",
+    "table_stride_1", "page_2", "N_2", "M_2", "span_2", "table_stride_2", "ids_stride", "K", "X",
 )  # fmt: skip
 # e4m3 bits in bf16's place are 2**120 too small. Decoded columns stay scaled by 2**-48, so that
 # scale times rebias, and the product too, fit bf16 for scales of 2**-76 to 2**55. Rope queries are
@@ -46,33 +47,49 @@ class Rows(NamedTuple):
     M_2: Any
 
 
+class Lists(NamedTuple):
+    """Where all tokens' rows are listed: strides from token to token, or from request to request of
+    tables."""
+
+    row_ids: Any
+    ids_stride: Any
+    table_1: Any
+    table_stride_1: Any
+    M_1: Any
+    table_2: Any
+    table_stride_2: Any
+    M_2: Any
+
+
 @gluon.jit
-def token_rows(
-    t, positions, row_lens, query_start_loc, B, K, row_ids, ids_stride, table_1, table_stride_1,
-    M_1, span_1, table_2, table_stride_2, M_2, span_2, LISTED: gl.constexpr, BS_1: gl.constexpr,
-    BS_2: gl.constexpr,
+def tokens_of(
+    positions, row_lens, query_start_loc, B, K, M_1, span_1, M_2, span_2, LISTED: gl.constexpr,
+    BS_1: gl.constexpr, BS_2: gl.constexpr,
 ):  # fmt: skip
-    """Where a token's rows are listed, and how many they are; none past the last request."""
-    request = gl.minimum(request_of(t, query_start_loc, B), B - 1).to(gl.int64)
-    table_1 += request * table_stride_1
-    table_2 += request * table_stride_2
-    row_ids += t.to(gl.int64) * ids_stride
-    position = gl.load(positions + t)
-    if LISTED == SLOTS:  # position is how many slots the first list has
-        table_1 += (t.to(gl.int64) - request) * table_stride_1
-        n_1 = gl.minimum(position, M_1).to(gl.int32)
+    room_1 = M_1 * BS_1
+    if LISTED == SLOTS:
+        room_1 = M_1
+    return pieces.Tokens(
+        query_start_loc, B, row_lens, K, positions, span_1, room_1, span_2, M_2 * BS_2
+    )
+
+
+@gluon.jit
+def rows_of(lists, tokens, t, LISTED: gl.constexpr):
+    """A token's rows, and how many they are."""
+    n_1, n = pieces.count_rows(tokens, t, LISTED)
+    request = request_of(t, tokens.query_start_loc, tokens.B)
+    request = gl.minimum(request, tokens.B - 1).to(gl.int64)
+    table_1 = lists.table_1 + request * lists.table_stride_1
+    table_2 = lists.table_2 + request * lists.table_stride_2
+    row_ids = lists.row_ids + t.to(gl.int64) * lists.ids_stride
+    if LISTED == SLOTS:
+        table_1 += (t.to(gl.int64) - request) * lists.table_stride_1
         newest = n_1
     else:
-        n_1 = gl.minimum(gl.minimum(position + 1, span_1), M_1 * BS_1).to(gl.int32)
-        newest = (position % gl.maximum(M_1 * BS_1, 1)).to(gl.int32)
-    if LISTED:
-        n_2 = gl.minimum(gl.load(row_lens + t), K)
-    else:
-        n_2 = gl.minimum((position + 1) // span_2, M_2 * BS_2).to(gl.int32)
-    owned = t < gl.load(query_start_loc + B)
-    n_1 = gl.where(owned, gl.maximum(n_1, 0), 0)
-    n = n_1 + gl.where(owned, gl.maximum(n_2, 0), 0)
-    return Rows(row_ids, n_1, newest, table_1, M_1, table_2, M_2), n
+        position = gl.load(tokens.positions + t)
+        newest = (position % gl.maximum(tokens.room_1, 1)).to(gl.int32)
+    return Rows(row_ids, n_1, newest, table_1, lists.M_1, table_2, lists.M_2), n
 
 
 @gluon.jit
