@@ -28,8 +28,8 @@ FP_FUSION = True
 # rows, with all loads in flight; of many one tile has them all, and columns fill the machine. H200,
 # us: 64 tokens of 128 heads, 2 runs: 11.6, 29.5 and 279 by the three; 8 of 64, 16 runs: 5.3, 4.9
 # and 19.4; one of 16, 132 runs: 25.7, 14.1 and 4.2.
-FEW_RUNS, FEW_TILE = 8, (4, 512, 4, 8)
-SOME_RUNS, SOME_TILE = 48, (8, 128, 4, 4)
+FEW_RUNS, FEW_TILE = 16, (4, 512, 4, 8)
+SOME_RUNS, SOME_TILE = 64, (8, 128, 4, 4)
 MANY_TILE = (128, 32, 1, 4)
 # Fixed runs, in order: whatever the tile, sums have the same order. Columns, heads, warps.
 FIXED_FEW_ROWS = (128, 1, 1)
@@ -38,7 +38,6 @@ MANY_FIXED_ROWS = 1024
 # More would mostly see that there is nothing to merge: 1.8 us with 1024 programs, 2.5 with 4096.
 # With much to merge as many are faster: 13.3 us instead of 16.5.
 MOST_PROGRAMS = 2048
-OVERLAPPED_RUNS = 16
 UNROLL = tl.constexpr(8)  # runs whose loads are in flight together
 
 
@@ -76,7 +75,7 @@ def prepare_merge(
     of 32768 keys, 16 heads: 22.0 us beside 17.8)."""
     slots = max(items * units, 1) if fixed else 2 * programs
     most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
-    overlapped = overlapped and most_runs <= OVERLAPPED_RUNS
+    overlapped = overlapped and most_runs <= FEW_RUNS
     kernel, constants, num_warps = merge_build(most_runs, T, H, C, fixed=fixed)
     options = {"launch_pdl": True} if overlapped else {}
     launch = prepare(
