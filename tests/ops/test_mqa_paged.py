@@ -418,6 +418,25 @@ def test_programs_get_equal_parts(programs: int, tokens: int, fixed: bool, devic
         assert fixed or len(parts[0]) == 0 or max(work) <= sum(work) / len(busy) + 1 + B
 
 
+@pytest.mark.triton
+def test_even_cuts_fit_the_programs_and_are_short_enough() -> None:
+    """Of any number of items, none and empty ones too; as the host asks for it."""
+    pytest.importorskip("openmla.backends.triton._build")
+    from openmla.backends.triton._parts import MERGE_UNITS, cut_evenly
+
+    chance = random.Random(0)
+    for _ in range(3000):
+        items, programs = chance.randint(0, 400), chance.choice([1, 5, 66, 132])
+        most = chance.choice([0, 1, chance.randint(1, 30), chance.randint(1, 2000)])
+        even, slices, each = cut_evenly.fn(items, programs, most, most)
+        assert slices >= 1 and each >= 1 and -(-items // each) * slices <= programs
+        balanced = -(-items * (most + 1) // programs)
+        longest = (-(-most // slices) + 1) * each
+        assert not even or items == 0 or longest <= balanced + MERGE_UNITS.value
+        other, *_ = cut_evenly.fn(items, programs, most, most + 1)
+        assert not other  # items differ
+
+
 RUN_COST = 0.7  # of a unit of 128 keys: loading queries and storing outputs
 
 

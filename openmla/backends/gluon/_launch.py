@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from openmla.backends.triton import _launch as portable
@@ -129,15 +130,14 @@ def launch_parts(
     parts = parts_of(
         tile, T, H, width, run_length, multiprocessors(q.device), sink=sink is not None
     )
-    runs = parts.runs
-    outputs = merge.make_outputs(q, 512, parts.merge, out_dtype(q))
+    runs, targets = parts.runs, None
+    if runs is None:
+        outputs = merge.make_outputs(q, 512, parts.merge, out_dtype(q))
+    else:  # no spans are written
+        targets = make_targets(q, 512, runs, out_dtype(q))
+        outputs = merge.Outputs(*targets, spans=Piece(targets.lse, 0, torch.int32))
     if T == 0:
         return outputs.out, outputs.lse
-    targets = None if runs is None else make_targets(q, 512, runs, out_dtype(q))
-    if targets is not None:
-        outputs = outputs._replace(
-            out=targets.out, lse=targets.lse, part=targets.part, part_lse=targets.part_lse
-        )
     own = (("SINK", sink is not None), ("FIXED", runs is not None))
     prepared = launch_of(tile, H, (*call.constants, *own))
     for number, first_token in enumerate(range(0, T, portable.TOKENS)):
@@ -155,8 +155,7 @@ def launch_parts(
             number * parts.programs,
             *call.sizes,
         )
-    if targets is not None:
-        assert runs is not None
+    if runs is not None and targets is not None:
         merge_runs(runs, targets, sink)
     elif parts.cut:
         merge.merge_parts(parts.merge, outputs, sink)

@@ -35,7 +35,7 @@ FEW = Tile(few_heads_v4._few_heads_v4_kernel, 16, 64, {"BLOCK_N": 64}, NVIDIA)
 # Registers a thread of the odd and of the loading warp group has; the even group has what is left
 # of 512. With others it spills.
 MANY = Tile(
-    many_heads_v4._many_heads_v4_kernel, 64, 128, {"ODD_REGISTERS": 192, "LOAD_REGISTERS": 112},
+    many_heads_v4._many_heads_v4_kernel, 64, 128, {"ODD_REGISTERS": 192, "LOAD_REGISTERS": 104},
     (90,),
 )  # fmt: skip
 # 64 heads at a time are faster once tiles of 16, of which two fit a multiprocessor, fill a fifth of

@@ -42,8 +42,10 @@ def cut_evenly(num_items, num_programs, fewest, most):
     but more is merged, which takes as long as MERGE_UNITS. Of plain integers too, for the host."""
     items = max(num_items, 1)
     slices = max(min(num_programs // items, most), 1)
+    length = max((most + slices - 1) // slices, 1)
+    slices = max((most + length - 1) // length, 1)  # fewer may be no longer
     each = (items + num_programs - 1) // num_programs
-    longest = ((most + slices - 1) // slices + 1) * each
+    longest = (length + 1) * each
     balanced = (items * (most + 1) + num_programs - 1) // num_programs
     alike = min(max(fewest - most + 1, 0), 1)
     even = alike * min(max(balanced + MERGE_UNITS - longest + 1, 0), 1)
