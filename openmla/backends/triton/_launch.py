@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _latent as kernels
+from openmla.backends.triton import _primitives as primitives
 from openmla.backends.triton._build import capability_of, cdiv
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._runs import Runs, make_targets, merge_runs, runs_of
@@ -25,7 +26,7 @@ from openmla.backends.triton._tiles import (
 )
 from openmla.hardware import multiprocessors
 
-LOG2E = kernels.LOG2E.value
+LOG2E = primitives.LOG2E.value
 FP_FUSION = True
 TOKENS = 65535  # of one launch: the limit of a grid's second dimension
 

@@ -58,8 +58,8 @@ class Outputs(NamedTuple):
 
     out: Tensor
     lse: Tensor
-    part: Piece
-    part_lse: Piece
+    part: Tensor | Piece
+    part_lse: Tensor | Piece
     spans: Piece
 
 
@@ -195,8 +195,9 @@ def add_each(
         mask = heads < tl.where(x < num, H, 0)
         run_lse = tl.load(part_lse + row, mask=mask, other=float("-inf"))
         at = part + (row * C)[:, None] + c[None, :]
-        lses += (run_lse,)
-        values += (tl.load(at, mask=mask[:, None] & (c < C)[None, :], other=0.0),)
+        run_values = tl.load(at, mask=mask[:, None] & (c < C)[None, :], other=0.0)
+        lses += (run_lse,)  # type: ignore[assignment]
+        values += (run_values,)  # type: ignore[assignment]
         new_max = tl.maximum(new_max, run_lse)
     safe_max = finite_max(new_max)
     rescale = tl.exp2((running_max - safe_max) * LOG2E)

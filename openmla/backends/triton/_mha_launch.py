@@ -100,7 +100,7 @@ def config_of(dtype: torch.dtype, E: int, V: int, capability: int, *, bits: bool
     size = 2 if target in WIDENS_EIGHT_BITS else dtype.itemsize
     free = SHARED_MEMORY[target] - RESERVED - size * block_m * columns
     key_bytes = size * columns + 2 * block_v + (block_m // 8 if bits else 0)
-    lengths = (128, 64, 32) if asynchronous else (64, 32)
+    lengths: tuple[int, ...] = (128, 64, 32) if asynchronous else (64, 32)
     if JOINS_BRANCHES and not asynchronous and block_m == 128:
         lengths = (32,)  # longer tiles spill
     for block_n in lengths:

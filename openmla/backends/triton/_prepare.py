@@ -73,11 +73,12 @@ class Launch:
         self.compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        key, recorder = None, active()
+        key: tuple[Any, ...] | None = None
+        recorder = active()
         if self.rules is not None and not is_watched(self.kernel):
             device = driver.active.get_current_device()
             key, values = specialise(device, self.rules, args)
-            compiled = self.compiled.get(key)
+            compiled = None if key is None else self.compiled.get(key)
             if compiled is not None:
                 again = partial(self._run, compiled, grid if len(grid) == 3 else (*grid, 1, 1)[:3])
                 again(driver.active.get_current_stream(device), values)

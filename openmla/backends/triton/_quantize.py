@@ -54,7 +54,7 @@ def output_arguments(
     scale_row, scale_column, first_row. Any address stands for a tensor that is not there."""
     bytes_ = Piece(values, 0, torch.uint8)
     stored: Any = bytes_
-    strides = (0, 0)
+    strides: tuple[int, ...] = (0, 0)
     if scales is not None and scales.dtype == torch.float32:
         stored, strides = scales, scales.stride()
     elif scales is not None:  # bytes of 128 rows, and of a tile of 4 columns in them

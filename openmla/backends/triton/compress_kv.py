@@ -146,13 +146,13 @@ def _compress_kv_kernel(
         first_row = tl.load(query_start_loc + b)
         end_row = tl.load(query_start_loc + b + 1)
     if (slot >= 0) & (slot < NS) & (first_row < end_row):
-        start = tl.load(positions + first_row.to(tl.int64) * position_stride)
+        start = tl.load(positions + tl.cast(first_row, tl.int64) * position_stride)
         end = start + (end_row - first_row)
         # from here on rows are addressed by position
         shift = first_row - start
         kv += shift * kv_stride
         score += shift * score_stride
-        state += slot.to(tl.int64) * state_slot
+        state += tl.cast(slot, tl.int64) * state_slot
         blocks = block_table + b.to(tl.int64) * block_stride
         # the first entry that needs nothing of the state
         first_new = (start + RATIO - 1) // RATIO

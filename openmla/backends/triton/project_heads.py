@@ -158,8 +158,10 @@ def builds() -> Iterator[Build]:
                 capability, few, H, K, N, eight_bits=False, by_columns=by_columns, fixed=True
             )
         # and the sum of a row's squares; a compressor's projection
-        squares = {"by_columns": True, "dtype": torch.float32}
-        yield project_build(capability, False, 1, 1536, 1, eight_bits=False, fixed=True, **squares)
+        yield project_build(
+            capability, False, 1, 1536, 1, eight_bits=False, by_columns=True, dtype=torch.float32,
+            fixed=True,
+        )  # fmt: skip
         yield project_build(
             capability, False, 1, 7168, 1024, eight_bits=False, by_columns=False, fixed=True,
             wide=True,
