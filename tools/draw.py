@@ -83,10 +83,10 @@ def two_forms() -> Picture:
     p = Picture("two-forms", "One attention in two forms: expanded and absorbed", 900, 470)
     p.rect(16, 16, 426, 438, GREY, 8)
     p.rect(458, 16, 426, 438, GREY, 8)
-    p.text(32, 44, "Expanded: for prompts", "title")
+    p.text(32, 44, "Expanded: for prefill", "title")
     p.text(474, 44, "Absorbed: for decode", "title")
-    p.text(32, 66, "make keys and values of every head, attend", "note")
-    p.text(474, 66, "attend to the cached rows themselves", "note")
+    p.text(32, 66, "compute keys and values of every head, then attend", "note")
+    p.text(474, 66, "attend to the cached rows directly", "note")
 
     p.box(32, 84, 180, 50, "cached rows", "[S, 576], all heads share", fill=PURPLE)
     p.box(32, 170, 180, 50, "kv_b_proj", "w_uk and w_uv", fill=YELLOW)
@@ -101,8 +101,8 @@ def two_forms() -> Picture:
     p.arrow((224, 293), (248, 293))
     p.box(250, 356, 176, 42, "output", "[T, 128 heads, 128]", fill=BLUE)
     p.arrow((338, 324), (338, 354))
-    p.text(32, 420, "640 flops for a query, key and head,", "small")
-    p.text(32, 438, "and 262,144 to expand a key for a head", "small")
+    p.text(32, 420, "640 FLOPs per query, key and head,", "small")
+    p.text(32, 438, "plus 262,144 per key and head to expand", "small")
 
     p.box(474, 84, 180, 50, "cached rows", "[S, 576], all heads share", fill=PURPLE)
     p.box(692, 84, 176, 50, "queries", "[T, 128 heads, 192]", fill=BLUE)
@@ -116,34 +116,34 @@ def two_forms() -> Picture:
     p.arrow((564, 324), (564, 354))
     p.box(692, 356, 176, 42, "output", "[T, 128 heads, 128]", fill=BLUE)
     p.arrow((654, 377), (690, 377))
-    p.text(474, 420, "2,176 flops for a query, key and head,", "small")
-    p.text(474, 438, "and 262,144 for a query and head, by w_uk and w_uv", "small")
+    p.text(474, 420, "2,176 FLOPs per query, key and head,", "small")
+    p.text(474, 438, "plus 262,144 per query and head, by w_uk and w_uv", "small")
     return p
 
 
 def latent_cache() -> Picture:
-    p = Picture("latent-cache", "What a token keeps, and how the cache is paged", 900, 560)
-    p.text(24, 38, "What one token keeps in one layer of DeepSeek-V3", "title")
+    p = Picture("latent-cache", "What is cached per token, and how the cache is paged", 900, 560)
+    p.text(24, 38, "DeepSeek-V3, per token and layer: keys and values, or a latent row", "title")
     for number in range(128):
         column, row = number % 32, number // 32
         p.rect(24 + 12 * column, 54 + 15 * row, 10, 13, RED, 1)
     p.text(424, 76, "keys and values of 128 heads, 16 bits", "bold")
     p.text(424, 96, "81,920 bytes")
     p.rect(24, 132, 9, 26, PURPLE, 1)
-    p.text(44, 150, "the latent row, 16 bits: 1,152 bytes, 71 times less", "bold")
+    p.text(44, 150, "the latent row, 16 bits: 1,152 bytes, 71x smaller", "bold")
     p.rect(24, 174, 9, 14.8, GREEN, 1)
     p.text(44, 186, "the same in fp8_ds_mla: 656 bytes", "bold")
     p.text(424, 118, "(areas to scale)", "note small")
 
     p.text(24, 238, "One row", "title")
-    p.box(24, 254, 512, 44, "latent kv_c, 512 numbers", "normalised; key and value", fill=PURPLE)
+    p.box(24, 254, 512, 44, "latent kv_c, 512 values", "normalized; key and value", fill=PURPLE)
     p.box(536, 254, 128, 44, "k_pe, 64", "rotated", fill=YELLOW)
     p.text(684, 281, "one row serves all heads", "note")
 
     p.text(24, 346, "Blocks of 64 rows", "title")
     p.text(24, 378, "request A: 150 tokens")
     p.text(24, 462, "request B: 90 tokens,")
-    p.text(24, 480, "64 of them A's")
+    p.text(24, 480, "64 shared with A")
     for y, blocks in ((360, (3, 0, 5)), (450, (3, 6))):
         for column, block in enumerate(blocks):
             p.rect(230 + 44 * column, y, 44, 32, BLUE, 1)
@@ -160,7 +160,7 @@ def latent_cache() -> Picture:
     p.text(
         24,
         540,
-        "A prefix that requests share is stored once; a request grows block by block.",
+        "A shared prefix is stored once; requests grow block by block.",
         "note",
     )
     return p
@@ -168,18 +168,18 @@ def latent_cache() -> Picture:
 
 def sparse_step() -> Picture:
     p = Picture("sparse-step", "A decode step of a sparse model", 900, 470)
-    p.text(24, 36, "A sparse step: score every key cheaply, attend to the best few", "title")
+    p.text(24, 36, "A sparse step: score every key cheaply, attend to the top K", "title")
     scores = [9, 4, 30, 6, 12, 3, 26, 8, 5, 33, 7, 2, 10, 29, 4, 6, 22, 5, 9, 27, 3, 8, 31, 24]
     chosen = {i for i, score in enumerate(scores) if score > 20}
     left, step = 210, 27
-    p.text(24, 76, "1. the indexer's keys", "bold")
-    p.text(24, 95, "one of 132 bytes a token", "small note")
+    p.text(24, 76, "1. indexer keys", "bold")
+    p.text(24, 95, "132 bytes per token", "small note")
     p.text(24, 150, "2. scores", "bold")
     p.text(24, 169, "index_logits", "small note")
-    p.text(24, 222, "3. the K best", "bold")
+    p.text(24, 222, "3. top K", "bold")
     p.text(24, 241, "index_topk; K = 2048", "small note")
     p.text(24, 300, "4. latent rows", "bold")
-    p.text(24, 319, "576 numbers a token", "small note")
+    p.text(24, 319, "576 values per token", "small note")
     for number, score in enumerate(scores):
         x = left + step * number
         best = number in chosen
@@ -189,19 +189,21 @@ def sparse_step() -> Picture:
         if best:
             p.arrow((x + 10, 184), (x + 10, 280))
     p.line((left - 6, 178), (left + step * 24, 178))
-    p.box(left + 40, 372, 240, 62, "mqa_sparse", "attends to the K rows only", fill=GREEN)
-    p.box(left + 370, 372, 180, 62, "output", "the same shape as ever", fill=BLUE)
+    p.box(left + 40, 372, 240, 62, "mqa_sparse", "reads the K rows only", fill=GREEN)
+    p.box(left + 370, 372, 180, 62, "output", "same shape as dense", fill=BLUE)
     p.box(24, 372, 150, 62, "query", "all heads, latent", fill=BLUE)
     p.arrow((174, 403), (left + 38, 403))
     p.arrow((left + 280, 403), (left + 368, 403))
     p.arrow((left + 160, 334), (left + 160, 370))
-    p.text(left + 172, 356, "rows named by slot, read where they lie", "note small")
+    p.text(left + 172, 356, "rows addressed by slot, read in place", "note small")
     return p
 
 
 def v4() -> Picture:
     p = Picture("v4", "DeepSeek V4: a window of raw rows, and pooled entries", 900, 470)
-    p.text(24, 36, "DeepSeek V4: raw rows nearby, pooled entries far away", "title")
+    p.text(
+        24, 36, "DeepSeek V4: raw rows for recent tokens, pooled entries for older ones", "title"
+    )
     left, wide, count = 150, 20, 36
     p.text(24, 78, "tokens", "bold")
     for number in range(count):
@@ -221,7 +223,7 @@ def v4() -> Picture:
     p.text(
         left,
         220,
-        "every 4 tokens are pooled into one entry; an indexer picks the K best (green)",
+        "every 4 tokens are pooled into one entry; an indexer selects the top K (green)",
         "small",
     )
 
@@ -229,9 +231,9 @@ def v4() -> Picture:
     p.text(24, 286, "ratio 128", "bold")
     for x in (left + 120, left + 440):
         p.rect(x, 244, 20, 44, GREEN, 2)
-    p.text(left + 160, 272, "every 128 tokens one", "small")
-    p.text(left + 480, 272, "all of them are attended to", "small")
-    p.text(left, 310, "(a layer has ratio 4, ratio 128, or a window alone)", "note small")
+    p.text(left + 160, 272, "one per 128 tokens", "small")
+    p.text(left + 480, 272, "all are attended to", "small")
+    p.text(left, 310, "(a layer has ratio 4, ratio 128, or only a window)", "note small")
 
     p.box(24, 350, 130, 76, "query", "all heads", fill=BLUE)
     p.box(
@@ -241,7 +243,7 @@ def v4() -> Picture:
         76,
         "mqa_sparse",
         "window and entries in one softmax,",
-        "and a sink for each head",
+        "with a sink per head",
         fill=GREEN,
     )
     p.box(606, 350, 264, 76, "output", "rotated back, then projected", fill=BLUE)
@@ -250,15 +252,15 @@ def v4() -> Picture:
     p.text(
         24,
         452,
-        "584 bytes an entry; V4-Flash keeps 3.8 KiB a token of context in all its layers.",
+        "584 bytes per entry; V4-Flash caches 3.8 KiB per token of context over all layers.",
         "note",
     )
     return p
 
 
 def ranks() -> Picture:
-    p = Picture("ranks", "Context parallel: one cache over four ranks", 900, 500)
-    p.text(24, 36, "Context parallel: each rank keeps a quarter of the keys", "title")
+    p = Picture("ranks", "Context parallelism: one cache over four ranks", 900, 500)
+    p.text(24, 36, "Context parallelism: each rank holds a quarter of the keys", "title")
     p.text(24, 80, "positions", "bold")
     for number in range(24):
         x = 130 + 31 * number
@@ -283,13 +285,13 @@ def ranks() -> Picture:
         853,
         50,
         "merge_over_ranks",
-        "out, weighted by exp(lse): exact, whoever holds what",
+        "out, weighted by exp(lse): exact for any distribution of keys",
         fill=YELLOW,
     )
     p.text(
         24,
         476,
-        "The cache stays where it is; outputs and lse are sent. Four ranks hold 4 times as much.",
+        "The cache stays in place; outputs and lse are sent. Four ranks hold 4x as many tokens.",
         "note small",
     )
     return p

@@ -66,9 +66,9 @@ MODEL_TYPES = {
         needs_q_lora=True,
     ),
     "mistral_large4_text": Family(
-        refused="layers without rope have rows of another width, and queries a learned scale"
+        refused="layers without RoPE have rows of another width, and queries have a learned scale"
     ),
-    "glm5_next_text": Family(refused="its indexer scores pools of tokens, not tokens"),
+    "glm5_next_text": Family(refused="its indexer scores pools of tokens instead of tokens"),
 }
 
 # The same, by who asks: what from_hf() reads, what attach() takes, and what neither does and why.

@@ -1,4 +1,4 @@
-"""cache_gather: rows out of a paged cache, decoded, packed in request order.
+"""cache_gather: read rows of a paged cache, decode them and pack them in request order.
 
     for request b, j < row_start_loc[b+1] - row_start_loc[b]:
         p = starts[b] + j

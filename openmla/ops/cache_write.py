@@ -1,4 +1,4 @@
-"""cache_write: this step's latent rows into their slots of a paged cache, encoded by its format.
+"""cache_write: encode this step's latent rows and write them into their slots of a paged cache.
 
     for i < T', slot_mapping[i] >= 0:
         cache[slot // BS, slot % BS] = encode(concat(kv_c[i], k_pe[i]))

@@ -1,4 +1,4 @@
-"""compress_kv: V4's compressor: every `ratio` tokens pooled into one entry of a paged cache.
+"""compress_kv: V4's compressor, which pools every `ratio` tokens into one entry of a paged cache.
 
     p = positions[t], z[t] = score[t] + bias[p % ratio], both per channel, as is everything up to
     the norm; entry i is written by the token at p = ratio * i + ratio - 1:

@@ -1,4 +1,4 @@
-"""index_select: index_logits and index_topk in one pass; logits need not exist.
+"""index_select: index_logits and index_topk in one pass, which need not store all logits.
 
     logits = index_logits(q_idx, w_idx, cache, block_table, query_start_loc, row_lens)
     topk_positions, topk_lens = index_topk(logits, 0, row_lens)

@@ -1,4 +1,4 @@
-"""index_topk: the K highest scores of each row, as positions.
+"""index_topk: select the K highest scores of each row, as positions.
 
 Row t's scores are logits[t, row_starts[t] : row_starts[t] + row_lens[t]]; what stands elsewhere is
 not looked at. positions[t] are relative to row_starts[t]. Of equal scores the lower position wins,

@@ -1,4 +1,4 @@
-"""index_write: indexer keys of this step, normalised, rotated, quantised, into their slots.
+"""index_write: normalize, rotate and quantize a step's indexer keys and write them to their slots.
 
     k = LayerNorm(k_raw) with weight and bias
     k[rope_start : rope_start + R] rotated by position, as ops/rope does

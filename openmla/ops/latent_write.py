@@ -1,4 +1,4 @@
-"""latent_write: a step's latent rows normalised, rotated and into their slots, queries with them.
+"""latent_write: normalize and rotate a step's latent rows and queries, and cache the rows.
 
     kv[i, :C]  <- RMSNorm(kv[i, :C]) * norm_weight * factor        C = the weight's width
     q[i, h]    <- RMSNorm(q[i, h]), without a weight               if norm_queries

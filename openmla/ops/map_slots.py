@@ -1,4 +1,4 @@
-"""map_slots: positions within a request into physical slots of a paged cache.
+"""map_slots: map positions within a request to physical slots of a paged cache.
 
     owner = (p // interleave) % cp_size
     l     = (p // (cp_size * interleave)) * interleave + p % interleave

@@ -1,4 +1,4 @@
-"""merge_quantize: two partial attentions over disjoint keys into one, quantised: the last merge.
+"""merge_quantize: merge two partial attentions over disjoint keys and quantize the result.
 
     x = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  m and z as in merge_states
     rows of values and scales = quantize_out of x

@@ -1,4 +1,4 @@
-"""merge_states: two partial attentions over disjoint keys into one, in place.
+"""merge_states: merge two partial attentions over disjoint keys, in place.
 
     m   = max(lse, other_lse)
     out = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  z = the two weights' sum

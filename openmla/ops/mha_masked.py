@@ -1,4 +1,4 @@
-"""mha_masked: ordinary attention over packed keys and values, restricted by one bit per pair.
+"""mha_masked: ordinary attention over packed keys and values, masked by one bit per query and key.
 
     s   = scale * q @ k.T per head,  where bit j of mask[t] is set (key j of the request)
     lse = log(sum(exp(s)))

@@ -1,4 +1,4 @@
-"""pack_mask: each query's selection as one bit per key, for mha_masked.
+"""pack_mask: pack each query's selected keys into one bit per key, for mha_masked.
 
     bit j of mask[t] is set if some topk_positions[t, k] == key_starts[t] + j, 0 <= j < key_lens[t]
 

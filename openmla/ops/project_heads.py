@@ -1,4 +1,4 @@
-"""project_heads: one small matrix per head, its weights in eight bits or as they are.
+"""project_heads: multiply each head by its own small matrix, in 16 or 32 bits or fp8.
 
     out[t, h] = x[t, h] @ (w[h] * its scales)
 

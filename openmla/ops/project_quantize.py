@@ -1,4 +1,4 @@
-"""project_quantize: latent outputs times w_uv, into quantised rows of the caller's buffers.
+"""project_quantize: multiply latent outputs by w_uv and quantize them into the caller's buffers.
 
     x[t, h] = out_latent[t, h] @ (w_uv[h] * its scales)
     rows of values and scales = quantize_out of x

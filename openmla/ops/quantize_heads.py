@@ -1,4 +1,4 @@
-"""quantize_heads: expanded heads into e4m3, with a scale per row and head or per request and head.
+"""quantize_heads: quantize expanded heads to e4m3 with scales per row and head or request and head.
 
     x      = [x, shared]: a head's own columns, then those that all heads share
     scale  = head_scale[requests[s], h] if given, else row_scale[s, h] = 2^ceil(log2(max(|x| of the

@@ -1,4 +1,4 @@
-"""quantize_out: attention outputs [n, H, V] into quantised rows of the caller's buffers.
+"""quantize_out: quantize attention outputs [n, H, V] into the caller's buffers.
 
 A token's O = H * V values x go into row rows[i], or first_row + i without rows. All in float32:
 

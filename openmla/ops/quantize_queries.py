@@ -1,4 +1,4 @@
-"""quantize_queries: latent and rope parts of queries side by side, in e4m3 with their scale.
+"""quantize_queries: concatenate latent and RoPE parts of queries and quantize them to e4m3.
 
     x      = [latent, q_pe], [T, H, D], in float32
     scale  = max(1e-10, max |x| of the token and head) / 448, or q_scale where that is given

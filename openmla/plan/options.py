@@ -79,17 +79,17 @@ REFUSALS = (
         "compiled",
         "compiled with into=",
         lambda asked: asked.options.compiled and asked.captured,
-        lambda asked: "must not be given with into=, whose sizes never change.",
+        lambda asked: "must not be given with into=, which fixes all sizes.",
     ),
     Refusal(
         "workspace_tokens",
-        "workspace_tokens of V4",
+        "workspace_tokens for V4",
         lambda asked: asked.v4 and asked.options.workspace_tokens is not None,
         lambda asked: f"must not be given for {asked.config.model_type}, which expands nothing.",
     ),
     Refusal(
         "form",
-        "expanded or chosen form of V4",
+        "expanded or chosen form for V4",
         lambda asked: asked.v4 and asked.options.form not in ("auto", "absorbed"),
         lambda asked: (
             f"must be auto or absorbed for {asked.config.model_type}, got {asked.options.form!r}."
@@ -106,7 +106,8 @@ REFUSALS = (
         "form='chosen' over ranks",
         lambda asked: asked.over_ranks and asked.options.form == "chosen",
         lambda asked: (
-            "must be auto, absorbed or expanded over ranks, got 'chosen': ranks select together."
+            "must be auto, absorbed or expanded over ranks, got 'chosen': ranks select keys "
+            "together."
         ),
     ),
     Refusal(
@@ -114,13 +115,13 @@ REFUSALS = (
         "context='gather' with into=, over ranks",
         lambda asked: asked.captured and asked.options.context == "gather",
         lambda asked: (
-            "must be auto or place with into=, got 'gather': what is gathered has other sizes in "
-            "every step."
+            "must be auto or place with into=, got 'gather': the size of the gathered context "
+            "changes in every step."
         ),
     ),
     Refusal(
         "beside",
-        "beside= of other models than V4",
+        "beside= for models other than V4",
         lambda asked: asked.beside and not asked.v4,
         lambda asked: (
             f"must not be given for {asked.config.model_type}: one plan serves all layers."
@@ -130,20 +131,20 @@ REFUSALS = (
         "beside",
         "beside= over ranks",
         lambda asked: asked.beside and asked.over_ranks,
-        lambda asked: "must not be given over ranks: tables differ from ratio to ratio.",
+        lambda asked: "must not be given over ranks: block tables differ by compress ratio.",
     ),
     Refusal(
         "query_dtype",
-        "fp8 queries of V4",
+        "fp8 queries for V4",
         lambda asked: asked.v4 and asked.options.query_dtype is not None,
         lambda asked: (
-            f"must be None for {asked.config.model_type}, whose rows have bf16 columns among "
-            f"their values, got {asked.options.query_dtype!r}: no kernel reads both in one product."
+            f"must be None for {asked.config.model_type}, got {asked.options.query_dtype!r}: its "
+            "rows mix fp8 and bf16 values, which no kernel multiplies in one product."
         ),
     ),
     Refusal(
         "prefill_dtype",
-        "fp8 prefill of V4",
+        "fp8 prefill for V4",
         lambda asked: asked.v4 and asked.options.prefill_dtype is not None,
         lambda asked: f"must be None for {asked.config.model_type}: it expands nothing.",
     ),
@@ -151,7 +152,7 @@ REFUSALS = (
         "prefill_dtype",
         "fp8 prefill with into=",
         lambda asked: asked.captured and asked.options.prefill_dtype is not None,
-        lambda asked: "must be None with into=, which is absorbed only.",
+        lambda asked: "must be None with into=, which supports only the absorbed form.",
     ),
 )
 
