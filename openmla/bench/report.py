@@ -23,23 +23,23 @@ from openmla.plan.roofline import roof
 Data = dict[str, Any]
 PEERS = {
     "flashmla": "FlashMLA",
-    "gather+flashmla": "gather and FlashMLA",
+    "gather+flashmla": "gather + FlashMLA",
     "fa3": "FA3 (vLLM)",
-    "fa3 eager": "FA3 (vLLM), eager",
-    "cuDNN, padded": "cuDNN, padded",
-    "cuDNN, one by one": "cuDNN, one by one",
+    "fa3 eager": "FA3 (vLLM) eager",
+    "cuDNN, padded": "cuDNN padded",
+    "cuDNN, one by one": "cuDNN per request",
     "deep_gemm": "DeepGEMM",
     "torch.topk": "torch.topk",
-    "torch.topk, unsorted": "torch.topk, unsorted",
-    "deep_gemm, torch.topk": "DeepGEMM and torch.topk",
-    "deep_gemm, unsorted": "DeepGEMM and torch.topk, unsorted",
+    "torch.topk, unsorted": "unsorted torch.topk",
+    "deep_gemm, torch.topk": "DeepGEMM + torch.topk",
+    "deep_gemm, unsorted": "DeepGEMM + unsorted torch.topk",
     "transformers": "transformers",
     "two ops": "two openmla ops",
     "torch's quantiser": "torch's quantizer",
     "bf16, torch.bmm": "torch.bmm in bf16",
-    "bf16, torch.bmm and cat": "torch.bmm and cat in bf16",
+    "bf16, torch.bmm and cat": "torch.bmm + cat in bf16",
 }
-# Ours, what is taken by itself before the others.
+# Contenders of openmla, the default before the others.
 OURS = ("captured", "openmla", "gluon", "triton", "one op", "fp8, a scale per head")
 OURS_COLOUR, PEER_COLOUR, ROOF_COLOUR = "#3b5bbf", "#d9822b", "#7a8794"
 
@@ -58,13 +58,13 @@ class Duel(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Rows of a results file that are told of together."""
+    """Rows of a results file that one table shows."""
 
     title: str
     file: str
     pattern: str  # of shapes, all of it
     command: str
-    what: str = ""  # of files that have several kinds of rows for a shape
+    what: str = ""  # the kind of rows, in files with several kinds for a shape
 
 
 GROUPS = (
@@ -85,7 +85,7 @@ GROUPS = (
     Group("quantized outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
     Group("fp8 weights", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
     Group("whole model, decode, CUDA graph", "generate_h200", r".*",
-          "python3 -m bench.generate --model v2-lite --keys 32768 --batch 8"),
+          "python3 -m openmla.bench.generate --model v2-lite --keys 32768 --batch 8"),
 )  # fmt: skip
 
 
@@ -378,7 +378,8 @@ def benchmarks_page(results: Results) -> str:
     for title, text, picture in SECTIONS:
         lines += ["", f"## {title}", "", text, "", f"![{title}](images/{picture}.svg)"]
     lines += ["", *_whole_models(results), "", "## All rows", ""]
-    lines += ["Times are in microseconds. The last column is the ratio defined above.", ""]
+    lines += ["Times are in microseconds. The last column is the ratio defined above. Files"]
+    lines += ["without that ratio follow as stored; their columns are the keys of the JSON.", ""]
     for group in GROUPS:
         lines += list(_all_rows(results, group))
     for name in results.others():
@@ -390,14 +391,14 @@ def _opening() -> list[str]:
     return [
         "# Benchmarks",
         "",
-        "This page compares openmla with other kernels on one H200, including the shapes where it",
-        "is slower, and names the command behind each number. It is generated from",
-        "`bench/results/*.json` (`make table`).",
+        "openmla compared with other kernels on one H200, including the shapes where it is slower.",
+        "The tables name the command behind each number. `make table` generates this page from",
+        "`bench/results/*.json`.",
         "",
         "A ratio is the time of the fastest baseline divided by the time of openmla: above 1,",
-        "openmla is faster. Both are measured in turns in one process, after every result has been",
-        "checked. Numbers from different runs are never compared. Inputs are random. The roofline",
-        "is the minimum time at a memory bandwidth of 4.8 TB/s and 989 TFLOP/s in bf16.",
+        "openmla is faster. Both run in turns in one process, after all results have been checked.",
+        "Numbers from different runs are never compared. Inputs are random. The roofline is the",
+        "minimum time at a memory bandwidth of 4.8 TB/s and 989 TFLOP/s in bf16.",
         "",
         "## Summary",
         "",
@@ -428,19 +429,21 @@ SECTIONS = (
     ),
     (
         "V4 decode by batch size",
-        "A window of 128 rows and 512 selected entries (1024 for 128 heads), with a sink.",
+        "Tokens attend to a window of 128 rows and to 512 selected entries (1024 with 128 heads), "
+        "with a sink.",
         "bench-v4-decode",
     ),
     (
         "Dense decode by number of heads",
-        "Memory-bound up to 64 heads, compute-bound at 128. openmla is slower than FlashMLA for "
-        "large batches of equal lengths, and faster for one long request.",
+        "Dense decode is memory-bound up to 64 heads and compute-bound at 128. openmla is slower "
+        "than FlashMLA for large batches of equal lengths, and faster for one long request.",
         "bench-dense-decode",
     ),
     (
         "Sparse prefill by context length",
-        "Gathering the selected rows takes about the same time at any context length; masking all "
-        "keys grows with it. The planner picks the cheaper one (`python3 -m bench.routes`).",
+        "Gathering the selected rows takes about the same time at any context length. The time for "
+        "masking all keys grows with it. The planner picks the cheaper one "
+        "(`python3 -m bench.routes`).",
         "bench-context",
     ),
 )
@@ -486,7 +489,7 @@ def _all_rows(results: Results, group: Group) -> Iterator[str]:
     yield ""
     yield f"`{group.file}.json`: {machine}"
     yield ""
-    yield f"| shape | {' | '.join(names)} | ratio |"
+    yield f"| shape | {' | '.join(PEERS.get(name, name) for name in names)} | ratio |"
     yield "| --- |" + " --: |" * (len(names) + 1)
     ratios = {duel.shape: duel.ratio for duel in results.duels(group)}
     for shape, found in times.items():
