@@ -85,7 +85,7 @@ GROUPS = (
     Group("quantized outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
     Group("fp8 weights", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
     Group("whole model, decode, CUDA graph", "generate_h200", r".*",
-          "python3 -m openmla.bench.generate --model v2-lite --keys 32768 --batch 8"),
+          "openmla bench generate --model v2-lite --keys 32768 --batch 8"),
 )  # fmt: skip
 
 
@@ -179,9 +179,7 @@ def _draw_against_transformers(figure: Any, data: Data) -> None:
         memory.annotate(f"{total:.1f}", (total, place), (4, 0),
                         textcoords="offset points", va="center")  # fmt: skip
     memory.set_xlim(0, 1.3 * max(totals))
-    memory.set_title(
-        "KV cache; hatched: expanded K and V of one layer, GB (computed)", fontsize=11, loc="left"
-    )
+    memory.set_title("KV cache, GB (computed); hatched: a layer's K and V", fontsize=11, loc="left")
     for axes in (speed, memory):
         axes.invert_yaxis()
 
