@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/how-mla-works.md, as SVG: `python -m tools.draw`.
+"""Draws the pictures of docs/how-mla-works.md as SVG: `python -m tools.draw`.
 
-Coordinates are written by hand; a text that would leave its box raises.
+Coordinates are written by hand; a text that would leave its box raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = ("#cfe0f5", "#cdeacf", "#fbe2ae", "#ddd2f0")
 
 
 class Picture:
-    """An SVG of a title and what is added to it."""
+    """An SVG with a title, to which shapes and texts are added."""
 
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
         self.name, self.width = name, width
@@ -57,7 +57,7 @@ class Picture:
         )
 
     def box(self, x: float, y: float, w: float, h: float, *lines: str, fill: str = WHITE) -> None:
-        """A rectangle with lines in its middle, the first one bold."""
+        """A rectangle with centered lines, the first one bold."""
         self.rect(x, y, w, h, fill)
         first = y + h / 2 - 9 * (len(lines) - 1) + 5
         for number, line in enumerate(lines):
@@ -80,13 +80,13 @@ class Picture:
 
 
 def two_forms() -> Picture:
-    p = Picture("two-forms", "One attention in two forms: expanded and absorbed", 900, 470)
+    p = Picture("two-forms", "Attention in two forms: expanded and absorbed", 900, 470)
     p.rect(16, 16, 426, 438, GREY, 8)
     p.rect(458, 16, 426, 438, GREY, 8)
-    p.text(32, 44, "Expanded: for prompts", "title")
+    p.text(32, 44, "Expanded: for prefill", "title")
     p.text(474, 44, "Absorbed: for decode", "title")
-    p.text(32, 66, "make keys and values of every head, attend", "note")
-    p.text(474, 66, "attend to the cached rows themselves", "note")
+    p.text(32, 66, "compute K and V of every head, then attend", "note")
+    p.text(474, 66, "attend to the cached rows directly", "note")
 
     p.box(32, 84, 180, 50, "cached rows", "[S, 576], all heads share", fill=PURPLE)
     p.box(32, 170, 180, 50, "kv_b_proj", "w_uk and w_uv", fill=YELLOW)
@@ -101,14 +101,14 @@ def two_forms() -> Picture:
     p.arrow((224, 293), (248, 293))
     p.box(250, 356, 176, 42, "output", "[T, 128 heads, 128]", fill=BLUE)
     p.arrow((338, 324), (338, 354))
-    p.text(32, 420, "640 flops for a query, key and head,", "small")
-    p.text(32, 438, "and 262,144 to expand a key for a head", "small")
+    p.text(32, 420, "640 FLOPs per query, key and head,", "small")
+    p.text(32, 438, "plus 262,144 per key and head to expand", "small")
 
     p.box(474, 84, 180, 50, "cached rows", "[S, 576], all heads share", fill=PURPLE)
     p.box(692, 84, 176, 50, "queries", "[T, 128 heads, 192]", fill=BLUE)
     p.box(692, 170, 176, 50, "times w_uk", "[T, 128 heads, 576]", fill=YELLOW)
     p.arrow((780, 134), (780, 168))
-    p.box(474, 262, 394, 62, "attention", "a row is key and value of all 128 heads", fill=GREEN)
+    p.box(474, 262, 394, 62, "attention", "each row is key and value for all 128 heads", fill=GREEN)
     p.arrow((780, 220), (780, 260))
     p.arrow((564, 134), (564, 260))
     p.text(576, 200, "read once", "note")
@@ -116,40 +116,40 @@ def two_forms() -> Picture:
     p.arrow((564, 324), (564, 354))
     p.box(692, 356, 176, 42, "output", "[T, 128 heads, 128]", fill=BLUE)
     p.arrow((654, 377), (690, 377))
-    p.text(474, 420, "2,176 flops for a query, key and head,", "small")
-    p.text(474, 438, "and 262,144 for a query and head, by w_uk and w_uv", "small")
+    p.text(474, 420, "2,176 FLOPs per query, key and head,", "small")
+    p.text(474, 438, "plus 262,144 per query and head for w_uk and w_uv", "small")
     return p
 
 
 def latent_cache() -> Picture:
-    p = Picture("latent-cache", "What a token keeps, and how the cache is paged", 900, 560)
-    p.text(24, 38, "What one token keeps in one layer of DeepSeek-V3", "title")
+    p = Picture("latent-cache", "What is cached per token, and how the cache is paged", 900, 560)
+    p.text(24, 38, "One token in one layer of DeepSeek-V3", "title")
     for number in range(128):
         column, row = number % 32, number // 32
         p.rect(24 + 12 * column, 54 + 15 * row, 10, 13, RED, 1)
     p.text(424, 76, "keys and values of 128 heads, 16 bits", "bold")
     p.text(424, 96, "81,920 bytes")
     p.rect(24, 132, 9, 26, PURPLE, 1)
-    p.text(44, 150, "the latent row, 16 bits: 1,152 bytes, 71 times less", "bold")
+    p.text(44, 150, "latent row, 16 bits: 1,152 bytes, 71x less", "bold")
     p.rect(24, 174, 9, 14.8, GREEN, 1)
     p.text(44, 186, "the same in fp8_ds_mla: 656 bytes", "bold")
     p.text(424, 118, "(areas to scale)", "note small")
 
     p.text(24, 238, "One row", "title")
-    p.box(24, 254, 512, 44, "latent kv_c, 512 numbers", "normalised; key and value", fill=PURPLE)
+    p.box(24, 254, 512, 44, "latent kv_c, 512 values", "normalized; key and value", fill=PURPLE)
     p.box(536, 254, 128, 44, "k_pe, 64", "rotated", fill=YELLOW)
     p.text(684, 281, "one row serves all heads", "note")
 
     p.text(24, 346, "Blocks of 64 rows", "title")
     p.text(24, 378, "request A: 150 tokens")
     p.text(24, 462, "request B: 90 tokens,")
-    p.text(24, 480, "64 of them A's")
+    p.text(24, 480, "64 shared with A")
     for y, blocks in ((360, (3, 0, 5)), (450, (3, 6))):
         for column, block in enumerate(blocks):
             p.rect(230 + 44 * column, y, 44, 32, BLUE, 1)
             p.text(252 + 44 * column, y + 21, str(block), "bold", "middle")
-    p.text(230, 420, "block tables: which block", "note small")
-    p.text(230, 436, "has tokens 0-63, 64-127, ...", "note small")
+    p.text(230, 420, "block tables: the blocks of", "note small")
+    p.text(230, 436, "tokens 0-63, 64-127, ...", "note small")
     owners = {0: "A", 3: "A, B", 5: "A", 6: "B"}
     for block in range(8):
         x, y = 470 + 102 * (block % 4), 360 + 84 * (block // 4)
@@ -160,7 +160,7 @@ def latent_cache() -> Picture:
     p.text(
         24,
         540,
-        "A prefix that requests share is stored once; a request grows block by block.",
+        "A shared prefix is stored once; requests grow block by block.",
         "note",
     )
     return p
@@ -168,18 +168,18 @@ def latent_cache() -> Picture:
 
 def sparse_step() -> Picture:
     p = Picture("sparse-step", "A decode step of a sparse model", 900, 470)
-    p.text(24, 36, "A sparse step: score every key cheaply, attend to the best few", "title")
+    p.text(24, 36, "A sparse step: score every key cheaply, attend to the K best", "title")
     scores = [9, 4, 30, 6, 12, 3, 26, 8, 5, 33, 7, 2, 10, 29, 4, 6, 22, 5, 9, 27, 3, 8, 31, 24]
     chosen = {i for i, score in enumerate(scores) if score > 20}
     left, step = 210, 27
     p.text(24, 76, "1. the indexer's keys", "bold")
-    p.text(24, 95, "one of 132 bytes a token", "small note")
+    p.text(24, 95, "132 bytes per token", "small note")
     p.text(24, 150, "2. scores", "bold")
     p.text(24, 169, "index_logits", "small note")
     p.text(24, 222, "3. the K best", "bold")
     p.text(24, 241, "index_topk; K = 2048", "small note")
     p.text(24, 300, "4. latent rows", "bold")
-    p.text(24, 319, "576 numbers a token", "small note")
+    p.text(24, 319, "576 values per token", "small note")
     for number, score in enumerate(scores):
         x = left + step * number
         best = number in chosen
@@ -190,18 +190,18 @@ def sparse_step() -> Picture:
             p.arrow((x + 10, 184), (x + 10, 280))
     p.line((left - 6, 178), (left + step * 24, 178))
     p.box(left + 40, 372, 240, 62, "mqa_sparse", "attends to the K rows only", fill=GREEN)
-    p.box(left + 370, 372, 180, 62, "output", "the same shape as ever", fill=BLUE)
+    p.box(left + 370, 372, 180, 62, "output", "same shape as dense", fill=BLUE)
     p.box(24, 372, 150, 62, "query", "all heads, latent", fill=BLUE)
     p.arrow((174, 403), (left + 38, 403))
     p.arrow((left + 280, 403), (left + 368, 403))
     p.arrow((left + 160, 334), (left + 160, 370))
-    p.text(left + 172, 356, "rows named by slot, read where they lie", "note small")
+    p.text(left + 172, 356, "rows are read in place, by slot", "note small")
     return p
 
 
 def v4() -> Picture:
     p = Picture("v4", "DeepSeek V4: a window of raw rows, and pooled entries", 900, 470)
-    p.text(24, 36, "DeepSeek V4: raw rows nearby, pooled entries far away", "title")
+    p.text(24, 36, "DeepSeek V4: recent raw rows, older pooled entries", "title")
     left, wide, count = 150, 20, 36
     p.text(24, 78, "tokens", "bold")
     for number in range(count):
@@ -221,7 +221,7 @@ def v4() -> Picture:
     p.text(
         left,
         220,
-        "every 4 tokens are pooled into one entry; an indexer picks the K best (green)",
+        "every 4 tokens are pooled into one entry; an indexer selects the K best (green)",
         "small",
     )
 
@@ -229,9 +229,9 @@ def v4() -> Picture:
     p.text(24, 286, "ratio 128", "bold")
     for x in (left + 120, left + 440):
         p.rect(x, 244, 20, 44, GREEN, 2)
-    p.text(left + 160, 272, "every 128 tokens one", "small")
-    p.text(left + 480, 272, "all of them are attended to", "small")
-    p.text(left, 310, "(a layer has ratio 4, ratio 128, or a window alone)", "note small")
+    p.text(left + 160, 272, "one per 128 tokens", "small")
+    p.text(left + 480, 272, "all are attended to", "small")
+    p.text(left, 310, "(a layer has ratio 4, ratio 128, or only a window)", "note small")
 
     p.box(24, 350, 130, 76, "query", "all heads", fill=BLUE)
     p.box(
@@ -250,15 +250,15 @@ def v4() -> Picture:
     p.text(
         24,
         452,
-        "584 bytes an entry; V4-Flash keeps 3.8 KiB a token of context in all its layers.",
+        "584 bytes per entry; V4-Flash stores 3.8 KiB per token of context over all layers.",
         "note",
     )
     return p
 
 
 def ranks() -> Picture:
-    p = Picture("ranks", "Context parallel: one cache over four ranks", 900, 500)
-    p.text(24, 36, "Context parallel: each rank keeps a quarter of the keys", "title")
+    p = Picture("ranks", "Context parallelism: one cache across four ranks", 900, 500)
+    p.text(24, 36, "Context parallelism: each rank holds a quarter of the keys", "title")
     p.text(24, 80, "positions", "bold")
     for number in range(24):
         x = 130 + 31 * number
@@ -283,13 +283,13 @@ def ranks() -> Picture:
         853,
         50,
         "merge_over_ranks",
-        "out, weighted by exp(lse): exact, whoever holds what",
+        "weights out by exp(lse): exact for any distribution of keys",
         fill=YELLOW,
     )
     p.text(
         24,
         476,
-        "The cache stays where it is; outputs and lse are sent. Four ranks hold 4 times as much.",
+        "No cache rows are sent, only outputs and lse. Four ranks hold 4 times as much.",
         "note small",
     )
     return p
