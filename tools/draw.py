@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/how-mla-works.md, as SVG: `python -m tools.draw`.
+"""Draws the pictures of docs/how-mla-works.md as SVG: `python -m tools.draw`.
 
-Coordinates are written by hand; a text that would leave its box raises.
+Coordinates are written by hand; a text that would leave its box raises an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RANKS = ("#cfe0f5", "#cdeacf", "#fbe2ae", "#ddd2f0")
 
 
 class Picture:
-    """An SVG of a title and what is added to it."""
+    """An SVG with a title, to which shapes and texts are added."""
 
     def __init__(self, name: str, title: str, width: int, height: int) -> None:
         self.name, self.width = name, width
@@ -57,7 +57,7 @@ class Picture:
         )
 
     def box(self, x: float, y: float, w: float, h: float, *lines: str, fill: str = WHITE) -> None:
-        """A rectangle with lines in its middle, the first one bold."""
+        """A rectangle with centered lines, the first one bold."""
         self.rect(x, y, w, h, fill)
         first = y + h / 2 - 9 * (len(lines) - 1) + 5
         for number, line in enumerate(lines):
@@ -80,7 +80,7 @@ class Picture:
 
 
 def two_forms() -> Picture:
-    p = Picture("two-forms", "One attention in two forms: expanded and absorbed", 900, 470)
+    p = Picture("two-forms", "Attention in two forms: expanded and absorbed", 900, 470)
     p.rect(16, 16, 426, 438, GREY, 8)
     p.rect(458, 16, 426, 438, GREY, 8)
     p.text(32, 44, "Expanded: for prefill", "title")
@@ -108,7 +108,7 @@ def two_forms() -> Picture:
     p.box(692, 84, 176, 50, "queries", "[T, 128 heads, 192]", fill=BLUE)
     p.box(692, 170, 176, 50, "times w_uk", "[T, 128 heads, 576]", fill=YELLOW)
     p.arrow((780, 134), (780, 168))
-    p.box(474, 262, 394, 62, "attention", "a row is key and value of all 128 heads", fill=GREEN)
+    p.box(474, 262, 394, 62, "attention", "each row is key and value for all 128 heads", fill=GREEN)
     p.arrow((780, 220), (780, 260))
     p.arrow((564, 134), (564, 260))
     p.text(576, 200, "read once", "note")
@@ -148,8 +148,8 @@ def latent_cache() -> Picture:
         for column, block in enumerate(blocks):
             p.rect(230 + 44 * column, y, 44, 32, BLUE, 1)
             p.text(252 + 44 * column, y + 21, str(block), "bold", "middle")
-    p.text(230, 420, "block tables: which block", "note small")
-    p.text(230, 436, "has tokens 0-63, 64-127, ...", "note small")
+    p.text(230, 420, "block tables: the blocks of", "note small")
+    p.text(230, 436, "tokens 0-63, 64-127, ...", "note small")
     owners = {0: "A", 3: "A, B", 5: "A", 6: "B"}
     for block in range(8):
         x, y = 470 + 102 * (block % 4), 360 + 84 * (block // 4)

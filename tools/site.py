@@ -1,8 +1,8 @@
-"""Hooks of mkdocs: links to files outside docs/, and words behind a fence's language.
+"""Hooks of mkdocs: links to files outside docs/, words after a fence's language, search ranks.
 
-Pages link to `../examples/engine.py`, as people read them in the repository. The site has no such
-file, so each that is linked becomes a page with its text, and the link goes there. What a fence
-says to tests/docs ("slow", "not run: ...") is nothing for readers and is taken away.
+Pages link to `../examples/engine.py`, which works in the repository. On the site, each linked file
+becomes a page with its text, and the link leads to that page. What a fence tells tests/docs
+("slow", "not run: ...") is removed. Search ranks guides above the API and linked files.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(r"\]\((?P<up>(?:\.\./)+)(?P<path>[\w./-]+)\)")
 FENCE = re.compile(r"^(```\w+) .+$", re.MULTILINE)
+SEARCH_BOOST = {"api": 0.5, "source": 0.2}  # by folder
 LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json"}
 
 
@@ -46,6 +47,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     here = posixpath.dirname(page.file.src_uri) or "."
+    boost = SEARCH_BOOST.get(page.file.src_uri.partition("/")[0])
+    if boost is not None:
+        page.meta["search"] = {"boost": boost}
 
     def target(link: re.Match[str]) -> str:
         path = outside(page.file.src_uri, link)

@@ -21,50 +21,50 @@ from openmla.ops.mqa_sparse import cost as sparse_cost
 from openmla.plan.roofline import roof
 
 Data = dict[str, Any]
-PEERS = {
+BASELINES = {
     "flashmla": "FlashMLA",
-    "gather+flashmla": "gather and FlashMLA",
+    "gather+flashmla": "gather + FlashMLA",
     "fa3": "FA3 (vLLM)",
-    "fa3 eager": "FA3 (vLLM), eager",
-    "cuDNN, padded": "cuDNN, padded",
-    "cuDNN, one by one": "cuDNN, one by one",
+    "fa3 eager": "FA3 (vLLM) eager",
+    "cuDNN, padded": "cuDNN padded",
+    "cuDNN, one by one": "cuDNN per request",
     "deep_gemm": "DeepGEMM",
     "torch.topk": "torch.topk",
-    "torch.topk, unsorted": "torch.topk, unsorted",
-    "deep_gemm, torch.topk": "DeepGEMM and torch.topk",
-    "deep_gemm, unsorted": "DeepGEMM and torch.topk, unsorted",
+    "torch.topk, unsorted": "unsorted torch.topk",
+    "deep_gemm, torch.topk": "DeepGEMM + torch.topk",
+    "deep_gemm, unsorted": "DeepGEMM + unsorted torch.topk",
     "transformers": "transformers",
     "two ops": "two openmla ops",
     "torch's quantiser": "torch's quantizer",
     "bf16, torch.bmm": "torch.bmm in bf16",
-    "bf16, torch.bmm and cat": "torch.bmm and cat in bf16",
+    "bf16, torch.bmm and cat": "torch.bmm + cat in bf16",
 }
-# Ours, what is taken by itself before the others.
+# Contenders of openmla, the default before the others.
 OURS = ("captured", "openmla", "gluon", "triton", "one op", "fp8, a scale per head")
-OURS_COLOUR, PEER_COLOUR, ROOF_COLOUR = "#3b5bbf", "#d9822b", "#7a8794"
+OURS_COLOR, BASELINE_COLOR, ROOFLINE_COLOR = "#3b5bbf", "#d9822b", "#7a8794"
 
 
 class Duel(NamedTuple):
-    """One shape of one run: our time, and that of the fastest peer in it."""
+    """One shape of one run: our time, and that of the fastest baseline in it."""
 
     shape: str
     ours: float
-    peer: float
+    baseline: float
     against: str
 
     @property
     def ratio(self) -> float:
-        return self.peer / self.ours
+        return self.baseline / self.ours
 
 
 class Group(NamedTuple):
-    """Rows of a results file that are told of together."""
+    """Rows of a results file that one table shows."""
 
     title: str
     file: str
     pattern: str  # of shapes, all of it
     command: str
-    what: str = ""  # of files that have several kinds of rows for a shape
+    what: str = ""  # the kind of rows, in files with several kinds for a shape
 
 
 GROUPS = (
@@ -85,7 +85,7 @@ GROUPS = (
     Group("quantized outputs, one launch", "outputs_h200", r".*", "python3 -m bench.outputs"),
     Group("fp8 weights", "absorbed_h200", r".*", "python3 -m bench.absorbed"),
     Group("whole model, decode, CUDA graph", "generate_h200", r".*",
-          "python3 -m bench.generate --model v2-lite --keys 32768 --batch 8"),
+          "openmla bench generate --model v2-lite --keys 32768 --batch 8"),
 )  # fmt: skip
 
 
@@ -123,8 +123,8 @@ class Results:
         duels = []
         for shape, times in self.times(group).items():
             ours = next(times[name] for name in OURS if name in times)
-            against = min((name for name in times if name in PEERS), key=times.__getitem__)
-            duels.append(Duel(shape, ours, times[against], PEERS[against]))
+            against = min((name for name in times if name in BASELINES), key=times.__getitem__)
+            duels.append(Duel(shape, ours, times[against], BASELINES[against]))
         return duels
 
 
@@ -162,26 +162,24 @@ def _against_transformers(results: Results) -> Data:
 
 def _draw_against_transformers(figure: Any, data: Data) -> None:
     speed, memory = figure.subplots(2, 1)
-    colours = [PEER_COLOUR, OURS_COLOUR, OURS_COLOUR]
+    colors = [BASELINE_COLOR, OURS_COLOR, OURS_COLOR]
     names, values = list(data["speed"]), list(data["speed"].values())
-    bars = speed.barh(names, values, height=0.6, color=colours)
+    bars = speed.barh(names, values, height=0.6, color=colors)
     ratios = [f"{value:.0f} ({value / values[0]:.2f}x)" for value in values[1:]]
     speed.bar_label(bars, [f"{values[0]:.0f}", *ratios], padding=4)
     speed.set_xlim(0, 1.3 * max(values))
     speed.set_title("Decode, tokens/s (measured)", fontsize=11, loc="left")
     names = list(data["memory"])
     cache, expanded = ([data["memory"][name][i] for name in names] for i in (0, 1))
-    memory.barh(names, cache, height=0.6, color=colours)
+    memory.barh(names, cache, height=0.6, color=colors)
     memory.barh(names[:1], expanded[:1], left=cache[:1], height=0.6, color="none",
-                edgecolor=PEER_COLOUR, hatch="///")  # fmt: skip
+                edgecolor=BASELINE_COLOR, hatch="///")  # fmt: skip
     totals = [sum(data["memory"][name]) for name in names]
     for place, total in enumerate(totals):
         memory.annotate(f"{total:.1f}", (total, place), (4, 0),
                         textcoords="offset points", va="center")  # fmt: skip
     memory.set_xlim(0, 1.3 * max(totals))
-    memory.set_title(
-        "KV cache; hatched: expanded K and V of one layer, GB (computed)", fontsize=11, loc="left"
-    )
+    memory.set_title("KV cache, GB (computed); hatched: a layer's K and V", fontsize=11, loc="left")
     for axes in (speed, memory):
         axes.invert_yaxis()
 
@@ -195,9 +193,9 @@ def _draw_ratios(figure: Any, data: Data) -> None:
     names = list(data)[::-1]
     for place, name in enumerate(names):
         values = data[name]
-        colours = [OURS_COLOUR if value >= 1 else PEER_COLOUR for value in values]
-        axes.scatter(values, [place] * len(values), c=colours, s=26, alpha=0.65, linewidths=0)
-    axes.axvline(1, color=ROOF_COLOUR, linewidth=1.2)
+        colors = [OURS_COLOR if value >= 1 else BASELINE_COLOR for value in values]
+        axes.scatter(values, [place] * len(values), c=colors, s=26, alpha=0.65, linewidths=0)
+    axes.axvline(1, color=ROOFLINE_COLOR, linewidth=1.2)
     axes.set_xscale("log")
     ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 8]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -218,13 +216,17 @@ def _curves(results: Results, group: int, pattern: str, x: int, panel: int, cost
             continue
         bound = roof(cost(*map(int, found.groups())), GPUS["h200"]) * 1e6
         lines = panels.setdefault(found[panel], {"openmla": [], duel.against: [], "roofline": []})
-        for name, us in (("openmla", duel.ours), (duel.against, duel.peer), ("roofline", bound)):
+        for name, us in (
+            ("openmla", duel.ours),
+            (duel.against, duel.baseline),
+            ("roofline", bound),
+        ):
             lines.setdefault(name, []).append([int(found[x]), us])
     return panels
 
 
 def _draw_curves(figure: Any, panels: Data, titles: str, xlabel: str, title: str) -> None:
-    colours = {"openmla": OURS_COLOUR, "roofline": ROOF_COLOUR}
+    colors = {"openmla": OURS_COLOR, "roofline": ROOFLINE_COLOR}
     for axes, (name, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
                                    panels.items(), strict=True):  # fmt: skip
         for line, points in lines.items():
@@ -232,7 +234,7 @@ def _draw_curves(figure: Any, panels: Data, titles: str, xlabel: str, title: str
             style = "--" if line == "roofline" else "-"
             label = "roofline (computed)" if line == "roofline" else line
             axes.plot(xs, ys, style, marker="" if line == "roofline" else "o", markersize=4,
-                      color=colours.get(line, PEER_COLOUR), label=label)  # fmt: skip
+                      color=colors.get(line, BASELINE_COLOR), label=label)  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         crowded = len(panels) > 3
@@ -293,11 +295,11 @@ def _routes(results: Results) -> Data:
 
 
 def _draw_routes(figure: Any, panels: Data) -> None:
-    colours = {"gathered": OURS_COLOUR, "masked": "#6aa84f"}
+    colors = {"gathered": OURS_COLOR, "masked": "#6aa84f"}
     for axes, (name, lines) in zip(figure.subplots(1, 2), panels.items(), strict=True):
         for line, points in lines.items():
             xs, ys = zip(*sorted(points), strict=True)
-            axes.plot(xs, ys, "o-", markersize=4, color=colours[line], label=line)
+            axes.plot(xs, ys, "o-", markersize=4, color=colors[line], label=line)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(xs, [f"{value}k" for value in xs])
@@ -378,7 +380,8 @@ def benchmarks_page(results: Results) -> str:
     for title, text, picture in SECTIONS:
         lines += ["", f"## {title}", "", text, "", f"![{title}](images/{picture}.svg)"]
     lines += ["", *_whole_models(results), "", "## All rows", ""]
-    lines += ["Times are in microseconds. The last column is the ratio defined above.", ""]
+    lines += ["Times are in microseconds. The last column is the ratio defined above. Files"]
+    lines += ["without that ratio follow as stored; their columns are the keys of the JSON.", ""]
     for group in GROUPS:
         lines += list(_all_rows(results, group))
     for name in results.others():
@@ -390,14 +393,14 @@ def _opening() -> list[str]:
     return [
         "# Benchmarks",
         "",
-        "This page compares openmla with other kernels on one H200, including the shapes where it",
-        "is slower, and names the command behind each number. It is generated from",
-        "`bench/results/*.json` (`make table`).",
+        "openmla compared with other kernels on one H200, including the shapes where it is slower.",
+        "The tables name the command behind each number. `make table` generates this page from",
+        "`bench/results/*.json`.",
         "",
         "A ratio is the time of the fastest baseline divided by the time of openmla: above 1,",
-        "openmla is faster. Both are measured in turns in one process, after every result has been",
-        "checked. Numbers from different runs are never compared. Inputs are random. The roofline",
-        "is the minimum time at a memory bandwidth of 4.8 TB/s and 989 TFLOP/s in bf16.",
+        "openmla is faster. Both run in turns in one process, after all results have been checked.",
+        "Numbers from different runs are never compared. Inputs are random. The roofline is the",
+        "minimum time at a memory bandwidth of 4.8 TB/s and 989 TFLOP/s in bf16.",
         "",
         "## Summary",
         "",
@@ -413,10 +416,10 @@ def _summary(results: Results) -> Iterator[str]:
         duels = sorted(results.duels(group), key=lambda duel: duel.ratio)
         middle = duels[len(duels) // 2].ratio
         faster = sum(duel.ratio >= 1 for duel in duels)
-        peers = ", ".join(sorted({duel.against for duel in duels}))
+        baselines = ", ".join(sorted({duel.against for duel in duels}))
         worst, best = duels[0].ratio, duels[-1].ratio
         numbers = f"{len(duels)} | {faster} | {worst:.2f} | {middle:.2f} | {best:.2f}"
-        yield f"| {group.title} | {numbers} | {peers} | `{group.command}` |"
+        yield f"| {group.title} | {numbers} | {baselines} | `{group.command}` |"
 
 
 SECTIONS = (
@@ -428,19 +431,21 @@ SECTIONS = (
     ),
     (
         "V4 decode by batch size",
-        "A window of 128 rows and 512 selected entries (1024 for 128 heads), with a sink.",
+        "Tokens attend to a window of 128 rows and to 512 selected entries (1024 with 128 heads), "
+        "with a sink.",
         "bench-v4-decode",
     ),
     (
         "Dense decode by number of heads",
-        "Memory-bound up to 64 heads, compute-bound at 128. openmla is slower than FlashMLA for "
-        "large batches of equal lengths, and faster for one long request.",
+        "Dense decode is memory-bound up to 64 heads and compute-bound at 128. openmla is slower "
+        "than FlashMLA for large batches of equal lengths, and faster for one long request.",
         "bench-dense-decode",
     ),
     (
         "Sparse prefill by context length",
-        "Gathering the selected rows takes about the same time at any context length; masking all "
-        "keys grows with it. The planner picks the cheaper one (`python3 -m bench.routes`).",
+        "Gathering the selected rows takes about the same time at any context length. The time for "
+        "masking all keys grows with it. The planner picks the cheaper one "
+        "(`python3 -m bench.routes`).",
         "bench-context",
     ),
 )
@@ -486,7 +491,7 @@ def _all_rows(results: Results, group: Group) -> Iterator[str]:
     yield ""
     yield f"`{group.file}.json`: {machine}"
     yield ""
-    yield f"| shape | {' | '.join(names)} | ratio |"
+    yield f"| shape | {' | '.join(BASELINES.get(name, name) for name in names)} | ratio |"
     yield "| --- |" + " --: |" * (len(names) + 1)
     ratios = {duel.shape: duel.ratio for duel in results.duels(group)}
     for shape, found in times.items():
