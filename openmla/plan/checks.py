@@ -1,4 +1,4 @@
-"""What make_plan() refuses: caches, workspaces and batches that do not belong together."""
+"""Checks of make_plan(): the cache, workspace and batch must fit the config and each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_kinds(
     batch: object, config: object, cache: object, given: Sequence[object], workspace: object,
     ranks: object,
 ) -> None:  # fmt: skip
-    """What make_plan() is called with is of the kinds it takes; `given` are its PlanOptions."""
+    """Check the types of make_plan()'s arguments; `given` are the values of its PlanOptions."""
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
     check_kind("plan", "compiled", given[5], bool)
@@ -40,15 +40,17 @@ def check_kinds(
         check_kind("plan", "ranks", ranks, Ranks)
     if not isinstance(cache, LayerCache):
         raise ConfigError(
-            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}."
+            f"plan: cache must be the LayerCache of one layer, got {type(cache).__name__}. "
+            "Make it with allocate_cache()."
         )
 
 
 def check_ranks(batch: Batch, rows: PagedCache, ranks: Ranks, *, v4: bool) -> int:
-    """What goes over ranks; returns how many there are."""
+    """Check that a batch and a cache can be sharded over ranks; return the number of ranks."""
     if not batch.causal:
         raise ConfigError(
-            "plan: batch must be of the whole step over ranks, got causal=False. Ranks hold parts."
+            "plan: batch must be the whole step when ranks are given, got causal=False. The plan "
+            "shards the keys itself."
         )
     if not v4:
         ranks.shard.check_block_size(rows.block_size)
@@ -56,44 +58,45 @@ def check_ranks(batch: Batch, rows: PagedCache, ranks: Ranks, *, v4: bool) -> in
 
 
 def check_buffers(where: str, name: str, buffers: object) -> None:
-    """They are plan_buffers()'s; whose they are is seen when a step's tensors are put there."""
+    """Check that these are buffers of plan_buffers(); filling them checks their sizes."""
     if not isinstance(buffers, dict) or not {"block_table", "slot_mapping"} <= buffers.keys():
         raise ConfigError(
-            f"{where}: {name} must be plan_buffers()'s, got {type(buffers).__name__}."
+            f"{where}: {name} must be the buffers of plan_buffers(), got {type(buffers).__name__}. "
+            "Call plan_buffers() and pass its result."
         )
 
 
 def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: str) -> None:
-    """Rows are as wide as the config says, and indexer keys in blocks like theirs; where the caller
-    chooses, there need be none."""
+    """Rows are as wide as the config says, and indexer keys have the same blocks as the rows. With
+    form="chosen" the caller selects the keys, and the cache may have no indexer keys."""
     get_format(latent.format, "latent")
     latent.check_width("plan", "latent", config.latent_dim)
     index = cache.index
     if config.indexer is None:
         if form == "chosen":
             raise ConfigError(
-                "plan: config must have an indexer for form 'chosen', got none. Its topk says how "
-                "many keys a token attends to."
+                "plan: config must have an indexer for form 'chosen', got none. The indexer's topk "
+                "is the number of keys that a token attends to."
             )
         return
     if index is None and form == "chosen":
         return
     if index is None:
         raise ConfigError(
-            f"plan: cache must have index rows for {config.model_type}, got none. A layer that "
-            "shares its selection has none: plan with the cache of one that does not."
+            f"plan: cache must have index rows for {config.model_type}, got none. If this layer "
+            "shares the selection of another one, plan with that layer's cache."
         )
     get_format(index.format, "index")
     index.check_width("plan", "index", config.indexer.head_dim)
     if (index.num_blocks, index.block_size) != (latent.num_blocks, latent.block_size):
         raise ConfigError(
-            f"plan: index rows must be in {latent.num_blocks} blocks of {latent.block_size} like "
-            f"the latent ones, got {index.num_blocks} of {index.block_size}."
+            f"plan: index rows must have {latent.num_blocks} blocks of {latent.block_size}, as the "
+            f"latent rows have, got {index.num_blocks} of {index.block_size}."
         )
 
 
 def check_dtype(where: str, dtype: torch.dtype | None) -> None:
-    """Queries are floating-point; fp8 ones are asked for by query_dtype."""
+    """Check the dtype of queries before they are quantized; query_dtype selects fp8 queries."""
     if dtype is not None and dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise ConfigError(f"{where}: dtype must be one of {names}, got {dtype!r}.")
@@ -102,7 +105,7 @@ def check_dtype(where: str, dtype: torch.dtype | None) -> None:
 def check_query_dtype(
     where: str, config: MLAConfig, query_dtype: str | None, format: str | None, device: torch.device
 ) -> None:
-    """fp8 queries are for rows of fp8, on chips that multiply them."""
+    """fp8 queries need fp8 rows, and a GPU with fp8 matrix products."""
     if query_dtype is None:
         return
     if query_dtype not in ("fp8", "fp8_static"):
@@ -111,22 +114,24 @@ def check_query_dtype(
         )
     if format not in EIGHT_BITS:
         raise ConfigError(
-            f"{where}: query_dtype must be None over a cache of {format or 'the default format'}, "
-            f"got {query_dtype!r}. fp8 queries read {', '.join(EIGHT_BITS)}."
+            f"{where}: query_dtype must be None for a cache of {format or 'the default format'}, "
+            f"got {query_dtype!r}. fp8 queries need a cache of {' or '.join(EIGHT_BITS)}."
         )
     check_chip(where, device)
 
 
 def check_wide_queries(where: str, query_dtype: str | None, dtype: torch.dtype) -> None:
-    """Outputs of fp8 queries are bf16, their lse is float32: float64 would be so in name only."""
+    """fp8 queries give bf16 outputs and a float32 lse, which float64 callers would not expect."""
     if query_dtype is not None and dtype == torch.float64:
-        raise ConfigError(f"{where}: query_dtype must be None for queries in {dtype}.")
+        raise ConfigError(
+            f"{where}: query_dtype must be None for queries in {dtype}, got {query_dtype!r}."
+        )
 
 
 def check_planned_queries(
     where: str, config: MLAConfig, cache: LayerCache, query_dtype: str | None
 ) -> None:
-    """The same of a cache."""
+    """check_query_dtype() for the rows of a layer's cache, and the scale of static queries."""
     part = next(iter(cache.parts), None)
     device = torch.device("cpu") if part is None else part.data.device
     format = None if cache.latent is None else cache.latent.format
@@ -136,14 +141,14 @@ def check_planned_queries(
 
 
 def check_planned_output(config: MLAConfig, output: str) -> None:
-    """A format that this model's outputs can be quantised to."""
+    """Check that this model's outputs can be quantized to a format."""
     check_width("plan", get_output_format(output), config.num_heads * config.v_head_dim)
 
 
 def check_workspace(
     workspace: Workspace, config: MLAConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """A workspace of warmup() is for this config, dtype and device."""
+    """Check that a workspace of warmup() fits this config, dtype and device."""
     check_kind("plan", "workspace", workspace, Workspace)
     H, P, V = config.num_heads, config.qk_nope_head_dim, config.v_head_dim
     for name, tensor, shape in (
@@ -153,59 +158,62 @@ def check_workspace(
     ):
         if tensor.shape[1:] != shape:
             raise ConfigError(
-                f"plan: workspace must be of this config, with {name} of {shape} each, "
-                f"got {tuple(tensor.shape[1:])}. Give warmup() the same config and cache."
+                f"plan: workspace must be of this config, with {name} of shape {shape}, "
+                f"got {tuple(tensor.shape[1:])}. Call warmup() with the same config and cache."
             )
     if workspace.rows.device != device:
         raise ConfigError(
-            f"plan: workspace must be on {device} like the cache, got {workspace.rows.device}."
+            f"plan: workspace must be on {device}, as the cache is, got {workspace.rows.device}. "
+            "Call warmup() with this cache."
         )
     if workspace.rows.dtype != dtype:
         raise ConfigError(
-            f"plan: workspace must be {dtype} like the queries, got {workspace.rows.dtype}. "
-            "Give warmup() that dtype."
+            f"plan: workspace must be {dtype}, as the queries are, got {workspace.rows.dtype}. "
+            "Call warmup() with that dtype."
         )
 
 
 def check_eight_bit_products(where: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Chips that cannot multiply e4m3 are named: nothing else would be as fast as 16 bits."""
+    """Raise on GPUs without fp8 matrix products: any replacement would be slower than 16 bits."""
     found = capability(device)
     if device.type == "cuda" and (torch.version.hip is not None or (found or (0, 0)) < (8, 9)):
-        name = "AMD's" if torch.version.hip is not None else "SM{}{}".format(*(found or (0, 0)))
+        name = (
+            "an AMD GPU" if torch.version.hip is not None else "SM{}{}".format(*(found or (0, 0)))
+        )
         raise UnsupportedError(
-            f"{where}: prefill_dtype='fp8' needs products of e4m3, which chips have from SM89 on, "
-            f"this is {name}. Leave it out."
+            f"{where}: prefill_dtype='fp8' needs e4m3 matrix products (SM89 or newer), "
+            f"got {name}. Leave prefill_dtype out."
         )
     if dtype == torch.float64:
-        raise ConfigError(f"{where}: prefill_dtype must be None for queries in {dtype}.")
+        raise ConfigError(f"{where}: prefill_dtype must be None for queries in {dtype}, got 'fp8'.")
 
 
 def check_room_for_keys(
     workspace: Workspace, calls: Mapping[str, Call], prefill_dtype: str | None
 ) -> None:
-    """Where keys are expanded, the workspace has room for whole ones, of the type they are; none is
-    needed where mha_ragged takes them in two parts."""
+    """Where keys are expanded, the workspace has room for whole keys of their dtype. A kernel that
+    takes keys in two parts needs none."""
     expanding = [calls[op] for op in ("mha_ragged", "mha_masked") if op in calls]
     whole = [call for call in expanding if not call.keys_apart]
     eight_bits = workspace.keys.dtype == torch.float8_e4m3fn
     if whole and eight_bits != (prefill_dtype is not None):
         raise ConfigError(
             f"plan: workspace must be for prefill_dtype {prefill_dtype!r}, got keys of "
-            f"{workspace.keys.dtype}. Give warmup() the same prefill_dtype."
+            f"{workspace.keys.dtype}. Call warmup() with the same prefill_dtype."
         )
     if whole and len(workspace.keys) < len(workspace.expanded):
         raise ConfigError(
-            f"plan: workspace must have room for whole keys, which {whole[0].problem.op} by "
-            f"{whole[0].backend} wants, got none. Give warmup() the same backend."
+            f"plan: workspace must have room for whole keys, which {whole[0].problem.op} needs on "
+            f"{whole[0].backend}, got none. Call warmup() with the same backend."
         )
 
 
 def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
-    """Values are checked on the host; tensors that are on the device already are trusted. Of a
-    cache over `ranks`, a block holds so many times its tokens."""
+    """Check the values of host tensors; tensors that are on the device already are trusted. In a
+    cache over `ranks`, a block holds that many times its tokens."""
     table, slots = batch.block_table, batch.slot_mapping
     if slots is None:
-        raise ShapeError("batch: slot_mapping must be given, only V4 does without.")
+        raise ShapeError("batch: slot_mapping must be given, got None. Only V4 plans without it.")
     check_devices(batch, ("block_table", "slot_mapping", "device_seq_lens"), latent.data.device)
     N, BS = latent.num_blocks, latent.block_size * ranks
     if table.is_cpu:
@@ -223,7 +231,7 @@ def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
 
 
 def check_devices(batch: Batch, names: Sequence[str], device: torch.device) -> None:
-    """Tensors of a batch are on the host or where the cache is."""
+    """Check that tensors of a batch are on the host or on the cache's device."""
     for name in names:
         tensor = getattr(batch, name)
         if tensor is None or tensor.is_cpu or tensor.device.type == device.type:
@@ -232,8 +240,8 @@ def check_devices(batch: Batch, names: Sequence[str], device: torch.device) -> N
 
 
 def _is_plain_prompt(batch: Batch, slots: Tensor, BS: int) -> bool:
-    """Whether many rows go where the table has them, no block written twice: what else is checked
-    of slots holds then, and nothing looks at each."""
+    """Whether many rows go where the block table has them and no block is written twice. All other
+    checks of slots hold then, and no loop over rows is needed."""
     if slots.shape[0] <= LONG or not batch.causal or batch.bounded or batch.padding:
         return False
     blocks = last_blocks(batch.block_table, batch.query_lens, batch.seq_lens, BS)
@@ -245,14 +253,14 @@ def _is_plain_prompt(batch: Batch, slots: Tensor, BS: int) -> bool:
 
 
 def check_device_lens(batch: Batch) -> None:
-    """Lengths of the device that can be looked at are what the host knows of them."""
+    """Check device_seq_lens against the host's lengths where they can be read without a copy."""
     lens = batch.device_seq_lens
     if lens is None or lens.device.type != "cpu":
         return
     bounded = batch.bounded
     for b, (true, given) in enumerate(zip(lens.tolist(), batch.seq_lens, strict=True)):
         if not (0 <= true <= given if b in bounded else true == given):
-            expected = f"within 0..{given}" if b in bounded else f"{given}, which is exact"
+            expected = f"within 0..{given}" if b in bounded else f"{given}, as in seq_lens"
             raise ShapeError(f"batch: device_seq_lens[{b}] must be {expected}, got {true}.")
 
 
@@ -260,14 +268,14 @@ def _check_padding(batch: Batch, slots: list[int]) -> None:
     most = max(slots[batch.num_tokens - batch.padding :])
     if most >= 0:
         raise ShapeError(
-            f"batch: slot_mapping must be -1 for the last {batch.padding} tokens, which are "
-            f"padding, got {most}."
+            f"batch: slot_mapping must be -1 for the last {batch.padding} tokens (padding), "
+            f"got {most}."
         )
 
 
 def _check_agreement(batch: Batch, slots: list[int], BS: int) -> None:
-    """A row is written where its own request will look for it, or not at all; where that is, is
-    not known of lengths that only the device has."""
+    """A row is written to the slot where its own request will look for it, or not at all. Lengths
+    that only the device has are not checked."""
     query_lens, seq_lens, bounded = batch.query_lens, batch.seq_lens, batch.bounded
     if not batch.causal or len(bounded) == len(seq_lens):
         return
@@ -279,7 +287,7 @@ def _check_agreement(batch: Batch, slots: list[int], BS: int) -> None:
         for position in range(S - n, S):
             if 0 <= slots[t] != expected[t] and b not in bounded:
                 raise ShapeError(
-                    f"batch: slot_mapping must agree with block_table, which has position "
-                    f"{position} of request {b} in slot {expected[t]}, got {slots[t]}."
+                    f"batch: slot_mapping must agree with block_table, which maps position "
+                    f"{position} of request {b} to slot {expected[t]}, got {slots[t]}."
                 )
             t += 1

@@ -1,4 +1,4 @@
-"""What make_plan() refuses of V4: caches, options and batches that do not belong together."""
+"""Checks of make_plan() for V4: caches, selections and batches must fit the config."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from openmla.plan.types import Plan
 from openmla.plan.workspace import Workspace
 
 TENSORS = ("block_table", "window_table", "state_slots", "device_seq_lens")  # of a batch
-MANY = 16  # requests that torch's operations are faster over than Python is
+MANY = 16  # requests from which torch operations are faster than a Python loop
 
 
 def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
-    """The parts of a layer's cache belong together; returns the window."""
+    """Check that the parts of a layer's cache fit together; return the window."""
     assert config.compressor is not None
     if cache.window is None:
         raise ConfigError(
-            f"plan: cache must have window rows for {config.model_type}, got none. "
-            "allocate_cache makes it, a layer at a time."
+            f"plan: cache must have window rows for {config.model_type}, got none. Make it with "
+            "allocate_cache(layer=), one layer at a time."
         )
     get_format(cache.window.format, "latent")
     ratio = cache.ratio
     if ratio not in (0, *config.compressor.ratios):
         raise ConfigError(
-            f"plan: cache must be of a compress ratio of this model, "
+            f"plan: cache must have one of this model's compress ratios, "
             f"{', '.join(map(str, sorted({0, *config.compressor.ratios})))}, got {ratio}."
         )
     for name, wanted in (
@@ -66,8 +66,8 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
         index.check_width("plan", "index", config.indexer.head_dim)
         if (index.num_blocks, index.block_size) != (entries.num_blocks, entries.block_size):
             raise ConfigError(
-                f"plan: index rows must be in {entries.num_blocks} blocks of "
-                f"{entries.block_size} like the entries, got {index.num_blocks} of "
+                f"plan: index rows must have {entries.num_blocks} blocks of "
+                f"{entries.block_size}, as the entries have, got {index.num_blocks} of "
                 f"{index.block_size}."
             )
     return cache.window
@@ -76,40 +76,45 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
 def check_room_for_selection(
     config: MLAConfig, cache: LayerCache, workspace: Workspace | None, num_tokens: int
 ) -> None:
-    """A workspace of warmup() has room for what the step's tokens choose."""
+    """Check that a workspace of warmup() has room for the selection of the step's tokens."""
     if workspace is None or cache.index is None or config.indexer is None:
         return
     if workspace.selection.shape[1] != config.indexer.topk:
         raise ConfigError(
-            "plan: workspace must be of a layer that chooses, got another. Give warmup() its cache."
+            "plan: workspace must be of a layer that selects keys, got another. Call warmup() with "
+            "this layer's cache."
         )
     if workspace.selection.device != cache.index.data.device:
         raise ConfigError(
-            f"plan: workspace must be on {cache.index.data.device} like the cache, "
-            f"got {workspace.selection.device}."
+            f"plan: workspace must be on {cache.index.data.device}, as the cache is, "
+            f"got {workspace.selection.device}. Call warmup() with this cache."
         )
     most = workspace.selection.shape[0]
     if num_tokens > most:
         raise ConfigError(
             f"plan: a step may have at most {most} tokens in this workspace, got {num_tokens}. "
-            "Give warmup() a larger max_tokens, or split the step."
+            "Call warmup() with a larger max_tokens, or split the step."
         )
 
 
 def check_beside(
     beside: Plan, batch: Batch, config: MLAConfig, cache: LayerCache, num_tokens: int
 ) -> None:
-    """Another plan whose positions, tables and slots are this one's, too."""
+    """Check that another plan can share its positions, tables and slots with this one."""
     if beside.shared is None or beside.shared.key is not batch.key or beside.config != config:
-        raise ConfigError("plan: beside must be a plan of the same batch and config, got another.")
+        raise ConfigError(
+            "plan: beside must be a plan of the same batch and config, got a different one."
+        )
     own, other = cache.geometry, beside.geometry
     # a window-only layer's cache does not grow with the pool of entries, which it does not have
     if own is None or other is None or not own.alike(other):
-        raise ConfigError("plan: beside must be of caches of the same geometry, got others.")
+        raise ConfigError(
+            "plan: beside must be a plan for caches of the same geometry, got a different one."
+        )
     if beside.num_tokens != num_tokens:
         raise ConfigError(
             f"plan: beside must have {num_tokens} rows, got {beside.num_tokens}. "
-            "Give into= to both, or to neither."
+            "Pass into= to both plans, or to neither."
         )
 
 
@@ -122,14 +127,14 @@ def check_compressed_batch(
     again: bool,
     ranks: int = 1,
 ) -> None:
-    """Values are checked on the host; tensors that are on the device already are trusted.
+    """Check the values of host tensors; tensors that are on the device already are trusted.
 
-    `again`: what all kinds of layers share was looked at for another kind. `ranks`: so many hold a
-    block's entries together.
+    `again`: what layers of all ratios share was checked for another ratio. `ranks`: how many ranks
+    hold a block's entries together.
     """
     if batch.window_table is None or batch.state_slots is None:
         raise ShapeError(
-            f"batch: window_table and state_slots must be given for {config.model_type}, got none."
+            f"batch: window_table and state_slots must be given for {config.model_type}, got None."
         )
     longest = max(batch.seq_lens, default=0)
     if longest > config.max_positions:
@@ -160,8 +165,8 @@ def check_compressed_batch(
 
 
 def _check_entries(batch: Batch, finished: list[int], ratio: int, N: int, BS: int) -> None:
-    """No two requests finish the same entry in this step; `finished`: what those with tokens have
-    then."""
+    """Check that no two requests finish the same entry in this step. `finished` is the number of
+    entries that each request has after it."""
     if max(batch.query_lens, default=0) <= 1:  # decode, at every step
         counts = [n if S % ratio == 0 else 0 for n, S in _lens(batch)]
     else:
@@ -172,7 +177,7 @@ def _check_entries(batch: Batch, finished: list[int], ratio: int, N: int, BS: in
 
 
 def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
-    """Rings hold the step's tokens and the window before them, in blocks that exist."""
+    """Check that rings hold the step's tokens and the window before them, in existing blocks."""
     assert config.compressor is not None and batch.window_table is not None
     span, BS, N = config.compressor.window, window.block_size, window.num_blocks
     table = batch.window_table
@@ -212,8 +217,8 @@ def _check_window(batch: Batch, config: MLAConfig, window: PagedCache) -> None:
 
 
 def _is_plain_ring(batch: Batch, span: int, BS: int, N: int) -> bool:
-    """Whether many requests of as many tokens each have all the blocks that their rings are read
-    from: a position of each block is looked up, and nothing looks at each request."""
+    """Whether many requests with the same number of tokens have all blocks that their rings are
+    read from. One position of each block is looked up, without a loop over requests."""
     table, lens = batch.window_table, batch.seq_lens
     assert table is not None
     if len(lens) < MANY or len(set(batch.query_lens)) > 1 or batch.bounded or not table.is_cpu:
@@ -229,7 +234,7 @@ def _is_plain_ring(batch: Batch, span: int, BS: int, N: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _back(needed: int, BS: int) -> Tensor:
-    """[n] i64, counted from a request's end: a position in each block of its last `needed`."""
+    """[n] i64, counted from a request's end: a position in each block of its last `needed` rows."""
     return integers([*range(-needed, -1, BS), -1], torch.int64)
 
 

@@ -517,7 +517,7 @@ def _rows_at_once(
         if new_tokens > most:
             raise ConfigError(
                 f"plan: a step may expand at most {most} new tokens in this workspace, "
-                f"got {new_tokens}. Give warmup() a larger max_tokens, or split the step."
+                f"got {new_tokens}. Call warmup() with a larger max_tokens, or split the step."
             )
     return rows_at_once
 

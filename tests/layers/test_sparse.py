@@ -341,7 +341,7 @@ def test_missing_parts_are_told_and_nothing_is_written() -> None:
     with pytest.raises(ConfigError, match="format 'fp32' is not known for index rows"):
         make_plan(batch, config, swapped, dtype=torch.float32)
     other = PagedCache(torch.zeros(100, 8, 16), "index_fp32", one)
-    with pytest.raises(ConfigError, match="plan: index rows must be in 200 blocks of 4"):
+    with pytest.raises(ConfigError, match=r"plan: index rows .* 200 blocks of 4"):
         make_plan(batch, config, LayerCache(latent=cache.latent, index=other))
     plan = make_plan(batch, config, cache, dtype=torch.float32)
     wide = allocate_cache(

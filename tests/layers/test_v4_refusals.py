@@ -160,7 +160,7 @@ def test_bad_plans() -> None:
             make_plan(batch, server.layer.config, replace(cache, **changes))
         assert message in str(error.value)
     dense = PRESETS["tiny-v3"]
-    with pytest.raises(ShapeError, match="batch: slot_mapping must be given, only V4 does without"):
+    with pytest.raises(ShapeError, match="batch: slot_mapping must be given"):
         make_plan(batch, dense, allocate_cache(dense, num_blocks=2, block_size=128))
 
 

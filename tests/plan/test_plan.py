@@ -271,7 +271,7 @@ def test_warmup_bounds_the_peak() -> None:
         .calls["mha_ragged"]
         .keys_apart
     )
-    with pytest.raises(ConfigError, match="room for whole keys, which mha_ragged by reference"):
+    with pytest.raises(ConfigError, match=r"workspace .* mha_ragged .* reference"):
         make_plan(batch, CONFIG, CACHE, form="expanded", workspace=apart, backend="reference")
 
 
@@ -314,7 +314,7 @@ def test_a_workspace_that_does_not_fit_is_refused() -> None:
     batch = make_batch([21], [30])
     with pytest.raises(ConfigError, match="plan: a step may expand at most 20 new tokens"):
         make_plan(batch, CONFIG, CACHE, workspace=space, form="expanded")
-    with pytest.raises(ConfigError, match=r"plan: workspace must be torch\.bfloat16 like the quer"):
+    with pytest.raises(ConfigError, match=r"plan: workspace must be torch\.bfloat16"):
         make_plan(batch, CONFIG, CACHE, workspace=space, dtype=torch.bfloat16)
     make_plan(batch, CONFIG, CACHE, workspace=space, form="absorbed")
 
@@ -351,7 +351,7 @@ def test_a_workspace_of_another_config_is_refused(changes: dict[str, Any], messa
             make_plan(make_batch([3], [9]), CONFIG, CACHE, workspace=space, form=form)
     elsewhere = allocate_cache(CONFIG, num_blocks=64, block_size=BS, format="fp32", device="meta")
     space = warmup(CONFIG, elsewhere, workspace_tokens=8, **options)
-    with pytest.raises(ConfigError, match="plan: workspace must be on cpu like the cache, got me"):
+    with pytest.raises(ConfigError, match=r"plan: workspace must be on cpu.* got meta"):
         make_plan(make_batch([3], [9]), CONFIG, CACHE, workspace=space)
 
 
