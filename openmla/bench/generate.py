@@ -1,6 +1,9 @@
 """Decode of a whole random model: attached, attached and captured, and plain transformers.
 
-    python3 -m bench.generate --model v2-lite --keys 32768 --batch 8
+    python3 -m bench.generate --model v2-lite --keys 32768 --batch 8 --static
+
+--static adds transformers with a static cache and torch.compile, as generate() runs it with
+cache_implementation="static": the fastest decode without openmla.
 
 "small" has about 0.3 B parameters, 32 heads with V3's widths; "v2-lite" is DeepSeek-V2-Lite with 8
 of its 64 experts. The prompts are prefilled once, attached; plain transformers gets the same rows
@@ -128,6 +131,27 @@ def plain_cache(model: Any, past: Any, B: int, S: int) -> Any:
     return plain
 
 
+def compiled_step(plain: Any, filled: Any, S: int, ids: Tensor) -> Callable[[], Tensor]:
+    """A decode step of transformers over a static cache with the rows of `filled`, compiled as
+    generate() compiles it. Every call forgets its own row again."""
+    from transformers import CompileConfig, StaticCache
+
+    cache = StaticCache(config=plain.config, max_cache_len=S + 1)
+    for number, layer in enumerate(filled.layers):
+        cache.update(layer.keys, layer.values, number)
+    lengths = [layer.cumulative_length for layer in cache.layers]
+    forward = plain.get_compiled_call(CompileConfig())
+    positions = torch.full_like(ids, S)
+
+    def step() -> Tensor:
+        out = forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        torch._foreach_sub_(lengths, 1)
+        logits: Tensor = out.logits
+        return logits.clone()  # the next replay of a graph writes over them
+
+    return step
+
+
 def weightless_copy(model: Any) -> Any:
     """A second model over the same parameters."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -162,6 +186,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--batch", type=whole(1, 4096), default=1, help="prompts")
     parser.add_argument("--model", choices=("small", "v2-lite"), default="small")
+    parser.add_argument(
+        "--static", action="store_true",
+        help="also transformers with a static cache and torch.compile",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -172,7 +200,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
         size = sum(p.numel() for p in plain.parameters()) / 1e9
         output.say(f"{size:.2f} B parameters, {dtype}")
         for S in options.keys:
-            for name, rate in time_keys(plain, B, S, options.rounds, output).items():
+            given = plain, B, S, options.rounds, output
+            for name, rate in time_keys(*given, static=options.static).items():
                 rates.setdefault(name, {})[S] = rate
                 output.say(f"  {name:<14} {rate:.1f} tokens/s")
     output.close(tokens_per_s=rates)
@@ -182,7 +211,9 @@ def run(arguments: Sequence[str] | None = None) -> None:
     output.draw_lines(title, "tokens per second", rates)
 
 
-def time_keys(plain: Any, B: int, S: int, rounds: int, output: Output) -> dict[str, float]:
+def time_keys(
+    plain: Any, B: int, S: int, rounds: int, output: Output, *, static: bool
+) -> dict[str, float]:
     """Tokens a second of B prompts of S tokens each, by contender."""
     device, dtype = plain.device.type, plain.dtype
     attached = weightless_copy(plain)
@@ -210,7 +241,9 @@ def time_keys(plain: Any, B: int, S: int, rounds: int, output: Output) -> dict[s
     title = f"{B} tokens of the whole model, each over {S} keys"
     expected, limit = calls["transformers"]().double(), LIMITS[dtype]
     errors, left_out = {"transformers": 0.0}, []
-    for name in ("openmla", "captured"):
+    if static:
+        calls["static"] = compiled_step(plain, theirs, S, ids[:, -1:])
+    for name in [name for name in calls if name != "transformers"]:
         error = float((calls[name]().double() - expected).norm() / expected.norm())
         errors[name] = error
         if error > limit:
