@@ -78,7 +78,7 @@ def test_what_stands_around_a_step() -> None:
         "plan: batch must be ": lambda: make_plan(None, DENSE, cache),  # type: ignore[arg-type]
         "plan: config must be ": lambda: make_plan(batch, None, cache),  # type: ignore[arg-type]
         "plan: compiled must be ": lambda: make_plan(batch, DENSE, cache, compiled=1),  # type: ignore[arg-type]
-        "plan: into must be plan_buffers": lambda: make_plan(batch, DENSE, cache, into=plain),
+        "plan: into must be the buffers": lambda: make_plan(batch, DENSE, cache, into=plain),
         "plan: into must be plan_buffers[(][)] of this config and cache": lambda: make_plan(
             batch, DENSE, cache, into=of_others
         ),

@@ -69,7 +69,7 @@ def test_bad_rings(ratio: int) -> None:
     server, batch = ready(ratio)
     assert batch.window_table is not None
     bare = replace(batch, window_table=None, state_slots=None)
-    message = "batch: window_table and state_slots must be given for deepseek_v4, got none."
+    message = "batch: window_table and state_slots must be given for deepseek_v4, got None."
     refuses(server, bare, ShapeError, message)
     short = replace(batch, window_table=batch.window_table[:, :2].contiguous())
     message = (
@@ -146,10 +146,13 @@ def test_bad_plans() -> None:
         ({"index": None}, "plan: cache must have index rows for ratio 4."),
         ({"ratio": 0}, "plan: cache must not have compressed rows for ratio 0."),
         ({"ratio": 128}, "plan: cache must not have index rows for ratio 128."),
-        ({"ratio": 8}, "plan: cache must be of a compress ratio of this model, 0, 4, 128, got 8."),
+        (
+            {"ratio": 8},
+            "compress ratios, 0, 4, 128, got 8.",
+        ),
         (
             {"index": PagedCache(torch.zeros(16, 16, 16), "index_fp32", one)},
-            "plan: index rows must be in 16 blocks of 32 like the entries, got 16 of 16.",
+            "plan: index rows must have 16 blocks of 32, as the entries have, got 16 of 16.",
         ),
         (
             {"index": PagedCache(torch.zeros(16, 32, 16), "fp32", one)},

@@ -93,7 +93,7 @@ def failing(rank: int) -> None:
         ({}, {"form": "chosen"}, ConfigError, "form must be auto, absorbed or expanded over ranks"),
         ({}, {"backend": "none"}, ConfigError, "backend"),
         ({}, {"workspace": 8}, ConfigError, "workspace must be of type Workspace, got int"),
-        ({}, {"into": [1]}, ConfigError, "into must be plan_buffers"),
+        ({}, {"into": [1]}, ConfigError, "into must be the buffers of plan_buffers"),
         ({"causal": False, "slot_mapping": None}, {}, ConfigError, "causal=False"),
     ):
         batch = replace(story.batch, **changed) if rank == 1 else story.batch

@@ -352,7 +352,7 @@ def test_plans_that_do_not_belong_beside_one_another() -> None:
     make_plan(batch, CONFIG, larger, beside=plan)  # zeros has none of what has grown
     sizes: Any = {"max_requests": 3, "max_tokens": 9, "max_blocks": 6}
     into = plan_buffers(CONFIG, fours, **sizes)
-    with pytest.raises(ConfigError, match=r"beside must have 9 rows, got 4\. Give into= to both"):
+    with pytest.raises(ConfigError, match=r"beside must have 9 rows, got 4\. Pass into= to both"):
         make_plan(batch, CONFIG, fours, beside=plan, into=into)
     with pytest.raises(ConfigError, match="plan_buffers: beside must be of V4's layers and the sa"):
         plan_buffers(CONFIG, fours, **{**sizes, "max_blocks": 7}, beside=into)
@@ -376,7 +376,7 @@ def test_workspace() -> None:
         nothing = warmup(CONFIG, other, max_requests=2, max_tokens=10)
         assert nothing.num_bytes == 0
         make_plan(make_batch(other, [50], [400]), CONFIG, other, workspace=space)
-        with pytest.raises(ConfigError, match="workspace must be of a layer that chooses, got ano"):
+        with pytest.raises(ConfigError, match="workspace must be of a layer that selects"):
             make_plan(batch, CONFIG, fours, workspace=nothing)
     with pytest.raises(ConfigError, match="at most 10 tokens in this workspace, got 11"):
         make_plan(make_batch(fours, [11], [400]), CONFIG, fours, workspace=space)

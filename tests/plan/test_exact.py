@@ -131,7 +131,7 @@ def test_flags_may_be_a_host_tensor() -> None:
 @pytest.mark.parametrize(
     ("lens", "message"),
     [
-        ([12, 7], "device_seq_lens[1] must be 8, which is exact, got 7."),
+        ([12, 7], "device_seq_lens[1] must be 8, as in seq_lens, got 7."),
         ([16, 8], "device_seq_lens[0] must be within 0..15, got 16."),
         ([-1, 8], "device_seq_lens[0] must be within 0..15, got -1."),
     ],

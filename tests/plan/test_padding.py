@@ -113,7 +113,7 @@ def test_padding_must_not_be_written() -> None:
     with pytest.raises(ShapeError) as error:
         make_plan(batch, config, cache)
     assert str(error.value) == (
-        "batch: slot_mapping must be -1 for the last 2 tokens, which are padding, got 77."
+        "batch: slot_mapping must be -1 for the last 2 tokens (padding), got 77."
     )
     assert torch.equal(cache.latent.data, kept)
 

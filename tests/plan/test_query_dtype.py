@@ -201,8 +201,8 @@ def test_into_buffers(device: str) -> None:
     ("config", "format", "query_dtype", "message"),
     [
         (DENSE, "fp8", "bf16", "query_dtype must be None, 'fp8' or 'fp8_static', got 'bf16'"),
-        (DENSE, "bf16", "fp8", "query_dtype must be None over a cache of bf16, got 'fp8'"),
-        (SPARSE, "fp32", "fp8", "query_dtype must be None over a cache of fp32, got 'fp8'"),
+        (DENSE, "bf16", "fp8", "query_dtype must be None for a cache of bf16, got 'fp8'"),
+        (SPARSE, "fp32", "fp8", "query_dtype must be None for a cache of fp32, got 'fp8'"),
     ],
 )
 def test_refused(config: MLAConfig, format: str, query_dtype: str, message: str) -> None:
