@@ -1,13 +1,12 @@
 """Groups over a cache that is sharded by position over ranks.
 
-The batch is everyone's: the same lengths, tables and slots as of one process whose blocks hold W
-times as many tokens (ranks/layout.py). Every rank's keys keep the order of positions, so a token at
-position p sees the first local_len(p + 1) keys here: causality is a length per token, and tokens
-that stay in latent space are requests of their own. New tokens that are expanded attend to one
-another on every rank. To their context they attend by its local part, in place, or it is gathered
-from all ranks: much more bytes where contexts are long and new tokens few, fewer where it is the
-other way round. New tokens that select their keys read them where they are, or all keys are
-gathered and masked.
+All ranks plan the same batch: its lengths, tables and slots are those of one process whose blocks
+hold W times as many tokens (ranks/layout.py). Each rank's keys keep the order of positions, so a
+token at position p sees the first local_len(p + 1) keys of a rank. Causality becomes a length per
+token, and absorbed tokens become requests of their own. Expanded tokens attend to one another on
+every rank. Their context is attended to in place, each rank over its own part, or it is gathered
+from all ranks. Gathering sends more bytes for long contexts and few new tokens, and fewer bytes in
+the opposite case. Tokens that select keys read them in place, or all keys are gathered and masked.
 
 What decides which collectives run, and how often, is computed from what all ranks know.
 """
@@ -48,7 +47,7 @@ from openmla.ranks.workspace import Shape, power_of_two
 
 
 def token_batch(batch: Batch, requests: Sequence[int], shard: Shard) -> Batch:
-    """Each token of some requests as a request of its own, over the keys it sees on this rank."""
+    """Make each token of some requests a request of its own, over the keys it sees on this rank."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     seen = [
         length
@@ -60,7 +59,7 @@ def token_batch(batch: Batch, requests: Sequence[int], shard: Shard) -> Batch:
         (mine,) = upload((owners(query_lens),), table.device)
         table = table[mine]
     given: dict[str, Any] = {}
-    if batch.device_seq_lens is not None:  # as much less as the bound is high
+    if batch.device_seq_lens is not None:  # below the host's bound by as much as the true length is
         true = pick(batch.device_seq_lens, requests)
         hidden = repeated(seq_lens, query_lens) - integers(seen)
         mine, hidden = upload((owners(query_lens), hidden), true.device)
@@ -71,7 +70,7 @@ def token_batch(batch: Batch, requests: Sequence[int], shard: Shard) -> Batch:
 def absorbed_across(
     batch: Batch, requests: Sequence[int], starts: Sequence[int], shard: Shard
 ) -> Group:
-    """Tokens that attend to all their keys in latent space, each to those on its rank."""
+    """A group of absorbed tokens that attend to all their keys, each rank to its own part."""
     own, rows = token_batch(batch, requests, shard), pick_rows(requests, starts)
     tokens = range(own.num_tokens)
     group = absorbed_group(
@@ -81,7 +80,7 @@ def absorbed_across(
 
 
 def new_group(batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: int) -> Group:
-    """New rows among themselves: no key is read from the cache, and the table names none."""
+    """New rows attend to one another. No key is read from the cache, so the table is empty."""
     query_lens = some(batch.query_lens, requests)
     table = torch.zeros((len(requests), -(-max(query_lens) // BS)), dtype=torch.int32)
     slots = torch.full((sum(query_lens),), -1, dtype=torch.int64)
@@ -91,7 +90,7 @@ def new_group(batch: Batch, requests: Sequence[int], starts: Sequence[int], BS: 
 
 
 def context_batch(batch: Batch, requests: Sequence[int], shard: Shard) -> Batch:
-    """What requests had before this step, as far as it is here; every new token sees all of it."""
+    """The part of each request's earlier keys on this rank; every new token sees all of it."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     lens = [shard.local_len(S - n) for n, S in zip(query_lens, seq_lens, strict=True)]
     return Batch(query_lens, lens, pick(batch.block_table, requests), causal=False)
@@ -119,8 +118,8 @@ def with_gathered(
     quantized: bool,
     fixed: bool,
 ) -> Group:
-    """An expanded group whose context is gathered from all ranks; chunks end where rounds over all
-    ranks do."""
+    """An expanded group whose context is gathered from all ranks. Chunks end at a whole round over
+    the ranks."""
     shard, wide = ranks.shard, latent.block_size * ranks.shard.size
     query_lens, contexts = (
         some(batch.query_lens, group.requests),
@@ -167,7 +166,7 @@ def _brought(chunk: KeyChunk, shard: Shard) -> Brought:
     brought = [shard.most_local(length) for length in lens]
     total, places, first = sum(brought), [], 0
     for length, rows in zip(lens, brought, strict=True):
-        keys = torch.arange(length)  # whole rounds come before the chunk's first
+        keys = torch.arange(length)  # a chunk begins at a whole round
         places.append(shard.owners(keys) * total + first + shard.local_indices(keys))
         first += rows
     starts = [start // shard.size for start in chunk.starts.tolist()]
@@ -184,7 +183,7 @@ def reserve_brought(
     dtype: torch.dtype,
     BS: int,
 ) -> None:
-    """Memory for chunks of rows_at_once keys, however few keys this step has."""
+    """Reserve memory for chunks of rows_at_once keys, even if this step has fewer."""
     shard = ranks.shard
     rows_at_once = max(rows_at_once, BS * shard.size)
     # each request's last round may be short; requests are counted in powers of two
@@ -196,8 +195,8 @@ def reserve_brought(
 def brought_shapes(
     brought: int, num_keys: int, config: MLAConfig, workspace: Workspace | None, size: int
 ) -> tuple[Shape, ...]:
-    """A chunk's rows as this rank brings them, as all ranks' come, and in order: these are in the
-    plan's own workspace if it has one."""
+    """Shapes of a chunk's rows: from this rank, from all ranks, and sorted by position. The sorted
+    rows go into the plan's workspace if it has one."""
     in_order = num_keys if workspace is None else 0
     return tuple((n, config.latent_dim) for n in (brought, size * brought, in_order))
 
@@ -230,7 +229,7 @@ def gathering_is_cheaper(
     ranks: Ranks,
     dtype: torch.dtype,
 ) -> bool:
-    """By flops and bytes sent, of what all ranks know."""
+    """Whether gathering is cheaper, by FLOPs and bytes sent, from what all ranks know."""
     size, H, e = ranks.shard.size, config.num_heads, dtype.itemsize
     link = link_balance(latent.data.device.type)
     C, D, V, E = config.kv_lora_rank, config.latent_dim, config.v_head_dim, config.qk_head_dim
@@ -252,7 +251,7 @@ def gathering_is_cheaper(
 
 
 def merged_shape(config: MLAConfig, ranks: Ranks, n: int) -> tuple[int, int, int]:
-    """Of partial outputs: all heads, in latent space where they are gathered."""
+    """The width of partial outputs: all heads, in latent space if heads are gathered."""
     if ranks.heads == "own":
         return n, config.num_heads * ranks.shard.size, config.kv_lora_rank
     return n, config.num_heads, config.v_head_dim
@@ -266,8 +265,8 @@ def with_schedules(
     *,
     fixed: bool,
 ) -> tuple[Group, ...]:
-    """By which schedule each group's results are merged over ranks; `fixed`: in the ranks' order,
-    whatever the size."""
+    """Choose the schedule that merges each group's results over ranks. `fixed` merges in rank
+    order, whatever the size."""
     found = []
     for group in groups:
         if group.across is not None:
@@ -283,7 +282,7 @@ def with_schedules(
 
 
 def bytes_sent(plan: Plan, dtype: torch.dtype) -> int:
-    """By this rank, in one layer's attention."""
+    """Bytes that this rank sends in one layer's attention."""
     ranks, config, total = plan.ranks, plan.config, 0
     if ranks is None:
         return 0

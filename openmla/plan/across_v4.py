@@ -1,14 +1,14 @@
-"""V4 over ranks: entries that are selected go to one rank each, all else is on every rank.
+"""V4 over ranks: entries of ratio 4 are sharded, everything else is replicated.
 
-Of a request's blocks of BS tokens, every W-th has its entries of ratio 4, and their indexer keys,
-on this rank. r divides BS, so a rank's entries keep their order, and what a token sees of them is a
-prefix. Windows, compressor states and entries of ratio 128 do not grow, or hardly: every rank has
-them whole, in blocks of BS * W tokens, so that one table serves all layers
+Every W-th block of BS tokens of a request keeps its ratio-4 entries, and their indexer keys, on
+this rank. The ratio divides BS, so a rank's entries keep their order and a token sees a prefix of
+them. Windows, compressor states and entries of ratio 128 grow slowly or not at all. Every rank
+holds all of them, in blocks of BS * W tokens, so that one table serves all layers
 (docs/context-parallel-v4.md).
 
-Each rank attends to its own entries with everyone's heads, in place; or, where a prompt's tokens
-share their entries, every rank gathers all blocks of the step's requests, packed as they are, and
-goes on as one process does, with its own heads.
+Each rank attends to its own entries in place, with the heads of all ranks. If a prompt's tokens
+share their entries, every rank instead gathers all blocks of the step's requests, still packed, and
+continues as one process does, with its own heads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def plan_compressed_across(
     context: str,
     into: Roles | None,
     *,
-    fixed: bool,  # nothing depends on what other requests there are
+    fixed: bool,  # batch-invariant: nothing depends on other requests
 ) -> tuple[Parts, Roles]:
     """A step of layers of ratio 4, and the values of its buffers."""
     assert cache.compressed is not None
@@ -90,7 +90,7 @@ def _gathers(
 ) -> bool:
     if into is not None:
         return False
-    if not any(S >= INDEXED_RATIO for S in batch.read_lens):  # nobody sees an entry
+    if not any(S >= INDEXED_RATIO for S in batch.read_lens):  # no token sees an entry
         return False
     if context != "auto" or fixed:
         return context == "gather"
@@ -100,7 +100,7 @@ def _gathers(
 def _gathered(
     batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks, shared: Shared, *, fixed: bool
 ) -> Parts:
-    """Every rank puts everyone's blocks together, and plans as one process does."""
+    """Gather the blocks of all ranks, and plan as one process does."""
     size, device = ranks.shard.size, cache.parts[0].data.device
     counts = brought_counts(batch, cache, size)
     together = replace(batch, block_table=gathered_table(counts, size))
@@ -126,7 +126,7 @@ def _in_place(
     *,
     fixed: bool,
 ) -> tuple[Parts, Roles]:
-    """Own entries, merged over ranks, then the window, which every rank has."""
+    """Attend to this rank's entries, merge over ranks, then merge with the replicated window."""
     entries, indexer, shard = cache.compressed, config.indexer, ranks.shard
     assert entries is not None and indexer is not None
     own, T = replace(shard, interleave=entries.block_size), batch.num_tokens
@@ -185,10 +185,10 @@ def _entries(
     *,
     fixed: bool,
 ) -> tuple[Roles, tuple[ScoreChunk, ...], int]:
-    """What tokens see of this rank's entries, by their numbers here: all, or those selected; and
-    the most that one sees.
+    """The entries of this rank that tokens see, by their local numbers (all or selected), and the
+    largest number that one token sees.
 
-    The positions are those of tokens that would see as many entries of one rank.
+    Positions are those of tokens that would see that many entries in one process.
     """
     assert config.indexer is not None and cache.index is not None
     K, T = config.indexer.topk, batch.num_tokens
@@ -209,28 +209,28 @@ def _entries(
 
 
 def written_table(table: Tensor, shard: Shard) -> Tensor:  # [B, M * W] i32
-    """A column for every block of BS tokens: this rank's, and -1 for what others hold."""
+    """A column for every block of BS tokens, with -1 for blocks of other ranks."""
     columns = torch.arange(table.shape[1] * shard.size, device=table.device)
     wide = table.repeat_interleave(shard.size, dim=1)
     return wide.masked_fill(columns % shard.size != shard.rank, -1)
 
 
 def brought_counts(batch: Batch, cache: LayerCache, size: int) -> list[int]:
-    """Blocks that each rank brings of each request: as many on all of them."""
+    """How many blocks each rank contributes per request, the same number on all ranks."""
     assert cache.compressed is not None
     wide = cache.compressed.block_size * size
     return [-(-(S // INDEXED_RATIO) // wide) for S in batch.read_lens]
 
 
 def brought_blocks(table: Tensor, counts: Sequence[int]) -> Tensor:  # [n] i64
-    """This rank's blocks, request by request."""
+    """This rank's blocks, in request order."""
     columns = [column for count in counts for column in range(count)]
     mine, places = upload((owners(counts), integers(columns, torch.int64)), table.device)
     return table[mine, places].long()
 
 
 def gathered_table(counts: Sequence[int], size: int) -> Tensor:  # [B, M] i32
-    """Where a request's blocks are once they are together: one rank's behind another's."""
+    """The table of gathered blocks, which lie rank after rank."""
     total, firsts = sum(counts), accumulate(counts, initial=0)
     columns = torch.arange(max(counts, default=0) * size)
     rows = [
@@ -242,7 +242,7 @@ def gathered_table(counts: Sequence[int], size: int) -> Tensor:  # [B, M] i32
 
 
 def page_bytes(config: MLAConfig, cache: LayerCache) -> tuple[int, int]:
-    """Of a block's entries, and of its indexer keys."""
+    """Bytes of a block's entries and of its indexer keys."""
     assert cache.compressed is not None and cache.index is not None and config.indexer is not None
     entries = cache.compressed.page_bytes(config.latent_dim)
     return entries, cache.index.page_bytes(config.indexer.head_dim)
@@ -251,7 +251,7 @@ def page_bytes(config: MLAConfig, cache: LayerCache) -> tuple[int, int]:
 def block_shapes(
     num_blocks: int, config: MLAConfig, cache: LayerCache, size: int
 ) -> tuple[Shape, ...]:
-    """Entries as this rank brings them and as all ranks' come, and so the keys."""
+    """Shapes of the entries, then of the indexer keys: from this rank and from all ranks."""
     pages = page_bytes(config, cache)
     return tuple((n, page) for page in pages for n in (num_blocks, size * num_blocks))
 
@@ -259,7 +259,7 @@ def block_shapes(
 def gathering_entries_is_cheaper(
     batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks, dtype: torch.dtype
 ) -> bool:
-    """By flops and bytes sent, of what all ranks know."""
+    """Whether gathering is cheaper, by FLOPs and bytes sent, from what all ranks know."""
     assert cache.compressed is not None and config.indexer is not None
     W, D = ranks.shard.size, config.latent_dim
     balance = link_balance(cache.compressed.data.device.type)

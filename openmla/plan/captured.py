@@ -1,7 +1,7 @@
-"""Plans for captured graphs: over buffers of fixed size, which every step fills anew.
+"""Plans for captured graphs: over buffers of fixed size, which every step refills.
 
-A step's tensors are computed as any other's, from host integers. Its parts are made of the buffers
-and their capacity, and then the values are copied into the buffers.
+A step's tensors are computed from host integers, as for any other step. The plan's parts hold the
+buffers at their full capacity, and the values are then copied into the buffers.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from openmla.ranks.ranks import with_all_heads
 
 Buffers = dict[str, Tensor]
 
-EMPTY = {"slot_mapping": -1, "state_slots": -1}  # where no token or request is; else 0
+EMPTY = {"slot_mapping": -1, "state_slots": -1}  # padding values; 0 for names that are not listed
 SHARED = (  # by V4's layers of all ratios
     "block_table", "query_start_loc", "slot_mapping", "window_table", "state_slots", "positions",
 )  # fmt: skip
 WIDE = ("slot_mapping", "positions", "rope_offsets")  # int64
-CONSTANT = ("row_starts", "first_keys")  # no step changes them
+CONSTANT = ("row_starts", "first_keys")  # constant over all steps
 OF_REQUESTS = ("block_table", "seq_lens", "window_table", "state_slots")
 WRITES = "writes."  # of V4 over ranks: what every rank writes, not its own entries
 OF_ALL = ("first_keys", "ratio")  # of a graph of any size; the rest is of tokens
 
 
-@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
+@torch.inference_mode(False)  # inference tensors do not count writes
 def plan_buffers(
     config: MLAConfig,
     cache: LayerCache,
@@ -203,12 +203,12 @@ def _common(beside: Buffers, buffers: Buffers) -> Buffers:
 
 
 def _each(name: str, count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a tuple of tensors, which are buffers by themselves."""
+    """Shapes of a tuple of tensors, each of which is a buffer of its own."""
     return {f"{name}.{i}": shape for i in range(count)}
 
 
 def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, tokens: int) -> int:
-    """As many as a step of so many tokens per request needs."""
+    """How many columns a step with that many tokens per request needs."""
     assert config.compressor is not None
     back = cache.geometry.rollback if cache.geometry is not None else 0
     most = config.compressor.window - 1 + tokens + back
@@ -218,7 +218,7 @@ def _ring_columns(config: MLAConfig, cache: LayerCache, window: PagedCache, toke
 def captured_score_chunks(
     config: MLAConfig, cache: LayerCache, buffers: Buffers
 ) -> tuple[ScoreChunk, ...]:
-    """How the rows of a captured step are scored: each may have all the keys there is room for."""
+    """How the rows of a captured step are scored: each may see as many keys as fit."""
     max_tokens, max_blocks = buffers["slot_mapping"].shape[0], buffers["block_table"].shape[1]
     return _even_score_chunks(config, cache, max_tokens, max_blocks)
 
@@ -240,9 +240,9 @@ def captured_parts(
     buffers: Buffers,
     ranks: Ranks | None = None,
 ) -> tuple[Parts, Buffers]:
-    """A step over buffers, all of it absorbed, and what goes into them; none is touched yet. Over
-    ranks every token is a request of its own, over the keys here."""
-    assert batch.slot_mapping is not None  # make_plan looked
+    """A fully absorbed step over buffers, and the values to copy into them; nothing is copied yet.
+    Over ranks every token is a request of its own, over this rank's keys."""
+    assert batch.slot_mapping is not None  # make_plan() checked it
     latent, slots, wide = latent_of(cache), batch.slot_mapping, config
     offsets = rope_offsets(batch, config) if "rope_offsets" in buffers else None
     max_requests, max_tokens = buffers["block_table"].shape[0], buffers["slot_mapping"].shape[0]
@@ -287,7 +287,7 @@ def captured_parts(
 
 
 def check_roles(names: Iterable[str], buffers: Buffers) -> None:
-    """Every tensor of a step has its buffer."""
+    """Check that every tensor of a step has a buffer."""
     for name in names:
         if name not in buffers:
             raise ConfigError(
@@ -297,7 +297,7 @@ def check_roles(names: Iterable[str], buffers: Buffers) -> None:
 
 
 def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
-    """V4: buffers are those of this kind of layer, and rings wrap where the graph's do."""
+    """V4: check that buffers belong to this kind of layer, and that rings have the same size."""
     check_roles(("ratio",), buffers)
     if int(buffers["ratio"]) != cache.ratio:
         raise ConfigError(
@@ -336,9 +336,9 @@ def check_fit(batch: Batch, buffers: Buffers) -> None:
 
 
 def fill(buffers: Buffers, values: Buffers) -> None:
-    """Copy a step's tensors into its buffers; the rest is padding.
+    """Copy a step's tensors into its buffers and fill the rest with padding.
 
-    What is on the host is padded there, sent in one copy and put in place by an operation or two.
+    Host tensors are padded on the host, sent in one copy, and moved into place by one or two ops.
     """
     device = buffers["block_table"].device
     values = {
@@ -357,19 +357,19 @@ def _send(buffers: Buffers, values: Buffers) -> None:
     padded = tuple([_padded(name, value, buffers[name]) for name, value in values.items()])
     sent = upload(padded, buffers["block_table"].device)
     pairs = [(buffers[name], value) for name, value in zip(values, sent, strict=True)]
-    for dtype in (torch.int32, torch.int64):  # an operation is for one of them
+    for dtype in (torch.int32, torch.int64):  # one op handles one dtype
         mine = [pair for pair in pairs if pair[0].dtype == dtype]
         if mine:
             torch._foreach_copy_([each for each, _ in mine], [value for _, value in mine])
 
 
 def _same(value: Tensor, buffer: Tensor) -> bool:
-    """What another kind of layer filled already, in memory that both have."""
+    """Whether another kind of layer already filled this buffer, in shared memory."""
     return value.data_ptr() == buffer.data_ptr() and value.shape == buffer.shape
 
 
 def _padded(name: str, value: Tensor, buffer: Tensor) -> Tensor:
-    """As large as its buffer, on the host."""
+    """A host tensor padded to the size of its buffer."""
     if value.shape == buffer.shape:
         return value
     place = torch.empty_like(buffer, device="cpu")

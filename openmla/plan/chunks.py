@@ -1,4 +1,4 @@
-"""Cuts long contexts into chunks that fit the workspace; every context row exactly once."""
+"""Cuts long contexts into chunks that fit the workspace, so that every row is in one chunk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Spans(NamedTuple):
 
 
 def cut_at_fixed(context_lens: Sequence[int], cut: int, budget: int) -> list[Spans]:
-    """Cut every context after each `cut` of its own rows, wherever others are; neighbours share a
-    chunk while they fit the budget. A chunk has at most one span of a request, and only its first
-    can be a continuation, as below. Requests without context end a chunk."""
+    """Cut every context after each `cut` of its own rows, independently of other requests.
+    Neighbors share a chunk while they fit the budget. A chunk has at most one span of a request,
+    and only its first can be a continuation, as below. A request without context ends a chunk."""
     assert cut > 0
     chunks: list[Spans] = []
     first, starts, lens = 0, [], []  # type: int, list[int], list[int]
@@ -40,8 +40,8 @@ def cut_contexts(context_lens: Sequence[int], budget: int, align: int) -> list[S
     """Pack contexts greedily, in order, into chunks of at most `budget` rows.
 
     A context that does not fit is cut at a multiple of `align`; only the first request of a chunk
-    can be a continuation. Requests without context end a chunk, so that a chunk's requests, and
-    with them its query rows, are neighbours. budget is at least align.
+    can be a continuation. A request without context ends a chunk, so that a chunk's requests, and
+    therefore its query rows, are neighbors. budget is at least align.
     """
     assert budget >= align > 0
     chunks: list[Spans] = []

@@ -1,4 +1,4 @@
-"""V4: windows, entries and who selects among them; a plan per compress ratio."""
+"""Plans V4 steps: windows, entries, and the tokens that select entries; one per compress ratio."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def plan_compressed(
     config: MLAConfig,
     cache: LayerCache,
     window: PagedCache,
-    known: Shared | None,  # of another ratio's plan
+    known: Shared | None,  # from the plan of another ratio
     into: Roles | None,
     *,
-    uniform: bool,  # tokens select, however few entries they see
-    listed: bool,  # entries are, also where all are taken: others have no say in it
+    uniform: bool,  # tokens select even if they see few entries
+    listed: bool,  # list entries even if all are attended to: independent of others
 ) -> tuple[Parts, Roles]:
     """A step of layers of the cache's ratio, and the values of its buffers."""
     assert config.indexer is not None
@@ -48,7 +48,7 @@ def plan_compressed(
     held = 0 if cache.index is None else query_bytes(config, cache.index)
     chunks = None if into is None else captured_score_chunks(config, cache, into)
     entries = integers(())
-    # else nobody looks at them
+    # otherwise unused
     if ratio == INDEXED_RATIO and (chunks or most > K or uniform or listed):
         seen = padded(row_lens(batch.query_lens, batch.seq_lens), batch.padding)
         entries = seen // ratio
@@ -95,10 +95,10 @@ def entry_roles(
 
 
 def plan_shared(batch: Batch, window: PagedCache) -> Shared:
-    """Positions, tables and slots, for layers of every ratio."""
+    """Positions, tables and slots that layers of all ratios share."""
     table, states = batch.window_table, batch.state_slots
     assert table is not None and states is not None
-    seen = row_lens(batch.query_lens, batch.seq_lens)  # tokens, this one included
+    seen = row_lens(batch.query_lens, batch.seq_lens)  # number of tokens, including this one
     positions = true_row_lens(batch, range(len(batch.query_lens)), seen).long() - 1
     BS, lens = window.block_size, batch.device_seq_lens
     if table.device.type == "cpu" and lens is None:
@@ -106,7 +106,7 @@ def plan_shared(batch: Batch, window: PagedCache) -> Shared:
         check_slots("batch", written, window.num_blocks * BS)
         slots = integers(written, torch.int64)
     else:
-        # slots are worked out where the table or the lengths are
+        # compute slots on the device of the table or the lengths
         device = table.device if lens is None or table.device.type != "cpu" else lens.device
         given = table, states, lens, owners(batch.query_lens), positions
         table, states, lens, mine, there = upload(given, device)
@@ -120,7 +120,7 @@ def plan_shared(batch: Batch, window: PagedCache) -> Shared:
 
 
 def window_slots(table: Tensor, owners: Tensor, positions: Tensor, BS: int) -> Tensor:
-    """[T] i64: where the step's raw rows go, each token of the request that owns it."""
+    """[T] i64: the slot of each token's raw row, in the ring of its request."""
     columns = (positions // BS) % max(table.shape[1], 1)
     slots = table[owners, columns].long() * BS + positions % BS
-    return slots.masked_fill(positions < 0, -1)  # of a request only the device knows to be empty
+    return slots.masked_fill(positions < 0, -1)  # requests that only the device knows to be empty

@@ -1,4 +1,4 @@
-"""Groups in expanded form: contexts in chunks that fit the workspace, and masked requests."""
+"""Expanded groups: contexts in chunks that fit the workspace, and masked requests."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def expanded_group(
     fixed: bool = False,
     apart: bool = False,
 ) -> Group:
-    """Some of the requests with all their keys at once, or with their contexts in chunks. Where
-    outputs are `quantized`, chunks know which rows they end; elsewhere that would only be more for
-    a compiled step to be guarded by. `fixed`: new rows and context are always apart, and contexts
-    cut where no other request has a say. `apart`: always apart, because the two have different
-    types."""
+    """A group of requests with all their keys at once, or with their contexts in chunks.
+
+    With `quantized` outputs, chunks record which rows they finish; without, that would only add
+    guards to a compiled step. `fixed` always separates new rows from context and cuts each context
+    independently of other requests. `apart` always separates them because their dtypes differ."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     contexts = [S - n if batch.causal else S for n, S in zip(query_lens, seq_lens, strict=True)]
     bounds = list(accumulate(query_lens, initial=0))
@@ -60,7 +60,7 @@ def expanded_group(
     table = pick(batch.block_table, requests)
     if batch.causal and sum(seq_lens) <= rows_at_once and not (fixed or apart):
         ends = list(accumulate(seq_lens))
-        # the k-th new row stands behind all contexts up to its own
+        # the k-th new row follows all contexts up to its own
         before = [end - bound for end, bound in zip(ends, bounds[1:], strict=True)]
         new_rows = repeated(before, query_lens, torch.int64) + torch.arange(bounds[-1])
         whole = chunk(0, [0] * len(requests), seq_lens)
@@ -78,8 +78,8 @@ def expanded_group(
 
 
 def _ended(chunks: Sequence[KeyChunk]) -> tuple[KeyChunk, ...]:
-    """Chunks that know which of their rows they end. Rows go on in the next chunk only, whose
-    first request may be this one's last."""
+    """Chunks with the rows that they finish. Rows continue in the next chunk only, whose first
+    request may be the last of this one."""
     known = []
     for chunk, after in zip_longest(chunks, chunks[1:]):
         rows = chunk.asks[0].rows
@@ -93,7 +93,7 @@ def _ended(chunks: Sequence[KeyChunk]) -> tuple[KeyChunk, ...]:
 
 
 def _between(spans: Sequence[slice], total: int) -> tuple[slice, ...]:
-    """What spans that begin in order leave of 0 .. total."""
+    """The parts of 0 .. total that sorted spans do not cover."""
     found, end = [], 0
     for span in (*spans, slice(total, total)):
         if span.start > end:
@@ -109,11 +109,11 @@ def masked_group(
     BS: int,
     rows_at_once: int,
     *,
-    first: int,  # of its tokens among those that select
+    first: int,  # index of its tokens among all that select
     fixed: bool = False,
 ) -> Group:
-    """Requests that select their keys and are expanded: all keys in chunks of rows_at_once, the
-    queries of each by the size of their mask. `fixed`: each request by itself."""
+    """Expanded requests whose tokens select keys: all keys in chunks of rows_at_once, and queries
+    in calls that bound the size of the mask. `fixed` handles each request separately."""
     query_lens, seq_lens = some(batch.query_lens, requests), some(batch.seq_lens, requests)
     table = pick(batch.block_table, requests)
     bounds = list(accumulate(query_lens, initial=0))

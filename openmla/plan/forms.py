@@ -1,4 +1,4 @@
-"""Which form a request takes, absorbed or expanded: whichever the ops' cost() says is cheaper."""
+"""Chooses the form of each request, absorbed or expanded: the cheaper one by the ops' cost()."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def link_balance(device: str) -> int:
 
 
 def merged_bytes(config: MLAConfig, ranks: Ranks, n: int, dtype: torch.dtype) -> int:
-    """What a rank sends to merge n tokens' outputs over ranks; with heads="own" also its queries,
-    in latent space."""
+    """Bytes a rank sends to merge n tokens' outputs over ranks; with heads="own", also its latent
+    queries."""
     size, H, C = ranks.shard.size, config.num_heads, config.kv_lora_rank
     if ranks.heads == "all":
         return sent_bytes("exchange", "all", (n, H, config.v_head_dim), dtype, size)
@@ -43,7 +43,7 @@ def merged_bytes(config: MLAConfig, ranks: Ranks, n: int, dtype: torch.dtype) ->
 
 
 def gathered_bytes(config: MLAConfig, ranks: Ranks, num_keys: int, dtype: torch.dtype) -> float:
-    """What a rank sends so that all ranks have these rows."""
+    """Bytes a rank sends to give these rows to all ranks."""
     size = ranks.shard.size
     return (size - 1) / size * num_keys * config.latent_dim * dtype.itemsize
 
@@ -52,14 +52,15 @@ def gathered_bytes(config: MLAConfig, ranks: Ranks, num_keys: int, dtype: torch.
 def decode_threshold(
     config: MLAConfig, format: str, itemsize: int, device: str, bits: int, run_length: int = 0
 ) -> int:
-    """Most new tokens for which a request of about 2**bits keys is cheaper absorbed than expanded.
-    With a run length the absorbed ones write and merge a partial result for every run.
+    """The largest number of new tokens for which a request of about 2**bits keys is cheaper
+    absorbed than expanded. With a run length, absorbed tokens write and merge a partial result per
+    run.
 
-    Requests are taken by the bit length of their key count, so that the answer is found once.
+    Requests are grouped by the bit length of their key count, so that the answer can be reused.
     """
     S = 1 << bits
-    # absorbed is cheaper at low, and from some count on no more; one token is always taken as
-    # absorbed, since a second form in a step costs launches that cost() does not count
+    # absorbed is cheaper up to some count. One token is always absorbed, because a second form in
+    # a step costs launches that cost() does not count
     low, high = 1, S
     while low < high:
         n = (low + high + 1) // 2
@@ -81,7 +82,7 @@ def choose_absorbed(
     device: str,
     run_length: int = 0,
 ) -> list[bool]:
-    """Per request: whether its new tokens should stay in latent space."""
+    """Per request: whether its new tokens take the absorbed form."""
     thresholds: dict[int, int] = {}
 
     def threshold(S: int) -> int:
@@ -104,13 +105,14 @@ def choose_sparse_absorbed(
     efficiencies: tuple[float, float],
     ranks: Ranks | None = None,
 ) -> bool:
-    """Whether n tokens over S > K keys read their K rows each, or compute all pairs under a mask.
-    `efficiencies`: fraction of peak each route reaches; GEMMs with weights reach all of it.
+    """Whether n tokens over S > K keys should read their K rows each, instead of computing all
+    pairs under a mask. `efficiencies`: the fraction of peak that each route reaches; GEMMs with
+    weights are assumed to reach all of it.
 
-    Over ranks each rank reads those of the K rows that it holds and results are merged; for a mask
+    Over ranks, each rank reads the selected rows that it holds and results are merged; for a mask,
     every rank gathers all rows."""
     assert config.indexer is not None
-    if n == 1:  # decode, of many requests at every step
+    if n == 1:  # decode of many requests, at every step
         return True
     gathering, masking = efficiencies
     bits, itemsize = S.bit_length() - 1, dtype.itemsize
@@ -139,8 +141,9 @@ def _surely_gathered(
     device: str,
     efficiencies: tuple[float, float],
 ) -> bool:
-    """Whether n tokens gather over any keys of this bit length: at their dearest, the most keys,
-    that is cheaper than masking at its cheapest. Drafts ask it of every request of every step."""
+    """Whether gathering is cheaper for n tokens over any number of keys of this bit length: its
+    highest cost (most keys) is below the lowest cost of masking. Steps with draft tokens ask this
+    for every request."""
     least, most = 1 << bits, (2 << bits) - 1
     gathering, masking = efficiencies
     return _gathered(config, n, most, format, itemsize, device, gathering) <= _masked(
@@ -168,7 +171,7 @@ def _masked(
     H, C, E = config.num_heads, config.kv_lora_rank, config.qk_head_dim
     P, V = config.qk_nope_head_dim, config.v_head_dim
     masked = masked_cost(n, S, H=H, E=E, V=V, itemsize=itemsize)
-    visible = (S - n / 2) / S  # tiles of keys that come after their queries are not computed
+    visible = (S - n / 2) / S  # tiles whose keys all follow their queries are skipped
     expansion, written = 2 * S * H * C * (P + V), S * H * (E + V) * itemsize
     return max(
         masked.flops * visible / efficiency + expansion,
@@ -186,7 +189,7 @@ def _absorbed(
     step = max(attention.flops + into_and_out_of_latent, _balance(device) * attention.bytes)
     runs = S // run_length + 1 if 0 < run_length <= S else 1
     partial = 0 if runs == 1 else runs * n * H * C * 4  # bytes in float32
-    return step + _balance(device) * 2 * partial  # by a launch of its own: nothing overlaps it
+    return step + _balance(device) * 2 * partial  # in a separate launch, which nothing overlaps
 
 
 def _expanded(config: MLAConfig, n: int, S: int, itemsize: int, device: str) -> float:

@@ -1,8 +1,7 @@
-"""Groups that stay in latent space, and the tokens that select their keys.
+"""Absorbed groups, and the tokens that select their keys.
 
-Each kind of group is made in two steps: its tensors by name, computed on the host, and the parts
-of the plan that hold them. A captured step puts its buffers, and an engine its own tensors, where
-the host's would be.
+Each kind of group is made in two steps: tensors by name, computed on the host, and then the parts
+of the plan that hold them. A captured step substitutes its buffers, and an engine its own tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ Roles = dict[str, Tensor]
 
 
 def absorbed_roles(batch: Batch, requests: Sequence[int]) -> Roles:
-    """Requests that attend to all their keys; one without tokens reads none."""
+    """Tensors of requests that attend to all their keys; one without tokens reads none."""
     query_lens = some(batch.query_lens, requests)
     if batch.device_seq_lens is None:
         seq_lens = integers(some(batch.read_lens, requests))
     else:
         seq_lens = pick(batch.device_seq_lens, requests)
-        if 0 in query_lens:  # others' lengths are no longer than was said
+        if 0 in query_lens:  # true lengths never exceed the host's
             (most,) = upload((integers(some(batch.read_lens, requests)),), seq_lens.device)
             seq_lens = seq_lens.minimum(most)
     return {
@@ -67,14 +66,13 @@ def absorbed_group(
 def select_roles(
     batch: Batch,
     K: int,
-    requests: Sequence[int],  # those of the "chosen" group first
+    requests: Sequence[int],  # the "chosen" group first
     num_absorbed: int,  # their tokens
     lens: Tensor,  # [n] i32, row_lens() of these requests
     chunks: Sequence[ScoreChunk],
     cuts: Sequence[slice],
 ) -> Roles:
-    """Tokens that select their keys, and the first `num_absorbed` of them, which attend in latent
-    space."""
+    """Tensors of tokens that select their keys; the first `num_absorbed` attend absorbed."""
     bounds, n = cumulative(some(batch.query_lens, requests)), lens.shape[0]
     true_lens = true_row_lens(batch, requests, lens)
     attended = true_lens if num_absorbed == n else true_lens[:num_absorbed]
@@ -125,8 +123,8 @@ def compressed_parts(
     query_bytes: int,
     requests: Sequence[int],
 ) -> tuple[tuple[Group, ...], Select | None, Pool | None]:
-    """V4: every token attends to its window and, where the ratio is not 0, to entries: all finished
-    ones, or with `chunks` those that it selects."""
+    """V4: every token attends to its window and, if the ratio is not 0, to entries: all finished
+    ones, or with `chunks` the ones that it selects."""
     assert config.compressor is not None
     everyone, select, pool = slice(0, num_rows), None, None
     reads = [Keys("window", "window", roles["window_table"], span=config.compressor.window)]
@@ -167,7 +165,7 @@ def _select(
 
 
 def numbered(name: str, tensors: Sequence[Tensor]) -> Roles:
-    """A tuple of tensors, which are buffers by themselves."""
+    """A tuple of tensors, each of which is a buffer of its own."""
     return {f"{name}.{i}": tensor for i, tensor in enumerate(tensors)}
 
 
@@ -176,9 +174,9 @@ def listed(roles: Roles, name: str, count: int) -> Tensors:
 
 
 def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = True) -> Tensor:
-    """[n] i32: the keys each token may see, itself included; the last sees all, and without
-    causality every one does."""
-    if set(query_lens) == {1}:  # plain decode, at every step
+    """[n] i32: the number of keys each token sees, including its own. The last token sees all;
+    without causality, every token does."""
+    if set(query_lens) == {1}:  # decode, at every step
         return integers(seq_lens)
     if not causal:
         return repeated(seq_lens, query_lens)
@@ -190,22 +188,23 @@ def row_lens(query_lens: Sequence[int], seq_lens: Sequence[int], causal: bool = 
 
 
 def true_row_lens(batch: Batch, requests: Sequence[int], lens: Tensor) -> Tensor:
-    """What tokens see when only the device knows the lengths: as much less as the bound is high."""
+    """row_lens() when only the device knows the lengths: the host's are upper bounds."""
     if batch.device_seq_lens is None:
         return lens
     true, query_lens = pick(batch.device_seq_lens, requests), some(batch.query_lens, requests)
     if set(query_lens) == {1}:
         return true.clamp_min(0)
-    hidden = repeated(some(batch.seq_lens, requests), query_lens) - lens  # from each token
+    hidden = repeated(some(batch.seq_lens, requests), query_lens) - lens  # tokens after each token
     mine, hidden = upload((owners(query_lens), hidden), true.device)
     return (true[mine] - hidden).clamp_min(0)
 
 
 def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple[ScoreChunk, ...]:
-    """Rows in order, as many at once as the bound on scores allows; lens is what each row sees.
+    """Chunks of rows, in order, each as large as the bound on scores allows. `lens` is the number
+    of keys that each row sees.
 
-    `least` is the least width of a chunk: one past K, and all of them are scored.
-    `query_bytes` is what a row's queries take while they are quantized for a packed cache.
+    `least` is the minimum width of a chunk: K + 1 makes every row select. `query_bytes` is the
+    memory of a row's queries while they are quantized for a packed cache.
     """
     chunks: list[ScoreChunk] = []
     start, widest = 0, least
@@ -223,8 +222,8 @@ def score_chunks(lens: Sequence[int], query_bytes: int, least: int = 0) -> tuple
 def chunks_of(
     lens: Tensor, longest: int, query_bytes: int, least: int = 0
 ) -> tuple[ScoreChunk, ...]:
-    """The same of rows on the host, whose longest is known: they are looked at one by one only
-    where they do not fit at once."""
+    """score_chunks() for rows on the host whose longest is known. Rows are only visited one by one
+    if they do not fit at once."""
     num_rows, widest = lens.shape[0], max(longest, least)
     if num_rows and num_rows * (widest * 4 + query_bytes) <= LOGITS_BYTES:
         return (ScoreChunk(slice(0, num_rows), widest),)
@@ -232,34 +231,33 @@ def chunks_of(
 
 
 def even_chunks(num_rows: int, num_keys: int, query_bytes: int) -> tuple[ScoreChunk, ...]:
-    """The same where every row may see `num_keys`."""
+    """score_chunks() if every row may see `num_keys`."""
     step = max(LOGITS_BYTES // max(num_keys * 4 + query_bytes, 1), 1)
     firsts = range(0, num_rows, step)
     return tuple(ScoreChunk(slice(i, min(i + step, num_rows)), num_keys) for i in firsts)
 
 
 def no_starts(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
-    """[n] i32 zeros, a row each of the longest chunk that is scored: its scores begin with the
-    logits."""
+    """[n] i32 zeros, one per row of the longest scored chunk: where its scores begin."""
     scored = (chunk.rows for chunk in chunks if chunk.num_keys > K)
     most = max((rows.stop - rows.start for rows in scored), default=0)
     return torch.zeros(most, dtype=torch.int32)
 
 
 def first_keys(chunks: Sequence[ScoreChunk], K: int) -> Tensor:
-    """[K] i32: what is chosen from no more than K keys; empty where every chunk sees more."""
+    """[K] i32: the selection from at most K keys; empty if every chunk sees more."""
     unscored = any(chunk.num_keys <= K for chunk in chunks)
     return torch.arange(K if unscored else 0, dtype=torch.int32)
 
 
 def query_bytes(config: MLAConfig, index: PagedCache) -> int:
-    """What quantising one row's index queries holds: three float32 copies and the fp8 one."""
+    """Bytes for quantizing one row's index queries: three float32 copies and the fp8 one."""
     assert config.indexer is not None
     return 13 * config.indexer.num_heads * config.indexer.head_dim if index.layout.packed else 0
 
 
 def query_chunks(num_rows: int, config: MLAConfig, itemsize: int) -> tuple[slice, ...]:
-    """Rows that attend to chosen keys, as many at once as the bound on latent queries allows."""
+    """Chunks of rows that attend to selected keys, within the bound on latent queries."""
     step = max(LATENT_BYTES // (latent_row(config) * itemsize), 1)
-    step -= step % 4 if step > 4 else 0  # all chunks aligned as the first: no recompile
+    step -= step % 4 if step > 4 else 0  # equal alignment: no recompilation
     return tuple(slice(i, min(i + step, num_rows)) for i in range(0, num_rows, step))

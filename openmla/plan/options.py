@@ -1,4 +1,4 @@
-"""PlanOptions: what a caller chooses about a plan, and which choices go together.
+"""PlanOptions: the options of a plan, and which of them can be combined.
 
 Everything else that make_plan() takes is a resource: buffers, a workspace, another plan, ranks.
 """
@@ -22,7 +22,7 @@ FrozenChoice = str | frozenset[tuple[str, str]]
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The arguments of make_plan() by the same names; hashable."""
+    """The arguments of make_plan() under the same names; hashable."""
 
     dtype: torch.dtype | None = None
     backend: FrozenChoice = "auto"
@@ -37,12 +37,12 @@ class PlanOptions:
 
     @property
     def uniform(self) -> bool:
-        """Whether which op attends to a request must not follow from how short it is, or was."""
+        """Whether the ops that attend to a request must not depend on its length."""
         return self.compiled or self.batch_invariant
 
 
 def frozen(backend: BackendChoice) -> FrozenChoice:
-    """What was asked for, as part of a key."""
+    """The options in hashable form."""
     check_backend_choice("plan", backend)
     return backend if isinstance(backend, str) else frozenset(backend.items())
 
@@ -52,7 +52,7 @@ def thawed(backend: FrozenChoice) -> BackendChoice:
 
 
 class Combination(NamedTuple):
-    """What is asked for together."""
+    """The options of a call together with what else it is given."""
 
     options: PlanOptions
     config: MLAConfig
@@ -66,10 +66,10 @@ class Combination(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A combination that cannot be, with the reason; both are shown in docs/support.md."""
+    """An unsupported combination and the reason, both shown in docs/support.md."""
 
-    name: str  # the argument that is wrong
-    what: str  # in a few words
+    name: str  # the argument that the error names
+    what: str  # a short form for the table
     applies: Callable[[Combination], bool]
     sentence: Callable[[Combination], str]
 
@@ -161,7 +161,7 @@ NOTHING_ELSE = (False, False, False)
 
 
 def _is_plain(options: PlanOptions) -> bool:
-    """Whether nothing is asked for that a refusal is about."""
+    """Whether no refusal can apply."""
     form, context, dtype = options.form, options.context, options.prefill_dtype
     return form in FORMS and context == "auto" and dtype is None
 

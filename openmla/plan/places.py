@@ -1,4 +1,4 @@
-"""Where requests have rows, by a table on the host: one look at it, whatever the batch is."""
+"""Looks up blocks and slots of requests in a host table, in one operation for the whole batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def last_blocks(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: i
 
 
 def last_slots(table: Tensor, counts: Sequence[int], lens: Sequence[int], BS: int) -> list[int]:
-    """The slots of those positions, a slot each."""
+    """The slot of each of those positions."""
     blocks = last_blocks(table, counts, lens, BS)
     if max(counts, default=0) <= 1:
         written = lens if all(counts) else [S for n, S in zip(counts, lens, strict=True) if n]

@@ -1,4 +1,4 @@
-"""The ops a plan calls, as backends are asked about them, and the names that answer."""
+"""Describes the ops that a plan calls, and chooses their backends."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from openmla.plan.options import FrozenChoice, PlanOptions, thawed
 from openmla.plan.rows import num_rows
 from openmla.plan.types import Call, Expanded, Group, Keys, Select
 
-PROMPT = 4096  # tokens: how many does not matter, but that they are many
+PROMPT = 4096  # tokens: any large number
 
 
 def latent_of(cache: LayerCache) -> PagedCache:
@@ -64,13 +64,13 @@ def latent_of(cache: LayerCache) -> PagedCache:
     return cache.latent
 
 
-# Their kernels differ by the tokens of a call and by where a layer's rows lie, so each call chooses
-# its backend unless one was named. The plan has the choice for its largest call.
+# Their kernels depend on the tokens of a call and on the alignment of a layer's rows, so each call
+# chooses its backend unless one is named. The plan holds the choice for its largest call.
 CHOSEN_PER_CALL = frozenset(("mqa_paged", "mqa_sparse", "project_heads", "project_quantize"))
 
 
 class Choice(NamedTuple):
-    """The ops of a plan, and the one that quantizes the outputs of each form, if any does."""
+    """The ops of a plan, and for each form the op that quantizes its outputs, if any."""
 
     calls: Mapping[str, Call]
     ends: Mapping[str, str]
@@ -78,32 +78,32 @@ class Choice(NamedTuple):
 
 
 class CacheKind(NamedTuple):
-    """All that backends are asked about of the caches a step reads. What is chosen for one of these
-    is kept: `times_forgotten` says when to ask again."""
+    """Everything about the caches of a step that backends depend on. Choices are kept per value;
+    `times_forgotten` says when to choose again."""
 
     device: torch.device
     formats: tuple[str, ...]  # "" where a part is missing
     block_size: int
     aligned: frozenset[str]
-    multiprocessors: int  # a CPU's threads may be changed
+    multiprocessors: int  # the number of CPU threads can change
     times_forgotten: int
 
 
 class Needs(NamedTuple):
-    """What decides which ops a plan calls, and for how many tokens."""
+    """What determines which ops a plan calls, and for how many tokens."""
 
     # of each absorbed group: its kinds of keys, tokens in a call, the most of one request, heads
     reads: tuple[tuple[tuple[str, ...], int, int, int], ...]
     routes: frozenset[str]  # of expanded groups
-    scores: bool  # index keys are scored
-    merges: bool = False  # what ranks merged is merged with what every rank has
+    scores: bool  # whether index keys are scored
+    merges: bool = False  # whether results of ranks are merged with replicated keys
     output: str = ""  # the format that outputs are quantized to
     query_dtype: str = ""  # "fp8" or "fp8_static": what absorbed queries are quantized to
     prefill_dtype: str = ""  # "fp8": expanded heads are e4m3
 
 
 def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheKind:
-    """`read`: what attention reads, the layer's own rows first."""
+    """`read`: the caches that attention reads, the layer's own rows first."""
     device = read[0].data.device
     return CacheKind(
         device,
@@ -116,7 +116,7 @@ def cache_kind(read: Sequence[PagedCache], *others: PagedCache | None) -> CacheK
 
 
 def chosen(problems: Sequence[Problem], backend: BackendChoice) -> dict[str, str]:
-    """Who runs each op; if it is the reference on a GPU for want of a package, that is said."""
+    """The backend of each op; warn if the reference runs on a GPU because a package is missing."""
     check_backend_choice("plan", backend)
     asked = {problem.op: backend_for(problem.op, backend) for problem in problems}
     backends = {problem.op: choose_backend(problem, asked[problem.op]) for problem in problems}
@@ -128,8 +128,8 @@ def chosen(problems: Sequence[Problem], backend: BackendChoice) -> dict[str, str
 def choose_backends(
     problems: Sequence[Problem], backend: BackendChoice
 ) -> tuple[tuple[Problem, ...], dict[str, str]]:
-    """Who runs each op. Whoever attends to listed rows is given positions where it takes them and
-    does not prefer slots: nothing maps them then."""
+    """The backend of each op. A backend that attends to listed rows gets positions if it supports
+    them and does not prefer slots, which saves the mapping."""
     backends = chosen(problems, backend)
     if "map_slots" not in backends:
         return tuple(problems), backends
@@ -146,7 +146,7 @@ def choose_backends(
 def reads_keys_apart(
     config: MLAConfig, device: torch.device, dtype: torch.dtype, backend: BackendChoice
 ) -> bool:
-    """Whether prefill hands over keys in two parts, so that nothing holds whole ones."""
+    """Whether prefill passes keys in two parts, so that whole keys are never stored."""
     E, R, V = config.qk_head_dim, config.qk_rope_head_dim, config.v_head_dim
     problem = mha_ragged_problem(device, dtype, E=E, R=R, V=V)
     return reads_apart(problem, chosen([problem], backend)["mha_ragged"])
@@ -161,7 +161,7 @@ def choose(
     run_length: int,
     backend: FrozenChoice,
 ) -> Choice:
-    """The ops of a plan and who runs them: most steps ask what an earlier one did."""
+    """The ops of a plan and their backends, usually found by an earlier step."""
     problems = find_problems(config, kind, dtype, needs, run_length)
     ends: Mapping[str, str] = {}
     if needs.output:
@@ -184,7 +184,7 @@ def needs_of(
     groups: Sequence[Group],
     select: Select | None,
     config: MLAConfig,
-    wide: MLAConfig,  # with the heads that attend to keys over ranks
+    wide: MLAConfig,  # with the heads that attend over ranks
     options: PlanOptions,
 ) -> Needs:
     reads, routes, merges = [], set(), False
@@ -207,8 +207,8 @@ def needs_of(
 
 
 def _kind(keys: Keys) -> str:
-    """As backends are asked about it. Selected entries are named by positions; of selected latent
-    rows whoever attends to them decides (choose_backends)."""
+    """The problem of mqa_sparse. Selected entries are listed by position; for selected latent rows
+    the backend decides (choose_backends)."""
     return "positions" if keys.kind == "listed" and keys.part != "latent" else keys.kind
 
 
@@ -216,7 +216,7 @@ def gathering_problem(
     config: MLAConfig, kind: CacheKind, dtype: torch.dtype, tokens: int, run_length: int = 0,
     num_heads: int | None = None,
 ) -> Problem:  # fmt: skip
-    """mqa_sparse over the chosen rows of so many tokens."""
+    """The problem of mqa_sparse over the selected rows of that many tokens."""
     H = config.num_heads if num_heads is None else num_heads
     return mqa_sparse_problem(
         kind.device, dtype, kind.formats[:1], ("slots",), H=H, D=config.latent_dim,
@@ -228,8 +228,8 @@ def gathering_problem(
 def sparse_efficiencies(
     config: MLAConfig, kind: CacheKind, queries: torch.dtype, heads: torch.dtype
 ) -> tuple[float, float]:
-    """What prompts reach: rows gathered by absorbed queries, and all keys computed and masked, by
-    kernels for what these are."""
+    """The fraction of peak that prefill reaches on each route: absorbed queries that gather rows,
+    and all keys expanded and masked."""
     gathering = gathering_problem(config, kind, queries, PROMPT)
     E, V = config.qk_head_dim, config.v_head_dim
     masking = mha_masked_problem(kind.device, heads, E=E, V=V)
@@ -240,13 +240,13 @@ def sparse_efficiencies(
 def find_problems(
     config: MLAConfig, kind: CacheKind, dtype: torch.dtype, needs: Needs, run_length: int
 ) -> tuple[Problem, ...]:
-    """The ops this plan calls, as the backends are asked about them."""
+    """The problems of the ops that this plan calls."""
     device, (*read, index_format) = kind.device, kind.formats
     format, alone = read[0], run_length > 0
     D, C = config.latent_dim, config.kv_lora_rank
     E, V, R = config.qk_head_dim, config.v_head_dim, config.qk_rope_head_dim
     v4, eight_bits = config.compressor is not None, bool(needs.prefill_dtype)
-    queries = torch.float8_e4m3fn if needs.query_dtype else dtype  # of absorbed rows
+    queries = torch.float8_e4m3fn if needs.query_dtype else dtype  # of absorbed tokens
     heads = torch.float8_e4m3fn if eight_bits else dtype
     rows = torch.float8_e4m3fn if eight_bits and format == "fp8" else dtype
     gathering = [cache_gather_problem(device, rows, format)] if needs.routes - {"new"} else []
@@ -258,7 +258,7 @@ def find_problems(
     if config.rope.kind != "none":
         problems.append(rope_problem(device, dtype))
     if len(read) > 1:  # tokens are pooled into entries
-        wide = torch.promote_types(dtype, torch.float32)  # as Compressor projects
+        wide = torch.promote_types(dtype, torch.float32)  # the Compressor's projection
         problems.append(compress_kv_problem(device, wide, read[1], D=D, batch_invariant=alone))
     for kinds, tokens, max_query_len, H in needs.reads:
         if kinds == ("paged",):
@@ -299,7 +299,7 @@ def find_problems(
         problems += gathering + merging
     if queries != dtype and needs.reads:
         problems.append(quantize_queries_problem(device, dtype, D=D))
-    if alone and not v4:  # else torch multiplies
+    if alone and not v4:  # otherwise torch multiplies
         P = config.qk_nope_head_dim
         problems.append(
             project_heads_problem(
@@ -313,16 +313,16 @@ def find_ends(
     config: MLAConfig, device: torch.device, dtype: torch.dtype, needs: Needs,
     backend: BackendChoice, *, fuses: bool = True,
 ) -> tuple[dict[str, str], list[Problem]]:  # fmt: skip
-    """The op that quantises each form's outputs, by form, and these ops as backends are asked.
+    """The op that quantizes each form's outputs, by form, and the problems of these ops.
 
-    Absorbed tokens end in one op with the product by w_uv, unless only the reference has it for
-    these shapes on a GPU, or nothing `fuses`; a prefill that merges ends in the last merge. What
-    comes out otherwise, or is gated before o_proj, is quantised by itself.
+    For absorbed tokens, one op multiplies by w_uv and quantizes, unless only the reference has it
+    for these shapes on a GPU, or nothing `fuses`. A prefill with merges quantizes in the last one.
+    All other outputs, and outputs that are gated before o_proj, take a quantizing op of their own.
     """
     output, C, V = needs.output, config.kv_lora_rank, config.v_head_dim
     ends = dict.fromkeys(("absorbed", "expanded", "chosen", "masked"), "quantize_out")
     problems = [quantize_out_problem(device, dtype, output)]
-    if config.head_gate or config.compressor is not None:  # turned back, then quantized
+    if config.head_gate or config.compressor is not None:  # inverse RoPE, then quantization
         return ends, problems
     if fuses and needs.reads:
         projecting = project_quantize_problem(
@@ -343,8 +343,8 @@ def scoring_problems(
     config: MLAConfig, device: torch.device, index_format: str, dtype: torch.dtype,
     batch_invariant: bool = False,
 ) -> list[Problem]:  # fmt: skip
-    """The lightning indexer's scores and the choice by them."""
-    assert config.indexer is not None  # make_plan looked
+    """The problems of the lightning indexer's scores and of the top-k selection."""
+    assert config.indexer is not None  # make_plan() checked it
     HI, DI = config.indexer.num_heads, config.indexer.head_dim
     queries = get_format(index_format).query_dtype(dtype, DI)
     return [

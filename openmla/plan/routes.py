@@ -1,4 +1,4 @@
-"""Which request takes which form: told to, bound to, or by cost."""
+"""Chooses the form of each request: as requested, as required, or the cheaper one."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def find_routes(
     options: PlanOptions,
     run_length: int,
     *,
-    masks: bool = True,  # prompts that select may be expanded and masked
+    masks: bool = True,  # prefill that selects keys may be expanded and masked
     ranks: Ranks | None = None,
 ) -> Routes:
-    """Which request takes which form; in a uniform step absorbed ones all select, however short."""
+    """The requests of each form. In a uniform step all absorbed ones select, even short ones."""
     form = options.form
     absorbed = _find_absorbed(batch, config, latent, options, run_length)
-    # of a part of the keys, how few it has says nothing about how many there are
+    # a part of the keys does not tell how many there are
     everyone = form == "chosen" or not batch.causal
     choosing = choosing_requests(batch, config, everyone=everyone)
     if config.indexer is None and all(absorbed):
@@ -42,7 +42,7 @@ def find_routes(
         routes["absorbed"] = [b for b, taken in others if taken]
         routes["expanded"] = [b for b, taken in others if not taken]
     short: Sequence[int] = ()
-    # where nobody has a token, nothing is chosen
+    # without tokens nothing is selected
     asking = bool(choosing) or any(batch.query_lens[b] for b in routes["absorbed"])
     if options.uniform and config.indexer is not None and asking:
         short, routes["absorbed"] = routes["absorbed"], []
@@ -57,8 +57,8 @@ def find_routes(
 def _find_absorbed(
     batch: Batch, config: MLAConfig, latent: PagedCache, options: PlanOptions, run_length: int
 ) -> list[bool]:
-    """Per request: absorbed or not. A request without new tokens has nothing to expand, and one
-    whose length only the device knows cannot be cut into chunks."""
+    """Per request: whether it is absorbed. A request without new tokens has nothing to expand, and
+    one whose length only the device knows cannot be cut into chunks."""
     bounded, form, dtype = batch.bounded, options.form, options.dtype
     assert dtype is not None
     if form == "expanded" and bounded:
@@ -66,7 +66,7 @@ def _find_absorbed(
             f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
             f"request {min(bounded)}."
         )
-    if form == "auto" and max(batch.query_lens, default=0) <= 1:  # plain decode, at every step
+    if form == "auto" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
         return [True] * len(batch.query_lens)
     if form != "auto":
         return [form != "expanded" or n == 0 for n in batch.query_lens]
@@ -87,13 +87,13 @@ def _find_absorbed(
 
 
 def choosing_requests(batch: Batch, config: MLAConfig, *, everyone: bool = False) -> set[int]:
-    """Requests with more keys than their tokens may attend to: an indexer chooses. `everyone`: all
-    that have tokens."""
+    """Requests with more keys than a token may attend to, whose indexer selects. `everyone`: all
+    requests that have tokens."""
     if config.indexer is None:
         return set()
     least = -1 if everyone else config.indexer.topk
     if min(batch.seq_lens, default=0) > least and min(batch.query_lens, default=0) > 0:
-        return set(range(len(batch.seq_lens)))  # plain decode far into a text, at every step
+        return set(range(len(batch.seq_lens)))  # decode of long contexts, at every step
     lens = zip(batch.query_lens, batch.seq_lens, strict=True)
     return {b for b, (n, S) in enumerate(lens) if n > 0 and least < S}
 
@@ -106,7 +106,7 @@ def sparse_routes(
     choosing: set[int],
     ranks: Ranks | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Those requests by route: rows gathered in latent space, or expanded and masked."""
+    """Those requests by route: absorbed over gathered rows, or expanded and masked."""
     form, dtype = options.form, options.dtype
     assert dtype is not None
     if form != "expanded" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
@@ -116,7 +116,7 @@ def sparse_routes(
     bounded, efficiencies = batch.bounded, None
     for b in sorted(choosing):
         n, S = batch.query_lens[b], batch.seq_lens[b]
-        if S == 0:  # of a part of the keys, nothing to expand
+        if S == 0:  # a part of the keys: nothing to expand
             gather = True
         elif form == "auto" and b not in bounded and n > 1:
             if efficiencies is None:

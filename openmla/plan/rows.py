@@ -1,4 +1,4 @@
-"""Rows and tables of some of a batch's requests, and small host tensors plans are made of."""
+"""Rows and tables of some requests of a batch, and the small host tensors of plans."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from openmla.plan.upload import upload
 
 
 def integers(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    """[n] on the host, int32 or int64. Every step makes some: an array takes a list at once, where
-    torch.tensor() looks at each of its values by itself."""
+    """[n] on the host, int32 or int64. Every step makes some; array() converts a list faster than
+    torch.tensor(), which visits each value."""
     if not len(values):
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(array("i" if dtype == torch.int32 else "q", values), dtype=dtype)
 
 
 def some(values: Sequence[int], requests: Sequence[int]) -> Sequence[int]:
-    """Of some requests, as they are listed."""
+    """The values of some requests, in the order listed."""
     if everyone(requests, len(values)):
         return values
     return [values[b] for b in requests]
 
 
 def everyone(requests: Sequence[int], B: int) -> bool:
-    """Whether these are all requests, in order."""
+    """Whether these are all requests in order."""
     return len(requests) == B and list(requests) == list(range(B))
 
 
@@ -41,7 +41,7 @@ def _neighbours(requests: Sequence[int]) -> bool:
 
 
 def pick_rows(requests: Sequence[int], starts: Sequence[int]) -> Rows:
-    """Token rows of some requests: everything, one slice if they are neighbours, or indices."""
+    """Token rows of some requests: a slice if they are neighbors, else indices."""
     if not requests:
         return slice(0, 0)
     if _neighbours(requests):
@@ -54,11 +54,11 @@ def num_rows(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
-ALIGN = 16  # bytes; kernels are compiled for tensors that start on a multiple of these
+ALIGN = 16  # bytes; kernels are compiled for tensors aligned to this
 
 
 def pick(table: Tensor, requests: Sequence[int]) -> Tensor:
-    """Rows of some requests: the table itself, a view if they are neighbours, or a copy."""
+    """Rows of some requests: the table itself, a view if they are neighbors, or a copy."""
     if everyone(requests, table.shape[0]):
         return table
     if _neighbours(requests):
@@ -81,24 +81,24 @@ def owners(query_lens: Sequence[int]) -> Tensor:
 def repeated(
     values: Sequence[int], counts: Sequence[int], dtype: torch.dtype = torch.int32
 ) -> Tensor:
-    """[sum(counts)] on the host: each value as often as its count says."""
+    """[sum(counts)] on the host: each value repeated by its count."""
     each, times = integers(values, dtype), integers(counts, torch.int64)
     return each.repeat_interleave(times, output_size=sum(counts))
 
 
 def start_locs(query_start_loc: Tensor, chunks: Sequence[slice], num_rows: int) -> Tensors:
     """query_start_loc of each chunk of the rows, [B+1] i32, from the chunk's first row on."""
-    if len(chunks) == 1 and chunks[0].stop >= num_rows:  # all at once, as when decoding
+    if len(chunks) == 1 and chunks[0].stop >= num_rows:  # all at once, as in decode
         return (query_start_loc,)
     return tuple(query_start_loc.clamp(rows.start, rows.stop) - rows.start for rows in chunks)
 
 
 def rope_offsets(batch: Batch, config: MLAConfig, *, uniform: bool = False) -> Tensor | None:
-    """[T] i64, what longrope adds to positions: its table's second half has the long factors, for
-    tokens of requests past the original length; 0 for padding.
+    """[T] i64: what longrope adds to positions. The second half of its table has the long factors,
+    for tokens of requests past the original length; padding gets 0.
 
-    Lengths that only the device knows are compared there; `seq_lens` are their upper bounds. None
-    where all would be 0, except in a `uniform` step.
+    Lengths that only the device knows are compared there; `seq_lens` are upper bounds. The result
+    is None if all offsets are 0, except in a `uniform` step.
     """
     if config.rope.kind != "longrope":
         return None
@@ -114,5 +114,5 @@ def rope_offsets(batch: Batch, config: MLAConfig, *, uniform: bool = False) -> T
 
 
 def padded(tokens: Tensor, padding: int, value: int = 0) -> Tensor:
-    """[n] of the requests' tokens, and `value` for tokens of no request behind them."""
+    """The [n] values of the requests' tokens, followed by `value` for padding tokens."""
     return torch.cat([tokens, tokens.new_full((padding,), value)]) if padding else tokens

@@ -1,7 +1,7 @@
 """Plans for torch.compile: integers that follow a step's lengths become sizes of empty tensors.
 
-The compiler takes an integer for a constant until it has seen it change, and then compiles again. A
-tensor's size that is marked as changing is a symbol from the start: one graph serves all lengths.
+The compiler treats an integer as a constant until it has seen it change, and then recompiles. A
+tensor size that is marked dynamic is a symbol from the start, so one graph serves all lengths.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ FOLLOWING: dict[type, tuple[str, ...]] = {
     Select: ("rows", "num_rows"),
     Pool: ("max_entries",),
 }
-# The compiler takes a size of 1 for a constant. A second column like the first changes nothing: no
-# position of a request is looked up in it, and in a ring of both each is in the same block.
-_PAST_ONE = 2  # integers are carried as so much more, for the same reason
+# The compiler treats a size of 1 as a constant. A second column equal to the first changes nothing:
+# no position of a request is looked up in it, and both columns of a ring name the same block.
+_PAST_ONE = 2  # added to carried integers, for the same reason
 _CARRIES = torch.bool  # no other tensor of a plan has it
 
 
-@torch.inference_mode(False)  # inference tensors do not tell whether they were written to
+@torch.inference_mode(False)  # inference tensors do not count writes
 def symbolic(plan: Plan) -> Plan:
-    """The same plan, whose sizes a compiler takes for symbols."""
+    """The same plan with sizes that a compiler treats as symbols."""
     made: Plan = _symbolic(plan, plan.slot_mapping.device)
     return made
 
@@ -88,9 +88,9 @@ def _carried(value: Any, device: torch.device) -> Any:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that stands in one place only, is no view and begins its storage:
-    a step's integers are sent in one piece, and where in it a tensor begins depends on the batch
-    and would be guarded."""
+    """The same memory as a tensor that is not a view and begins its own storage. A step's integers
+    are sent in one piece, and the offset of a tensor in it, which depends on the batch, would
+    become a guard."""
     tensor = tensor.contiguous()
     first = tensor.storage_offset() * tensor.element_size()
     storage = tensor.untyped_storage()[first : first + tensor.numel() * tensor.element_size()]
@@ -99,13 +99,13 @@ def _own(tensor: Tensor) -> Tensor:
 
 def _marked(tensor: Tensor) -> Tensor:
     for dim in range(tensor.dim()):
-        if tensor.shape[dim] > 1:  # the compiler has its own way with 0 and 1
+        if tensor.shape[dim] > 1:  # the compiler specializes on 0 and 1
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
 
 
 def _read(carried: Any) -> Any:
-    """What was carried; inside a graph, in symbols."""
+    """The carried integers; inside a graph, as symbols."""
     if carried is None:
         return None
     if isinstance(carried, tuple):
@@ -121,7 +121,7 @@ def _reading(name: str) -> property:
     return property(lambda part: _read(getattr(part, name)))
 
 
-# parts of plans that read their integers off tensors
+# parts that read their integers from tensor sizes
 _SIZED = {
     part: type(part.__name__, (part,), {name: _reading(f"_{name}") for name in following})
     for part, following in FOLLOWING.items()

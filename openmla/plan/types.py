@@ -31,14 +31,14 @@ Some = TypeVar("Some", bound="Part | Plan")
 
 
 def fixed_run(num_heads: int) -> int:
-    """Keys per run where a row's bits must not depend on its neighbors. One request wants short
-    runs, to be on all multiprocessors; many want few partial results, which grow with the heads."""
+    """Keys per run where a row's bits must not depend on its neighbors. A single request needs
+    short runs to fill the GPU; many need few partial results, whose size grows with the heads."""
     return 512 if num_heads <= 32 else 1024
 
 
 class Part:
-    """A piece of a plan. It shows tensors by shape and dtype: what they hold may be on a device,
-    and is long."""
+    """A piece of a plan. Its repr shows tensors by shape and dtype, because their values may be on
+    a device."""
 
     def __repr__(self) -> str:
         names = self.__dataclass_fields__  # type: ignore[attr-defined]
@@ -48,8 +48,8 @@ class Part:
 
 
 def remade(part: Some, changes: Mapping[str, Any]) -> Some:
-    """The part with other values, which are known to be sound: unlike dataclasses.replace() this
-    calls no constructor, and every step rebuilds its parts."""
+    """The part with some values replaced, without checks. Unlike dataclasses.replace() it calls no
+    constructor, because every step rebuilds its parts."""
     made = object.__new__(type(part))
     vars(made).update(vars(part))
     vars(made).update(changes)
@@ -102,8 +102,8 @@ class Absorbed(Part):
 
 @dataclass(frozen=True, repr=False)
 class Ask(Part):
-    """Queries that attend to a chunk of expanded keys in one call; by a mask of what they selected
-    where `key_starts` are given."""
+    """Queries that attend to a chunk of expanded keys in one call, masked by their selection if
+    `key_starts` are given."""
 
     rows: slice  # of the group's rows
     query_start_loc: Tensor  # [B+1] i32, over the chunk's requests
@@ -114,17 +114,17 @@ class Ask(Part):
 
 @dataclass(frozen=True, repr=False)
 class Brought(Part):
-    """What each rank brings of a chunk of keys, and how all of it is put in order."""
+    """What each rank contributes to a chunk of keys, and how the rows of all ranks are ordered."""
 
-    starts: Tensor  # [requests] i32, in this rank's keys
-    key_start_loc: Tensor  # [requests + 1] i32, of the rows that each rank brings
+    starts: Tensor  # [requests] i32, among this rank's keys
+    key_start_loc: Tensor  # [requests + 1] i32, over the rows that each rank contributes
     num_rows: int
-    order: Tensor  # [num_keys] i64: where the ranks' rows, one rank behind another, have each key
+    order: Tensor  # [num_keys] i64: each key's index among the gathered rows
 
 
 @dataclass(frozen=True, repr=False)
 class KeyChunk(Part):
-    """Cached rows that fit the workspace, of neighboring requests, and who attends to them."""
+    """Cached rows of neighboring requests that fit the workspace, and the queries that attend."""
 
     block_table: Tensor  # [B, M] i32
     starts: Tensor  # [B] i32
@@ -132,7 +132,7 @@ class KeyChunk(Part):
     max_key_len: int
     num_keys: int
     asks: tuple[Ask, ...]
-    brought: Brought | None = None  # over ranks: gathered from all of them
+    brought: Brought | None = None  # over ranks: rows are gathered
     # where outputs are quantized: the rows of its only ask that no later chunk adds to, and others
     ended: slice | None = None
     continued: slice | None = None
@@ -175,14 +175,15 @@ class Group(Part):
     part: Absorbed | Expanded | None  # over keys that this process has; None: over `across` alone
     selected: slice | None = None  # its rows of the Selection
     end: str = ""  # the op that quantizes its outputs; "": they are not
-    requests: Sequence[int] = ()  # for explain() alone
+    requests: Sequence[int] = ()  # only for explain()
     across: Across | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Across(Part):
-    """Keys that are spread over ranks. Each rank attends to its own, by `groups`, whose rows count
-    from the first of `rows`; the results of all ranks are merged, then merged into the group's."""
+    """Keys that are sharded over ranks. Each rank attends to its own by `groups`, whose rows count
+    from the first of `rows`. The results of all ranks are merged, and then merged into the group's
+    own result."""
 
     rows: Rows  # of the step
     groups: tuple[Group, ...]

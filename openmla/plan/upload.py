@@ -14,14 +14,14 @@ from openmla.plan.types import Part, Parts
 
 Some = TypeVar("Some", bound="tuple[Any, ...]")
 Holder = dict[str, Any]
-ALIGN = 16  # bytes: kernels specialise on alignment, so all tensors share one
-# Bytes of pinned memory that are asked for at least. torch keeps pinned blocks by size, and a new
-# one takes a fraction of a millisecond: so most plans ask for the same.
+ALIGN = 16  # bytes: kernels specialize on alignment, so all tensors have the same
+# The least pinned memory to request, in bytes. torch caches pinned blocks by size and a new one
+# takes a fraction of a millisecond, so most plans request the same size.
 LEAST = 1 << 16
 
 
 def upload(tensors: Some, device: torch.device) -> Some:
-    """The same tuple with its CPU tensors moved: integers of 32 and 64 bits."""
+    """The same tuple with its CPU tensors (int32 and int64) moved to the device."""
     return tensors if device.type == "cpu" else send(tensors, device)
 
 
@@ -31,8 +31,8 @@ def send(tensors: Some, device: torch.device) -> Some:
 
 
 def upload_parts(parts: Parts, device: torch.device) -> Parts:
-    """A plan's parts with their tensors on the device. Parts were made for this plan alone, so they
-    are changed in place: making them again takes longer than the copy."""
+    """A plan's parts with their tensors on the device. Parts belong to one plan and are changed in
+    place: rebuilding them takes longer than the copy."""
     return parts if device.type == "cpu" else send_parts(parts, device)
 
 
@@ -99,7 +99,7 @@ def _copies(tensors: list[Tensor], device: torch.device) -> dict[int, Tensor]:
     """The tensors on the device, by the identity of those on the host: shared ones are moved
     once."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # whose tensors do not tell whether they were written to
+        with torch.inference_mode(False):  # inference tensors do not count writes
             return _copies(tensors, device)
     places, end = {}, 0
     for tensor in tensors:
@@ -111,12 +111,12 @@ def _copies(tensors: list[Tensor], device: torch.device) -> dict[int, Tensor]:
     staging = torch.empty(room // 4, dtype=torch.int32, device="cpu", pin_memory=pinned)
     packed = staging if room == end else staging[: end // 4]
     first = packed.data_ptr()
-    for tensor, begin in places.values():  # a torch operation costs more than these bytes do
+    for tensor, begin in places.values():  # cheaper than a torch operation for so few bytes
         memmove(first + begin, tensor.data_ptr(), tensor.nbytes)
     sent = packed.to(device, non_blocking=True)
     wide, moved = sent.view(torch.int64), {}
     for key, (tensor, begin) in places.items():
         whole = wide if tensor.dtype == torch.int64 else sent
-        offset = begin // whole.itemsize  # in elements of the view it is taken from
+        offset = begin // whole.itemsize  # in elements of that view
         moved[key] = whole.as_strided(tensor.shape, tensor.stride(), offset)
     return moved

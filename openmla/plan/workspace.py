@@ -12,19 +12,19 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError
 
 MOST_TOKENS = 65536
-LOGITS_BYTES = 256 << 20  # of indexer scores held at once
-LATENT_BYTES = 256 << 20  # of absorbed queries and outputs held at once
-MASK_BYTES = 128 << 20  # of a bit mask held at once: 32768 queries and as many keys
+LOGITS_BYTES = 256 << 20  # bytes of indexer scores held at once
+LATENT_BYTES = 256 << 20  # bytes of absorbed queries and outputs held at once
+MASK_BYTES = 128 << 20  # bytes of a bit mask held at once: 32768 queries and as many keys
 
 
 class Workspace(NamedTuple):
-    """Gathered latent rows, and one chunk's expanded keys and values; of V4, which expands
-    nothing, the entries chosen for a step's tokens."""
+    """Memory for gathered latent rows and one chunk's expanded keys and values. V4 expands nothing;
+    its workspace holds the entries selected for a step's tokens."""
 
     rows: Tensor  # [n, D]
     expanded: Tensor  # [m, H * (P + V)], m >= n
-    keys: Tensor  # [m, H, P + R], e4m3 in fp8 prefill; no rows where keys are read in two parts
-    selection: Tensor  # [T, K] i32, no rows where nothing is kept of it
+    keys: Tensor  # [m, H, P + R], e4m3 in fp8 prefill; empty if keys are read in two parts
+    selection: Tensor  # [T, K] i32; empty if it is not kept
 
     def __repr__(self) -> str:
         device, dtype = self.rows.device, str(self.rows.dtype).removeprefix("torch.")
@@ -43,8 +43,8 @@ class Workspace(NamedTuple):
 
 
 def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size: int) -> int:
-    """Context rows held at once: room for eight whole contexts or four blocks per request,
-    whichever is more, but at most 65536; a whole number of blocks."""
+    """Context rows held at once: eight whole contexts or four blocks per request, whichever is
+    more, but at most 65536, rounded to whole blocks."""
     tokens = min(max(8 * config.max_positions, 4 * max_requests * block_size), MOST_TOKENS)
     return -(-max(tokens, block_size) // block_size) * block_size
 
@@ -52,10 +52,10 @@ def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size
 def step_bytes(
     config: MLAConfig, *, max_tokens: int, context_rows: int, itemsize: int, absorbed: bool = False
 ) -> int:
-    """The most that one layer holds during a step of max_tokens new tokens, besides inputs, outputs
-    and caches; not for V4. Context is gathered and expanded `context_rows` at a time. Keys are
-    counted whole, as backends need them that do not read them in two parts. `absorbed`: prompts
-    are, too, so that all queries and outputs are in latent space at once."""
+    """The peak memory of one layer in a step of max_tokens new tokens, besides inputs, outputs and
+    caches; not for V4. Context is gathered and expanded `context_rows` at a time. Keys are counted
+    whole, for backends that do not read them in two parts. `absorbed`: prefill is absorbed as well,
+    so that all queries and outputs are in latent space at once."""
     H, E, V = config.num_heads, config.qk_head_dim, config.v_head_dim
     expanded = config.qk_nope_head_dim + V + E
     rows = max(context_rows, max_tokens)
@@ -79,9 +79,9 @@ def reserve(
     keys_apart: bool = False,
     prefill_dtype: str | None = None,
 ) -> Workspace:
-    """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers.
-    `keys_apart`: dense prefill reads keys in two parts, so that nothing holds whole ones. With
-    `prefill_dtype` "fp8" whole keys are e4m3."""
+    """The memory that warmup() reserves: what prefill steps of up to max_tokens new tokens need,
+    shared by all layers. `keys_apart`: dense prefill reads keys in two parts, so whole keys are not
+    stored. With `prefill_dtype` "fp8", whole keys are e4m3."""
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be positive, got {value}.")
@@ -123,7 +123,7 @@ def _reserve_compressed(
         return Workspace(nothing, nothing, nothing, nothing.int())
     entries = cache.index.num_blocks * cache.index.block_size
     most = min(4 * max_tokens * entries, LOGITS_BYTES)
-    torch.empty(most, dtype=torch.uint8, device=device)  # and given back to the allocator
+    torch.empty(most, dtype=torch.uint8, device=device)  # and returned to the allocator
     shape = (max_tokens, config.indexer.topk)
     selection = torch.empty(shape, dtype=torch.int32, device=device)
     return Workspace(nothing, nothing, nothing, selection)
