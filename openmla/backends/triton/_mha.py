@@ -24,6 +24,8 @@ so are values, decoded to fp16 where they are e4m3: on an H200, products of e4m3
 NaN with Triton 3.6 where interpreter and reference agree.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -44,6 +46,64 @@ MINUS_INF_BITS = tl.constexpr(-8388608)
 # Integers that change from step to step, and pointers into slices: neither may recompile a kernel.
 DO_NOT_SPECIALIZE = ("T", "B", "mask_token", "tiles_stride")
 DO_NOT_SPECIALIZE_ON_ALIGNMENT = ("query_start_loc", "key_start_loc", "mask")
+
+
+class Keys(NamedTuple):
+    """A request's keys and values of one head, S of them; k_pe has the last columns of keys."""
+
+    k: Any
+    k_pe: Any
+    v: Any
+    S: Any
+
+
+class Visible(NamedTuple):
+    """Which keys each query sees: those up to its last, or those whose bits its mask row has, in
+    the key tiles that are listed. Rows past the tile's last query are not valid."""
+
+    last_key: Any
+    mask_at: Any
+    row_valid: Any
+    tiles: Any
+
+
+class State(NamedTuple):
+    """An online softmax and the accumulator of the output."""
+
+    running_max: Any
+    running_sum: Any
+    acc: Any
+
+
+class Strides(NamedTuple):
+    """Constants: from token to token, and of values from column to column."""
+
+    K_TOKEN: Any
+    PE_TOKEN: Any
+    V_TOKEN: Any
+    V_COLUMN: Any
+
+
+class Shape(NamedTuple):
+    """Constants: E columns of keys in one or two tiles, of BLOCK_A and BLOCK_B, and V of values in
+    one of BLOCK_V; BLOCK_N keys of a tile."""
+
+    E: Any
+    V: Any
+    BLOCK_N: Any
+    BLOCK_A: Any
+    BLOCK_B: Any
+    BLOCK_V: Any
+
+
+class Options(NamedTuple):
+    """Constants: whether scores are eight-bit products, how others are multiplied, and how many
+    tiles are in flight."""
+
+    EIGHT: Any
+    PRECISION: Any
+    UPCAST: Any
+    STAGES: Any
 
 
 @triton.jit
@@ -148,68 +208,80 @@ def load_ceilings(mask_at, tile, left, row_valid, BLOCK_N: tl.constexpr, FULL: t
 
 
 @triton.jit
+def add_scores(q, keys, scores, OPTIONS: tl.constexpr):
+    """scores + q @ keys.T"""
+    if OPTIONS.EIGHT:
+        scores = product_of(q, tl.trans(keys), scores, OPTIONS.UPCAST)
+    else:
+        scores = dot(q, tl.trans(keys), scores, OPTIONS.PRECISION, OPTIONS.UPCAST)
+    return scores
+
+
+@triton.jit
 def attend(
-    q_a, q_b, running_max, running_sum, acc, first, last, qk_scale, k, k_pe, v, S,
-    last_key, mask_at, row_valid, tiles, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr,
-    V_TOKEN: tl.constexpr, V_COLUMN: tl.constexpr, KEYS: tl.constexpr, EIGHT: tl.constexpr,
-    FULL: tl.constexpr, E: tl.constexpr, V: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr, STAGES: tl.constexpr, dtype: tl.constexpr,
+    queries, qk_scale, state, keys, visible, first, last, SEEN: tl.constexpr, FULL: tl.constexpr,
+    STRIDES: tl.constexpr, SHAPE: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     """Accumulate key tiles first .. last-1 (with BITS, of those listed) into an online softmax."""
+    q_a, q_b = queries
+    running_max, running_sum, acc = state
+    E: tl.constexpr = SHAPE.E
+    V: tl.constexpr = SHAPE.V
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    BLOCK_A: tl.constexpr = SHAPE.BLOCK_A
+    BLOCK_V: tl.constexpr = SHAPE.BLOCK_V
     TWO_TILES: tl.constexpr = E > BLOCK_A
     USED: tl.constexpr = BLOCK_A if TWO_TILES else E
-    k_step = tl.full([], BLOCK_N, tl.int64) * K_TOKEN
-    pe_step = tl.full([], BLOCK_N, tl.int64) * PE_TOKEN
-    v_step = tl.full([], BLOCK_N, tl.int64) * V_TOKEN
+    k_step = tl.full([], BLOCK_N, tl.int64) * STRIDES.K_TOKEN
+    pe_step = tl.full([], BLOCK_N, tl.int64) * STRIDES.PE_TOKEN
+    v_step = tl.full([], BLOCK_N, tl.int64) * STRIDES.V_TOKEN
     c = tl.arange(0, BLOCK_N)
     tile = first
-    if KEYS == BITS:  # tile numbers are prefetched, so that loads of keys need not wait for them
-        tile = tl.load(tiles + first, mask=first < last, other=0)
-    for i in tl.range(first, last, num_stages=STAGES):
-        left = S - tile * BLOCK_N
-        k_at = k + tile * k_step
-        keys = load_tile(k_at, K_TOKEN, left, 0, USED, BLOCK_N, BLOCK_A, FULL)
+    if SEEN == BITS:  # tile numbers are prefetched, so that loads of keys need not wait for them
+        tile = tl.load(visible.tiles + first, mask=first < last, other=0)
+    for i in tl.range(first, last, num_stages=OPTIONS.STAGES):
+        left = keys.S - tile * BLOCK_N
+        k_at = keys.k + tile * k_step
+        k = load_tile(k_at, STRIDES.K_TOKEN, left, 0, USED, BLOCK_N, BLOCK_A, FULL)
         scores = tl.zeros([q_a.shape[0], BLOCK_N], tl.float32)
-        if EIGHT:
-            scores = product_of(q_a, tl.trans(keys), scores, UPCAST)
-        else:
-            scores = dot(q_a, tl.trans(keys), scores, PRECISION, UPCAST)
+        scores = add_scores(q_a, k, scores, OPTIONS)
         if TWO_TILES:
-            pe_at = k_pe + tile * pe_step
-            rest = load_tile(pe_at, PE_TOKEN, left, 0, E - BLOCK_A, BLOCK_N, BLOCK_B, FULL)
-            if EIGHT:
-                scores = product_of(q_b, tl.trans(rest), scores, UPCAST)
-            else:
-                scores = dot(q_b, tl.trans(rest), scores, PRECISION, UPCAST)
-        if KEYS == EDGE:
-            visible = (tile * BLOCK_N + c)[None, :] <= last_key[:, None]
-            scores = tl.where(visible, scores, float("-inf"))
-        if KEYS == BITS:
-            ceilings = load_ceilings(mask_at, tile, left, row_valid, BLOCK_N, FULL)
+            rest_at = keys.k_pe + tile * pe_step
+            rest = load_tile(
+                rest_at, STRIDES.PE_TOKEN, left, 0, E - BLOCK_A, BLOCK_N, SHAPE.BLOCK_B, FULL
+            )
+            scores = add_scores(q_b, rest, scores, OPTIONS)
+        if SEEN == EDGE:
+            seen = (tile * BLOCK_N + c)[None, :] <= visible.last_key[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+        if SEEN == BITS:
+            ceilings = load_ceilings(visible.mask_at, tile, left, visible.row_valid, BLOCK_N, FULL)
             scores = tl.minimum(scores, ceilings)
         new_max = tl.maximum(running_max, tl.max(scores, 1) * qk_scale)
         safe_max = new_max
-        if KEYS != ALL:
+        if SEEN != ALL:
             safe_max = finite_max(new_max)
         rescale = tl.exp2(running_max - safe_max)
-        if EIGHT:
-            weights = tl.exp2(scores * qk_scale[:, None] - safe_max[:, None])
-            v_at = v + tile * v_step
-            stored = load_values(v_at, left, V_TOKEN, V_COLUMN, V, BLOCK_N, BLOCK_V, FULL)
-            values = decoded(stored, UPCAST)
+        if OPTIONS.EIGHT:
+            probs = tl.exp2(scores * qk_scale[:, None] - safe_max[:, None])
+            v_at = keys.v + tile * v_step
+            stored = load_values(
+                v_at, left, STRIDES.V_TOKEN, STRIDES.V_COLUMN, V, BLOCK_N, BLOCK_V, FULL
+            )
+            values = decoded(stored, OPTIONS.UPCAST)
         else:
-            weights = tl.exp2(scores * qk_scale - safe_max[:, None])
-            values = load_tile(v + tile * v_step, V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
-        running_sum = running_sum * rescale + tl.sum(weights, 1)
-        if not UPCAST:
-            weights = weights.to(values.dtype)
-        acc = dot(weights, values, acc * rescale[:, None], PRECISION, UPCAST)
+            probs = tl.exp2(scores * qk_scale - safe_max[:, None])
+            v_at = keys.v + tile * v_step
+            values = load_tile(v_at, STRIDES.V_TOKEN, left, 0, V, BLOCK_N, BLOCK_V, FULL)
+        running_sum = running_sum * rescale + tl.sum(probs, 1)
+        if not OPTIONS.UPCAST:
+            probs = probs.to(values.dtype)
+        acc = dot(probs, values, acc * rescale[:, None], OPTIONS.PRECISION, OPTIONS.UPCAST)
         running_max = new_max
         tile = i + 1
-        if KEYS == BITS:
-            tile = tl.load(tiles + i + 1, mask=i + 1 < last, other=0)
-    return running_max, running_sum, acc
+        if SEEN == BITS:
+            tile = tl.load(visible.tiles + i + 1, mask=i + 1 < last, other=0)
+    return State(running_max, running_sum, acc)
 
 
 @triton.jit(
@@ -217,15 +289,26 @@ def attend(
     do_not_specialize_on_alignment=DO_NOT_SPECIALIZE_ON_ALIGNMENT,
 )
 def _mha_kernel(
-    q, k, k_pe, v, q_scale, k_scale, v_scale, query_start_loc, key_start_loc, mask, tiles,
-    num_tiles, out, lse, T, B, qk_scale, q_token, q_head, k_head, v_head, scale_token, scale_head,
-    mask_token, tiles_stride, K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr, APART: tl.constexpr,
+    q, k, k_pe, v, q_scale, k_scale, v_scale, query_start_loc, key_start_loc,
+    # with bits: rows of the mask, and the key tiles of each tile of queries
+    mask, tiles, num_tiles,
+    # results
+    out, lse,
+    T, B, qk_scale, q_token, q_head, k_head, v_head, scale_token, scale_head, mask_token,
+    tiles_stride,
+    # how keys and values lie; APART: k_pe is a tensor of its own
+    K_TOKEN: tl.constexpr, PE_TOKEN: tl.constexpr, APART: tl.constexpr,
     V_TOKEN: tl.constexpr, V_COLUMN: tl.constexpr, EIGHT: tl.constexpr,
+    # what is computed
     H: tl.constexpr, E: tl.constexpr, V: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    # and how
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_V: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     dtype: tl.constexpr,
 ):  # fmt: skip
+    STRIDES: tl.constexpr = Strides(K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN)
+    SHAPE: tl.constexpr = Shape(E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V)
+    OPTIONS: tl.constexpr = Options(EIGHT, PRECISION, UPCAST, STAGES)
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b, end, first = find_queries(number, query_start_loc, T, B, BLOCK_M)
@@ -258,9 +341,11 @@ def _mha_kernel(
     else:  # the last columns of k
         k_pe = k + BLOCK_A
     v += first_key.to(tl.int64) * V_TOKEN + h * v_head
-    running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    state = State(
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
+    )
     mask_at = mask + (first + m).to(tl.int64) * mask_token
     last_key = m * 0 + (S - 1)
     # full tiles: all of their keys exist and, without bits, every query sees them
@@ -276,24 +361,23 @@ def _mha_kernel(
     else:
         num_full = S // BLOCK_N
         count = tl.cdiv(S, BLOCK_N)
-    running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, 0, num_full, qk_scale, k, k_pe, v, S,
-        last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
-        BITS if MASKED else ALL, EIGHT, True, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
-        PRECISION, UPCAST, STAGES, dtype,
+    queries = (q_a, q_b)
+    keys = Keys(k, k_pe, v, S)
+    visible = Visible(last_key, mask_at, row_valid, tiles)
+    state = attend(
+        queries, qk_scale, state, keys, visible, 0, num_full, BITS if MASKED else ALL, True,
+        STRIDES, SHAPE, OPTIONS,
     )  # fmt: skip
-    running_max, running_sum, acc = attend(
-        q_a, q_b, running_max, running_sum, acc, num_full, count, qk_scale, k, k_pe, v,
-        S, last_key, mask_at, row_valid, tiles, K_TOKEN, PE_TOKEN, V_TOKEN, V_COLUMN,
-        BITS if MASKED else EDGE, EIGHT, False, E, V, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_V,
-        PRECISION, UPCAST, STAGES, dtype,
+    state = attend(
+        queries, qk_scale, state, keys, visible, num_full, count, BITS if MASKED else EDGE, False,
+        STRIDES, SHAPE, OPTIONS,
     )  # fmt: skip
-    _, normalizer, row_lse = finish_softmax(running_max, running_sum)
+    _, normalizer, row_lse = finish_softmax(state.running_max, state.running_sum)
     if EIGHT:
         normalizer *= tl.load(v_scale + b * H + h, mask=b < B, other=1.0)
     row = (first + m).to(tl.int64) * H + h
     tl.store(lse + row, row_lse, mask=row_valid)
-    values = (acc * normalizer[:, None]).to(out.dtype.element_ty)
+    values = (state.acc * normalizer[:, None]).to(out.dtype.element_ty)
     store_columns(out + row * V, row_valid, values, 0, V, BLOCK_V)
 
 

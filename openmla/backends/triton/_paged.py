@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
-from openmla.backends.triton._latent import attend, load_query, query_scales
-from openmla.backends.triton._latent_rows import PAGED
+from openmla.backends.triton._latent import attend, initial_state, load_queries, query_scales
+from openmla.backends.triton._latent_rows import PAGED, Columns, Options, Rows, Segment
 from openmla.backends.triton._parts import (
     find_part,
     find_run,
@@ -28,19 +28,19 @@ DO_NOT_SPECIALIZE = ("B", "T", "unit", "N", "M", "table_stride", "slot_rows")
 
 
 @triton.jit
-def store_rows(
-    out, lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C: tl.constexpr, MAIN: tl.constexpr,
-    BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    TWO_TILES: tl.constexpr = MAIN > BLOCK_A
-    USED: tl.constexpr = BLOCK_A if TWO_TILES else MAIN
+def store_rows(out, lse, line, mask, columns, row_lse, COLUMNS: tl.constexpr):
+    """Epilogue: normalized accumulators and lse, to rows `line` of out and lse."""
+    a, b, rope = columns
+    MAIN: tl.constexpr = COLUMNS.MAIN
+    BLOCK_A: tl.constexpr = COLUMNS.BLOCK_A
+    USED: tl.constexpr = BLOCK_A if MAIN > BLOCK_A else MAIN
     tl.store(lse + line, row_lse, mask=mask)
-    at = out + line * C
-    store_columns(at, mask, acc_a, 0, USED, BLOCK_A)
-    if TWO_TILES:
-        store_columns(at, mask, acc_b, BLOCK_A, MAIN - BLOCK_A, BLOCK_B)
-    if C > MAIN:
-        store_columns(at, mask, acc_rope, MAIN, C - MAIN, BLOCK_R)
+    at = out + line * COLUMNS.C
+    store_columns(at, mask, a, 0, USED, BLOCK_A)
+    if MAIN > BLOCK_A:
+        store_columns(at, mask, b, BLOCK_A, MAIN - BLOCK_A, COLUMNS.BLOCK_B)
+    if COLUMNS.C > MAIN:
+        store_columns(at, mask, rope, MAIN, COLUMNS.C - MAIN, COLUMNS.BLOCK_R)
 
 
 @triton.jit(
@@ -48,24 +48,36 @@ def store_rows(
     do_not_specialize_on_alignment=[*DO_NOT_SPECIALIZE_ON_ALIGNMENT, "table"],
 )
 def _paged_kernel(
-    q, q_scale, query_start_loc, seq_lens, table, cache, kv_scale, out, lse, part, part_lse, spans,
-    B, T, unit, qk_scale, q_token, q_head, page, row_stride, W, N, M, table_stride, slot_rows,
+    q, q_scale, query_start_loc, seq_lens,
+    table, cache, kv_scale,
+    # results, and partial ones of items in several parts
+    out, lse, part, part_lse, spans,
+    B, T, unit, qk_scale, q_token, q_head,
+    # sizes and strides of the cache, the block table and slots
+    page, row_stride, W, N, M, table_stride, slot_rows,
+    # what is computed
     H: tl.constexpr, C: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
     FORMAT: tl.constexpr, BS: tl.constexpr, ONE_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr, FIXED: tl.constexpr, ALIGNED: tl.constexpr, ASM: tl.constexpr,
-    OFFSET: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, FIXED: tl.constexpr,
+    # and how
+    ALIGNED: tl.constexpr, ASM: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_R: tl.constexpr, PRECISION: tl.constexpr,
     UNCHAINED: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, HOIST: tl.constexpr,
     dtype: tl.constexpr, EIGHT_BITS: tl.constexpr, Q_SCALES: tl.constexpr,
 ):  # fmt: skip
-    tile, p, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    TWO_TILES: tl.constexpr = MAIN > BLOCK_A
-    USED: tl.constexpr = BLOCK_A if TWO_TILES else MAIN
+    # constants of the segment, of a row's columns, and of the kernel
+    SEGMENT: tl.constexpr = Segment(PAGED, FORMAT, BS, ONE_BLOCK)
+    COLUMNS: tl.constexpr = Columns(C, MAIN, ROPE, BLOCK_A, BLOCK_B, BLOCK_R)
+    OPTIONS: tl.constexpr = Options(
+        BLOCK_N, ALIGNED, ASM, OFFSET, STAGES, HOIST, dtype, PRECISION, UPCAST, UNCHAINED
+    )
     FOLDED: tl.constexpr = CAUSAL and TOKENS > 1
+    tile, p, num_programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter a Python float
         qk_scale = qk_scale.to(tl.float32)
     qk_scale = qk_scale * LOG2E
-    rows = tile * BLOCK_H + tl.arange(0, BLOCK_H)
+    lines = tile * BLOCK_H + tl.arange(0, BLOCK_H)  # query rows of the item: tokens times heads
     if tile == 0:
         store_padding_spans(spans, tl.load(query_start_loc + B) + p, T, num_programs)
     num_runs, request, item, first_unit, last_unit, index = find_part(
@@ -76,34 +88,29 @@ def _paged_kernel(
             query_start_loc, seq_lens, unit, r, num_runs, request, item, first_unit, last_unit,
             index, TOKENS, CAUSAL, FIXED,
         )  # fmt: skip
-        mask = rows < tokens * H
-        q_at = q + (token + rows // H).to(tl.int64) * q_token + rows % H * q_head
-        scales = query_scales(qk_scale, q_scale, token.to(tl.int64) * H + rows, mask, Q_SCALES)
+        mask = lines < tokens * H
+        q_at = q + (token + lines // H).to(tl.int64) * q_token + lines % H * q_head
+        scales = query_scales(qk_scale, q_scale, token.to(tl.int64) * H + lines, mask, Q_SCALES)
         pages = table + request.to(tl.int64) * table_stride
-        q_a = load_query(q_at, mask, 0, USED, BLOCK_A, ASM, dtype, EIGHT_BITS)
-        q_b = load_query(q_at, mask, BLOCK_A, MAIN - BLOCK_A, BLOCK_B, ASM, dtype, EIGHT_BITS)
-        q_rope = load_query(q_at, mask, MAIN, ROPE, BLOCK_R, ASM, dtype, EIGHT_BITS)
-        running_max, running_sum, acc_a, acc_b, acc_rope = attend(
-            q_a, q_b, q_rope, tl.full([BLOCK_H], float("-inf"), tl.float32),
-            tl.zeros([BLOCK_H], tl.float32), tl.zeros([BLOCK_H, BLOCK_A], tl.float32),
-            tl.zeros([BLOCK_H, BLOCK_B], tl.float32), tl.zeros([BLOCK_H, BLOCK_R], tl.float32),
-            lo, hi, 0, visible + rows // H, scales, tl.load(kv_scale), cache, page, row_stride,
-            W, table, pages, M, N, BS, ONE_BLOCK, PAGED, FORMAT, FOLDED, ALIGNED, ASM, OFFSET,
-            MAIN, ROPE, C > MAIN, BLOCK_N, BLOCK_A, BLOCK_B, BLOCK_R, PRECISION, UNCHAINED,
-            UPCAST, STAGES, HOIST, dtype,
-        )  # fmt: skip
-        _, normalizer, row_lse = finish_softmax(running_max, running_sum)
-        acc_a = acc_a * normalizer[:, None]
-        acc_b = acc_b * normalizer[:, None]
-        acc_rope = acc_rope * normalizer[:, None]
+        queries = load_queries(q_at, mask, EIGHT_BITS, COLUMNS, OPTIONS)
+        state = initial_state(BLOCK_H, COLUMNS)
+        visible += lines // H
+        rows = Rows(cache, page, row_stride, W, N, tl.load(kv_scale), table, 0, pages, M)
+        state = attend(
+            queries, scales, visible, state, rows, lo, hi, FOLDED, SEGMENT, COLUMNS, OPTIONS
+        )
+        _, normalizer, row_lse = finish_softmax(state.running_max, state.running_sum)
+        columns = (
+            state.a * normalizer[:, None],
+            state.b * normalizer[:, None],
+            state.rope * normalizer[:, None],
+        )
         if slot < 0:
-            line = token.to(tl.int64) * H + rows
-            store_rows(out, lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN, BLOCK_A,
-                       BLOCK_B, BLOCK_R)  # fmt: skip
+            line = token.to(tl.int64) * H + lines
+            store_rows(out, lse, line, mask, columns, row_lse, COLUMNS)
         else:
-            line = slot.to(tl.int64) * slot_rows + rows
-            store_rows(part, part_lse, line, mask, acc_a, acc_b, acc_rope, row_lse, C, MAIN,
-                       BLOCK_A, BLOCK_B, BLOCK_R)  # fmt: skip
+            line = slot.to(tl.int64) * slot_rows + lines
+            store_rows(part, part_lse, line, mask, columns, row_lse, COLUMNS)
         if tile == 0:
             own = index
             if FIXED:

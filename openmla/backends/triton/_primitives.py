@@ -217,18 +217,18 @@ def finite_max(running_max):
 
 
 @triton.jit
-def softmax_weights(scores, running_max, new_max):
-    """Online softmax update in base 2: weights of a tile of scores and the factor that rescales
-    what was accumulated under the old running max."""
+def softmax_probs(scores, running_max, new_max):
+    """Online softmax update in base 2: probs of a tile of scores and the factor that rescales what
+    was accumulated under the old running max."""
     safe_max = finite_max(new_max)
-    weights = tl.exp2(scores - safe_max[:, None])
-    return weights, tl.exp2(running_max - safe_max)
+    probs = tl.exp2(scores - safe_max[:, None])
+    return probs, tl.exp2(running_max - safe_max)
 
 
 @triton.jit
 def finish_softmax(running_max, running_sum):
     """Epilogue of an online softmax in base 2: whether any key was valid, the factor that
-    normalises the accumulator, and the natural lse; 0 and -inf without keys."""
+    normalizes the accumulator, and the natural lse; 0 and -inf without keys."""
     any_valid = running_sum != 0  # NaN stays NaN
     normalizer = tl.where(any_valid, 1.0 / running_sum, 0.0)
     lse = tl.where(any_valid, (running_max + tl.log2(running_sum)) * LN2, float("-inf"))
