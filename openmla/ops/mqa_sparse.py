@@ -44,6 +44,14 @@ from openmla.ops._values import check_start_loc
 __all__ = ["Segment", "cost", "mqa_sparse", "problem"]
 
 KINDS = ("slots", "positions", "window", "prefix")
+SHAPES = {
+    "q_latent": "[T, H, D]",
+    "cache": "[N, BS, W] row",
+    "kv_scale": "[] f32",
+    "block_table": "[B, M] i32",
+    "rows": "[T, K] i32 row",
+    "row_lens": "[T] i32",
+}  # of a segment, on the device of q_latent
 
 
 def segments_of(
@@ -62,32 +70,24 @@ def check(
     op: str, q_latent: Tensor, q_scale: Tensor | None, tensors: Sequence[Tensor | None],
     formats: list[str], kinds: list[str], spans: list[int], T: int, D: int, B: int,
 ) -> None:  # fmt: skip
-    shapes = {
-        "q_latent": "[T, H, D]",
-        "cache": "[N, BS, W] row",
-        "kv_scale": "[] f32",
-        "block_table": "[B, M] i32",
-        "rows": "[T, K] i32 row",
-        "row_lens": "[T] i32",
-    }
     for segment in segments_of(tensors, formats, kinds, spans):
         if segment.kind not in KINDS:
             raise ShapeError(f"{op}: kind must be one of {', '.join(KINDS)}, got {segment.kind!r}.")
         listed = segment.kind in ("slots", "positions")
-        for name, given, wanted in (
+        for name, has, wanted in (
             ("block_table", segment.block_table is not None, segment.kind != "slots"),
             ("rows", segment.rows is not None, listed),
             ("row_lens", segment.row_lens is not None, listed),
             ("span", bool(segment.span), not listed),
         ):
-            if given != wanted:
+            if has != wanted:
                 verb = "be given" if wanted else "not be given"
                 raise ShapeError(f"{op}: {name} must {verb} for kind {segment.kind}.")
         if segment.span < 0:
             raise ShapeError(f"{op}: span must be positive, got {segment.span}.")
-        tensors = [q_latent, *(getattr(segment, name) for name in list(shapes)[1:])]
+        given = [q_latent, *(getattr(segment, name) for name in list(SHAPES)[1:])]
         W = get_format(segment.format, "latent").width(D)
-        bind(op, shapes, tensors, {"W": W, "B": B, "T": T})
+        bind(op, SHAPES, given, {"W": W, "B": B, "T": T})
         check_pages(op, segment.cache, segment.format)
     check_queries(op, q_latent, q_scale, formats)
 
@@ -128,7 +128,7 @@ def _flat(
     q_latent: Annotated[Tensor, "[T, H, D] float|e4m3 row"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     positions: Annotated[Tensor, "[T] i64"],
-    cache: Tensor,  # here and below as in Segment
+    cache: Tensor,  # of the first segment, as the four that follow
     kv_scale: Tensor,
     block_table: Tensor | None,
     rows: Tensor | None,
@@ -149,7 +149,7 @@ def _flat(
     run_length: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """mqa_sparse with segments taken apart, as torch.ops.openmla.mqa_sparse has them."""
+    """The signature of torch.ops.openmla.mqa_sparse, which takes the tensors of the segments."""
 
 
 def mqa_sparse(
@@ -175,20 +175,12 @@ def mqa_sparse(
         flat.append(segment.row_lens)
     flat += [None] * (10 - len(flat))
     out, lse = torch.ops.openmla.mqa_sparse.default(
-        q_latent,
-        query_start_loc,
-        positions,
-        *flat,
-        sink,
-        q_scale,
+        q_latent, query_start_loc, positions, *flat, sink, q_scale,
         formats=[segment.format for segment in given],
         kinds=[segment.kind for segment in given],
         spans=[segment.span for segment in given],
-        C=C,
-        scale=scale,
-        run_length=run_length,
-        backend=backend,
-    )
+        C=C, scale=scale, run_length=run_length, backend=backend,
+    )  # fmt: skip
     return out, lse
 
 
