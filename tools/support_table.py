@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import combinations, product
@@ -216,14 +217,16 @@ def versions_table() -> str:
 
 
 def signature_of(function: Any) -> str:
-    """One line per parameter."""
+    """One line per parameter, without shape texts."""
     lines, starred = [f"{function.__name__}("], False
     signature = inspect.signature(function)
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             lines, starred = [*lines, "    *,"], True
         value = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
-        lines.append(f"    {parameter.name}: {parameter.annotation}{value},")
+        kind = re.sub(r"^Annotated\[(.+), '.+'\]$", r"\1", parameter.annotation)
+        kind = "int" if kind == "Size" else kind
+        lines.append(f"    {parameter.name}: {kind}{value},")
     return "\n".join([*lines, f") -> {signature.return_annotation}"])
 
 

@@ -1,70 +1,69 @@
-"""What ops that attend to expanded heads in e4m3 check alike: dtypes, scales, where values lie."""
+"""What ops that attend to expanded heads share where these are e4m3: dtypes, scales, strides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from openmla.errors import ShapeError
-from openmla.ops._register import bind
+from openmla.ops._shapes import check_row
 
 E4M3 = torch.float8_e4m3fn
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SCALES = ("q_scale", "k_scale", "v_scale")
-_SPEC = "q_scale:T H f32, k_scale:B H f32, v_scale:B H f32"
 
 
 def check_eight_bits(
-    op: str,
-    heads: Sequence[tuple[str, Tensor | None]],  # q, k, v, and k_pe where the op has it
-    scales: Sequence[Tensor | None],
-    out_dtype: torch.dtype | None,
-    B: int,  # requests
-) -> None:
+    op: str, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None, k_scale: Tensor | None,
+    v_scale: Tensor | None, out_dtype: torch.dtype | None, k_pe: Tensor | None = None,
+) -> None:  # fmt: skip
     """Raise unless heads are of one dtype, and have scales and an out_dtype where it is e4m3."""
-    q = heads[0][1]
-    assert q is not None
-    for name, tensor in heads[1:]:
+    for name, tensor in (("k", k), ("v", v), ("k_pe", k_pe)):
         wide = name == "v" and q.dtype == E4M3 and out_dtype in OUT_DTYPES
         if wide and tensor is not None and tensor.dtype not in (E4M3, out_dtype):
             raise ShapeError(f"{op}: v must be {E4M3} or {out_dtype}, got {tensor.dtype}.")
         if tensor is not None and tensor.dtype != q.dtype and not wide:
             raise ShapeError(f"{op}: {name} must be {q.dtype} like q, got {tensor.dtype}.")
+    scales = (("q_scale", q_scale), ("k_scale", k_scale), ("v_scale", v_scale))
     if q.dtype != E4M3:
-        for name, scale in zip(SCALES, scales, strict=True):
+        check_row(op, "v", v)
+        for name, scale in scales:
             if scale is not None:
                 raise ShapeError(f"{op}: {name} must be None but for e4m3 heads, got {q.dtype}.")
         if out_dtype not in (None, q.dtype):
             raise ShapeError(f"{op}: out_dtype must be {q.dtype} like q, got {out_dtype}.")
         return
-    for name, scale in zip(SCALES, scales, strict=True):
+    for name, scale in scales:
         if scale is None:
             raise ShapeError(f"{op}: {name} must be given with e4m3 heads, got None.")
-    if len(heads) > 3 and heads[3][1] is not None:
+    if k_pe is not None:
         raise ShapeError(f"{op}: k_pe must be None with e4m3 heads: quantize_heads joins it to k.")
     if out_dtype not in OUT_DTYPES:
         names = ", ".join(map(str, OUT_DTYPES))
         raise ShapeError(f"{op}: out_dtype must be one of {names} for e4m3 heads, got {out_dtype}.")
-    v = heads[2][1]
-    assert v is not None
-    given = (q, *(scale for scale in scales if scale is not None))
-    bind(op, "q:T H E q row, " + _SPEC, given, {"B": B})
-    if v.dim() == 3 and v.stride(2) != 1 and v.stride(0) != 1 and min(v.shape) > 1:
+    if v.stride(2) != 1 and v.stride(0) != 1 and min(v.shape) > 1:
         raise ShapeError(
             f"{op}: v must be contiguous along its last dimension or along keys, "
             f"got strides {v.stride()}."
         )
 
 
-def heads_spec(q: Tensor) -> str:
-    """Of q, k and v: in e4m3, v may have its keys contiguous. Where q is neither that nor a wider
-    float, the error names both."""
-    if q.dtype == E4M3 or q.dtype not in (*OUT_DTYPES, torch.float64):
-        return "q:T H E q row, k:S H E q row, v:S H V q"
-    return "q:T H E f row, k:S H E f row, v:S H V f row"
+def results(
+    q: Tensor, out_dtype: torch.dtype | None, T: int, H: int, V: int
+) -> tuple[Tensor, Tensor]:
+    """out and lse, without values."""
+    dtype = q.dtype if out_dtype is None else out_dtype
+    lse_dtype = torch.promote_types(dtype, torch.float32)
+    return q.new_empty((T, H, V), dtype=dtype), q.new_empty((T, H), dtype=lse_dtype)
 
 
-def out_of(q: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    return q.dtype if out_dtype is None else out_dtype
+def call_with_scales(
+    run: Callable[..., Any], *args: Any, out_dtype: torch.dtype | None = None, **scalars: Any
+) -> Any:
+    """An implementation without e4m3 heads has no argument for their scales."""
+    *tensors, q_scale, k_scale, v_scale = args
+    if q_scale is not None:
+        scalars.update(scales=(q_scale, k_scale, v_scale), out_dtype=out_dtype)
+    return run(*tensors, **scalars)

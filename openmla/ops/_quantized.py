@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -19,41 +17,27 @@ from openmla.outputs import (
 )
 
 
-class Target(NamedTuple):
-    """Where n tokens go: buffers, and their rows."""
-
-    values: Tensor
-    scales: Tensor | None
-    global_scale: Tensor | None
-    rows: Tensor | None
-    first_row: int
-    format: str
-
-    @property
-    def buffers(self) -> QuantizedOutput:
-        return QuantizedOutput(self.values, self.scales, self.global_scale, self.format)
-
-
-def check_target(op: str, target: Target, n: int, columns: int) -> None:
-    """Metadata of a call: buffers as their format has them, and n rows of them."""
-    T = check_output(op, target.buffers, columns)
-    check_alignment(op, target.values, target.scales)
-    _check_rows(op, target, n)
-    first = target.first_row
-    if target.rows is None and not 0 <= first <= T - n:
+def check_target(
+    op: str, values: Tensor, scales: Tensor | None, global_scale: Tensor | None,
+    rows: Tensor | None, first_row: int, format: str, n: int, H: int, V: int, traced: bool,
+) -> None:  # fmt: skip
+    """Buffers are as their format has them, with room for n rows. While tracing, tensors have no
+    address, and how far rows reach is not compared."""
+    buffers = QuantizedOutput(values, scales, global_scale, format)
+    if traced:
+        check_output_shapes(op, buffers, H * V)
+        _check_rows(op, rows, n, values.device)
+        return
+    T = check_output(op, buffers, H * V)
+    check_alignment(op, values, scales)
+    _check_rows(op, rows, n, values.device)
+    if rows is None and not 0 <= first_row <= T - n:
         raise ShapeError(
-            f"{op}: rows {first} to {first + n - 1} must be within the T={T} of values."
+            f"{op}: rows {first_row} to {first_row + n - 1} must be within the T={T} of values."
         )
 
 
-def check_traced_target(op: str, target: Target, n: int, columns: int) -> None:
-    """The same while tracing: tensors have no address, and how far rows reach is not compared."""
-    check_output_shapes(op, target.buffers, columns)
-    _check_rows(op, target, n)
-
-
-def _check_rows(op: str, target: Target, n: int) -> None:
-    rows, device = target.rows, target.values.device
+def _check_rows(op: str, rows: Tensor | None, n: int, device: torch.device) -> None:
     if rows is None:
         return
     if rows.shape != (n,) or rows.dtype != torch.int64:
@@ -64,20 +48,13 @@ def _check_rows(op: str, target: Target, n: int) -> None:
         raise ShapeError(f"{op}: rows must be on {device}, got {rows.device}.")
 
 
-def check_target_values(op: str, target: Target) -> None:
-    """What can be looked at for free: on the CPU, rows are distinct and there, the scale one."""
-    if target.values.device.type != "cpu":
-        return
-    check_scale_value(op, target.global_scale)
-    if target.rows is not None:
-        check_slots(op, target.rows, target.values.shape[0], "rows")
-
-
-def check_same_device(op: str, values: Tensor, inputs: dict[str, Tensor]) -> None:
-    """Inputs are where the buffers are."""
-    for name, tensor in inputs.items():
-        if tensor.device != values.device:
-            raise ShapeError(f"{op}: {name} must be on {values.device}, got {tensor.device}.")
+def check_target_values(
+    op: str, values: Tensor, global_scale: Tensor | None, rows: Tensor | None
+) -> None:
+    """Rows are distinct and there, the scale is one."""
+    check_scale_value(op, global_scale)
+    if rows is not None:
+        check_slots(op, rows, values.shape[0], "rows")
 
 
 def row_bytes(columns: int, format: str) -> int:

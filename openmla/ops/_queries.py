@@ -30,15 +30,24 @@ def check_chip(where: str, device: torch.device) -> None:
         )
 
 
-def check_scale_kind(op: str, q_scale: object) -> None:
-    """A number is easily given for a tensor; torch's own words about that are many."""
-    if q_scale is not None and not isinstance(q_scale, Tensor):
-        raise ShapeError(f"{op}: q_scale must be a tensor, got {type(q_scale).__name__}.")
-
-
 def out_dtype(queries: torch.dtype) -> torch.dtype:
     """Of outputs: the queries', for e4m3 ones bf16."""
     return torch.bfloat16 if queries == E4M3 else queries
+
+
+def results(q_latent: Tensor, T: int, H: int, C: int) -> tuple[Tensor, Tensor]:
+    """out and lse of attention in latent space, without values."""
+    dtype = out_dtype(q_latent.dtype)
+    lse_dtype = torch.promote_types(dtype, torch.float32)
+    return q_latent.new_empty((T, H, C), dtype=dtype), q_latent.new_empty((T, H), dtype=lse_dtype)
+
+
+def check_products(op: str, C: int, D: int, run_length: int) -> None:
+    """Scalars of attention in latent space."""
+    if not 0 < C <= D:
+        raise ShapeError(f"{op}: C must be within 1..D={D}, got {C}.")
+    if run_length < 0:
+        raise ShapeError(f"{op}: run_length must not be negative, got {run_length}.")
 
 
 def check_queries(op: str, q: Tensor, q_scale: Tensor | None, formats: Sequence[str]) -> None:

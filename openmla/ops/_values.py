@@ -125,6 +125,17 @@ def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:
         raise ShapeError(f"{op}: row_lens must be within 0..num_keys={most}, got {low}..{high}.")
 
 
+def check_positions(op: str, positions: Tensor, Q: int | None = None) -> None:
+    """Positions are rows of a rope table [Q, R], if there is one."""
+    if Q is None or not positions.numel():
+        return
+    low, high = (int(value) for value in positions.aminmax())
+    if low < 0 or high >= Q:
+        raise ShapeError(
+            f"{op}: positions must be within the table's 0..{Q - 1}, got {low}..{high}."
+        )
+
+
 def check_positive(op: str, name: str, scales: Tensor) -> None:
     """Scales by which bytes become numbers: finite, above 0."""
     wrong = ~(scales.isfinite() & (scales > 0))

@@ -12,7 +12,7 @@ they are stored, and kv_scale is the caller's to multiply by.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -20,37 +20,32 @@ from torch import Tensor
 from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._shapes import row_width
 from openmla.ops._values import check_block_table, check_start_loc
 
-_SPEC = (
-    "out:n D q row, cache:N BS W row, kv_scale: f32, block_table:B M i32, starts:B i32,"
-    " row_start_loc:B+1 i32"
-)
+
+def sizes(out: Tensor, format: str) -> dict[str, int]:
+    return {"W": row_width(get_format(format), out)}
 
 
-def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
-    out, cache, _, block_table, *_ = tensors
-    layout = get_format(format)
-    W = layout.width(out.shape[-1]) if out.dim() else 0
-    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
-    dims = bind("cache_gather", _SPEC, tensors, {"W": W, "B+1": B1})
-    check_pages("cache_gather", cache, format)
+def check(op: str, out: Tensor, cache: Tensor, format: str) -> None:
+    check_pages(op, cache, format)
     if out.dtype == torch.float8_e4m3fn and format != "fp8":
-        raise ShapeError(f"cache_gather: out must be fp16, bf16, fp32 or fp64 for {format} rows.")
-    return dims
+        raise ShapeError(f"{op}: out must be fp16, bf16, fp32 or fp64 for {format} rows.")
 
 
-def _check_values(
-    dims: Mapping[str, int], block_table: Tensor, starts: Tensor, row_start_loc: Tensor
+def check_values(
+    op: str, block_table: Tensor, starts: Tensor, row_start_loc: Tensor, n: int, N: int, BS: int
 ) -> None:
-    check_start_loc("cache_gather", "row_start_loc", row_start_loc, dims["n"], "out")
+    check_start_loc(op, "row_start_loc", row_start_loc, n, "out")
     if (starts < 0).any():
-        raise ShapeError(f"cache_gather: starts must not be negative, got {int(starts.min())}.")
+        raise ShapeError(f"{op}: starts must not be negative, got {int(starts.min())}.")
     num_rows = row_start_loc.diff()
     # a request with no rows asks for no column, wherever it starts
     ends = (starts.long() + num_rows).where(num_rows > 0, 0)
-    check_block_table("cache_gather", block_table, starts, ends, dims["N"], dims["BS"])
+    check_block_table(op, block_table, starts, ends, N, BS)
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
@@ -58,45 +53,26 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "cache_gather", dtype=dtype, format=format)
 
 
-def _decide(*tensors: Tensor, format: str, backend: str) -> Decided:
-    out = tensors[0]
-    return decided(_check(tensors, format), problem(out.device, out.dtype, format), backend)
-
-
-def _run(known: Decided, *tensors: Tensor, format: str) -> None:
-    out, _, _, block_table, starts, row_start_loc = tensors
-    refuse_grad("cache_gather", (out,))
-    if out.device.type == "cpu":
-        _check_values(known.dims, block_table, starts, row_start_loc)
-    known.runner.run(*tensors, format=format)
-
-
-def _fake(*tensors: Tensor, format: str, backend: str) -> None:
-    _check(tensors, format)
-
-
-_OP = register(
-    "cache_gather(Tensor(a!) out, Tensor cache, Tensor kv_scale, Tensor block_table,"
-    " Tensor starts, Tensor row_start_loc, *, str format, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    sizes=sizes,
+    check=check,
+    check_values=check_values,
+    mutates_args=["out"],
+    no_grad=["out"],
 )
-
-
 def cache_gather(
-    out: Tensor,  # [n, D], written in place
-    cache: Tensor,  # [N, BS, W]
-    kv_scale: Tensor,  # [] f32
-    block_table: Tensor,  # [B, M] i32
-    starts: Tensor,  # [B] i32, first position of each request
-    row_start_loc: Tensor,  # [B+1] i32, cumulative row counts
+    out: Annotated[Tensor, "[n, D] float|e4m3 row"],  # written in place
+    cache: Annotated[Tensor, "[N, BS, W] row"],
+    kv_scale: Annotated[Tensor, "[] f32"],
+    block_table: Annotated[Tensor, "[B, M] i32"],
+    starts: Annotated[Tensor, "[B] i32"],  # first position of each request
+    row_start_loc: Annotated[Tensor, "[B+1] i32"],  # cumulative row counts
     *,
     format: str,
     backend: str = "auto",
 ) -> None:
     """Gather row_start_loc[B] rows into out; see the module's text for the contract."""
-    _OP(out, cache, kv_scale, block_table, starts, row_start_loc, format=format, backend=backend)
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

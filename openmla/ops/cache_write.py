@@ -13,7 +13,7 @@ With `rope_ratio`, a power of two, rows under one scale store k_pe / rope_ratio 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -21,26 +21,35 @@ from torch import Tensor
 from openmla.backends import Problem, problem_on
 from openmla.cache.format import check_blocks_apart, check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._shapes import row_width
 from openmla.ops._values import check_slots
 
-_SPEC = "cache:N BS W row, kv_c:T C f row, k_pe:T R f row, slot_mapping:S i64, kv_scale: f32"
+
+def sizes(kv_c: Tensor, k_pe: Tensor, format: str) -> dict[str, int]:
+    return {"W": row_width(get_format(format), kv_c, k_pe)}
 
 
-def _check(tensors: tuple[Tensor, ...], format: str) -> dict[str, int]:
-    cache, kv_c, k_pe, *_ = tensors
-    layout = get_format(format)
-    W = layout.width(kv_c.shape[-1] + k_pe.shape[-1]) if kv_c.dim() and k_pe.dim() else 0
-    dims = bind("cache_write", _SPEC, tensors, {"W": W})
-    check_pages("cache_write", cache, format)
-    check_blocks_apart("cache_write", "cache", cache)
+def check(op: str, kv_c: Tensor, k_pe: Tensor) -> None:
     if kv_c.dtype != k_pe.dtype:
-        raise ShapeError(f"cache_write: k_pe must be {kv_c.dtype} like kv_c, got {k_pe.dtype}.")
-    if dims["S"] > dims["T"]:
-        raise ShapeError(
-            f"cache_write: slot_mapping must have at most T={dims['T']} slots, got {dims['S']}."
-        )
-    return dims
+        raise ShapeError(f"{op}: k_pe must be {kv_c.dtype} like kv_c, got {k_pe.dtype}.")
+
+
+def check_written(
+    op: str, cache: Tensor, format: str, S: int, T: int, rope_ratio: Tensor | None = None
+) -> None:
+    """Metadata of an op that writes a token's row per slot."""
+    check_pages(op, cache, format)
+    check_blocks_apart(op, "cache", cache)
+    if S > T:
+        raise ShapeError(f"{op}: slot_mapping must have at most T={T} slots, got {S}.")
+    if rope_ratio is not None and not get_format(format).scaled:
+        raise ShapeError(f"{op}: rope_ratio must be None for format {format}.")
+
+
+def check_slot_mapping(op: str, slot_mapping: Tensor, N: int, BS: int) -> None:
+    check_slots(op, slot_mapping, N * BS)
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
@@ -48,63 +57,28 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "cache_write", dtype=dtype, format=format)
 
 
-def check_scaled(
-    op: str, cache: Tensor, format: str, rope_ratio: Tensor | None, clamped: Tensor | None
-) -> None:
-    """The two that only rows under one scale have a use for."""
-    if rope_ratio is not None:
-        bind(op, "cache:N BS W, rope_ratio: f32", (cache, rope_ratio))
-        if not get_format(format).scaled:
-            raise ShapeError(f"{op}: rope_ratio must be None for format {format}.")
-    if clamped is not None:
-        bind(op, "cache:N BS W, clamped: i64", (cache, clamped))
-
-
-def _decide(*tensors: Any, format: str, backend: str) -> Decided:
-    cache, kv_c, *_ = tensors
-    check_scaled("cache_write", cache, format, *tensors[5:])
-    return decided(_check(tensors[:5], format), problem(cache.device, kv_c.dtype, format), backend)
-
-
-def _run(known: Decided, *tensors: Any, format: str) -> None:
-    cache, kv_c, k_pe, slot_mapping, *_ = tensors
-    refuse_grad("cache_write", (kv_c, k_pe))
-    if cache.device.type == "cpu":
-        check_slots("cache_write", slot_mapping, known.dims["N"] * known.dims["BS"])
-    known.runner.run(*tensors, format=format)
-
-
-def _fake(*tensors: Any, format: str, backend: str) -> None:
-    check_scaled("cache_write", tensors[0], format, *tensors[5:])
-    _check(tensors[:5], format)
-
-
-_OP = register(
-    "cache_write(Tensor(a!) cache, Tensor kv_c, Tensor k_pe, Tensor slot_mapping, Tensor kv_scale,"
-    " Tensor? rope_ratio, Tensor(b!)? clamped, *, str format, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    dtype_of="kv_c",
+    sizes=sizes,
+    check=[check_written, check],
+    check_values=check_slot_mapping,
+    mutates_args=["cache", "clamped"],
+    no_grad=["kv_c", "k_pe"],
 )
-
-
 def cache_write(
-    cache: Tensor,  # [N, BS, W], written in place
-    kv_c: Tensor,  # [T, C]
-    k_pe: Tensor,  # [T, R]
-    slot_mapping: Tensor,  # [T'] i64, T' <= T; negative: do not write
-    kv_scale: Tensor,  # [] f32
-    rope_ratio: Tensor | None = None,  # [] f32
-    clamped: Tensor | None = None,  # [] i64, counts
+    cache: Annotated[Tensor, "[N, BS, W] row"],  # written in place
+    kv_c: Annotated[Tensor, "[T, C] float row"],
+    k_pe: Annotated[Tensor, "[T, R] float row"],
+    slot_mapping: Annotated[Tensor, "[S] i64"],  # S = T' <= T; negative: do not write
+    kv_scale: Annotated[Tensor, "[] f32"],
+    rope_ratio: Annotated[Tensor | None, "[] f32"] = None,
+    clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
     *,
     format: str,
     backend: str = "auto",
 ) -> None:
     """Write T' rows; see the module's text for the contract."""
-    _OP(
-        cache, kv_c, k_pe, slot_mapping, kv_scale, rope_ratio, clamped, format=format,
-        backend=backend,
-    )  # fmt: skip
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

@@ -30,8 +30,7 @@ were cut into steps: a window's sums are rounded after each of its tokens, as th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -45,33 +44,30 @@ from openmla.cache.format import (
     state_width,
 )
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
-from openmla.ops._values import check_block_table, check_slots, check_start_loc
-from openmla.ops.cache_write import check_scaled
-
-_SPEC = (
-    "cache:N BS W row, kv_scale: f32, state:NS V SW f row, kv:T CD f row, score:T CD f row,"
-    " bias:ratio CD f row, norm_weight:D f row, table:Q R f row, positions:T i64,"
-    " query_start_loc:B+1 i32, block_table:B M i32, state_slots:B i32"
-)
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._values import check_block_table, check_positions, check_slots, check_start_loc
+from openmla.ops.rope import check_table
 
 
-def _check(
-    tensors: tuple[Tensor, ...], format: str, ratio: int, overlap: bool, hadamard: bool
+def sizes(
+    norm_weight: Tensor, state_slots: Tensor, format: str, ratio: int, overlap: bool
 ) -> dict[str, int]:
-    op = "compress_kv"
-    cache, _, state, kv, score, _, norm_weight, table, *_ = tensors
     D = norm_weight.shape[-1] if norm_weight.dim() else 0
-    B1 = tensors[11].shape[0] + 1 if tensors[11].dim() else 0
-    known = {
+    return {
         "W": get_format(format).width(D),
         "D": D,
         "CD": 2 * D if overlap else D,
         "SW": state_width(D, overlap=overlap),
         "ratio": ratio,
-        "B+1": B1,
+        "B": state_slots.shape[0] if state_slots.dim() else 0,
     }
-    dims = bind(op, _SPEC, tensors, known)
+
+
+def check(
+    op: str, cache: Tensor, state: Tensor, kv: Tensor, score: Tensor, format: str, ratio: int,
+    overlap: bool, hadamard: bool, D: int, R: int, V: int,
+) -> None:  # fmt: skip
     check_pages(op, cache, format)
     check_blocks_apart(op, "cache", cache)
     check_blocks_apart(op, "state", state)
@@ -81,39 +77,33 @@ def _check(
             raise ShapeError(
                 f"{op}: {name} must be {dtype} with kv {kv.dtype}, got {tensor.dtype}."
             )
-    if table.dtype.itemsize < 4:
-        raise ShapeError(f"{op}: table must be float32 or float64, got {table.dtype}.")
-    if dims["R"] % 2 or dims["R"] > D:
-        raise ShapeError(f"{op}: table must have an even R of at most D={D}, got {dims['R']}.")
+    if R % 2 or R > D:
+        raise ShapeError(f"{op}: table must have an even R of at most D={D}, got {R}.")
     if hadamard and D & (D - 1):
         raise ShapeError(f"{op}: hadamard needs D to be a power of two, got {D}.")
     if ratio < 1:
         raise ShapeError(f"{op}: ratio must be positive, got {ratio}.")
     least = state_rows(ratio, overlap=overlap)
-    if dims["V"] < least:
-        raise ShapeError(f"{op}: state must have V>={least} rows each, got {dims['V']}.")
-    return dims
+    if least > V:
+        raise ShapeError(f"{op}: state must have V>={least} rows each, got {V}.")
 
 
-def _check_values(tensors: tuple[Tensor, ...], dims: Mapping[str, int], ratio: int) -> None:
-    op = "compress_kv"
-    positions, start_loc, block_table, state_slots = tensors[8:]
-    check_start_loc(op, "query_start_loc", start_loc, dims["T"], "kv")
-    lens = start_loc.diff().long()
+def check_values(
+    op: str, positions: Tensor, query_start_loc: Tensor, block_table: Tensor, state_slots: Tensor,
+    ratio: int, T: int, B: int, Q: int, NS: int, N: int, BS: int,
+) -> None:  # fmt: skip
+    check_start_loc(op, "query_start_loc", query_start_loc, T, "kv")
+    lens = query_start_loc.diff().long()
     used = (lens > 0) & (state_slots >= 0)
-    check_slots(op, state_slots[used].long(), dims["NS"], "state_slots")
+    check_slots(op, state_slots[used].long(), NS, "state_slots")
     firsts = torch.zeros_like(lens)
-    firsts[lens > 0] = positions[start_loc[:-1][lens > 0].long()]
-    owners = torch.arange(dims["B"]).repeat_interleave(lens)
+    firsts[lens > 0] = positions[query_start_loc[:-1][lens > 0].long()]
+    owners = torch.arange(B).repeat_interleave(lens)
     rows = used[owners].nonzero().squeeze(1)
     owners = owners[rows]
     mine = positions[rows]
-    wanted = rows - start_loc[owners].long() + firsts[owners]
-    if mine.numel() and (mine.min() < 0 or mine.max() >= dims["Q"]):
-        raise ShapeError(
-            f"{op}: positions must be within the table's 0..{dims['Q'] - 1}, "
-            f"got {int(mine.min())}..{int(mine.max())}."
-        )
+    wanted = rows - query_start_loc[owners].long() + firsts[owners]
+    check_positions(op, mine, Q)
     if bool((mine != wanted).any()):
         t = int((mine != wanted).nonzero()[0])
         raise ShapeError(
@@ -128,8 +118,8 @@ def _check_values(tensors: tuple[Tensor, ...], dims: Mapping[str, int], ratio: i
         block_table.masked_fill(block_table == -1, 0),
         starts.where(used, nothing).int(),
         ends.where(used, nothing).int(),
-        dims["N"],
-        dims["BS"],
+        N,
+        BS,
     )
 
 
@@ -142,65 +132,30 @@ def problem(
     )
 
 
-def _decide(
-    *tensors: Any,
-    format: str,
-    ratio: int,
-    overlap: bool,
-    eps: float,
-    hadamard: bool,
-    batch_invariant: bool = False,
-    backend: str,
-) -> Decided:
-    cache, kv = tensors[0], tensors[3]
-    check_scaled("compress_kv", cache, format, None, tensors[12])
-    dims = _check(tensors[:12], format, ratio, overlap, hadamard)
-    D = dims["D"]
-    asked = problem(cache.device, kv.dtype, format, D=D, batch_invariant=batch_invariant)
-    return decided(dims, asked, backend)
-
-
-def _run(
-    known: Decided, *tensors: Any, ratio: int, batch_invariant: bool = False, **scalars: Any
-) -> None:
-    refuse_grad("compress_kv", tensors[3:7])
-    if tensors[0].device.type == "cpu":
-        _check_values(tensors[:12], known.dims, ratio)
-    known.runner.run(*tensors, ratio=ratio, **scalars)
-
-
-def _fake(
-    *tensors: Any, format: str, ratio: int, overlap: bool, hadamard: bool, **_: object
-) -> None:
-    check_scaled("compress_kv", tensors[0], format, None, tensors[12])
-    _check(tensors[:12], format, ratio, overlap, hadamard)
-
-
-_OP = register(
-    "compress_kv(Tensor(a!) cache, Tensor kv_scale, Tensor(b!) state, Tensor kv, Tensor score,"
-    " Tensor bias, Tensor norm_weight, Tensor table, Tensor positions, Tensor query_start_loc,"
-    " Tensor block_table, Tensor state_slots, Tensor(c!)? clamped, *, str format, int ratio,"
-    " bool overlap, float eps, bool hadamard, bool batch_invariant=False, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    dtype_of="kv",
+    sizes=sizes,
+    check=[check, check_table],
+    check_values=check_values,
+    mutates_args=["cache", "state", "clamped"],
+    no_grad=["kv", "score", "bias", "norm_weight"],
+    optional=["batch_invariant"],
 )
-
-
 def compress_kv(
-    cache: Tensor,  # [N, BS, W], entries, written in place
-    kv_scale: Tensor,  # [] f32
-    state: Tensor,  # [NS, V, SW] f32, written in place
-    kv: Tensor,  # [T, D], [T, 2 D] with overlap, as projected
-    score: Tensor,  # the same
-    bias: Tensor,  # [ratio, D], [ratio, 2 D] with overlap
-    norm_weight: Tensor,  # [D]
-    table: Tensor,  # [Q, R] f32: cos in the first half of a row, sin in the second
-    positions: Tensor,  # [T] i64
-    query_start_loc: Tensor,  # [B+1] i32
-    block_table: Tensor,  # [B, M] i32, of entries
-    state_slots: Tensor,  # [B] i32; negative: skip the request
-    clamped: Tensor | None = None,  # [] i64, counts
+    cache: Annotated[Tensor, "[N, BS, W] row"],  # entries, written in place
+    kv_scale: Annotated[Tensor, "[] f32"],
+    state: Annotated[Tensor, "[NS, V, SW] float row"],  # f32, written in place
+    kv: Annotated[Tensor, "[T, CD] float row"],  # CD = D, 2 D with overlap; as projected
+    score: Annotated[Tensor, "[T, CD] float row"],
+    bias: Annotated[Tensor, "[ratio, CD] float row"],
+    norm_weight: Annotated[Tensor, "[D] float row"],
+    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
+    positions: Annotated[Tensor, "[T] i64"],
+    query_start_loc: Annotated[Tensor, "[B+1] i32"],
+    block_table: Annotated[Tensor, "[B, M] i32"],  # of entries
+    state_slots: Annotated[Tensor, "[B] i32"],  # negative: skip the request
+    clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
     *,
     format: str,
     ratio: int,
@@ -211,28 +166,6 @@ def compress_kv(
     backend: str = "auto",
 ) -> None:
     """Pool a step's tokens; see the module's text for the contract."""
-    _OP(
-        cache,
-        kv_scale,
-        state,
-        kv,
-        score,
-        bias,
-        norm_weight,
-        table,
-        positions,
-        query_start_loc,
-        block_table,
-        state_slots,
-        clamped,
-        format=format,
-        ratio=ratio,
-        overlap=overlap,
-        eps=eps,
-        hadamard=hadamard,
-        batch_invariant=batch_invariant,
-        backend=backend,
-    )
 
 
 def cost(

@@ -10,21 +10,34 @@ otherwise.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
 
-_SPEC = "logits:T S f row, row_starts:T i32, row_lens:T i32"
 
-
-def _check(tensors: tuple[Tensor, ...], K: int) -> dict[str, int]:
-    dims = bind("index_topk", _SPEC, tensors)
+def check(op: str, K: int) -> None:
     if K < 1:
-        raise ShapeError(f"index_topk: K must be positive, got {K}.")
-    return dims
+        raise ShapeError(f"{op}: K must be positive, got {K}.")
+
+
+def check_values(op: str, row_starts: Tensor, row_lens: Tensor, S: int) -> None:
+    wrong = (row_starts < 0) | (row_lens < 0) | (row_starts.long() + row_lens > S)
+    if wrong.any():
+        t = int(wrong.nonzero()[0])
+        raise ShapeError(
+            f"{op}: row {t} must lie within the S={S} columns, got "
+            f"{int(row_lens[t])} from {int(row_starts[t])} on."
+        )
+
+
+def fake(row_lens: Tensor, T: int, K: int) -> tuple[Tensor, Tensor]:
+    return row_lens.new_empty((T, K)), row_lens.new_empty((T,))
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -32,53 +45,17 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "index_topk", dtype=dtype)
 
 
-def _decide(*tensors: Tensor, K: int, sorted: bool, backend: str) -> Decided:
-    logits = tensors[0]
-    return decided(_check(tensors, K), problem(logits.device, logits.dtype), backend)
-
-
-def _run(known: Decided, *tensors: Tensor, K: int, sorted: bool) -> tuple[Tensor, Tensor]:
-    logits, row_starts, row_lens = tensors
-    if logits.device.type == "cpu":
-        S = known.dims["S"]
-        wrong = (row_starts < 0) | (row_lens < 0) | (row_starts.long() + row_lens > S)
-        if wrong.any():
-            t = int(wrong.nonzero()[0])
-            raise ShapeError(
-                f"index_topk: row {t} must lie within the S={S} columns, got "
-                f"{int(row_lens[t])} from {int(row_starts[t])} on."
-            )
-    found: tuple[Tensor, Tensor] = known.runner.run(*tensors, K=K, sorted=sorted)
-    return found
-
-
-def _fake(*tensors: Tensor, K: int, sorted: bool, backend: str) -> tuple[Tensor, Tensor]:
-    dims = _check(tensors, K)
-    empty = tensors[0].new_empty
-    return empty((dims["T"], K), dtype=torch.int32), empty((dims["T"],), dtype=torch.int32)
-
-
-_OP = register(
-    "index_topk(Tensor logits, Tensor row_starts, Tensor row_lens, *, int K, bool sorted,"
-    " str backend) -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
-)
-
-
+@op(problem=problem, check=check, check_values=check_values, fake=fake)
 def index_topk(
-    logits: Tensor,  # [T, S] f32
-    row_starts: Tensor,  # [T] i32
-    row_lens: Tensor,  # [T] i32
+    logits: Annotated[Tensor, "[T, S] float row"],
+    row_starts: Annotated[Tensor, "[T] i32"],
+    row_lens: Annotated[Tensor, "[T] i32"],
     *,
     K: int,
     sorted: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # topk_positions [T, K] i32, topk_lens [T] i32
     """Select; see the module's text for the contract."""
-    positions, lens = _OP(logits, row_starts, row_lens, K=K, sorted=sorted, backend=backend)
-    return positions, lens
 
 
 def cost(num_rows: int, num_scores: int, *, K: int, itemsize: int = 4) -> Cost:

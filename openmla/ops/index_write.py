@@ -11,50 +11,33 @@ Rows of k_raw past the slots [T'] are not looked at; a negative slot skips its r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.cache.format import check_blocks_apart, check_pages, get_format
+from openmla.cache.format import get_format
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
-from openmla.ops._values import check_slots
-from openmla.ops.rope import PAIRINGS
-
-_SPEC = (
-    "cache:N BS W row, k_raw:T DI f row, norm_weight:DI f row, norm_bias:DI f row,"
-    " positions:S i64, table:Q R f row, slot_mapping:S i64"
-)
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._shapes import row_width
+from openmla.ops._values import check_positions
+from openmla.ops.cache_write import check_slot_mapping, check_written
+from openmla.ops.rope import check_table
 
 
-def _check(
-    tensors: tuple[Tensor, ...], format: str, pairing: str, rope_start: int, hadamard: bool
-) -> dict[str, int]:
-    cache, k_raw = tensors[:2]
-    layout = get_format(format, "index")
-    W = layout.width(k_raw.shape[-1]) if k_raw.dim() else 0
-    dims = bind("index_write", _SPEC, tensors, {"W": W})
-    check_pages("index_write", cache, format)
-    check_blocks_apart("index_write", "cache", cache)
-    DI, R = dims["DI"], dims["R"]
-    if tensors[5].dtype.itemsize < 4:
-        raise ShapeError(f"index_write: table must be float32 or float64, got {tensors[5].dtype}.")
-    if dims["S"] > dims["T"]:
-        raise ShapeError(
-            f"index_write: slot_mapping must have at most T={dims['T']} slots, got {dims['S']}."
-        )
+def sizes(k_raw: Tensor, format: str) -> dict[str, int]:
+    return {"W": row_width(get_format(format, "index"), k_raw)}
+
+
+def check(op: str, rope_start: int, hadamard: bool, DI: int, R: int) -> None:
     if R % 2 or not 0 <= rope_start <= DI - R:
         raise ShapeError(
-            f"index_write: rope_start must leave an even R={R} columns of DI={DI}, "
-            f"got {rope_start}."
+            f"{op}: rope_start must leave an even R={R} columns of DI={DI}, got {rope_start}."
         )
-    if pairing not in PAIRINGS:
-        raise ShapeError(f"index_write: pairing must be pairs or halves, got {pairing!r}.")
     if hadamard and DI & (DI - 1):
-        raise ShapeError(f"index_write: hadamard needs DI to be a power of two, got {DI}.")
-    return dims
+        raise ShapeError(f"{op}: hadamard needs DI to be a power of two, got {DI}.")
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
@@ -62,58 +45,23 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "index_write", dtype=dtype, format=format)
 
 
-def _decide(
-    *tensors: Tensor,
-    format: str,
-    eps: float,
-    pairing: str,
-    rope_start: int,
-    hadamard: bool,
-    backend: str,
-) -> Decided:
-    cache, k_raw = tensors[:2]
-    dims = _check(tensors, format, pairing, rope_start, hadamard)
-    return decided(dims, problem(cache.device, k_raw.dtype, format), backend)
-
-
-def _run(known: Decided, *tensors: Tensor, **scalars: Any) -> None:
-    cache, _, _, _, positions, _, slot_mapping = tensors
-    dims = known.dims
-    refuse_grad("index_write", tensors[1:4])
-    if cache.device.type == "cpu":
-        check_slots("index_write", slot_mapping, dims["N"] * dims["BS"])
-        if positions.numel() and (positions.min() < 0 or positions.max() >= dims["Q"]):
-            raise ShapeError(
-                f"index_write: positions must be within the table's 0..{dims['Q'] - 1}, "
-                f"got {int(positions.min())}..{int(positions.max())}."
-            )
-    known.runner.run(*tensors, **scalars)
-
-
-def _fake(
-    *tensors: Tensor, format: str, pairing: str, rope_start: int, hadamard: bool, **_: object
-) -> None:
-    _check(tensors, format, pairing, rope_start, hadamard)
-
-
-_OP = register(
-    "index_write(Tensor(a!) cache, Tensor k_raw, Tensor norm_weight, Tensor norm_bias,"
-    " Tensor positions, Tensor table, Tensor slot_mapping, *, str format, float eps, str pairing,"
-    " int rope_start, bool hadamard, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    dtype_of="k_raw",
+    sizes=sizes,
+    check=[check_written, check_table, check],
+    check_values=[check_slot_mapping, check_positions],
+    mutates_args=["cache"],
+    no_grad=["k_raw", "norm_weight", "norm_bias"],
 )
-
-
 def index_write(
-    cache: Tensor,  # [N, BS, W], an index format, written in place
-    k_raw: Tensor,  # [T, DI], as projected
-    norm_weight: Tensor,  # [DI]
-    norm_bias: Tensor,  # [DI]
-    positions: Tensor,  # [T'] i64, T' <= T
-    table: Tensor,  # [Q, R] f32: cos in the first half of a row, sin in the second
-    slot_mapping: Tensor,  # [T'] i64; negative: do not write
+    cache: Annotated[Tensor, "[N, BS, W] row"],  # an index format, written in place
+    k_raw: Annotated[Tensor, "[T, DI] float row"],  # as projected
+    norm_weight: Annotated[Tensor, "[DI] float row"],
+    norm_bias: Annotated[Tensor, "[DI] float row"],
+    positions: Annotated[Tensor, "[S] i64"],  # S = T' <= T
+    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
+    slot_mapping: Annotated[Tensor, "[S] i64"],  # negative: do not write
     *,
     format: str,
     eps: float,
@@ -123,21 +71,6 @@ def index_write(
     backend: str = "auto",
 ) -> None:
     """Write keys; see the module's text for the contract."""
-    _OP(
-        cache,
-        k_raw,
-        norm_weight,
-        norm_bias,
-        positions,
-        table,
-        slot_mapping,
-        format=format,
-        eps=eps,
-        pairing=pairing,
-        rope_start=rope_start,
-        hadamard=hadamard,
-        backend=backend,
-    )
 
 
 def cost(num_rows: int, *, DI: int, R: int, format: str, itemsize: int) -> Cost:

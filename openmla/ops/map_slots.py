@@ -12,37 +12,34 @@ order; without, every entry keeps its column. Positions may repeat.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
 from openmla.ops._values import check_start_loc
 
-_SPEC = "positions:T K i32 row, block_table:B M i32, query_start_loc:B+1 i32"
+
+def check(op: str, BS: int, num_blocks: int, cp_size: int, cp_rank: int, interleave: int) -> None:
+    for name, value in (("BS", BS), ("cp_size", cp_size), ("interleave", interleave)):
+        if value < 1:
+            raise ShapeError(f"{op}: {name} must be positive, got {value}.")
+    if not 0 <= cp_rank < cp_size:
+        raise ShapeError(f"{op}: cp_rank must be within 0..{cp_size - 1}, got {cp_rank}.")
+    if num_blocks * BS > 2**31 - 1:
+        raise ShapeError(f"{op}: slots must fit int32, got {num_blocks} blocks of {BS}.")
 
 
-def _check(tensors: tuple[Tensor, ...], **scalars: int) -> dict[str, int]:
-    block_table = tensors[1]
-    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
-    dims = bind("map_slots", _SPEC, tensors, {"B+1": B1})
-    for name in ("BS", "cp_size", "interleave"):
-        if scalars[name] < 1:
-            raise ShapeError(f"map_slots: {name} must be positive, got {scalars[name]}.")
-    if not 0 <= scalars["cp_rank"] < scalars["cp_size"]:
-        raise ShapeError(
-            f"map_slots: cp_rank must be within 0..{scalars['cp_size'] - 1}, "
-            f"got {scalars['cp_rank']}."
-        )
-    if scalars["num_blocks"] * scalars["BS"] > 2**31 - 1:
-        raise ShapeError(
-            f"map_slots: slots must fit int32, got {scalars['num_blocks']} blocks of "
-            f"{scalars['BS']}."
-        )
-    return dims
+def check_values(op: str, query_start_loc: Tensor, T: int) -> None:
+    check_start_loc(op, "query_start_loc", query_start_loc, T, "positions")
+
+
+def fake(positions: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(positions), positions.new_empty((T,))
 
 
 def problem(device: torch.device) -> Problem:
@@ -50,38 +47,11 @@ def problem(device: torch.device) -> Problem:
     return problem_on(device, "map_slots")
 
 
-def _decide(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> Decided:
-    return decided(_check(tensors, **scalars), problem(tensors[0].device), backend)
-
-
-def _run(known: Decided, *tensors: Tensor, **scalars: Any) -> tuple[Tensor, Tensor]:
-    positions, _, query_start_loc = tensors
-    if positions.device.type == "cpu":
-        T = known.dims["T"]
-        check_start_loc("map_slots", "query_start_loc", query_start_loc, T, "positions")
-    found: tuple[Tensor, Tensor] = known.runner.run(*tensors, **scalars)
-    return found
-
-
-def _fake(*tensors: Tensor, compact: bool, backend: str, **scalars: int) -> tuple[Tensor, Tensor]:
-    dims = _check(tensors, **scalars)
-    return torch.empty_like(tensors[0]), tensors[0].new_empty((dims["T"],))
-
-
-_OP = register(
-    "map_slots(Tensor positions, Tensor block_table, Tensor query_start_loc, *, int BS,"
-    " int num_blocks, int cp_size, int cp_rank, int interleave, bool compact, str backend)"
-    " -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
-)
-
-
+@op(problem=problem, check=check, check_values=check_values, fake=fake)
 def map_slots(
-    positions: Tensor,  # [T, K] i32, within the request; negative: none
-    block_table: Tensor,  # [B, M] i32
-    query_start_loc: Tensor,  # [B+1] i32
+    positions: Annotated[Tensor, "[T, K] i32 row"],  # within the request; negative: none
+    block_table: Annotated[Tensor, "[B, M] i32"],
+    query_start_loc: Annotated[Tensor, "[B+1] i32"],
     *,
     BS: int,
     num_blocks: int,
@@ -92,19 +62,6 @@ def map_slots(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # slots [T, K] i32, slot_lens [T] i32
     """Look positions up; see the module's text for the contract."""
-    slots, lens = _OP(
-        positions,
-        block_table,
-        query_start_loc,
-        BS=BS,
-        num_blocks=num_blocks,
-        cp_size=cp_size,
-        cp_rank=cp_rank,
-        interleave=interleave,
-        compact=compact,
-        backend=backend,
-    )
-    return slots, lens
 
 
 def cost(num_rows: int, *, K: int) -> Cost:

@@ -16,26 +16,24 @@ they are converted before and after, three small launches.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
 
-_SPEC = "out:T H V f row, lse:T H f, other_out:T H V f row, other_lse:T H f"
 
-
-def _check(tensors: tuple[Tensor, ...]) -> dict[str, int]:
-    dims = bind("merge_states", _SPEC, tensors)
-    for name, tensor in (("lse", tensors[1]), ("other_lse", tensors[3])):
+def check_lse(op: str, lse: Tensor, other_lse: Tensor) -> None:
+    for name, tensor in (("lse", lse), ("other_lse", other_lse)):
         if tensor.dtype.itemsize < 4:
             raise ShapeError(
-                f"merge_states: {name} must be float32 or float64, got {tensor.dtype}. "
+                f"{op}: {name} must be float32 or float64, got {tensor.dtype}. "
                 "16-bit lse costs percents of weight."
             )
-    return dims
 
 
 def in_nats(op: str, base: float, lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,34 +50,18 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "merge_states", dtype=dtype)
 
 
-def _decide(*tensors: Tensor, backend: str) -> Decided:
-    out = tensors[0]
-    return decided(_check(tensors), problem(out.device, out.dtype), backend)
-
-
-def _run(known: Decided, *tensors: Tensor) -> None:
-    refuse_grad("merge_states", tensors)
-    known.runner.run(*tensors)
-
-
-def _fake(*tensors: Tensor, backend: str) -> None:
-    _check(tensors)
-
-
-_OP = register(
-    "merge_states(Tensor(a!) out, Tensor(b!) lse, Tensor other_out, Tensor other_lse, *,"
-    " str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    check=check_lse,
+    mutates_args=["out", "lse"],
+    no_grad=["out", "lse", "other_out", "other_lse"],
+    host_args=["base"],
 )
-
-
 def merge_states(
-    out: Tensor,  # [T, H, V], merged into in place
-    lse: Tensor,  # [T, H] f32, merged into in place
-    other_out: Tensor,  # [T, H, V]
-    other_lse: Tensor,  # [T, H] f32
+    out: Annotated[Tensor, "[T, H, V] float row"],  # merged into in place
+    lse: Annotated[Tensor, "[T, H] float"],  # f32, merged into in place
+    other_out: Annotated[Tensor, "[T, H, V] float row"],
+    other_lse: Annotated[Tensor, "[T, H] float"],  # f32
     *,
     base: float = math.e,  # of both lse: math.e or 2
     backend: str = "auto",
@@ -94,11 +76,14 @@ def merge_states(
         # Written in place, a slice would be compared with its tensor: a graph for those that are
         # all of it, and one for the others.
         merged = out.clone(), lse.clone()
-        _OP(*merged, other_out, other_lse, backend=backend)
+        _MERGE(*merged, other_out, other_lse, backend=backend)
         out.copy_(merged[0])
         lse.copy_(merged[1])
         return
-    _OP(out, lse, other_out, other_lse, backend=backend)
+    _MERGE(out, lse, other_out, other_lse, backend=backend)
+
+
+_MERGE = torch.ops.openmla.merge_states.default
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int) -> Cost:

@@ -23,8 +23,9 @@ bits are its own: only backends run that give it the same alone and beside any o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import sub
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -32,47 +33,30 @@ from torch import Tensor
 from openmla.backends import Problem, problem_on
 from openmla.backends.expanded import joined as joined  # for who calls this op
 from openmla.errors import ShapeError
-from openmla.ops._eight_bits import check_eight_bits, heads_spec, out_of
-from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
+from openmla.ops._declare import Size, op
+from openmla.ops._eight_bits import call_with_scales, check_eight_bits, results
+from openmla.ops._register import Cost, check_scale
 from openmla.ops._values import check_start_loc
 
-_STARTS = "query_start_loc:B+1 i32, key_start_loc:B+1 i32"
-_SPEC_APART = f"q:T H E q row, k:S H P q row, v:S H V q row, {_STARTS}, k_pe:S R q row"
+
+def sizes(q: Tensor, k_pe: Tensor | None) -> dict[str, int]:
+    R = k_pe.shape[-1] if k_pe is not None and k_pe.dim() else 0
+    return {"R": R, "P": q.shape[-1] - R if q.dim() else 0}
 
 
-def _check(
-    tensors: tuple[Tensor | None, ...], out_dtype: torch.dtype | None = None
-) -> dict[str, int]:
-    """Dims by letter; R is 0 without k_pe, the sixth. Scales follow it."""
-    q, k, v, query_start_loc, key_start_loc, k_pe, *scales = (*tensors, *(None,) * 4)[:9]
-    assert q is not None and k is not None and v is not None
-    assert query_start_loc is not None and key_start_loc is not None
-    bound = [q, k, v, query_start_loc, key_start_loc]
-    spec, known = f"{heads_spec(q)}, {_STARTS}", {"R": 0}
-    if k_pe is not None:
-        bound.append(k_pe)
-        spec, known = _SPEC_APART, {}
-        if q.dim() == 3 and k_pe.dim() == 2:
-            known = {"P": q.shape[2] - k_pe.shape[1]}
-    dims = bind("mha_ragged", spec, bound, known)
-    heads = (("q", q), ("k", k), ("v", v), ("k_pe", k_pe))
-    check_eight_bits("mha_ragged", heads, scales, out_dtype, dims["B+1"] - 1)
-    return dims
-
-
-def _check_values(
-    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, max_key_len: int
-) -> None:
-    query_start_loc, key_start_loc = tensors
-    queries = check_start_loc("mha_ragged", "query_start_loc", query_start_loc, dims["T"], "q")
-    keys = check_start_loc("mha_ragged", "key_start_loc", key_start_loc, dims["S"], "k")
+def check_values(
+    op: str, query_start_loc: Tensor, key_start_loc: Tensor, max_query_len: int, max_key_len: int,
+    T: int, S: int,
+) -> None:  # fmt: skip
+    queries = check_start_loc(op, "query_start_loc", query_start_loc, T, "q")
+    keys = check_start_loc(op, "key_start_loc", key_start_loc, S, "k")
     for name, starts, given in (
         ("max_query_len", queries, max_query_len),
         ("max_key_len", keys, max_key_len),
     ):
         longest = max(map(sub, starts[1:], starts), default=0)
         if longest != given:
-            raise ShapeError(f"mha_ragged: {name} must be {longest}, got {given}.")
+            raise ShapeError(f"{op}: {name} must be {longest}, got {given}.")
 
 
 def problem(
@@ -85,126 +69,36 @@ def problem(
     )
 
 
-def _decide(
-    *tensors: Tensor, scale: float, batch_invariant: bool = False,
-    out_dtype: torch.dtype | None = None, backend: str, **_: object,
-) -> Decided:  # fmt: skip
-    q, dims = tensors[0], _check(tensors, out_dtype)
-    check_scale("mha_ragged", scale)
-    E, R, V = dims["E"], dims["R"], dims["V"]
-    asked = problem(q.device, q.dtype, E=E, R=R, V=V, batch_invariant=batch_invariant)
-    return decided(dims, asked, backend)
-
-
-def _given(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """Without a k_pe that is None."""
-    return tuple(tensor for tensor in tensors if tensor is not None)
-
-
-def _run(
-    known: Decided,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start_loc: Tensor,
-    key_start_loc: Tensor,
-    k_pe: Tensor | None = None,
-    q_scale: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    max_key_len: int,
-    batch_invariant: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    starts = (query_start_loc, key_start_loc)
-    eight_bits: dict[str, object] = {}  # who takes no such heads need not know of it
-    if q_scale is not None:
-        eight_bits = {"scales": (q_scale, k_scale, v_scale), "out_dtype": out_dtype}
-    refuse_grad("mha_ragged", _given((q, k, v, k_pe)))
-    if q.device.type == "cpu":
-        _check_values(known.dims, starts, max_query_len, max_key_len)
-    result: tuple[Tensor, Tensor] = known.runner.run(
-        q,
-        k,
-        v,
-        *starts,
-        k_pe,
-        scale=scale,
-        causal=causal,
-        max_query_len=max_query_len,
-        max_key_len=max_key_len,
-        **eight_bits,
-    )
-    return result
-
-
-def _fake(
-    *tensors: Tensor, out_dtype: torch.dtype | None = None, **_: object
-) -> tuple[Tensor, Tensor]:
-    q = tensors[0]
-    dims = _check(tensors, out_dtype)
-    dtype = out_of(q, out_dtype)
-    lse_dtype = torch.promote_types(dtype, torch.float32)
-    return (
-        q.new_empty((dims["T"], dims["H"], dims["V"]), dtype=dtype),
-        q.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
-    )
-
-
-_OP = register(
-    "mha_ragged(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, Tensor key_start_loc,"
-    " Tensor? k_pe=None, Tensor? q_scale=None, Tensor? k_scale=None, Tensor? v_scale=None,"
-    " *, float scale, bool causal, SymInt max_query_len, SymInt max_key_len,"
-    " bool batch_invariant=False, ScalarType? out_dtype=None, str backend) -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    sizes=sizes,
+    check=[check_eight_bits, check_scale],
+    check_values=check_values,
+    fake=results,
+    call=call_with_scales,
+    no_grad=["q", "k", "v", "k_pe"],
+    optional=["k_pe", "q_scale", "k_scale", "v_scale", "batch_invariant", "out_dtype"],
 )
-
-
 def mha_ragged(
-    q: Tensor,  # [T, H, E]
-    k: Tensor,  # [S, H, E], or with k_pe [S, H, E - R]
-    v: Tensor,  # [S, H, V]
-    query_start_loc: Tensor,  # [B+1] i32
-    key_start_loc: Tensor,  # [B+1] i32
-    k_pe: Tensor | None = None,  # [S, R]
-    q_scale: Tensor | None = None,  # [T, H] f32, of e4m3 heads
-    k_scale: Tensor | None = None,  # [B, H] f32
-    v_scale: Tensor | None = None,  # [B, H] f32
+    q: Annotated[Tensor, "[T, H, E] float|e4m3 row"],
+    k: Annotated[Tensor, "[S, H, P] float|e4m3 row"],  # P = E, with k_pe E - R
+    v: Annotated[Tensor, "[S, H, V] float|e4m3"],
+    query_start_loc: Annotated[Tensor, "[B+1] i32"],
+    key_start_loc: Annotated[Tensor, "[B+1] i32"],
+    k_pe: Annotated[Tensor | None, "[S, R] float|e4m3 row"] = None,
+    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # of e4m3 heads
+    k_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
+    v_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     *,
     scale: float,
     causal: bool,
-    max_query_len: int,
-    max_key_len: int,
+    max_query_len: Size,
+    max_key_len: Size,
     batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
     """Attend over expanded keys and values; see the module's text for the contract."""
-    out, lse = _OP(
-        q,
-        k,
-        v,
-        query_start_loc,
-        key_start_loc,
-        k_pe,
-        q_scale,
-        k_scale,
-        v_scale,
-        scale=scale,
-        causal=causal,
-        max_query_len=max_query_len,
-        max_key_len=max_key_len,
-        batch_invariant=batch_invariant,
-        out_dtype=out_dtype,
-        backend=backend,
-    )
-    return out, lse
 
 
 def cost(

@@ -23,8 +23,8 @@ fp8_ds_mla they widen queries, which is exact.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -32,38 +32,36 @@ from torch import Tensor
 from openmla.backends import Problem, bucketed, problem_on
 from openmla.backends.segments import alignment, query_alignment
 from openmla.cache.format import check_pages, get_format
-from openmla.errors import ShapeError
-from openmla.ops._queries import E4M3, check_queries, check_scale_kind, out_dtype
-from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
+from openmla.ops._declare import Size, op
+from openmla.ops._queries import E4M3, check_products, check_queries, results
+from openmla.ops._register import Cost, check_scale
+from openmla.ops._shapes import row_width
 from openmla.ops._values import check_block_table, check_query_lens, check_start_loc
 
-_SPEC = (
-    "q_latent:T H D q row, cache:N BS W row, kv_scale: f32, block_table:B M i32, seq_lens:B i32,"
-    " query_start_loc:B+1 i32"
-)
+
+def sizes(q_latent: Tensor, format: str) -> dict[str, int]:
+    return {"W": row_width(get_format(format), q_latent)}
 
 
-def _check(tensors: tuple[Tensor | None, ...], format: str, C: int) -> dict[str, int]:
-    given = cast("tuple[Tensor, ...]", tensors[:-1])
-    q_latent, cache, _, block_table, *_ = given
-    layout = get_format(format)
-    W = layout.width(q_latent.shape[-1]) if q_latent.dim() else 0
-    B1 = block_table.shape[0] + 1 if block_table.dim() else 0
-    dims = bind("mqa_paged", _SPEC, given, {"W": W, "B+1": B1})
-    check_queries("mqa_paged", q_latent, tensors[-1], [format])
-    check_pages("mqa_paged", cache, format)
-    if not 0 < C <= dims["D"]:
-        raise ShapeError(f"mqa_paged: C must be within 1..D={dims['D']}, got {C}.")
-    return dims
+def check(op: str, q_latent: Tensor, q_scale: Tensor | None, cache: Tensor, format: str) -> None:
+    check_queries(op, q_latent, q_scale, [format])
+    check_pages(op, cache, format)
 
 
-def _check_values(
-    dims: Mapping[str, int], tensors: tuple[Tensor, ...], max_query_len: int, causal: bool
-) -> None:
-    block_table, seq_lens, query_start_loc = tensors[3:6]
-    starts = check_start_loc("mqa_paged", "query_start_loc", query_start_loc, dims["T"], "q_latent")
-    check_query_lens("mqa_paged", starts, seq_lens, max_query_len, causal)
-    check_block_table("mqa_paged", block_table, None, seq_lens, dims["N"], dims["BS"])
+def check_values(
+    op: str, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int,
+    causal: bool, T: int, N: int, BS: int,
+) -> None:  # fmt: skip
+    starts = check_start_loc(op, "query_start_loc", query_start_loc, T, "q_latent")
+    check_query_lens(op, starts, seq_lens, max_query_len, causal)
+    check_block_table(op, block_table, None, seq_lens, N, BS)
+
+
+def call(run: Callable[..., Any], *args: Any, **scalars: Any) -> Any:
+    *tensors, q_scale = args
+    if q_scale is not None:  # an implementation without e4m3 queries has no such argument
+        scalars["q_scale"] = q_scale
+    return run(*tensors, **scalars)
 
 
 def problem(
@@ -79,102 +77,46 @@ def problem(
     )  # fmt: skip
 
 
-def _decide(
-    *tensors: Any,
-    format: str,
-    C: int,
-    scale: float,
-    causal: bool,
-    max_query_len: int,
-    run_length: int,
-    backend: str,
-) -> Decided:
-    q_latent, cache = tensors[:2]
-    dims = _check(tensors, format, C)
-    if run_length < 0:
-        raise ShapeError(f"mqa_paged: run_length must not be negative, got {run_length}.")
-    check_scale("mqa_paged", scale)
-    asked = problem(
-        q_latent.device, q_latent.dtype, format, H=dims["H"], D=dims["D"], C=C, BS=dims["BS"],
-        tokens=dims["T"], max_query_len=max_query_len, run_length=run_length,
+def problem_of(
+    q_latent: Tensor, q_scale: Tensor | None, cache: Tensor, format: str, C: int,
+    max_query_len: int, run_length: int,
+) -> Problem:  # fmt: skip
+    T, H, D = q_latent.shape
+    return problem(
+        q_latent.device, q_latent.dtype, format, H=H, D=D, C=C, BS=cache.shape[1], tokens=T,
+        max_query_len=max_query_len, run_length=run_length,
         aligned=alignment([cache]) | query_alignment(q_latent),
-        head_scales=tensors[6] is not None and tensors[6].dim() > 0,
+        head_scales=q_scale is not None and q_scale.dim() > 0,
     )  # fmt: skip
-    return decided(dims, asked, backend)
 
 
-def _run(
-    known: Decided, *args: Any, causal: bool, max_query_len: int, **scalars: Any
-) -> tuple[Tensor, Tensor]:
-    *tensors, q_scale = args
-    refuse_grad("mqa_paged", tensors[:1])
-    if tensors[0].device.type == "cpu":
-        _check_values(known.dims, tuple(tensors), max_query_len, causal)
-    if q_scale is not None:
-        scalars["q_scale"] = q_scale
-    result: tuple[Tensor, Tensor] = known.runner.run(
-        *tensors, causal=causal, max_query_len=max_query_len, **scalars
-    )
-    return result
-
-
-def _fake(*tensors: Any, format: str, C: int, **_: object) -> tuple[Tensor, Tensor]:
-    q_latent = tensors[0]
-    dims = _check(tensors, format, C)
-    lse_dtype = torch.promote_types(out_dtype(q_latent.dtype), torch.float32)
-    return (
-        q_latent.new_empty((dims["T"], dims["H"], C), dtype=out_dtype(q_latent.dtype)),
-        q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
-    )
-
-
-_OP = register(
-    "mqa_paged(Tensor q_latent, Tensor cache, Tensor kv_scale, Tensor block_table,"
-    " Tensor seq_lens, Tensor query_start_loc, Tensor? q_scale, *, str format, int C,"
-    " float scale, bool causal, SymInt max_query_len, int run_length, str backend)"
-    " -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem_of,
+    sizes=sizes,
+    check=[check, check_products, check_scale],
+    check_values=check_values,
+    fake=results,
+    call=call,
+    no_grad=["q_latent"],
 )
-
-
 def mqa_paged(
-    q_latent: Tensor,  # [T, H, D]
-    cache: Tensor,  # [N, BS, W]
-    kv_scale: Tensor,  # [] f32
-    block_table: Tensor,  # [B, M] i32
-    seq_lens: Tensor,  # [B] i32, keys including this step's
-    query_start_loc: Tensor,  # [B+1] i32
+    q_latent: Annotated[Tensor, "[T, H, D] float|e4m3 row"],
+    cache: Annotated[Tensor, "[N, BS, W] row"],
+    kv_scale: Annotated[Tensor, "[] f32"],
+    block_table: Annotated[Tensor, "[B, M] i32"],
+    seq_lens: Annotated[Tensor, "[B] i32"],  # keys including this step's
+    query_start_loc: Annotated[Tensor, "[B+1] i32"],
     q_scale: Tensor | None = None,  # [] or [T, H] f32, of e4m3 queries
     *,
     format: str,
     C: int,
     scale: float,
     causal: bool,
-    max_query_len: int,
+    max_query_len: Size,
     run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend in latent space; see the module's text for the contract."""
-    check_scale_kind("mqa_paged", q_scale)
-    out, lse = _OP(
-        q_latent,
-        cache,
-        kv_scale,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        q_scale,
-        format=format,
-        C=C,
-        scale=scale,
-        causal=causal,
-        max_query_len=max_query_len,
-        run_length=run_length,
-        backend=backend,
-    )
-    return out, lse
 
 
 def cost(

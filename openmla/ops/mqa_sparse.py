@@ -24,160 +24,132 @@ e4m3 queries, over rows of e4m3, stand for q_latent * q_scale: see ops/mqa_paged
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
 import torch
 from torch import Tensor
 
-from openmla.backends.segments import Segment, problem, problem_of
+from openmla.backends import Problem
+from openmla.backends.segments import Segment, problem
+from openmla.backends.segments import problem_of as problem_of_segments
 from openmla.cache.format import check_pages, get_format
 from openmla.errors import ShapeError
-from openmla.ops._queries import check_queries, check_scale_kind, out_dtype
-from openmla.ops._register import Cost, Decided, bind, check_scale, decided, refuse_grad, register
+from openmla.ops._declare import Sizes, check_is_tensor, op
+from openmla.ops._queries import check_products, check_queries, results
+from openmla.ops._register import Cost, check_scale
+from openmla.ops._shapes import bind
 from openmla.ops._values import check_start_loc
 
 __all__ = ["Segment", "cost", "mqa_sparse", "problem"]
 
 KINDS = ("slots", "positions", "window", "prefix")
-_QUERY_SPEC = "q_latent:T H D q row, query_start_loc:B+1 i32, positions:T i64"
+SHAPES = {
+    "q_latent": "[T, H, D]",
+    "cache": "[N, BS, W] row",
+    "kv_scale": "[] f32",
+    "block_table": "[B, M] i32",
+    "rows": "[T, K] i32 row",
+    "row_lens": "[T] i32",
+}  # of a segment, on the device of q_latent
 
 
-def _check(
-    q_latent: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    segments: tuple[Segment, ...],
-    sink: Tensor | None,
-    q_scale: Tensor | None,
-    C: int,
-) -> dict[str, int]:
-    op = "mqa_sparse"
-    dims = bind(op, _QUERY_SPEC, (q_latent, query_start_loc, positions))
-    B = dims["B+1"] - 1
-    for segment in segments:
-        if segment.kind not in KINDS:
-            raise ShapeError(f"{op}: kind must be one of {', '.join(KINDS)}, got {segment.kind!r}.")
-        listed = segment.kind in ("slots", "positions")
-        for name, given, wanted in (
-            ("block_table", segment.block_table is not None, segment.kind != "slots"),
-            ("rows", segment.rows is not None, listed),
-            ("row_lens", segment.row_lens is not None, listed),
-            ("span", bool(segment.span), not listed),
-        ):
-            if given != wanted:
-                verb = "be given" if wanted else "not be given"
-                raise ShapeError(f"{op}: {name} must {verb} for kind {segment.kind}.")
-        if segment.span < 0:
-            raise ShapeError(f"{op}: span must be positive, got {segment.span}.")
-        W = get_format(segment.format, "latent").width(dims["D"])
-        spec, tensors = "q_latent:T H D, cache:N BS W row, kv_scale: f32", [q_latent]
-        tensors += [segment.cache, segment.kv_scale]
-        for text, tensor in (
-            ("block_table:B M i32", segment.block_table),
-            ("rows:T K i32 row", segment.rows),
-            ("row_lens:T i32", segment.row_lens),
-        ):
-            if tensor is not None:
-                spec += f", {text}"
-                tensors.append(tensor)
-        bind(op, spec, tensors, {"W": W, "B": B, "T": dims["T"]})
-        check_pages(op, segment.cache, segment.format)
-    if sink is not None:
-        bind(op, "q_latent:T H D, sink:H f32", (q_latent, sink))
-    check_queries(op, q_latent, q_scale, [segment.format for segment in segments])
-    if not 0 < C <= dims["D"]:
-        raise ShapeError(f"{op}: C must be within 1..D={dims['D']}, got {C}.")
-    return dims
-
-
-def _segments(
-    flat: tuple[Tensor | None, ...], formats: list[str], kinds: list[str], spans: list[int]
+def segments_of(
+    tensors: Sequence[Tensor | None], formats: list[str], kinds: list[str], spans: list[int]
 ) -> tuple[Segment, ...]:
-    """The segments of a flattened call, five tensors each."""
+    """The segments of a call: five tensors each, from the fourth on."""
     made = []
     for number, (format, kind, span) in enumerate(zip(formats, kinds, spans, strict=True)):
-        cache, kv_scale, table, rows, row_lens = flat[5 * number : 5 * number + 5]
+        cache, kv_scale, table, rows, row_lens = tensors[5 * number + 3 : 5 * number + 8]
         assert cache is not None and kv_scale is not None
         made.append(Segment(cache, kv_scale, format, kind, table, rows, row_lens, span))
     return tuple(made)
 
 
-def _decide(
-    q_latent: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    *flat: Tensor | None,
+def check(
+    op: str, q_latent: Tensor, q_scale: Tensor | None, tensors: Sequence[Tensor | None],
+    formats: list[str], kinds: list[str], spans: list[int], T: int, D: int, B: int,
+) -> None:  # fmt: skip
+    for segment in segments_of(tensors, formats, kinds, spans):
+        if segment.kind not in KINDS:
+            raise ShapeError(f"{op}: kind must be one of {', '.join(KINDS)}, got {segment.kind!r}.")
+        listed = segment.kind in ("slots", "positions")
+        for name, has, wanted in (
+            ("block_table", segment.block_table is not None, segment.kind != "slots"),
+            ("rows", segment.rows is not None, listed),
+            ("row_lens", segment.row_lens is not None, listed),
+            ("span", bool(segment.span), not listed),
+        ):
+            if has != wanted:
+                verb = "be given" if wanted else "not be given"
+                raise ShapeError(f"{op}: {name} must {verb} for kind {segment.kind}.")
+        if segment.span < 0:
+            raise ShapeError(f"{op}: span must be positive, got {segment.span}.")
+        given = [q_latent, *(getattr(segment, name) for name in list(SHAPES)[1:])]
+        W = get_format(segment.format, "latent").width(D)
+        bind(op, SHAPES, given, {"W": W, "B": B, "T": T})
+        check_pages(op, segment.cache, segment.format)
+    check_queries(op, q_latent, q_scale, formats)
+
+
+def check_values(op: str, query_start_loc: Tensor, T: int) -> None:
+    check_start_loc(op, "query_start_loc", query_start_loc, T, "q_latent")
+
+
+def call(
+    run: Callable[..., Any], *args: Any, formats: list[str], kinds: list[str], spans: list[int],
+    **scalars: Any,
+) -> Any:  # fmt: skip
+    q_latent, query_start_loc, positions, *_, sink, q_scale = args
+    if q_scale is not None:  # an implementation without e4m3 queries has no such argument
+        scalars["q_scale"] = q_scale
+    segments = segments_of(args, formats, kinds, spans)
+    return run(q_latent, query_start_loc, positions, segments, sink, **scalars)
+
+
+def problem_of(
+    q_latent: Tensor, tensors: Sequence[Tensor | None], formats: list[str], kinds: list[str],
+    spans: list[int], C: int, run_length: int,
+) -> Problem:  # fmt: skip
+    segments = segments_of(tensors, formats, kinds, spans)
+    return problem_of_segments(q_latent, segments, C=C, run_length=run_length)
+
+
+@op(
+    name="mqa_sparse",
+    problem=problem_of,
+    check=[check, check_products, check_scale],
+    check_values=check_values,
+    fake=results,
+    call=call,
+    no_grad=["q_latent", "sink"],
+)
+def _flat(
+    q_latent: Annotated[Tensor, "[T, H, D] float|e4m3 row"],
+    query_start_loc: Annotated[Tensor, "[B+1] i32"],
+    positions: Annotated[Tensor, "[T] i64"],
+    cache: Tensor,  # of the first segment, as the four that follow
+    kv_scale: Tensor,
+    block_table: Tensor | None,
+    rows: Tensor | None,
+    row_lens: Tensor | None,
+    cache_2: Tensor | None,
+    kv_scale_2: Tensor | None,
+    block_table_2: Tensor | None,
+    rows_2: Tensor | None,
+    row_lens_2: Tensor | None,
+    sink: Annotated[Tensor | None, "[H] f32"],
+    q_scale: Tensor | None,
+    *,
     formats: list[str],
     kinds: list[str],
-    spans: list[int],
+    spans: Sizes,
     C: int,
     scale: float,
     run_length: int,
     backend: str,
-) -> Decided:
-    parts = _segments(flat[:-2], formats, kinds, spans)
-    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
-    check_scale("mqa_sparse", scale)
-    if run_length < 0:
-        raise ShapeError(f"mqa_sparse: run_length must not be negative, got {run_length}.")
-    return decided(dims, problem_of(q_latent, parts, C=C, run_length=run_length), backend)
-
-
-def _run(
-    known: Decided,
-    q_latent: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    *flat: Tensor | None,
-    formats: list[str],
-    kinds: list[str],
-    spans: list[int],
-    C: int,
-    scale: float,
-    run_length: int,
 ) -> tuple[Tensor, Tensor]:
-    parts, (sink, q_scale) = _segments(flat[:-2], formats, kinds, spans), flat[-2:]
-    refuse_grad("mqa_sparse", (q_latent,) if sink is None else (q_latent, sink))
-    if q_latent.device.type == "cpu":
-        T = known.dims["T"]
-        check_start_loc("mqa_sparse", "query_start_loc", query_start_loc, T, "q_latent")
-    queries = {} if q_scale is None else {"q_scale": q_scale}
-    result: tuple[Tensor, Tensor] = known.runner.run(
-        q_latent, query_start_loc, positions, parts, sink, C=C, scale=scale, run_length=run_length,
-        **queries,
-    )  # fmt: skip
-    return result
-
-
-def _fake(
-    q_latent: Tensor,
-    query_start_loc: Tensor,
-    positions: Tensor,
-    *flat: Tensor | None,
-    formats: list[str],
-    kinds: list[str],
-    spans: list[int],
-    C: int,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    parts = _segments(flat[:-2], formats, kinds, spans)
-    dims = _check(q_latent, query_start_loc, positions, parts, flat[-2], flat[-1], C)
-    lse_dtype = torch.promote_types(out_dtype(q_latent.dtype), torch.float32)
-    return (
-        q_latent.new_empty((dims["T"], dims["H"], C), dtype=out_dtype(q_latent.dtype)),
-        q_latent.new_empty((dims["T"], dims["H"]), dtype=lse_dtype),
-    )
-
-
-_OP = register(
-    "mqa_sparse(Tensor q_latent, Tensor query_start_loc, Tensor positions,"
-    " Tensor cache, Tensor kv_scale, Tensor? block_table, Tensor? rows, Tensor? row_lens,"
-    " Tensor? cache_2, Tensor? kv_scale_2, Tensor? block_table_2, Tensor? rows_2,"
-    " Tensor? row_lens_2, Tensor? sink, Tensor? q_scale, *, str[] formats, str[] kinds,"
-    " SymInt[] spans, int C,"
-    " float scale, int run_length, str backend) -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
-)
+    """The signature of torch.ops.openmla.mqa_sparse, which takes the tensors of the segments."""
 
 
 def mqa_sparse(
@@ -195,28 +167,20 @@ def mqa_sparse(
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
     """Attend to listed rows; see the module's text for the contract."""
-    check_scale_kind("mqa_sparse", q_scale)
+    check_is_tensor("mqa_sparse", "q_scale", q_scale)
     flat: list[Tensor | None] = []
     given = [segment for segment in (first, second) if segment is not None]
     for segment in given:
         flat += [segment.cache, segment.kv_scale, segment.block_table, segment.rows]
         flat.append(segment.row_lens)
     flat += [None] * (10 - len(flat))
-    out, lse = _OP(
-        q_latent,
-        query_start_loc,
-        positions,
-        *flat,
-        sink,
-        q_scale,
+    out, lse = torch.ops.openmla.mqa_sparse.default(
+        q_latent, query_start_loc, positions, *flat, sink, q_scale,
         formats=[segment.format for segment in given],
         kinds=[segment.kind for segment in given],
         spans=[segment.span for segment in given],
-        C=C,
-        scale=scale,
-        run_length=run_length,
-        backend=backend,
-    )
+        C=C, scale=scale, run_length=run_length, backend=backend,
+    )  # fmt: skip
     return out, lse
 
 

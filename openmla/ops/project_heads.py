@@ -20,36 +20,30 @@ transposed.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._shapes import bind
 from openmla.ops._values import check_positive
 
 E4M3 = torch.float8_e4m3fn
-_SPEC = "out:T H N f row, x:T H K f row, w:H K N q"
 
 
-def _check(tensors: tuple[Tensor | None, ...]) -> dict[str, int]:
-    out, x, w, w_scale = tensors
-    assert out is not None and x is not None and w is not None
-    dims = bind("project_heads", _SPEC, (out, x, w))
-    dims["KB"], dims["NB"] = check_weight("project_heads", "w", w, w_scale, x)
+def check(op: str, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
+    check_weight(op, "w", w, w_scale, x)
     wide = torch.promote_types(x.dtype, torch.float32)
     if out.dtype not in (x.dtype, wide):
-        raise ShapeError(
-            f"project_heads: out must be {x.dtype} like x, or {wide}, got {out.dtype}."
-        )
-    return dims
+        raise ShapeError(f"{op}: out must be {x.dtype} like x, or {wide}, got {out.dtype}.")
 
 
-def check_weight(
-    op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor
-) -> tuple[int, int]:
-    """A weight [H, K, N] and its scales fit together and x; returns how many blocks rows and
-    columns are cut into, 1 and 1 without scales."""
+def check_weight(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
+    """A weight [H, K, N] and its scales fit together and x."""
     if w.dtype not in (x.dtype, E4M3):
         raise ShapeError(f"{op}: {name} must be {x.dtype} or {E4M3}, got {w.dtype}.")
     if 1 not in w.stride()[1:]:
@@ -61,15 +55,13 @@ def check_weight(
         must, got = ("be given", "none") if w_scale is None else ("not be given", "one")
         raise ShapeError(f"{op}: w_scale must {must} for {w.dtype} weights, got {got}.")
     if w_scale is None:
-        return 1, 1
-    K, N = w.shape[1:]
-    bind(op, f"{name}:H K N q, w_scale:H KB NB f32", (w, w_scale))
-    KB, NB = w_scale.shape[1:]
+        return
+    bind(op, {name: "[H, K, N]", "w_scale": "[H, KB, NB] f32"}, (w, w_scale))
+    (K, N), (KB, NB) = w.shape[1:], w_scale.shape[1:]
     if KB < 1 or NB < 1 or K % KB or N % NB:
         raise ShapeError(
             f"{op}: w_scale must cut {K} x {N} weights into equal blocks, got {KB} x {NB} of them."
         )
-    return KB, NB
 
 
 def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
@@ -80,6 +72,15 @@ def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tens
     check_weight(op, name, w, w_scale, x)
     if type(w_scale) is Tensor and w_scale.device.type == "cpu":
         check_positive(op, f"{name}'s scale", w_scale)
+
+
+def check_scales(op: str, w_scale: Tensor | None) -> None:
+    if w_scale is not None:
+        check_positive(op, "w_scale", w_scale)
+
+
+def rows_per_scale(w: Tensor, w_scale: Tensor | None) -> int:
+    return w.shape[1] // (1 if w_scale is None else w_scale.shape[1])
 
 
 def problem(
@@ -94,52 +95,31 @@ def problem(
     )  # fmt: skip
 
 
-def _decide(*tensors: Tensor | None, batch_invariant: bool = False, backend: str) -> Decided:
-    dims, x, w = _check(tensors), tensors[1], tensors[2]
-    assert x is not None and w is not None
-    K, N = dims["K"], dims["N"]
-    eight_bits, block = w.dtype == E4M3, K // dims["KB"]
-    asked = problem(
-        x.device, x.dtype, eight_bits=eight_bits, block=block, K=K, N=N,
-        batch_invariant=batch_invariant,
+def problem_of(x: Tensor, w: Tensor, w_scale: Tensor | None, batch_invariant: bool) -> Problem:
+    return problem(
+        x.device, x.dtype, eight_bits=w.dtype == E4M3, block=rows_per_scale(w, w_scale),
+        K=w.shape[1], N=w.shape[2], batch_invariant=batch_invariant,
     )  # fmt: skip
-    return decided(dims, asked, backend)
 
 
-def _run(
-    known: Decided, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None, *,
-    batch_invariant: bool = False,
-) -> None:  # fmt: skip
-    refuse_grad("project_heads", [t for t in (out, x, w, w_scale) if t is not None])
-    if w_scale is not None and w_scale.device.type == "cpu":
-        check_positive("project_heads", "w_scale", w_scale)
-    known.runner.run(out, x, w, w_scale)
-
-
-def _fake(*tensors: Tensor | None, **_: object) -> None:
-    _check(tensors)
-
-
-_OP = register(
-    "project_heads(Tensor(a!) out, Tensor x, Tensor w, Tensor? w_scale, *,"
-    " bool batch_invariant=False, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem_of,
+    check=check,
+    check_values=check_scales,
+    mutates_args=["out"],
+    no_grad=["out", "x", "w", "w_scale"],
+    optional=["batch_invariant"],
 )
-
-
 def project_heads(
-    out: Tensor,  # [T, H, N], written
-    x: Tensor,  # [T, H, K]
-    w: Tensor,  # [H, K, N], x's dtype or e4m3
+    out: Annotated[Tensor, "[T, H, N] float row"],  # written
+    x: Annotated[Tensor, "[T, H, K] float row"],
+    w: Annotated[Tensor, "[H, K, N] float|e4m3"],  # x's dtype or e4m3
     w_scale: Tensor | None = None,  # [H, KB, NB] f32, of e4m3
     *,
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
     """Multiply each head by its own matrix; see the module's text for the contract."""
-    _OP(out, x, w, w_scale, batch_invariant=batch_invariant, backend=backend)
 
 
 def cost(num_tokens: int, *, H: int, K: int, N: int, itemsize: int, w_itemsize: int) -> Cost:

@@ -11,29 +11,20 @@ buffers, rows and what NaN becomes, as in ops/quantize_out.py. No tokens: nothin
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.ops._quantized import (
-    Target,
-    check_same_device,
-    check_target,
-    check_target_values,
-    check_traced_target,
-    row_bytes,
-)
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
-from openmla.ops._values import check_positive
-from openmla.ops.project_heads import E4M3, check_weight
-
-_SPEC = "out_latent:n H C f row, w_uv:H C V q"
+from openmla.ops._declare import Size, op
+from openmla.ops._quantized import check_target, check_target_values, row_bytes
+from openmla.ops._register import Cost
+from openmla.ops.project_heads import E4M3, check_scales, check_weight, rows_per_scale
 
 
-def _check(out_latent: Tensor, w_uv: Tensor, w_scale: Tensor | None) -> dict[str, int]:
-    dims = bind("project_quantize", _SPEC, (out_latent, w_uv))
-    dims["KB"], _ = check_weight("project_quantize", "w_uv", w_uv, w_scale, out_latent)
-    return dims
+def check(op: str, out_latent: Tensor, w_uv: Tensor, w_scale: Tensor | None) -> None:
+    check_weight(op, "w_uv", w_uv, w_scale, out_latent)
 
 
 def problem(
@@ -48,108 +39,34 @@ def problem(
     )
 
 
-def _decide(
-    values: Tensor,
-    scales: Tensor | None,
-    out_latent: Tensor,
-    w_uv: Tensor,
-    w_scale: Tensor | None,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-    backend: str,
-) -> Decided:
-    dims = _check(out_latent, w_uv, w_scale)
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_target("project_quantize", target, dims["n"], dims["H"] * dims["V"])
-    check_same_device("project_quantize", values, {"out_latent": out_latent})
-    asked = problem(
+def problem_of(out_latent: Tensor, w_uv: Tensor, w_scale: Tensor | None, format: str) -> Problem:
+    return problem(
         out_latent.device, out_latent.dtype, format, eight_bits=w_uv.dtype == E4M3,
-        block=dims["C"] // dims["KB"], C=dims["C"], V=dims["V"],
-    )  # fmt: skip
-    return decided(dims, asked, backend)
-
-
-def _run(
-    known: Decided,
-    values: Tensor,
-    scales: Tensor | None,
-    out_latent: Tensor,
-    w_uv: Tensor,
-    w_scale: Tensor | None,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-) -> None:
-    refuse_grad("project_quantize", [t for t in (out_latent, w_uv, w_scale) if t is not None])
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_target_values("project_quantize", target)
-    if w_scale is not None and w_scale.device.type == "cpu":
-        check_positive("project_quantize", "w_scale", w_scale)
-    known.runner.run(
-        values, scales, out_latent, w_uv, w_scale, global_scale,
-        rows=rows, first_row=first_row, format=format,
+        block=rows_per_scale(w_uv, w_scale), C=w_uv.shape[1], V=w_uv.shape[2],
     )  # fmt: skip
 
 
-def _fake(
-    values: Tensor,
-    scales: Tensor | None,
-    out_latent: Tensor,
-    w_uv: Tensor,
-    w_scale: Tensor | None,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-    backend: str,
-) -> None:
-    dims = _check(out_latent, w_uv, w_scale)
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_traced_target("project_quantize", target, dims["n"], dims["H"] * dims["V"])
-
-
-_OP = register(
-    "project_quantize(Tensor(a!) values, Tensor(b!)? scales, Tensor out_latent, Tensor w_uv,"
-    " Tensor? w_scale, Tensor? global_scale, Tensor? rows, *, SymInt first_row, str format,"
-    " str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem_of,
+    check=[check, check_target],
+    check_values=[check_target_values, check_scales],
+    mutates_args=["values", "scales"],
+    no_grad=["out_latent", "w_uv", "w_scale"],
 )
-
-
 def project_quantize(
-    values: Tensor,  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
+    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
     scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None; written in place
-    out_latent: Tensor,  # [n, H, C]
-    w_uv: Tensor,  # [H, C, V], out_latent's dtype or e4m3
+    out_latent: Annotated[Tensor, "[n, H, C] float row"],
+    w_uv: Annotated[Tensor, "[H, C, V] float|e4m3"],  # out_latent's dtype or e4m3
     w_scale: Tensor | None = None,  # [H, KB, NB] f32, of e4m3
     global_scale: Tensor | None = None,  # [] f32
     *,
     rows: Tensor | None = None,  # [n] i64; negative: not written
-    first_row: int = 0,
+    first_row: Size = 0,
     format: str,
     backend: str = "auto",
 ) -> None:
     """Project and quantise n rows; see the module's text for the contract."""
-    _OP(
-        values,
-        scales,
-        out_latent,
-        w_uv,
-        w_scale,
-        global_scale,
-        rows,
-        first_row=first_row,
-        format=format,
-        backend=backend,
-    )
 
 
 def cost(

@@ -13,16 +13,18 @@ is the byte 0x7f; it, or an infinity, makes a row_scale NaN. Every backend gives
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
+from openmla.ops._declare import op
 from openmla.ops._eight_bits import E4M3
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._register import Cost
+from openmla.ops._shapes import bind
 from openmla.ops._values import within
-
-Scale = Tensor | None
 
 
 def allocate_heads(
@@ -35,35 +37,33 @@ def allocate_heads(
     return rows[:, :, :S].permute(2, 0, 1)
 
 
-def _check(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale, requests: Scale
-) -> dict[str, int]:
-    dims = bind("quantize_heads", "x:S H P f row", (x,))
-    R = 0
-    if shared is not None:
-        spec = "x:S H P f row, shared:S R q row"
-        R = bind("quantize_heads", spec, (x, shared))["R"]
+def check(
+    op: str, values: Tensor, row_scale: Tensor | None, x: Tensor, head_scale: Tensor | None,
+    requests: Tensor | None, P: int, R: int = 0,
+) -> None:  # fmt: skip
     if (row_scale is None) == (head_scale is None):
         given = "neither" if row_scale is None else "both"
-        raise ShapeError(f"quantize_heads: give row_scale or head_scale, got {given}.")
-    if row_scale is not None:
-        bind("quantize_heads", "x:S H P, row_scale:S H f32", (x, row_scale))
+        raise ShapeError(f"{op}: give row_scale or head_scale, got {given}.")
     if (head_scale is None) != (requests is None):
         need, got = ("None without", "a tensor") if head_scale is None else ("given with", "None")
-        raise ShapeError(f"quantize_heads: requests must be {need} head_scale, got {got}.")
-    if head_scale is not None and requests is not None:
-        spec = "x:S H P, head_scale:B H f32, requests:S i64"
-        dims["B"] = bind("quantize_heads", spec, (x, head_scale, requests))["B"]
+        raise ShapeError(f"{op}: requests must be {need} head_scale, got {got}.")
     if values.dtype != E4M3:
-        raise ShapeError(f"quantize_heads: values must be {E4M3}, got {values.dtype}.")
-    dims["E"], dims["R"] = dims["P"] + R, R
-    bind("quantize_heads", "x:S H P, values:S H E", (x, values), {"E": dims["E"]})
+        raise ShapeError(f"{op}: values must be {E4M3}, got {values.dtype}.")
+    written = {"x": "[S, H, P]", "values": "[S, H, E]", "row_scale": "[S, H] f32"}
+    bind(op, written, (x, values, row_scale), {"E": P + R})
     if min(values.shape) > 1 and values.stride(2) != 1 and values.stride(0) != 1:
         raise ShapeError(
-            "quantize_heads: values must be contiguous along their last dimension or along rows, "
+            f"{op}: values must be contiguous along their last dimension or along rows, "
             f"got strides {values.stride()}."
         )
-    return dims
+
+
+def check_requests(op: str, requests: Tensor | None, B: int = 0) -> None:
+    if requests is not None and requests.numel() and not within(requests, B):
+        low, high = (int(value) for value in requests.aminmax())
+        raise ShapeError(
+            f"{op}: requests must be rows of head_scale (0..{B - 1}), got {low}..{high}."
+        )
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -71,60 +71,26 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "quantize_heads", dtype=dtype)
 
 
-def _check_values(B: int, requests: Tensor) -> None:
-    if requests.numel() and not within(requests, B):
-        low, high = (int(value) for value in requests.aminmax())
-        raise ShapeError(
-            f"quantize_heads: requests must be rows of head_scale (0..{B - 1}), got {low}..{high}."
-        )
-
-
-def _decide(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
-    requests: Scale = None, *, backend: str,
-) -> Decided:  # fmt: skip
-    dims = _check(values, row_scale, x, shared, head_scale, requests)
-    return decided(dims, problem(x.device, x.dtype), backend)
-
-
-def _run(
-    known: Decided, values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
-    requests: Scale = None,
-) -> None:  # fmt: skip
-    refuse_grad("quantize_heads", (x,))
-    if requests is not None and requests.device.type == "cpu":
-        _check_values(known.dims["B"], requests)
-    known.runner.run(values, row_scale, x, shared, head_scale, requests)
-
-
-def _fake(
-    values: Tensor, row_scale: Scale, x: Tensor, shared: Scale, head_scale: Scale,
-    requests: Scale = None, *, backend: str,
-) -> None:  # fmt: skip
-    _check(values, row_scale, x, shared, head_scale, requests)
-
-
-_OP = register(
-    "quantize_heads(Tensor(a!) values, Tensor(b!)? row_scale, Tensor x, Tensor? shared,"
-    " Tensor? head_scale, Tensor? requests=None, *, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    dtype_of="x",
+    check=check,
+    check_values=check_requests,
+    mutates_args=["values", "row_scale"],
+    no_grad=["x"],
+    optional=["requests"],
 )
-
-
 def quantize_heads(
     values: Tensor,  # [S, H, P + R] e4m3, written in place
     row_scale: Tensor | None,  # [S, H] f32, written in place, or None
-    x: Tensor,  # [S, H, P]
-    shared: Tensor | None = None,  # [S, R]
-    head_scale: Tensor | None = None,  # [B, H] f32, positive
-    requests: Tensor | None = None,  # [S] i64, the row of head_scale that each row of x is under
+    x: Annotated[Tensor, "[S, H, P] float row"],
+    shared: Annotated[Tensor | None, "[S, R] float|e4m3 row"] = None,
+    head_scale: Annotated[Tensor | None, "[B, H] f32"] = None,  # positive
+    requests: Annotated[Tensor | None, "[S] i64"] = None,  # head_scale's row for each row of x
     *,
     backend: str = "auto",
 ) -> None:
     """Quantise all rows; see the module's text for the contract."""
-    _OP(values, row_scale, x, shared, head_scale, requests, backend=backend)
 
 
 def cost(S: int, *, H: int, P: int, R: int = 0, itemsize: int) -> Cost:

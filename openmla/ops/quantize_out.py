@@ -21,21 +21,15 @@ group the scale is infinite, so that all of it is NaN for a reader.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.ops._quantized import (
-    Target,
-    check_same_device,
-    check_target,
-    check_target_values,
-    check_traced_target,
-    row_bytes,
-)
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
-
-_SPEC = "out:n H V f row"
+from openmla.ops._declare import Size, op
+from openmla.ops._quantized import check_target, check_target_values, row_bytes
+from openmla.ops._register import Cost
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
@@ -43,91 +37,26 @@ def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
     return problem_on(device, "quantize_out", dtype=dtype, format=format)
 
 
-def _decide(
-    values: Tensor,
-    scales: Tensor | None,
-    out: Tensor,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-    backend: str,
-) -> Decided:
-    dims = bind("quantize_out", _SPEC, (out,))
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_same_device("quantize_out", values, {"out": out})
-    check_target("quantize_out", target, dims["n"], dims["H"] * dims["V"])
-    return decided(dims, problem(out.device, out.dtype, format), backend)
-
-
-def _run(
-    known: Decided,
-    values: Tensor,
-    scales: Tensor | None,
-    out: Tensor,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-) -> None:
-    refuse_grad("quantize_out", (out,))
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_target_values("quantize_out", target)
-    known.runner.run(
-        values, scales, out, global_scale, rows=rows, first_row=first_row, format=format
-    )
-
-
-def _fake(
-    values: Tensor,
-    scales: Tensor | None,
-    out: Tensor,
-    global_scale: Tensor | None,
-    rows: Tensor | None,
-    *,
-    first_row: int,
-    format: str,
-    backend: str,
-) -> None:
-    dims = bind("quantize_out", _SPEC, (out,))
-    target = Target(values, scales, global_scale, rows, first_row, format)
-    check_same_device("quantize_out", values, {"out": out})
-    check_traced_target("quantize_out", target, dims["n"], dims["H"] * dims["V"])
-
-
-_OP = register(
-    "quantize_out(Tensor(a!) values, Tensor(b!)? scales, Tensor out, Tensor? global_scale,"
-    " Tensor? rows, *, SymInt first_row, str format, str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    dtype_of="out",
+    check=check_target,
+    check_values=check_target_values,
+    mutates_args=["values", "scales"],
+    no_grad=["out"],
 )
-
-
 def quantize_out(
-    values: Tensor,  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
+    values: Annotated[Tensor, "[...]"],  # [T, O] e4m3, or [T, O/2] uint8; rows written in place
     scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None; written in place
-    out: Tensor,  # [n, H, V]
+    out: Annotated[Tensor, "[n, H, V] float row"],
     global_scale: Tensor | None = None,  # [] f32
     *,
     rows: Tensor | None = None,  # [n] i64; negative: not written
-    first_row: int = 0,
+    first_row: Size = 0,
     format: str,
     backend: str = "auto",
 ) -> None:
     """Quantise n rows; see the module's text for the contract."""
-    _OP(
-        values,
-        scales,
-        out,
-        global_scale,
-        rows,
-        first_row=first_row,
-        format=format,
-        backend=backend,
-    )
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int, format: str) -> Cost:

@@ -13,21 +13,21 @@ mqa_paged and mqa_sparse take both results.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.ops._queries import check_scale_kind
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
-
-_SPEC = "latent:T H C f row, q_pe:T H R f row"
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
 
 
-def _check(latent: Tensor, q_pe: Tensor, q_scale: Tensor | None) -> dict[str, int]:
-    dims = bind("quantize_queries", _SPEC, (latent, q_pe))
-    if q_scale is not None:
-        bind("quantize_queries", "latent:T H C, q_scale: f32", (latent, q_scale))
-    return dims
+def fake(latent: Tensor, T: int, H: int, C: int, R: int) -> tuple[Tensor, Tensor]:
+    return (
+        latent.new_empty((T, H, C + R), dtype=torch.float8_e4m3fn),
+        latent.new_empty((T, H), dtype=torch.float32),
+    )
 
 
 def problem(device: torch.device, dtype: torch.dtype, *, D: int) -> Problem:
@@ -35,51 +35,19 @@ def problem(device: torch.device, dtype: torch.dtype, *, D: int) -> Problem:
     return problem_on(device, "quantize_queries", dtype=dtype, D=D)
 
 
-def _decide(latent: Tensor, q_pe: Tensor, q_scale: Tensor | None, *, backend: str) -> Decided:
-    dims = _check(latent, q_pe, q_scale)
-    asked = problem(latent.device, latent.dtype, D=dims["C"] + dims["R"])
-    return decided(dims, asked, backend)
+def problem_of(latent: Tensor, C: int, R: int) -> Problem:
+    return problem(latent.device, latent.dtype, D=C + R)
 
 
-def _run(
-    known: Decided, latent: Tensor, q_pe: Tensor, q_scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    refuse_grad("quantize_queries", (latent, q_pe))
-    result: tuple[Tensor, Tensor] = known.runner.run(latent, q_pe, q_scale)
-    return result
-
-
-def _fake(
-    latent: Tensor, q_pe: Tensor, q_scale: Tensor | None, *, backend: str
-) -> tuple[Tensor, Tensor]:
-    dims = _check(latent, q_pe, q_scale)
-    T, H, D = dims["T"], dims["H"], dims["C"] + dims["R"]
-    return (
-        latent.new_empty((T, H, D), dtype=torch.float8_e4m3fn),
-        latent.new_empty((T, H), dtype=torch.float32),
-    )
-
-
-_OP = register(
-    "quantize_queries(Tensor latent, Tensor q_pe, Tensor? q_scale, *, str backend)"
-    " -> (Tensor, Tensor)",
-    _decide,
-    _run,
-    _fake,
-)
-
-
+@op(problem=problem_of, fake=fake, no_grad=["latent", "q_pe"])
 def quantize_queries(
-    latent: Tensor,  # [T, H, C]
-    q_pe: Tensor,  # [T, H, R]
-    q_scale: Tensor | None = None,  # [] f32
+    latent: Annotated[Tensor, "[T, H, C] float row"],
+    q_pe: Annotated[Tensor, "[T, H, R] float row"],
+    q_scale: Annotated[Tensor | None, "[] f32"] = None,
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # q [T, H, D] e4m3, scale [T, H] f32
     """Quantise queries; see the module's text for the contract."""
-    check_scale_kind("quantize_queries", q_scale)
-    q, scale = _OP(latent, q_pe, q_scale, backend=backend)
-    return q, scale
 
 
 def cost(T: int, *, H: int, D: int, itemsize: int) -> Cost:

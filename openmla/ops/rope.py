@@ -12,29 +12,33 @@ once. Rows of x past the positions [T'], T' <= T, are not touched.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
 from openmla.errors import ShapeError
-from openmla.ops._register import Cost, Decided, bind, decided, refuse_grad, register
+from openmla.ops._declare import op
+from openmla.ops._register import Cost
+from openmla.ops._values import check_positions
 
 PAIRINGS = ("pairs", "halves")
-_SPEC = "x:T H R f row, positions:S i64, table:Q R f row"
 
 
-def _check(tensors: tuple[Tensor, ...], pairing: str) -> dict[str, int]:
-    x, _, table = tensors
-    dims = bind("rope", _SPEC, tensors)
-    if dims["R"] % 2:
-        raise ShapeError(f"rope: x must be [T, H, R] with R even, got {tuple(x.shape)}.")
-    if dims["S"] > dims["T"]:
-        raise ShapeError(f"rope: positions must be at most T={dims['T']}, got {dims['S']}.")
-    if table.dtype.itemsize < 4:
-        raise ShapeError(f"rope: table must be float32 or float64, got {table.dtype}.")
+def check(op: str, x: Tensor, R: int, S: int, T: int) -> None:
+    if R % 2:
+        raise ShapeError(f"{op}: x must be [T, H, R] with R even, got {tuple(x.shape)}.")
+    if S > T:
+        raise ShapeError(f"{op}: positions must be at most T={T}, got {S}.")
+
+
+def check_table(op: str, table: Tensor | None, pairing: str = "pairs") -> None:
+    """What ops that rotate check alike."""
+    if table is not None and table.dtype.itemsize < 4:
+        raise ShapeError(f"{op}: table must be float32 or float64, got {table.dtype}.")
     if pairing not in PAIRINGS:
-        raise ShapeError(f"rope: pairing must be pairs or halves, got {pairing!r}.")
-    return dims
+        raise ShapeError(f"{op}: pairing must be pairs or halves, got {pairing!r}.")
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
@@ -42,48 +46,23 @@ def problem(device: torch.device, dtype: torch.dtype) -> Problem:
     return problem_on(device, "rope", dtype=dtype)
 
 
-def _decide(*tensors: Tensor, pairing: str, inverse: bool, backend: str) -> Decided:
-    x = tensors[0]
-    return decided(_check(tensors, pairing), problem(x.device, x.dtype), backend)
-
-
-def _run(known: Decided, *tensors: Tensor, pairing: str, inverse: bool) -> None:
-    x, positions, table = tensors
-    refuse_grad("rope", (x, table))
-    if x.device.type == "cpu" and positions.numel():
-        low, high = positions.aminmax()
-        if low < 0 or high >= known.dims["Q"]:
-            raise ShapeError(
-                f"rope: positions must be within the table's 0..{known.dims['Q'] - 1}, "
-                f"got {int(low)}..{int(high)}."
-            )
-    known.runner.run(*tensors, pairing=pairing, inverse=inverse)
-
-
-def _fake(*tensors: Tensor, pairing: str, **_: object) -> None:
-    _check(tensors, pairing)
-
-
-_OP = register(
-    "rope(Tensor(a!) x, Tensor positions, Tensor table, *, str pairing, bool inverse,"
-    " str backend) -> ()",
-    _decide,
-    _run,
-    _fake,
+@op(
+    problem=problem,
+    check=[check, check_table],
+    check_values=check_positions,
+    mutates_args=["x"],
+    no_grad=["x", "table"],
 )
-
-
 def rope(
-    x: Tensor,  # [T, H, R], rotated in place
-    positions: Tensor,  # [T'] i64, T' <= T
-    table: Tensor,  # [Q, R] f32: cos in the first half of a row, sin in the second
+    x: Annotated[Tensor, "[T, H, R] float row"],  # rotated in place
+    positions: Annotated[Tensor, "[S] i64"],  # S = T' <= T
+    table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
     *,
     pairing: str,
     inverse: bool = False,
     backend: str = "auto",
 ) -> None:
     """Rotate T' rows; see the module's text for the contract."""
-    _OP(x, positions, table, pairing=pairing, inverse=inverse, backend=backend)
 
 
 def cost(num_rows: int, *, H: int, R: int, itemsize: int) -> Cost:

@@ -84,7 +84,7 @@ BAD_INPUT: list[tuple[dict[str, Any], str]] = [
     ),
     ({"query_start_loc": put((3,), 21)}, "query_start_loc must end within the 20 rows of kv, got"),
     ({"block_table": lambda t: t.long()}, "block_table must be int32, got torch.int64"),
-    ({"block_table": lambda t: t[:2]}, "state_slots must be [B] with B=2, got (3,)"),
+    ({"block_table": lambda t: t[:2]}, "block_table must be [B, M] with B=3, got (2, 4)"),
     (
         {"block_table": lambda t: t[:, :0]},
         "block_table must have a column for every 3 keys, got M=0 columns for 2 keys of request 0",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +16,8 @@ from openmla import register_backend, unregister_backend
 from openmla.errors import ShapeError, UnsupportedError
 from openmla.ops import _register as register
 from openmla.ops import merge_states, mqa_paged, rope
+from openmla.ops._shapes import bind
 from openmla.testing import PagedCase
-
-ROPE = import_module("openmla.ops.rope")
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +29,15 @@ def fresh() -> Iterator[None]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes that rope's check was asked about."""
+    """Shapes of x that rope was asked about."""
     seen: list[tuple[int, ...]] = []
-    check = ROPE._check
 
-    def noted(tensors: tuple[Tensor, ...], pairing: str) -> Any:
-        seen.append(tuple(tensors[0].shape))
-        return check(tensors, pairing)
+    def noted(op: str, shapes: Any, tensors: Sequence[Tensor], known: Any) -> Any:
+        if op == "rope":
+            seen.append(tuple(tensors[0].shape))
+        return bind(op, shapes, tensors, known)
 
-    monkeypatch.setattr(ROPE, "_check", noted)
+    monkeypatch.setattr("openmla.ops._declare.bind", noted)
     return seen
 
 

@@ -124,7 +124,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("k", lambda t: t[:, :, :-1], "k must be [S, H, E] with E=24, got (62, 4, 23)"),
+        ("k", lambda t: t[:, :, :-1], "k must be [S, H, P] with P=24, got (62, 4, 23)"),
         ("v", lambda t: t[:-1], "v must be [S, H, V] with S=62, got (61, 4, 16)"),
         ("k", lambda t: t.float(), "k must be torch.bfloat16 like q, got torch.float32"),
         ("v", lambda t: t.to("meta"), "v must be on cpu, got meta"),

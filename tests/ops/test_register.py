@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import openmla.ops
+from openmla.backends import BACKENDS
 from openmla.errors import ShapeError
-from openmla.ops import mha_ragged, mqa_paged, mqa_sparse
+from openmla.ops import cache_write, mha_ragged, mqa_paged, mqa_sparse
 from openmla.ops._register import on_its_device
 from openmla.testing import Inputs, PagedCase, RaggedCase, SparseCase, SparseInputs
 
@@ -44,3 +47,23 @@ def test_scales_are_positive(scale: float) -> None:
         inputs.scalars["scale"] = scale
         with pytest.raises(ShapeError, match=f"{op.__name__}: scale must be positive, got {scale}"):
             inputs.run(op, backend="reference")
+
+
+@pytest.mark.parametrize("op", [op for op in BACKENDS if op != "mqa_sparse"])
+def test_public_functions_have_the_signature_of_their_op(op: str) -> None:
+    """But for Segments, which mqa_sparse takes apart."""
+    function = getattr(openmla.ops, op)
+    parameters = inspect.signature(function).parameters
+    schema = getattr(torch.ops.openmla, op).default._schema
+    assert set(parameters) - {"base"} == {argument.name for argument in schema.arguments}
+    assert parameters["backend"].default == "auto"
+    assert function.__doc__ and function.__module__ == f"openmla.ops.{op}"
+
+
+def test_an_optional_tensor_is_a_tensor() -> None:
+    cache, row = torch.zeros(1, 2, 8), torch.ones(1, 4)
+    slots, one = torch.zeros(1, dtype=torch.long), torch.ones(())
+    wrong: Any = 2.0
+    with pytest.raises(ShapeError, match="cache_write: rope_ratio must be a tensor, got float"):
+        cache_write(cache, row, row, slots, one, wrong, format="bf16")
+    assert not cache.any()
