@@ -30,7 +30,7 @@ from openmla.errors import ConfigError, UnsupportedError
 
 OUTSIDE = 1  # the exit status where a component is outside its budget
 MANY_TOKENS = 2048
-USUAL_TOKENS = 256  # of the demo's prompt, if none is given
+USUAL_TOKENS = 256  # of the demo's own prompt
 
 
 def run_bisect(options: argparse.Namespace) -> int:
@@ -39,9 +39,10 @@ def run_bisect(options: argparse.Namespace) -> int:
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('bisect: --plot needs matplotlib: pip install "openmla[plot]".')
     dump = _read_against(options)
-    own = options.prompt is None and options.model == "demo"
-    prompt = demo_prompt() if own else read_prompt(options.prompt, "bisect")
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    prompt = read_prompt(options.prompt, options.model, "bisect")
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     check_config(checkpoint.config)
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
@@ -50,7 +51,7 @@ def run_bisect(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(checkpoint.folder)
     tokens = tokenizer.encode(prompt)
     check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
-    if options.prompt is None:
+    if prompt == demo_prompt():
         tokens = tokens[:USUAL_TOKENS]
     warn_of_context(len(tokens), 0, checkpoint.config)
     if len(tokens) > MANY_TOKENS:

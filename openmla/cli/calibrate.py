@@ -27,7 +27,9 @@ from openmla.integrations import Scales, calibrate
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Check everything, load, measure, write, and say what was found."""
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     device = checked_device(options.device)
     if options.text is None and options.model != "demo":
         raise ConfigError(

@@ -59,7 +59,9 @@ class Result(NamedTuple):
 
 def run_eval(options: argparse.Namespace) -> int:
     """Check everything, measure every combination, print a table and a small plot."""
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     device = checked_device(options.device)
     if options.text is None and options.model != "demo":
         raise ConfigError("eval: --text must be a file, got none. Only the demo brings its own.")

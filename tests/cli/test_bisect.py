@@ -72,7 +72,12 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_refusals(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path, folder = tmp_path / "dump.safetensors", tiny["dense"]
     against = arguments(folder, "--against", str(path))
     assert "--against must be a file, got" in said(against, capsys)
@@ -95,7 +100,8 @@ def test_refusals(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert sentence in said(against, capsys)
     save_file({"tokens": tokens.flip(0), "layers.0.q_a": torch.zeros(39, 16)}, path)
     assert "must be of the prompt's 39 tokens" in said(against, capsys)
-    assert "--prompt must be given" in said(["bisect", "--model", str(folder)], capsys)
+    monkeypatch.setattr("sys.stdin", None)
+    assert "no prompt is given" in said(["bisect", "--model", str(folder)], capsys)
     assert "--plot must be a file that ends in" in said(
         arguments(folder, "--plot", "errors.txt"), capsys
     )
