@@ -107,7 +107,9 @@ def _import_first(modules: Sequence[str]) -> None:
         try:
             import_module(name)
         except ImportError as error:
-            raise ConfigError(f"--import {name}: the module cannot be imported: {error}.") from error
+            raise ConfigError(
+                f"--import {name}: the module cannot be imported: {error}."
+            ) from error
 
 
 def _one_line(error: Exception) -> str:

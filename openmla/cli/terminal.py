@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,11 @@ def quiet(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _LOGGER.setLevel(before)
+
+
+def width() -> int:
+    """Columns of the terminal; of a file that is written instead, and at most, 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def shows_progress() -> bool:

@@ -12,6 +12,13 @@ PART, OP, DETAIL = 9, 12, 7  # columns that names of such lines take in the text
 HEADER = ("part", "what", "why")
 
 
+def counted(count: int, thing: str) -> str:
+    """1 request, 2 requests, 3,000 entries."""
+    if count != 1:
+        thing = f"{thing[:-1]}ies" if thing[-1] == "y" and thing[-2] not in "aeiou" else f"{thing}s"
+    return f"{count:,} {thing}"
+
+
 class Line(NamedTuple):
     """One thing that a step does. Those below belong to it: text lines as they are, or more."""
 
