@@ -88,9 +88,7 @@ def _run(arguments: Sequence[str]) -> int:
         options = OPTIONS[name](options)
         for package in ("transformers", "safetensors"):
             if find_spec(package) is None:
-                raise UnsupportedError(
-                    f'{name}: package {package} is not installed. pip install "openmla[hf]".'
-                )
+                raise UnsupportedError(f'{name} needs {package}: pip install "openmla[hf]".')
         stay_offline(options.model)
         if "transformers" not in sys.modules:
             with quiet(getattr(options, "quiet", False)):

@@ -13,13 +13,12 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from openmla.cli.terminal import width
+from openmla.cli.terminal import filled
 
 if TYPE_CHECKING:
     from openmla.cli.gpus import GPU
@@ -82,8 +81,8 @@ def _of_target(gpu: GPU) -> list[str]:
     """The ops section for a GPU that need not be there."""
     rows = ops_on(gpu)
     units = f"{gpu.multiprocessors} multiprocessors"
-    lines = _wrapped("", f"{gpu.title} ({gpu.target}): {_summary(rows)}")
-    lines += _wrapped("", _status(gpu.target))
+    lines = filled(f"{gpu.title} ({gpu.target}): {_summary(rows)}")
+    lines += filled(_status(gpu.target))
     title = f"ops on {gpu.target}, {units} (bf16, DeepSeek shapes)"
     return lines + _section(title, {op: _backends(cells) for op, cells in rows.items()})
 
@@ -406,7 +405,7 @@ def problem_of(
 
 def render(report: dict[str, Any]) -> str:
     """The report as text for a person."""
-    lines = [line for sentence in report["verdict"] for line in _wrapped("", sentence)]
+    lines = [line for sentence in report["verdict"] for line in filled(sentence)]
     lines += _section("machine", report["machine"])
     packages, untested = report["packages"], report["untested"]
     if isinstance(packages, dict) and isinstance(untested, dict):
@@ -434,23 +433,13 @@ def render(report: dict[str, Any]) -> str:
 def _section(title: str, content: Any) -> list[str]:
     """A title and, indented under it, a text or named values, none wider than a terminal."""
     if isinstance(content, str):
-        return ["", title, *_wrapped("  ", content)]
+        return ["", title, *filled(content, "  ")]
     column = max(map(len, content), default=0)
     lines = ["", title]
     for name, value in content.items():
         text = "not installed" if value is None else str(value)
-        lines += _wrapped(f"  {name:<{column}}  ", text)
+        lines += filled(text, f"  {name:<{column}}  ")
     return lines
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        width(),
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_on_hyphens=False,
-    ) or [start.rstrip()]
 
 
 def _backends(cells: dict[str, str]) -> str:

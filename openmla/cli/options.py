@@ -246,7 +246,7 @@ def _add_step(parser: Parser) -> None:
     )  # fmt: skip
 
 
-def _add_plot(parser: Parser, what: str) -> None:
+def add_plot(parser: Parser, what: str) -> None:
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
         help=f"draw {what}, as {', '.join(PICTURES)} (default: no picture)",
@@ -362,7 +362,7 @@ def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"cache formats to compare, separated by commas, {names('latent')}, fp8+scales "
         "(default: all that fit the model, and rows for fp8 weights, queries and prefill)",
     )  # fmt: skip
-    _add_plot(
+    add_plot(
         parser,
         "cache bytes against bits per byte, compared with plain transformers; for a sparse model "
         "FILE-keys shows which keys each layer selects",
@@ -388,5 +388,5 @@ def bisect_options(arguments: Sequence[str]) -> argparse.Namespace:
         "--save", type=output_file, metavar="FILE",
         help="write openmla's own dump to a file (default: not written)",
     )  # fmt: skip
-    _add_plot(parser, "errors by layer and component")
+    add_plot(parser, "errors by layer and component")
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What `openmla size` found, as a table, as JSON, as a picture; numbers say what they count."""
+"""What `openmla size` computed, as a table, as JSON, as a picture; numbers say what they count."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from openmla.cache import latent_formats, shown_bytes
+from openmla.cli.terminal import filled
+from openmla.cli.weights import Weights
+from openmla.plan.explanation import counted
 from openmla.plan.roofline import Machine, Predicted
 from openmla.plan.sizes import Split, Step, TokenBytes, room, token_bytes
 
 
 class Row(NamedTuple):
-    """So many ranks: what fits on all of them, and a step of one of them."""
+    """A number of ranks: what fits on all of them, and a step of one of them."""
 
     ranks: int
     fits: int  # tokens of context, of all requests together
-    step: Predicted | None  # None where heads do not divide among so many
+    step: Predicted | None  # None where heads do not divide among that many
 
 
 class Report(NamedTuple):
@@ -26,8 +29,7 @@ class Report(NamedTuple):
     step: Step
     machine: Machine
     token: TokenBytes
-    weights: float  # bytes of the whole model
-    read_weights: float  # of them, a step's
+    weights: Weights | None  # of the whole model; None where their size is unknown
     memory_share: float
     block_size: int
     fixed: int  # bytes of V4's windows and compressor states
@@ -36,9 +38,9 @@ class Report(NamedTuple):
 
     @property
     def gpu_weights(self) -> float:
-        """Bytes of weights on each GPU."""
-        own = self.step.ranks.heads == "own"
-        return self.weights / self.step.ranks.size if own else self.weights
+        """Bytes of weights on each GPU, 0 where that is unknown."""
+        total = self.weights.total if self.weights else 0.0
+        return total / self.step.ranks.size if self.step.ranks.heads == "own" else total
 
     @property
     def wanted(self) -> int:
@@ -49,56 +51,84 @@ class Report(NamedTuple):
 def render(report: Report) -> str:
     """For people."""
     step, asked = report.step, report.asked
-    assert asked.step is not None  # what was asked for and cannot be is refused before
+    assert asked.step is not None  # a request that cannot be met raises before
     config, W, share = step.config, step.ranks.size, report.memory_share
-    gpus = f"{W} GPUs, each" if W > 1 else "one GPU"
     room = max(share * report.machine.memory - report.gpu_weights, 0)
-    blocks = f"of all requests together, in blocks of {report.block_size} on each GPU"
+    blocks = f"tokens of all requests together, in blocks of {report.block_size} on each GPU"
+    layers, heads = counted(config.num_layers, "layer"), counted(config.num_heads, "head")
     lines = [
-        f"{report.model} ({config.num_layers} layers, {config.num_heads} heads) on {gpus} "
-        f"{_machine(report.machine)}",
+        *filled(
+            f"{report.model} ({layers}, {heads}) on {W if W > 1 else 'one'} "
+            f"GPU{'s, each' if W > 1 else ''} {_machine(report.machine)}."
+        ),
+        *filled(_verdict(report)),
         "",
-        _line("a token of context", _bytes(report.token.total), _token_text(report)),
-        _line("weights", _bytes(report.gpu_weights), _weights_text(report)),
-        _line("room for a cache", _bytes(room), f"{share:.0%} of a GPU's memory less its weights"),
+        *_line("a token of context", _bytes(report.token.total), _token_text(report)),
+        *_line("weights", *_weights_text(report)),
+        *_line("room for the cache", _bytes(room), _room_text(report)),
     ]
     if report.fixed:
-        lines.append(_line("windows and states", _bytes(report.fixed), "of this step's requests"))
+        lines += _line("windows and states", _bytes(report.fixed), "for the requests of this step")
     lines += [
-        _line("tokens that fit", f"{asked.fits:,}", blocks),
+        *_line(_fits(report), f"{asked.fits:,}", blocks),
         "",
-        f"A decode step of {_requests(step)} takes at least:",
-        _line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
-        _line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
-        _line("time", f"{_us(asked.step.time)} us", _time_text(report, asked.step)),
+        *filled(f"A decode step of {_requests(step)} takes at least:"),
+        *_line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
+        *_line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
+        *_line("time", _time(asked.step.time), _time_text(report, asked.step)),
         "",
         *_table(report),
         "",
-        *_notes(report),
+        *(line for text in _notes(report) for line in filled(text)),
     ]
     return "\n".join(lines)
 
 
-def _line(name: str, value: str, text: str) -> str:
-    return f"{name:<20}{value:>14}  {text}"
+def _line(name: str, value: str, text: str) -> list[str]:
+    return filled(text, f"{name:<20}{value:>12}  ")
+
+
+def _verdict(report: Report) -> str:
+    """Whether the step's requests fit; no claim where the weights are unknown."""
+    tokens = f"{report.wanted:,} tokens of context"
+    if report.weights is None:
+        return (
+            "The size of the weights is unknown and not included, so this report cannot say "
+            f"whether the model fits with {tokens}. Give --weights-gib."
+        )
+    about = " (estimated)" if report.weights.source.startswith("estimated") else ""
+    if report.asked.fits >= report.wanted:
+        return f"The weights{about} and {tokens} fit."
+    share = report.memory_share
+    alone = ""
+    if report.gpu_weights > share * report.machine.memory:
+        alone = f", for the weights alone exceed {share:.0%} of the memory"
+    enough = [row.ranks for row in report.rows if row.step and row.fits >= report.wanted]
+    more = f" {enough[0]} GPUs are enough." if enough else ""
+    return f"The weights{about} and {tokens} do not fit{alone}.{more}"
 
 
 def _requests(step: Step) -> str:
-    batch, keys = step.batch, step.context
-    return f"{batch:,} request{'s' * (batch > 1)}, {keys:,} key{'s' * (keys > 1)} each,"
+    each = " each" if step.batch > 1 else ""
+    return f"{counted(step.batch, 'request')} with {counted(step.context, 'key')}{each}"
 
 
 def _bytes(num_bytes: float) -> str:
     return shown_bytes(num_bytes) if num_bytes < 1024 * 2**30 else f"{num_bytes / 2**40:.2f} TiB"
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f}" if seconds == 0 or seconds >= 1e-6 else f"{1e6 * seconds:.3f}"
+def _time(seconds: float) -> str:
+    """With its unit: milliseconds above 1,000 us."""
+    if seconds > 1e-3:
+        return f"{1e3 * seconds:,.2f} ms"
+    return (
+        f"{1e6 * seconds:.1f} us" if seconds == 0 or seconds >= 1e-6 else f"{1e6 * seconds:.3f} us"
+    )
 
 
 def _machine(machine: Machine) -> str:
     parts = [
-        f"of {machine.memory / 1e9:g} GB",
+        f"with {machine.memory / 1e9:g} GB",
         f"{machine.bandwidth / 1e9:,.0f} GB/s",
         f"{machine.flops / 1e12:,.0f} TFLOP/s in bf16",
     ]
@@ -114,14 +144,24 @@ def _token_text(report: Report) -> str:
     if report.token.keys:
         keys = f"indexer keys in {step.index_format}"
         text += f": {_bytes(report.token.latent)}, and {_bytes(report.token.keys)} of {keys}"
-    return text + ("; held by one of the GPUs" if step.ranks.size > 1 else "")
+    return text + ("; each token is on one of the GPUs" if step.ranks.size > 1 else "")
 
 
-def _weights_text(report: Report) -> str:
-    if not report.weights:
-        return "none counted: give --weights-gib"
-    whole = f"of {_bytes(report.weights)}"
-    return f"on each GPU, {whole}" if report.step.ranks.heads == "own" else "whole, on each GPU"
+def _weights_text(report: Report) -> tuple[str, str]:
+    weights, own = report.weights, report.step.ranks.heads == "own"
+    if weights is None:
+        return "not included", "their size is unknown; give --weights-gib"
+    part = f"on each GPU, of {_bytes(weights.total)}" if own else "on each GPU, the whole model"
+    return _bytes(report.gpu_weights), f"{part}, {weights.source}"
+
+
+def _room_text(report: Report) -> str:
+    less = "less its weights" if report.weights else "without weights"
+    return f"{report.memory_share:.0%} of a GPU's memory {less}"
+
+
+def _fits(report: Report) -> str:
+    return "tokens that fit" if report.weights else "cache alone holds"
 
 
 def _moved_text(step: Predicted) -> str:
@@ -133,33 +173,25 @@ def _moved_text(step: Predicted) -> str:
 
 def _sent_text(step: Predicted, W: int) -> str:
     if not step.sent:
-        return "one GPU has all keys"
+        return "one GPU has all keys" if W == 1 else "no layer's keys are shared"
     shown = ", ".join(f"{name} {_bytes(size)}" for name, size in step.sent.items())
-    return f"by a GPU to the {W - 1} others: {shown}; {step.collectives} collectives"
+    others = "the other one" if W == 2 else f"the {W - 1} others"
+    return f"by a GPU to {others}: {shown}; {counted(step.collectives, 'collective')}"
 
 
 def _time_text(report: Report, step: Predicted) -> str:
-    parts = [f"weights {_us(step.weights_time)}"] if step.weights else []
-    parts.append(f"attention {_us(step.attention_time)}")
-    parts += [f"link {_us(step.link_time)}"] if step.sent else []
+    parts = [f"weights {_time(step.weights_time)}"] if step.weights else []
+    parts.append(f"attention {_time(step.attention_time)}")
+    parts += [f"link {_time(step.link_time)}"] if step.sent else []
     rate = report.step.batch / step.time
-    return f"{', '.join(parts)}; {rate:,.0f} tokens a second of all requests"
-
-
-HEADER: tuple[str, ...] = (
-    "ranks",
-    "tokens fit",
-    "memory",
-    "sent",
-    "weights us",
-    "attention",
-    "link",
-    "step us",
-)
+    return f"{', '.join(parts)}; at most {rate:,.0f} tokens per second for all requests together"
 
 
 def _table(report: Report) -> list[str]:
-    table = [HEADER]
+    fits = "tokens fit" if report.weights else "cache holds"
+    table: list[tuple[str, ...]] = [
+        ("ranks", f"{fits} ", "memory", "sent", "weights", "attention", "link", "step")
+    ]
     for row in report.rows:
         if row.step is None:
             continue  # a note says why
@@ -170,43 +202,50 @@ def _table(report: Report) -> list[str]:
                 f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
                 _bytes(row.step.moved),
                 _bytes(sum(row.step.sent.values())),
-                *map(_us, times),
+                *map(_time, times),
             )
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["   ".join(map(str.rjust, cells, widths)) for cells in table]
+    return ["  ".join(map(str.rjust, cells, widths)) for cells in table]
 
 
 def _refused(report: Report) -> str:
-    return f"{report.step.config.num_heads} heads do not divide among so many; give --heads all."
+    heads = report.step.config.num_heads
+    return f"{heads} heads do not divide among that many. Give --heads all."
 
 
 def _notes(report: Report) -> list[str]:
     """What the table leaves out."""
     notes = [
-        "Memory and sent: bytes of one GPU in a step. Step: weights and each op's bytes at the "
-        "memory's speed, or",
-        "its flops at that of matrix products if that is longer, then what is sent; nothing "
-        "overlaps, nothing waits.",
-        "On an H200 attention took 1.1 to 3.1 times that where it is 50 us or more a layer, and "
-        "more below (docs/size.md).",
+        '"memory" and "sent" are bytes per GPU per step. Step time is a lower bound: for each op, '
+        "the larger of bytes / bandwidth and FLOPs / peak throughput, plus weights and "
+        "communication, with no overlap.",
+        "On an H200, attention took 1.1 to 3.1 times its lower bound where that is 50 us or more "
+        "per layer, and more times below (docs/size.md).",
     ]
+    if report.weights is None:
+        notes.append("Weights are not included: neither their memory nor the time to read them.")
+    elif report.weights.read < report.weights.total:
+        read = _bytes(report.weights.read)
+        notes.append(
+            f"A step reads at least {read} of weights, those of one token's experts if these are "
+            "estimated. More tokens select more experts; give --read-gib."
+        )
     if any(row.fits < report.wanted for row in report.rows if row.step is not None):
         notes.append(f"* less than the {report.wanted:,} tokens of this step.")
     refused = [str(row.ranks) for row in report.rows if row.step is None]
     if refused:
         notes.append(f"Not for {', '.join(refused)} ranks: {_refused(report)}")
     if report.machine.link is None and len(report.rows) > 1:
-        notes.append("Sending takes no time here: give --link-gbps.")
+        notes.append("Communication time is not included; pass --link-gbps to model it.")
     if report.step.config.compressor is not None:
         notes.append(
-            "Ranks share V4's entries of ratio 4; every rank has all else "
+            "Ranks share V4's entries of ratio 4; every rank has all other entries "
             "(docs/context-parallel-v4.md)."
         )
     if report.step.context > report.step.config.max_positions:
-        notes.append(
-            f"The model has {report.step.config.max_positions:,} positions, fewer than these keys."
-        )
+        most = report.step.config.max_positions
+        notes.append(f"The context exceeds the model's {most:,} positions.")
     return notes
 
 
@@ -224,8 +263,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "block_size": report.block_size,
         "gpu": report.machine._asdict(),
         "memory_share": report.memory_share,
-        "weights_bytes": report.weights,
-        "read_weights_bytes": report.read_weights,
+        "weights_bytes": report.weights.total if report.weights else None,
+        "read_weights_bytes": report.weights.read if report.weights else None,
+        "weights_source": report.weights.source if report.weights else None,
         "heads_of_a_rank": step.ranks.heads,
         "schedule": step.ranks.schedule,
         "fixed_bytes": report.fixed,
@@ -238,14 +278,14 @@ def as_json(report: Report) -> dict[str, Any]:
 
 COUNTS = {
     "token_bytes": "cache of one token of context in all layers, on the one rank that has it",
-    "gpu": "one GPU: bytes, bytes a second, bf16 flops a second, bytes a second out, seconds",
-    "fixed_bytes": "V4's windows and compressor states, of the step's requests, on each rank",
-    "weights_bytes": "the whole model's; of read_weights_bytes, those a step reads",
-    "tokens_that_fit": "context of all requests together on all ranks",
+    "gpu": "one GPU: bytes, bytes/s, bf16 FLOP/s, bytes/s out, seconds of latency",
+    "fixed_bytes": "V4's windows and compressor states for the step's requests, on each rank",
+    "weights_bytes": "whole model; a step reads read_weights_bytes of them; null: unknown",
+    "tokens_that_fit": "context of all requests together on all ranks, less weights if known",
     "memory_bytes": "read or written by one rank in a step, by op, all layers",
     "flops": "of one rank in a step, by op, all layers",
-    "sent_bytes": "that leave one rank in a step, all layers and tokens, by what they are",
-    "seconds": "the least time of a step by the roofline; nothing overlaps, nothing waits",
+    "sent_bytes": "leave one rank in a step, all layers and tokens, by what they are",
+    "seconds": "lower bound on a step's time by the roofline, with no overlap",
 }
 
 
@@ -256,7 +296,7 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
     return {
         "ranks": row.ranks,
         "tokens_that_fit": row.fits,
-        "fits": row.fits >= report.wanted,
+        "fits": row.fits >= report.wanted if report.weights else None,
         "memory_bytes": {
             "weights": step.weights,
             **{op: cost.bytes for op, cost in step.costs.items()},

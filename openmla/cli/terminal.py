@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -52,6 +54,18 @@ def quiet(wanted: bool = True) -> Iterator[None]:
 def width() -> int:
     """Columns of the terminal; of a file that is written instead, and at most, 100."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def filled(text: str, start: str = "", *, hanging: int | None = None) -> list[str]:
+    """Lines of a text behind a start, no wider than the terminal, numbers beside their units. Lines
+    after the first begin at column `hanging`, by default where the text does."""
+    held = re.sub(r"(?<=\d) (?=[KMGT]?i?B\b|us\b|ms\b|T?FLOP)", "\0", text)
+    lines = textwrap.wrap(
+        held, width(), initial_indent=start,
+        subsequent_indent=" " * (len(start) if hanging is None else hanging),
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace("\0", " ") for line in lines] or [start.rstrip()]
 
 
 def shows_progress() -> bool:
