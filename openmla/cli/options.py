@@ -249,7 +249,7 @@ def _add_step(parser: Parser) -> None:
 def add_plot(parser: Parser, what: str) -> None:
     parser.add_argument(
         "--plot", type=picture_file, metavar="FILE",
-        help=f"draw {what}, as {', '.join(PICTURES)} (default: no picture)",
+        help=f"draw {what}, as {', '.join(PICTURES[:-1])} or {PICTURES[-1]} (default: no picture)",
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from openmla.cache import latent_formats, shown_bytes
+from openmla.cli.pictures import COLORS, INK, label_decades, picture, short_count, short_time
 from openmla.cli.terminal import filled
 from openmla.cli.weights import Weights
 from openmla.plan.explanation import counted
@@ -315,41 +316,37 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
 
 
 def draw(report: Report, path: str) -> None:
-    """Memory over context by format; context and time over ranks; logarithmic axes."""
-    from matplotlib import pyplot
-
+    """Memory over context by format; context and time over ranks."""
     rows = [(row.ranks, row.fits, row.step) for row in report.rows if row.step is not None]
     ranks = [size for size, _, _ in rows]
-    figure, (first, left, right) = pyplot.subplots(1, 3, figsize=(15, 4.4))
-    _draw_memory(first, report)
-    fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
-    left.plot(ranks, fitting, "o-", markersize=3, label="that fit")
-    left.axhline(report.wanted, color="grey", linestyle=":", label="of this step")
-    left.set(title="Context that fits", xlabel="ranks", ylabel="tokens, of all requests together")
-    for name, times in (
-        ("step", [step.time for _, _, step in rows]),
-        ("weights", [step.weights_time for _, _, step in rows]),
-        ("attention", [step.attention_time for _, _, step in rows]),
-        ("link", [step.link_time for _, _, step in rows]),
-    ):
-        if any(times):
-            style = "ko-" if name == "step" else "o--"
-            us = [1e6 * time or math.nan for time in times]  # nothing to draw on such an axis
-            right.plot(ranks, us, style, markersize=3, label=name)
-    right.set(title="Least time of a decode step", xlabel="ranks", ylabel="us")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ranks, [str(size) for size in ranks], fontsize=7)
-        axes.legend(fontsize=8)
-    step = report.step
-    figure.suptitle(
-        f"{report.model}, {step.format}, {step.batch} requests of {step.context:,} keys",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    title = f"{report.model}, {report.step.format}, {_requests(report.step)}"
+    with picture(path, 12.5, title) as figure:
+        memory, context, time = figure.subplots(3, 1, height_ratios=[1.25, 1, 1])
+        _draw_memory(memory, report)
+        fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
+        context.plot(ranks, fitting, "o-", color=COLORS[0], ms=4, label=_fits(report))
+        context.axhline(report.wanted, color=INK, ls=":", label="of this step")
+        context.set(title="Context that fits", ylabel="tokens, all requests")
+        for number, (name, times) in enumerate(
+            {
+                "step": [step.time for _, _, step in rows],
+                "weights": [step.weights_time for _, _, step in rows],
+                "attention": [step.attention_time for _, _, step in rows],
+                "link": [step.link_time for _, _, step in rows],
+            }.items()
+        ):
+            if any(times):
+                us = [1e6 * each or math.nan for each in times]  # nothing to draw on such an axis
+                style = "o-" if name == "step" else "o--"
+                time.plot(ranks, us, style, color=COLORS[number], ms=4, label=name)
+        time.set(title="Lower bound on the time of a decode step", xlabel="ranks")
+        for axes, text in ((context, short_count), (time, short_time)):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(ranks, [str(size) for size in ranks])
+            label_decades(axes.yaxis, text)
+            axes.grid()
+            axes.legend()
 
 
 def _draw_memory(axes: Any, report: Report) -> None:
@@ -363,27 +360,31 @@ def _draw_memory(axes: Any, report: Report) -> None:
         each = replace(step, format=format, ranks=Split())
         key = token_bytes(each).total, room(each, report.block_size).fixed
         sizes.setdefault(key, []).append(format)
-    for (token, fixed), formats in sizes.items():
+    for number, ((token, fixed), formats) in enumerate(sizes.items()):
         gib = [(fixed + batch * S * token) / 2**30 for S in contexts]
         style = "o-" if step.format in formats else "-"
         too = " (as plain transformers)" if "bf16" in formats else ""
-        axes.plot(contexts, gib, style, markersize=3, label=f"{', '.join(formats)}{too}")
+        label = f"{', '.join(formats)}{too}"
+        axes.plot(contexts, gib, style, color=COLORS[number], ms=4, label=label)
     name = "expanded keys and values, 16 bits"
     values = config.num_heads * (config.qk_head_dim + config.v_head_dim)
     if config.compressor is not None:
         name, values = "a row per token, not compressed, 16 bits", config.latent_dim
     gib = [batch * S * config.num_layers * 2 * values / 2**30 for S in contexts]
-    axes.plot(contexts, gib, "k--", label=name)
+    axes.plot(contexts, gib, "--", color=INK, label=name)
     W = step.ranks.size
     usable = W * max(report.memory_share * report.machine.memory - report.gpu_weights, 0) / 2**30
     if usable:
-        there = "of one GPU" if W == 1 else f"of {W} GPUs"
-        axes.axhline(usable, color="grey", linestyle=":", label=f"room for a cache, {there}")
-    axes.set(title=f"Cache of {batch} request{'s' * (batch > 1)}", ylabel="GiB", yscale="log")
-    axes.set(xlabel="tokens of context of each")
+        where = "one GPU" if W == 1 else f"{W} GPUs"
+        less = "" if report.weights else ", weights not included"
+        axes.axhline(usable, color=INK, ls=":", label=f"room for the cache on {where}{less}")
+    axes.set(title=f"Cache of {counted(batch, 'request')}", yscale="log")
+    axes.set(xlabel="tokens of context per request")
     axes.set_xscale("log", base=2)
     ticks = contexts[:: -(-len(contexts) // 8)]
-    axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks], fontsize=7)
+    axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks])
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.55)  # room for the legend
-    axes.legend(fontsize=7, loc="upper left")
+    label_decades(axes.yaxis, lambda gib: shown_bytes(gib * 2**30))
+    axes.grid()
+    axes.legend(loc="upper left")
