@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from openmla.bench.titles import in_words
 from openmla.cli.pictures import COLORS, picture
+from openmla.cli.terminal import shown_time
 
 if TYPE_CHECKING:
     from openmla.bench.output import Row
@@ -29,7 +30,7 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
             colors = [COLORS[names.index(row.contender) % len(COLORS)] for row in panel]
             axes.barh([row.contender for row in panel], times, 0.75, color=colors)
             for place, row in enumerate(panel):
-                text = f" {_time(row.median_us)}, {row.ratio:.2f}x"
+                text = f" {shown_time(row.median_us / 1e6)}, {row.ratio:.2f}x"
                 axes.annotate(text, (row.median_us, place), va="center", fontsize=9)
             axes.set_xlim(0, 1.4 * max(times))  # room for what the bars say
             axes.invert_yaxis()
@@ -57,10 +58,6 @@ def draw_lines(
         axes.set(xlabel="tokens of context", ylabel=unit)
         axes.grid()
         figure.legend(loc="outside lower center", ncols=2)
-
-
-def _time(us: float) -> str:
-    return f"{us / 1e3:,.2f} ms" if us > 1e3 else f"{us:.1f} us"
 
 
 def _thousands(keys: int) -> str:

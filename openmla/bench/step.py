@@ -243,7 +243,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
             for name, us in time_keys(keys, options.rounds, device, dtype, roofs, output).items():
                 points.setdefault(name, {})[keys] = us
     output.close(plan_us=planning)
-    output.draw_lines("One decode step of a DeepSeek-V2-Lite layer", "us per token", points)
+    unit, scale = "us", 1.0
+    if max(us for values in points.values() for us in values.values()) > 1e3:
+        unit, scale = "ms", 1e-3
+    points = {name: {S: us * scale for S, us in values.items()} for name, values in points.items()}
+    output.draw_lines("One decode step of a DeepSeek-V2-Lite layer", f"{unit} per token", points)
 
 
 def time_keys(

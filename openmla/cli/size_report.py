@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from openmla.cache import latent_formats, shown_bytes
 from openmla.cli.pictures import COLORS, INK, label_decades, picture, short_count, short_time
-from openmla.cli.terminal import filled
+from openmla.cli.terminal import filled, shown_time
 from openmla.cli.weights import Weights
 from openmla.plan.explanation import counted
 from openmla.plan.roofline import Machine, Predicted
@@ -76,7 +76,7 @@ def render(report: Report) -> str:
         *filled(f"A decode step of {_requests(step)} takes at least:"),
         *_line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
         *_line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
-        *_line("time", _time(asked.step.time), _time_text(report, asked.step)),
+        *_line("time", shown_time(asked.step.time), _time_text(report, asked.step)),
         "",
         *_table(report),
         "",
@@ -116,15 +116,6 @@ def _requests(step: Step) -> str:
 
 def _bytes(num_bytes: float) -> str:
     return shown_bytes(num_bytes) if num_bytes < 1024 * 2**30 else f"{num_bytes / 2**40:.2f} TiB"
-
-
-def _time(seconds: float) -> str:
-    """With its unit: milliseconds above 1,000 us."""
-    if seconds > 1e-3:
-        return f"{1e3 * seconds:,.2f} ms"
-    return (
-        f"{1e6 * seconds:.1f} us" if seconds == 0 or seconds >= 1e-6 else f"{1e6 * seconds:.3f} us"
-    )
 
 
 def _machine(machine: Machine) -> str:
@@ -181,9 +172,9 @@ def _sent_text(step: Predicted, W: int) -> str:
 
 
 def _time_text(report: Report, step: Predicted) -> str:
-    parts = [f"weights {_time(step.weights_time)}"] if step.weights else []
-    parts.append(f"attention {_time(step.attention_time)}")
-    parts += [f"link {_time(step.link_time)}"] if step.sent else []
+    parts = [f"weights {shown_time(step.weights_time)}"] if step.weights else []
+    parts.append(f"attention {shown_time(step.attention_time)}")
+    parts += [f"link {shown_time(step.link_time)}"] if step.sent else []
     rate = report.step.batch / step.time
     return f"{', '.join(parts)}; at most {rate:,.0f} tokens per second for all requests together"
 
@@ -203,7 +194,7 @@ def _table(report: Report) -> list[str]:
                 f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
                 _bytes(row.step.moved),
                 _bytes(sum(row.step.sent.values())),
-                *map(_time, times),
+                *map(shown_time, times),
             )
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -385,6 +376,6 @@ def _draw_memory(axes: Any, report: Report) -> None:
     axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks])
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.55)  # room for the legend
-    label_decades(axes.yaxis, lambda gib: shown_bytes(gib * 2**30))
+    label_decades(axes.yaxis, lambda gib: f"{short_count(gib)} GiB")
     axes.grid()
     axes.legend(loc="upper left")

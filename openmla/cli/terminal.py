@@ -70,6 +70,14 @@ def filled(text: str, start: str = "", *, hanging: int | None = None) -> list[st
     return [line.replace("\0", " ") for line in lines] or [start.rstrip()]
 
 
+def shown_time(seconds: float) -> str:
+    """With its unit: milliseconds above 1,000 us."""
+    us = 1e6 * seconds
+    if us > 1e3:
+        return f"{us / 1e3:,.2f} ms"
+    return f"{us:.1f} us" if us == 0 or us >= 1 else f"{us:.3f} us"
+
+
 def shows_progress() -> bool:
     """Whether a terminal shows the error stream, nobody asked for silence, and no bar is drawn."""
     return sys.stderr.isatty() and _LOGGER.isEnabledFor(logging.INFO) and not _DRAWN.get()

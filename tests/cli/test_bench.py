@@ -82,7 +82,9 @@ def test_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert openmla(["bench", "rope", "--markdown", "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "**tiny, 64 tokens x 4, pairs**" in text
-    assert re.search(r"^\| reference \| [\d.]+ \| [\d.]+ to [\d.]+ \| 1.00 \|", text, re.M)
+    assert re.search(
+        r"^\| reference \| [\d.]+ [um]s \| [\d.]+ [um]s to [\d.,]+ [um]s \| 1.00 \|", text, re.M
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
