@@ -1,4 +1,4 @@
-"""Explanation: text of a few lines that is a table where a terminal or a notebook shows it."""
+"""Explanation: a few lines of text, which terminals and notebooks show as a table."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_sparse_says_how_many_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert "8 of 8 tokens the same" in text
     last = len(prompt) + 7
     assert f"256 keys at most, as its indexer chose; the last one to 256 of {last}." in text
-    assert f"1 tokens choose 256 of up to {last} keys each" in text
+    assert f"top-k selection for 1 token: 256 of up to {last} keys" in text
 
 
 def test_eval_shows_dense_against_sparse(capsys: pytest.CaptureFixture[str]) -> None:
