@@ -87,7 +87,7 @@ def temperature(text: str) -> float:
 
 
 def probability(text: str) -> float:
-    """A type of option: a share of what is likely."""
+    """A type of option: a probability above 0."""
     value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text[:40]!r}")
@@ -95,7 +95,7 @@ def probability(text: str) -> float:
 
 
 def dtype(text: str) -> str | None:
-    """A type of option: a dtype as here, or as transformers and vLLM call it."""
+    """A type of option: a dtype by openmla's name, or by that of transformers and vLLM."""
     name = DTYPE_NAMES.get(text, text)
     if name != "auto" and name not in DTYPES:
         known = ", ".join(("auto", *DTYPES, *DTYPE_NAMES))
@@ -132,10 +132,10 @@ def _number(text: str) -> float:
 
 
 def output_file(text: str) -> str:
-    """A type of option: a file that can be written when the work is done."""
+    """A type of option: a file that can be written at the end."""
     if not os.path.isdir(os.path.dirname(text) or ".") or os.path.isdir(text):
         raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that is there, got {text[:200]!r}"
+            f"must be a file in an existing folder, got {text[:200]!r}"
         )
     return text
 

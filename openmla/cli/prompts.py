@@ -113,6 +113,6 @@ def encode_chat(tokenizer: Any, history: Messages) -> list[int]:
         )
     except Exception as error:  # a template is a program of the model's authors
         raise ConfigError(
-            f"--chat: the chat template refused this conversation: {type(error).__name__}: {error}"
+            f"--chat: the chat template rejects this conversation: {type(error).__name__}: {error}"
         ) from error
     return list(found)

@@ -26,7 +26,7 @@ def arguments(folder: Path | str, *more: str) -> list[str]:
 def test_our_own_step(kind: str, tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(tiny[kind])) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"this package's own step: {len(PROMPT)} tokens, 3 layers")
+    assert text.startswith(f"openmla's own step: {len(PROMPT)} tokens, 3 layers")
     assert re.search(r"All \d+ components of 3 layers are within their budgets", text)
     assert re.search(r"q_a +\d +[\d.e-]+ +[\d.e-]+ +[\d.e-]+\n", text)
 
@@ -83,7 +83,7 @@ def test_refusals(
     assert "--against must be a file, got" in said(against, capsys)
     path.write_bytes(b"no tensors at all")
     assert "--against must be a whole safetensors file" in said(against, capsys)
-    assert "--cache-format must not be given with --against" in said(
+    assert "--cache-format does not apply to --against" in said(
         [*against, "--cache-format", "fp8"], capsys
     )
     tokens = torch.tensor(list(PROMPT.encode()))

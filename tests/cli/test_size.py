@@ -220,7 +220,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["longcat-flash", "--gpu", "l4", "--read-gib", "1"], "--read-gib 1 exceeds"),
         ([*V32, "--weights-gib", "nan"], "--weights-gib must be a number from 0"),
         ([*V32, "--memory-share", "2"], "--memory-share must be a number from 0.01 to 1"),
-        ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in a folder"),
+        ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in an existing folder"),
         ([*V32, "--plot", "size.foo"], "--plot must be a file that ends in .png, .svg, .pdf"),
         (["--model", "kimi-linear", "--gpu", "h200"], "Give their number by --layers"),
         (["--model", "glm-5.2", "--gpu", "h200", "--layers", "3"], "one per layer (3)"),

@@ -239,7 +239,7 @@ def test_device_map(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--prompt", "x", "--top-p", "0"], b"", "--top-p must be above 0 and at most 1"),
         (["--prompt", "x", "--dtype", "fp7"], b"", "--dtype must be one of auto, fp32"),
         (["--prompt", "x", "--model", "demo"], b"", "--model: not allowed with argument MODEL"),
-        (["--prompt", "forbidden", "--chat"], b"", "the chat template refused this conversation"),
+        (["--prompt", "forbidden", "--chat"], b"", "the chat template rejects this conversation"),
     ],
 )
 def test_refusals(
