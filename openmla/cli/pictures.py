@@ -1,5 +1,7 @@
-"""How pictures of the commands look: transparent, and legible on light and dark pages and when
-they are shown 500 pixels wide."""
+"""The style of the commands' pictures: transparent, and legible on light and dark pages.
+
+Text can be read when a picture is shown 500 pixels wide.
+"""
 
 from __future__ import annotations
 
