@@ -8,8 +8,9 @@ from pathlib import Path
 
 from openmla.bisect.judge import Verdict
 from openmla.cli.pictures import INK, WIDTH, picture
+from openmla.plan.explanation import counted
 
-SHOWN_ROWS = 4  # stretches of tokens that are named
+SHOWN_ROWS = 4  # ranges of tokens that are named
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -49,29 +50,30 @@ def sentence(verdicts: Sequence[Verdict], subject: str) -> str:
     judged = [verdict for verdict in verdicts if verdict.judged]
     wrong = next((verdict for verdict in judged if verdict.wrong), None)
     if not judged:
-        return f"Nothing could be judged: {subject} has no output whose inputs are there, too."
+        return f"Nothing could be judged: {subject} has no output together with its inputs."
     if wrong is None:
         closest = max(judged, key=lambda verdict: verdict.used)
         layers = len(_layers(judged))
         return (
-            f"All {len(judged)} components of {layers} layers are within their budgets; the "
-            f"closest is {closest.component.name} of layer {closest.layer} with "
-            f"{number(closest.used)} of it."
+            f"All {counted(len(judged), 'component')} of {counted(layers, 'layer')} are within "
+            f"their budgets. The closest is {closest.component.name} of layer {closest.layer}, "
+            f"which uses {number(closest.used)} of its budget."
         )
     component = wrong.component
     parts = [
-        f"First outside its budget: {component.name} ({component.title}) of layer {wrong.layer}."
+        f"The first component outside its budget is {component.name} ({component.title}) of layer "
+        f"{wrong.layer}."
     ]
     if math.isfinite(wrong.used):
         parts.append(
-            f"Its error is {number(wrong.error)} where {number(wrong.budget)} is allowed, "
-            f"{number(wrong.used)} times; values are about {number(wrong.size)}."
+            f"Its error is {number(wrong.error)}, {number(wrong.used)}x its budget of "
+            f"{number(wrong.budget)}; values are about {number(wrong.size)}."
         )
     if wrong.note:
         parts.append(f"It looks {wrong.note}." if wrong.note.startswith("as if") else
                      f"{wrong.note[0].upper()}{wrong.note[1:]}.")  # fmt: skip
     if wrong.rows:
-        parts.append(f"Rows that are off: {stretches(wrong.rows)}.")
+        parts.append(f"Affected rows: {stretches(wrong.rows)}.")
     return " ".join(parts)
 
 
@@ -85,7 +87,9 @@ def stretches(rows: Sequence[int]) -> str:
             runs.append([row, row])
     texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     more = len(texts) - SHOWN_ROWS
-    return ", ".join(texts[:SHOWN_ROWS]) + (f" and {more} more stretches" if more > 0 else "")
+    return ", ".join(texts[:SHOWN_ROWS]) + (
+        f" and {counted(more, 'more range')}" if more > 0 else ""
+    )
 
 
 def number(value: float) -> str:

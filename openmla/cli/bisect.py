@@ -24,7 +24,7 @@ from openmla.cli.models import (
     run_once,
 )
 from openmla.cli.prompts import read_prompt
-from openmla.cli.terminal import note, progress, warn
+from openmla.cli.terminal import filled, note, progress, warn
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.plan.explanation import counted
 
@@ -73,7 +73,7 @@ def run_bisect(options: argparse.Namespace) -> int:
     found = f"{counted(len(ids), 'token')}, {counted(len(dump.layers), 'layer')}"
     print(f"{subject}: {found}, compared with float64\n")
     print(table(verdicts))
-    print(f"\n{sentence(verdicts, subject)}")
+    print("\n".join(["", *filled(sentence(verdicts, subject))]))
     if options.plot:
         draw(
             verdicts,

@@ -174,7 +174,9 @@ def test_who_is_missing_or_ours_is_told(
     monkeypatch.delitem(sys.modules, "deep_gemm")
     monkeypatch.setattr("openmla.bench.peers.find_spec", lambda name: None)
     assert openmla(["bench", "mqa_paged"]) == 0
-    assert "not included: flashinfer, package flashinfer is not installed" in capsys.readouterr().out
+    assert (
+        "not included: flashinfer, package flashinfer is not installed" in capsys.readouterr().out
+    )
 
 
 def test_shapes_that_do_not_suit(
