@@ -63,5 +63,6 @@ def test_built_files_hold_it_all(tmp_path: Path) -> None:
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in NEEDED if name.startswith("openmla/")} <= names
+    assert "openmla_command.py" in names  # what the command runs
     kept = {name.partition(".dist-info/licenses/")[2] for name in names}
     assert set(LICENCES) <= kept

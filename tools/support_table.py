@@ -18,7 +18,8 @@ from typing import Any
 
 from openmla.backends import BACKENDS, all_backends
 from openmla.cache.format import FORMATS
-from openmla.cli.doctor import MULTIPROCESSORS, ops_of
+from openmla.cli.doctor import ops_of, ops_on
+from openmla.cli.gpus import GPUS, RAN, TARGETS
 from openmla.config import PRESETS, MLAConfig
 from openmla.config.families import FAMILIES, REFUSED
 from openmla.plan.options import REFUSALS, Combination, PlanOptions
@@ -51,16 +52,6 @@ NAMES = {
     "youtu": "Youtu",
 }
 HYBRID = ("kimi_linear", "bailing_hybrid")  # only their MLA layers have a cache
-CARDS = {
-    "sm_80": "A100",
-    "sm_86": "RTX 3090, A6000",
-    "sm_89": "RTX 4090, L40S, L4",
-    "sm_90": "H100, H200, H20",
-    "sm_100": "B200",
-    "sm_120": "RTX 5090, RTX PRO 6000",
-    "sm_121": "DGX Spark (GB10)",
-}
-RAN = ("sm_90",)  # an H200; compatibility.json has the run
 # Parts of a step, and the row of `openmla doctor` that reports each.
 WORK = {
     "prefill": "mha_ragged",
@@ -123,28 +114,31 @@ def expanded_bytes(config: MLAConfig) -> int:
 
 def gpus_table() -> str:
     """The default backend of each part of a step, at DeepSeek shapes in bf16, without FlashMLA."""
-    rows = [["CPU (x86)", "", *taken("cpu", None, 0), "run"]]
-    for target, number in MULTIPROCESSORS.items():
-        cells = taken("cuda", divmod(int(target.removeprefix("sm_")), 10), number)
-        rows.append([CARDS[target], target, *cells, "run" if target in RAN else "compiled"])
-    rows.append(["AMD MI300X", "gfx942", *["triton"] * len(WORK), "compiled"])
+    rows = [["CPU (x86)", "", *taken(ops_of("cpu", None, 0)), "run"]]
+    for target, gpu in TARGETS.items():
+        status = "run" if target in RAN else "compiled"
+        rows.append([cards(target), target, *taken(ops_on(gpu)), status])
     return table(["GPU", "", *WORK, "status"], rows)
+
+
+def cards(target: str) -> str:
+    return ", ".join(dict.fromkeys(gpu.title for gpu in GPUS.values() if gpu.target == target))
 
 
 def matrix_table() -> str:
     """What ran and what was only compiled, by GPU and feature. Every GPU has kernels for V4."""
     head = ["", "prefill and decode", "sparse MLA", "V4", "fp8 queries, fp8 prefill", "vLLM"]
     rows = [["CPU (x86)", *["run"] * 5]]
-    for target in MULTIPROCESSORS:
+    for target in TARGETS:
         status = "run" if target in RAN else "compiled"
-        fp8 = status if int(target.removeprefix("sm_")) >= 89 else "no"
-        rows.append([f"{CARDS[target]}, {target}", status, status, status, fp8, status])
-    rows.append(["MI300X, gfx942", *["compiled"] * 3, "no", "no"])
+        amd = target.startswith("gfx")
+        fp8 = "no" if amd or int(target.removeprefix("sm_")) < 89 else status
+        vllm = "no" if amd else status
+        rows.append([f"{cards(target)}, {target}", *[status] * 3, fp8, vllm])
     return table(head, rows)
 
 
-def taken(device: str, capability: tuple[int, int] | None, multiprocessors: int) -> list[str]:
-    found = ops_of(device, capability, multiprocessors)
+def taken(found: dict[str, dict[str, str]]) -> list[str]:
     return [
         next(name for name, cell in found[op].items() if cell[:3] == "yes" and name != "flashmla")
         for op in WORK.values()

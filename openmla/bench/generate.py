@@ -27,11 +27,12 @@ from openmla.bench.harness import (
     make_rows,
     time_round_robin,
 )
-from openmla.cli.options import whole
+from openmla.cli.options import add_model, whole
 from openmla.cli.terminal import progress
 from openmla.integrations.transformers import attach, attachment_of
 from openmla.ops import cache_gather
 from openmla.ops._register import Cost
+from openmla.plan.explanation import counted
 
 PREFILL = 1024
 # How far logits may be from transformers'. Seen: 0.016 to 0.035 in bf16 (H200, 27 layers), 2e-6 in
@@ -165,7 +166,7 @@ def decode_as_generate_does(model: Any) -> None:
 
 
 def tell_memory(calls: dict[str, Callable[[], Tensor]], attached: Any, output: Output) -> None:
-    """What a step takes beside weights and caches, which stay, and what its graph holds."""
+    """What a step takes besides weights and caches, which stay, and what its graph holds."""
     graph = attachment_of(attached).memory().graph_bytes
     for name, call in calls.items():
         torch.cuda.synchronize()
@@ -175,20 +176,24 @@ def tell_memory(calls: dict[str, Callable[[], Tensor]], attached: Any, output: O
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before
         held = f", {(graph or 0) / 2**20:.1f} MiB in its graph's pool" if name == "captured" else ""
-        output.say(f"  {name:<14} {extra / 2**20:.1f} MiB beside weights and caches{held}")
+        output.say(f"  {name:<14} {extra / 2**20:.1f} MiB besides weights and caches{held}")
 
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("generate")
     parser.add_argument(
         "--keys", type=whole(1, 2**20), nargs="+", default=[8192], metavar="N",
-        help="of each prompt; several: one after the other",
+        help="prompt lengths in tokens (default: 8192)",
     )  # fmt: skip
-    parser.add_argument("--batch", type=whole(1, 4096), default=1, help="prompts")
-    parser.add_argument("--model", choices=("small", "v2-lite"), default="small")
+    parser.add_argument(
+        "--batch", type=whole(1, 4096), default=1, metavar="N",
+        help="number of prompts (default: %(default)s)",
+    )  # fmt: skip
+    what = "random model to time, small or v2-lite (default: small)"
+    add_model(parser, what, choices=("small", "v2-lite"), default="small")
     parser.add_argument(
         "--static", action="store_true",
-        help="also transformers with a static cache and torch.compile",
+        help="also time transformers with a static cache and torch.compile",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -205,7 +210,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 rates.setdefault(name, {})[S] = rate
                 output.say(f"  {name:<14} {rate:.1f} tokens/s")
     output.close(tokens_per_s=rates)
-    prompts = f"{B} prompts" if B > 1 else "one prompt"
+    prompts = counted(B, "prompt")
     name = "DeepSeek-V2-Lite (8 of its experts)" if options.model == "v2-lite" else "A small model"
     title = f"{name}, decode of {prompts}, {size:.1f} B parameters"
     output.draw_lines(title, "tokens per second", rates)
@@ -238,7 +243,7 @@ def time_keys(
         "captured": lambda: step(ours, attached.forward),
         "transformers": lambda: step(theirs, plain.forward),
     }
-    title = f"{B} tokens of the whole model, each over {S} keys"
+    title = f"{counted(B, 'token')} of the whole model, each over {S} keys"
     expected, limit = calls["transformers"]().double(), LIMITS[dtype]
     errors, left_out = {"transformers": 0.0}, []
     if static:
@@ -247,7 +252,7 @@ def time_keys(
         error = float((calls[name]().double() - expected).norm() / expected.norm())
         errors[name] = error
         if error > limit:
-            why = f"WRONG: {error:.1e} from transformers, at most {limit:.1e}"
+            why = f"WRONG: error {error:.1e} against transformers, limit {limit:.1e}"
             left_out.append(LeftOut(title, name, why))
             del calls[name]
     if device == "cuda":

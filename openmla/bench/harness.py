@@ -1,8 +1,9 @@
 """Checks contenders, then times them round robin in one process.
 
-Whoever is outside the error budget is printed as WRONG and not timed. Times are medians over
-rotated rounds with the L2 cache flushed between; the share of the roof is what the mathematics
-needs over what this machine was just seen to do.
+A contender outside the error budget is printed as WRONG and not timed. Times are medians over
+rotated rounds, with the L2 cache flushed in between. "% of peak" is the time of a roofline over the
+median: the bytes and FLOPs that the operation needs, at the copy and matmul rates measured just
+before.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from openmla.backends import BACKENDS
 from openmla.bench.output import STANDARD_OUTPUT, LeftOut, Output, Row, save
 from openmla.bench.peers import Peer, peers_of
-from openmla.cli.options import Parser, output_file, picture_file, whole
+from openmla.cli.options import Parser, add_plot, output_file, whole
 from openmla.cli.terminal import progress
 from openmla.errors import UnsupportedError
 from openmla.ops._register import Cost
@@ -57,27 +58,33 @@ def main(
     """Command line of one op's benchmark."""
     parser = argument_parser(op.__name__)
     known = ", ".join(shapes)
-    parser.add_argument("shapes", nargs="*", help=f"of: {known}; default: the tiny ones")
-    parser.add_argument("--all", action="store_true", help="every shape, big ones included")
-    parser.add_argument("--baseline", choices=BACKENDS[op.__name__], default="reference")
+    parser.add_argument(
+        "shapes", nargs="*", metavar="SHAPE",
+        help=f"shapes to time, {known} (default: the tiny ones)",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="time every shape, large ones included")
+    parser.add_argument(
+        "--baseline", choices=BACKENDS[op.__name__], default="reference",
+        help="backend that ratios are relative to (default: %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.json in shapes:
         parser.error(f"shapes must come before --json, which would write a file {options.json!r}")
     unknown = [shape for shape in options.shapes if shape not in shapes]
     if unknown:
-        parser.error(f"unknown shape {unknown[0]!r}; known: {known}")
+        parser.error(f"shape {unknown[0]!r} is unknown; known: {known}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = list(shapes) if options.all else options.shapes
     chosen = chosen or [shape for shape in shapes if shape.startswith("tiny")]
     output, roofs = Output(options, describe_machine(device)), measure_roofs(device)
-    output.say(f"seen here: {roofs.bytes / 1e9:.0f} GB/s, {roofs.flops / 1e9:.0f} GFLOP/s")
+    output.say(f"peak: {roofs.bytes / 1e9:.0f} GB/s, {roofs.flops / 1e9:.0f} GFLOP/s (measured)")
     peers = []
     for peer in peers_of(op.__name__):
         reason = peer.absent(device)
         if reason is None:
             peers.append(peer)
         else:
-            output.say(f"without {peer.name}: {reason}")
+            output.say(f"not included: {peer.name}, {reason}")
     with torch.inference_mode(), progress(len(chosen) * (options.rounds + 2)) as tell:
         for number, shape in enumerate(chosen):
             done = number * (options.rounds + 2)
@@ -103,24 +110,32 @@ def argument_parser(name: str, *, scripted: bool = False) -> argparse.ArgumentPa
     """`scripted`: of a script that prints as it likes, and has no Output."""
     parser = Parser(
         prog=f"openmla bench {name}",
-        description=f"{__doc__} Kernels of FlashMLA, FlashInfer, DeepGEMM and vLLM take part "
-        "wherever they are installed and fit.",
+        description=f"{in_paragraphs(__doc__)}\n\nKernels of FlashMLA, FlashInfer, DeepGEMM and "
+        "vLLM are included if they are installed and support the shape.",
     )
     parser.add_argument(
-        "--rounds", type=whole(MIN_ROUNDS, 10**6), default=MIN_ROUNDS, help="15 or more"
-    )
+        "--rounds", type=whole(MIN_ROUNDS, 10**6), default=MIN_ROUNDS, metavar="N",
+        help="number of timed rounds, at least 15 (default: %(default)s)",
+    )  # fmt: skip
     if scripted:
-        parser.add_argument("--json", type=output_file, metavar="FILE", help="the rows, too")
+        parser.add_argument(
+            "--json", type=output_file, metavar="FILE",
+            help="write the rows to a file (default: not written)",
+        )  # fmt: skip
         return parser
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", nargs="?", const=STANDARD_OUTPUT,
-        help="write the rows there too; without FILE print JSON and nothing else",
+        help="write the rows to a file; without FILE, print JSON and nothing else",
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown")
-    parser.add_argument(
-        "--plot", type=picture_file, metavar="FILE", help="draw the results, as .png, .svg or .pdf"
-    )
+    add_plot(parser, "the results")
     return parser
+
+
+def in_paragraphs(text: str | None) -> str:
+    """A docstring whose lines are joined, for help that wraps by itself."""
+    parts = (text or "").strip().split("\n\n")
+    return "\n\n".join(" ".join(part.split()) for part in parts)
 
 
 def able_backends(
@@ -158,7 +173,7 @@ def add_peers(
     calls: Calls,
     used: dict[str, float],
 ) -> list[LeftOut]:
-    """Kernels of other packages beside the backends; who cannot, is wrong or fails is told."""
+    """Kernels of other packages, compared with the backends; what is left out has a reason."""
     left_out = []
     for peer in peers:
         why = peer.suits(job.inputs)

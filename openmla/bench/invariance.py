@@ -1,10 +1,11 @@
-"""What batch_invariant costs: an attention step by the default plan and by the invariant one.
+"""The cost of batch_invariant: an attention step by the default plan and by the invariant one.
 
-Steps are of DeepSeek-V3's attention without its projections, of 16 heads (one of eight ranks) and
-of 128: rows into the cache, queries into latent space, attention, outputs out of it; or, of a
-prompt, the expansion of its keys. On a GPU both are replayed from graphs. The layer's own linears
-are timed apart, by torch and in one order of sums. A step whose first request has other bits alone
-than in its batch, or that is outside 16 bits' error of the default one, is WRONG and not timed.
+A step is DeepSeek-V3's attention without its projections, with 16 heads (one of eight ranks) and
+with 128: write the rows, take queries into latent space, attend, and take outputs out of it; in
+prefill, expand the keys. On a GPU both are replayed from CUDA graphs. The layer's own linears are
+timed separately, by torch and in one fixed order of sums. A step is WRONG and not timed if its
+first request has other bits alone than in its batch, or if it differs from the default step by more
+than the error of 16 bits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from openmla.bench.harness import (
     Row,
     argument_parser,
     describe_machine,
+    in_paragraphs,
     time_round_robin,
 )
 from openmla.cli.options import whole
@@ -216,11 +218,15 @@ def time_runs(
 
 def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("--batch-invariant")
-    parser.description = __doc__
-    parser.add_argument("--keys", type=whole(1, 2**20), help="of a decoding request")
+    parser.description = in_paragraphs(__doc__)
+    parser.add_argument(
+        "--keys", type=whole(1, 2**20), metavar="N",
+        help=f"context length of a decoding request (default: {GPU.keys} on a GPU, {CPU.keys} on "
+        "a CPU)",
+    )  # fmt: skip
     parser.add_argument(
         "--run-lengths", type=whole(1, 2**20), nargs="+", metavar="N",
-        help="also mqa_paged with keys split every N, to choose by",
+        help="also time mqa_paged with keys split every N tokens (default: not timed)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"

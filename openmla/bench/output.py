@@ -1,4 +1,4 @@
-"""What a benchmark tells: lines or Markdown as it goes, JSON and a picture at the end."""
+"""What a benchmark prints: lines or Markdown as it goes, JSON and a picture at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from openmla.bench.titles import in_words
-from openmla.cli.terminal import Table, note
+from openmla.cli.terminal import Table, shown_time
 from openmla.errors import UnsupportedError
 
 STANDARD_OUTPUT = "-"  # where --json without a file goes, and then nothing else does
@@ -30,12 +30,15 @@ class Row:
     roof: float
     error: float  # share of the error budget used
 
+    @property
+    def spread(self) -> str:
+        return f"{shown_time(self.min_us / 1e6)} to {shown_time(self.max_us / 1e6)}"
+
     def text(self) -> str:
-        of_roof = f"  {self.roof:>6.1%} of roof" if self.roof else ""
+        of_peak = f"  {self.roof:>6.1%} of peak" if self.roof else ""
         return (
-            f"  {self.contender:<28}{self.median_us:>11.1f} us  "
-            f"({self.min_us:.1f} to {self.max_us:.1f})"
-            f"  {self.ratio:>7.2f} x {self.baseline}{of_roof}  error {self.error:.2g}"
+            f"  {self.contender:<24}{shown_time(self.median_us / 1e6):>11}  "
+            f"({self.spread})  {self.ratio:>6.2f}x {self.baseline}{of_peak}  error {self.error:.2g}"
         )
 
 
@@ -87,7 +90,6 @@ class Output:
             from openmla.bench.pictures import draw_bars
 
             draw_bars(self.rows, title, self.machine, self.options.plot)
-            note(f"wrote {self.options.plot}")
 
     def draw_lines(self, title: str, unit: str, points: Mapping[str, Mapping[int, float]]) -> None:
         """`points`: of each contender, a value at every number of keys."""
@@ -95,16 +97,15 @@ class Output:
             from openmla.bench.pictures import draw_lines
 
             draw_lines(points, title, unit, self.machine, self.options.plot)
-            note(f"wrote {self.options.plot}")
 
 
 def table(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> Table:
     """Of one shape, for Markdown."""
     against = f"x {rows[0].baseline}" if rows else "ratio"
-    header = ["contender", "median us", "min to max us", against, "of roof", "error"]
+    header = ["contender", "median", "min to max", against, "% of peak", "error"]
     lines = [
         [
-            row.contender, f"{row.median_us:.1f}", f"{row.min_us:.1f} to {row.max_us:.1f}",
+            row.contender, shown_time(row.median_us / 1e6), row.spread,
             f"{row.ratio:.2f}", f"{row.roof:.1%}" if row.roof else "-", f"{row.error:.2g}",
         ]
         for row in rows

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openmla.cli.gpus import GPUS
+from openmla.cli.gpus import SIZED
 from openmla.config import PRESETS
 from openmla.errors import UnsupportedError
 from openmla.ops.mqa_paged import cost as paged_cost
@@ -214,7 +214,7 @@ def _curves(results: Results, group: int, pattern: str, x: int, panel: int, cost
         found = re.fullmatch(pattern, duel.shape)
         if found is None:
             continue
-        bound = roof(cost(*map(int, found.groups())), GPUS["h200"]) * 1e6
+        bound = roof(cost(*map(int, found.groups())), SIZED["h200"]) * 1e6
         lines = panels.setdefault(found[panel], {"openmla": [], duel.against: [], "roofline": []})
         for name, us in (
             ("openmla", duel.ours),

@@ -1,4 +1,4 @@
-"""One decode step of a whole layer, against transformers' module and expanded K/V caches.
+"""One decode step of a whole layer, compared with transformers' module and expanded K/V caches.
 
 Contenders, all with the same weights over the same context:
   openmla               this package: absorbed, from a paged latent cache
@@ -215,8 +215,8 @@ def cache_bytes() -> list[str]:
         latent = 2 * config.latent_dim
         expanded = 2 * config.num_heads * (config.qk_head_dim + config.v_head_dim)
         lines.append(
-            f"  {name:<18} latent {latent} bytes per token and layer, as transformers keeps; "
-            f"expanded {expanded}, {expanded / latent:.1f} x as many"
+            f"  {name:<18} latent {latent} bytes per token and layer, as in transformers; "
+            f"expanded {expanded}, {expanded / latent:.1f}x"
         )
     return lines
 
@@ -225,7 +225,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("step")
     parser.add_argument(
         "--keys", type=whole(1, 2**20), nargs="+", default=[16384], metavar="N",
-        help="of the context; several: one after the other",
+        help="context lengths in tokens (default: 16384)",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -234,7 +234,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     output.say("\n".join(["cache", *cache_bytes()]))
     planning = plan_time(device, options.rounds)
     output.say(
-        f"plan\n  Batch and make_plan of {PLAN_REQUESTS} decoding requests: {planning:.0f} us"
+        f"plan\n  Batch and make_plan for {PLAN_REQUESTS} decoding requests: {planning:.0f} us"
     )
     points: dict[str, dict[int, float]] = {}
     with torch.inference_mode(), progress(len(options.keys)) as tell:
@@ -243,7 +243,11 @@ def run(arguments: Sequence[str] | None = None) -> None:
             for name, us in time_keys(keys, options.rounds, device, dtype, roofs, output).items():
                 points.setdefault(name, {})[keys] = us
     output.close(plan_us=planning)
-    output.draw_lines("One decode step of a DeepSeek-V2-Lite layer", "us per token", points)
+    unit, scale = "us", 1.0
+    if max(us for values in points.values() for us in values.values()) > 1e3:
+        unit, scale = "ms", 1e-3
+    points = {name: {S: us * scale for S, us in values.items()} for name, values in points.items()}
+    output.draw_lines("One decode step of a DeepSeek-V2-Lite layer", f"{unit} per token", points)
 
 
 def time_keys(
@@ -267,7 +271,7 @@ def time_keys(
     left_out = []
     for name, error in errors.items():
         if error > limit:
-            why = f"WRONG: {error:.1e} from transformers, at most {limit:.1e}"
+            why = f"WRONG: error {error:.1e} against transformers, limit {limit:.1e}"
             left_out.append(LeftOut(title, name, why))
             del calls[name]
     times = time_round_robin(calls, rounds, device)

@@ -19,10 +19,10 @@ MODELS = {
 PARTS = (
     (r"tp(\d+)", r"heads of one of \1 GPUs"),
     (r"cp(\d+)", r"one of \1 ranks"),
-    (r"verify(\d+)", r"\1 drafted tokens each"),
+    (r"verify(\d+)", r"\1 draft tokens each"),
     (r"b(\d+)", r"\1 requests"),
     (r"s(\d+k?)", r"\1 keys each"),
-    (r"k(\d+)", r"\1 keys chosen"),
+    (r"k(\d+)", r"\1 selected keys"),
     (r"c(\d+)a?", r"one entry per \1 tokens"),
     (r"(\d+)x(\d+k)", r"\1 requests of \2 tokens"),
     (r"(\d+)x(\d+)", r"\1 tokens x \2"),
@@ -43,7 +43,7 @@ def in_words(shape: str) -> str:
     rest = re.sub(r"(\d+k?)-on-(\d+k?)", r"\1 new tokens over \2 keys", rest)
     rest = re.sub(r"(\d+)-heads", r"\1 heads", rest)
     words = [_part(part) for part in rest.split("-") if part]
-    return ", ".join([MODELS[code], *words]).replace("1 requests,", "1 request,")
+    return re.sub(r"\b1 (\w+)s\b", r"1 \1", ", ".join([MODELS[code], *words]))
 
 
 def _part(part: str) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from openmla.bisect.judge import Verdict
+from openmla.cli.pictures import INK, WIDTH, picture
+from openmla.plan.explanation import counted
 
-SHOWN_ROWS = 4  # stretches of tokens that are named
+SHOWN_ROWS = 4  # ranges of tokens that are named
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -48,29 +50,30 @@ def sentence(verdicts: Sequence[Verdict], subject: str) -> str:
     judged = [verdict for verdict in verdicts if verdict.judged]
     wrong = next((verdict for verdict in judged if verdict.wrong), None)
     if not judged:
-        return f"Nothing could be judged: {subject} has no output whose inputs are there, too."
+        return f"Nothing could be judged: {subject} has no output together with its inputs."
     if wrong is None:
         closest = max(judged, key=lambda verdict: verdict.used)
         layers = len(_layers(judged))
         return (
-            f"All {len(judged)} components of {layers} layers are within their budgets; the "
-            f"closest is {closest.component.name} of layer {closest.layer} with "
-            f"{number(closest.used)} of it."
+            f"All {counted(len(judged), 'component')} of {counted(layers, 'layer')} are within "
+            f"their budgets. The closest is {closest.component.name} of layer {closest.layer}, "
+            f"which uses {number(closest.used)} of its budget."
         )
     component = wrong.component
     parts = [
-        f"First outside its budget: {component.name} ({component.title}) of layer {wrong.layer}."
+        f"The first component outside its budget is {component.name} ({component.title}) of layer "
+        f"{wrong.layer}."
     ]
     if math.isfinite(wrong.used):
         parts.append(
-            f"Its error is {number(wrong.error)} where {number(wrong.budget)} is allowed, "
-            f"{number(wrong.used)} times; values are about {number(wrong.size)}."
+            f"Its error is {number(wrong.error)}, {number(wrong.used)}x its budget of "
+            f"{number(wrong.budget)}; values are about {number(wrong.size)}."
         )
     if wrong.note:
         parts.append(f"It looks {wrong.note}." if wrong.note.startswith("as if") else
                      f"{wrong.note[0].upper()}{wrong.note[1:]}.")  # fmt: skip
     if wrong.rows:
-        parts.append(f"Rows that are off: {stretches(wrong.rows)}.")
+        parts.append(f"Affected rows: {stretches(wrong.rows)}.")
     return " ".join(parts)
 
 
@@ -84,7 +87,9 @@ def stretches(rows: Sequence[int]) -> str:
             runs.append([row, row])
     texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
     more = len(texts) - SHOWN_ROWS
-    return ", ".join(texts[:SHOWN_ROWS]) + (f" and {more} more stretches" if more > 0 else "")
+    return ", ".join(texts[:SHOWN_ROWS]) + (
+        f" and {counted(more, 'more range')}" if more > 0 else ""
+    )
 
 
 def number(value: float) -> str:
@@ -94,8 +99,6 @@ def number(value: float) -> str:
 
 def draw(verdicts: Sequence[Verdict], path: Path, title: str) -> None:
     """Error by layer and component, as powers of ten of the budget: below 0 is within."""
-    from matplotlib import pyplot
-
     found = by_component(verdicts)
     names = [name for name, each in found.items() if any(verdict.judged for verdict in each)]
     layers = sorted(_layers(verdicts))
@@ -106,21 +109,19 @@ def draw(verdicts: Sequence[Verdict], path: Path, title: str) -> None:
             if verdict.judged:
                 power = math.log10(verdict.used) if verdict.used > 0 else least
                 grid[layers.index(verdict.layer)][column] = min(max(power, least), most)
-    size = (2.5 + 0.55 * len(names), 2.2 + 0.28 * min(len(layers), 80))
-    figure, axes = pyplot.subplots(figsize=size)
-    image = axes.imshow(grid, cmap="RdYlGn_r", vmin=least, vmax=most, aspect="auto")
-    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-    step = -(-len(layers) // 40)
-    axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
-    axes.set(ylabel="layer", title=title)
-    wrong = next((verdict for verdict in verdicts if verdict.wrong), None)
-    if wrong is not None:
-        place = (names.index(wrong.component.name), layers.index(wrong.layer))
-        axes.plot(*place, "o", mfc="none", mec="black", ms=13, mew=2, label="first outside")
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.28), fontsize=8, frameon=False)
-    bar = figure.colorbar(image, ax=axes, ticks=[-2, -1, 0, 1, 2])
-    bar.ax.set_yticklabels(["1 % or less", "10 %", "all of it", "10 times", "100 times or more"])
-    bar.set_label("error, as a share of its budget")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    height, width = 2.8 + 0.28 * min(len(layers), 80), max(2.5 + 0.42 * len(names), WIDTH)
+    with picture(path, height, title, width=width) as figure:
+        axes = figure.subplots()
+        image = axes.imshow(grid, cmap="RdYlGn_r", vmin=least, vmax=most, aspect="auto")
+        axes.set_xticks(range(len(names)), names, rotation=60, ha="right")
+        step = -(-len(layers) // 40)
+        axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
+        axes.set_ylabel("layer")
+        wrong = next((verdict for verdict in verdicts if verdict.wrong), None)
+        if wrong is not None:
+            place = (names.index(wrong.component.name), layers.index(wrong.layer))
+            axes.plot(*place, "o", mfc="none", mec="black", ms=13, mew=2, label="first outside")
+            figure.legend(loc="outside lower left", labelcolor=INK)
+        bar = figure.colorbar(image, ax=axes, ticks=[-2, -1, 0, 1, 2])
+        bar.ax.set_yticklabels(["1% or less", "10%", "all of it", "10 times", "100 times or more"])
+        bar.set_label("error, as a share of its budget")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from openmla import __version__
+from openmla.cli.hub import stay_offline
 from openmla.cli.options import (
     Parser,
     bisect_options,
@@ -19,16 +21,24 @@ from openmla.cli.options import (
     eval_options,
     generate_options,
 )
+from openmla.cli.terminal import note, quiet
 from openmla.errors import ConfigError, OpenMLAError, UnsupportedError
 
 COMMANDS = {
-    "doctor": "what this machine can run, and why not the rest",
-    "generate": "text from a Hugging Face MLA model, as it comes",
-    "eval": "bits per byte for every cache format",
-    "calibrate": "scales of a model's fp8 cache, found on a text",
-    "bisect": "which component of a model's attention is wrong",
-    "size": "context that fits on some GPUs, and the least time of a decode step",
+    "doctor": "report what this machine can run, and why not the rest",
+    "generate": "generate text with a Hugging Face MLA model",
+    "eval": "measure bits per byte of a text for every cache format",
+    "calibrate": "find scales for a model's fp8 cache on a text",
+    "bisect": "find the component of a model's attention that is wrong",
+    "size": "compute how much context fits on your GPUs, and a lower bound on step time",
     "bench": "time the backends of an op, a step, or a whole model",
+}
+# Commands that run a Hugging Face model; their options are read before transformers is imported.
+OPTIONS = {
+    "generate": generate_options,
+    "eval": eval_options,
+    "calibrate": calibrate_options,
+    "bisect": bisect_options,
 }
 INTERRUPTED, PIPE_CLOSED = 130, 141  # what shells show for SIGINT and SIGPIPE
 
@@ -60,71 +70,44 @@ def _run(arguments: Sequence[str]) -> int:
     parser = Parser(
         prog="openmla",
         description="Multi-head latent attention for inference.",
-        epilog="commands, each with a --help of its own:\n"
-        + "\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Commands (openmla COMMAND --help lists the options of one):\n"
+        + "\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items()),
     )
     parser.add_argument("--version", action="version", version=f"openmla {__version__}")
     parser.add_argument(
         "--import", action="append", default=[], metavar="MODULE", dest="modules",
-        help="import this first, as a module that calls register_backend()",
+        help="import a module first, such as one that calls register_backend()",
     )  # fmt: skip
-    parser.add_argument("command", choices=COMMANDS, metavar="command")
-    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the command")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its options")
     rest.required = False  # or argparse would name it as missing
     chosen = parser.parse_args(arguments)
+    name, options = chosen.command, chosen.arguments
     _import_first(chosen.modules)
-    if chosen.command == "doctor":
-        from openmla.cli.doctor import run_doctor
-
-        return run_doctor(chosen.arguments)
-    if chosen.command == "bench":
-        from openmla.cli.bench import run_bench
-
-        return run_bench(chosen.arguments)
-    if chosen.command == "size":
-        from openmla.cli.size import run_size
-
-        return run_size(chosen.arguments)
-    readers = {
-        "generate": generate_options,
-        "eval": eval_options,
-        "calibrate": calibrate_options,
-        "bisect": bisect_options,
-    }
-    options = readers[chosen.command](chosen.arguments)
-    for package in ("transformers", "safetensors"):
-        if find_spec(package) is None:
-            raise UnsupportedError(f'{chosen.command}: needs {package}: pip install "openmla[hf]".')
-    from openmla.cli.hub import stay_offline
-
-    stay_offline(options.model)
-    if chosen.command == "generate":
-        from openmla.cli.generate import run_generate
-
-        return run_generate(options)
-    if chosen.command == "calibrate":
-        from openmla.cli.calibrate import run_calibrate
-
-        return run_calibrate(options)
-    if chosen.command == "bisect":
-        from openmla.cli.bisect import run_bisect
-
-        return run_bisect(options)
-    from openmla.cli.eval import run_eval
-
-    return run_eval(options)
+    if name in OPTIONS:
+        options = OPTIONS[name](options)
+        for package in ("transformers", "safetensors"):
+            if find_spec(package) is None:
+                raise UnsupportedError(f'{name} needs {package}: pip install "openmla[hf]".')
+        stay_offline(options.model)
+        if "transformers" not in sys.modules:
+            with quiet(getattr(options, "quiet", False)):
+                note("importing transformers")
+    command: Callable[[Any], int] = getattr(import_module(f"openmla.cli.{name}"), f"run_{name}")
+    return command(options)
 
 
 def _import_first(modules: Sequence[str]) -> None:
-    """From where the command is called, too: its own folder is what a script would have."""
+    """Modules of the current folder are found, as a script in it would find them."""
     if modules and "" not in sys.path:
         sys.path.insert(0, "")
     for name in modules:
         try:
             import_module(name)
         except ImportError as error:
-            raise ConfigError(f"--import must be a module, got {name!r}: {error}.") from error
+            raise ConfigError(
+                f"--import {name}: the module cannot be imported: {error}."
+            ) from error
 
 
 def _one_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""`openmla bench <name>`: times the backends of an op, a step, a whole model; writes the page."""
+"""`openmla bench <name>`: time the backends of an op, a step, a whole model; write the page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from openmla.cli.terminal import note
 from openmla.errors import ConfigError, UnsupportedError
 
 WHOLE = {
-    "step": "one decode step of a layer, against transformers' module and expanded caches",
-    "generate": "decode of a whole random model, against plain transformers",
+    "step": "a decode step of a layer, compared with transformers' module and expanded caches",
+    "generate": "decode of a whole random model, compared with plain transformers",
 }
 
 
@@ -38,17 +38,17 @@ def run_bench(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == REPORT:
         return run_report(arguments[1:])
     listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
-    listed.append(f"  {INVARIANT:<21}what make_plan(batch_invariant=True) costs")
-    listed.append(f"  {REPORT:<21}the benchmarks page of the documents, from results on disk")
+    listed.append(f"  {INVARIANT:<21}the cost of make_plan(batch_invariant=True)")
+    listed.append(f"  {REPORT:<21}write the benchmarks page of the docs from results on disk")
     parser = Parser(
         prog="openmla bench",
-        description="Contenders are checked, then timed in turns in one process. Kernels of "
-        "FlashMLA, FlashInfer, DeepGEMM and vLLM take part wherever they are installed.",
-        epilog="names, each with a --help of its own:\n" + "\n".join(listed),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Check all backends, then time them round robin in one process. Kernels of "
+        "FlashMLA, FlashInfer, DeepGEMM and vLLM are included if they are installed.",
+        epilog="Benchmarks (openmla bench NAME --help lists the options of one):\n"
+        + "\n".join(listed),
     )
-    parser.add_argument("name", choices=names(), metavar="name", help="what to time, see below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="shapes and options of it")
+    parser.add_argument("name", choices=names(), metavar="name", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its shapes and options")
     chosen = parser.parse_args(arguments)
     if chosen.name in WHOLE and find_spec("transformers") is None:
         raise UnsupportedError(
@@ -62,28 +62,38 @@ def run_report(arguments: Sequence[str]) -> int:
     """The benchmarks page, from the JSON files of earlier runs."""
     parser = Parser(
         prog="openmla bench report",
-        description="Writes benchmarks.md and its pictures from the JSON files of a folder.",
+        description="Write benchmarks.md and its pictures from the JSON files of a folder.",
     )
-    parser.add_argument("--results", default="bench/results", metavar="DIR", help="of JSON files")
-    parser.add_argument("--docs", default="docs", metavar="DIR", help="where the page goes")
+    parser.add_argument(
+        "--results",
+        default="bench/results",
+        metavar="DIR",
+        help="folder of JSON files (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--docs", default="docs", metavar="DIR", help="folder of the page (default: %(default)s)"
+    )
     options = parser.parse_args(arguments)
     results, docs = Path(options.results), Path(options.docs)
     for option, folder in (("--results", results), ("--docs", docs)):
         if not folder.is_dir():
             raise ConfigError(
-                f"bench report: {option} must be a folder that is there, got {str(folder)!r}. "
-                "Without it the folder of a clone is taken."
+                f"bench report: {option} {str(folder)!r} is not a folder. Run this in a clone of "
+                "the repository, or give one."
             )
     files = sorted(results.glob("*.json"))
     if not files:
-        raise ConfigError(f"bench report: --results must hold JSON files, got {str(results)!r}.")
+        raise ConfigError(
+            f"bench report: --results {str(results)!r} has no JSON files. Write some with "
+            "openmla bench NAME --json FILE."
+        )
     for file in files:
         try:
             json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"bench report: {file.name} must be JSON: {error}.") from error
+            raise ConfigError(f"bench report: {file.name} is not valid JSON: {error}.") from error
     if find_spec("matplotlib") is None:
-        raise UnsupportedError('bench report: needs matplotlib: pip install "openmla[plot]".')
+        raise UnsupportedError('bench report needs matplotlib: pip install "openmla[plot]".')
     (docs / "images").mkdir(exist_ok=True)
     import_module("openmla.bench.report").write_benchmarks_page(results, docs)
     note(f"wrote {docs / 'benchmarks.md'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,13 @@ from openmla.cli.models import (
     run_once,
 )
 from openmla.cli.prompts import read_prompt
-from openmla.cli.terminal import note, warn
+from openmla.cli.terminal import filled, note, progress, warn
 from openmla.errors import ConfigError, UnsupportedError
+from openmla.plan.explanation import counted
 
 OUTSIDE = 1  # the exit status where a component is outside its budget
 MANY_TOKENS = 2048
-USUAL_TOKENS = 256  # of the demo's prompt, if none is given
+USUAL_TOKENS = 256  # of the demo's own prompt
 
 
 def run_bisect(options: argparse.Namespace) -> int:
@@ -39,9 +39,10 @@ def run_bisect(options: argparse.Namespace) -> int:
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('bisect: --plot needs matplotlib: pip install "openmla[plot]".')
     dump = _read_against(options)
-    own = options.prompt is None and options.model == "demo"
-    prompt = demo_prompt() if own else read_prompt(options.prompt, "bisect")
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    prompt = read_prompt(options.prompt, options.model, "bisect")
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     check_config(checkpoint.config)
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
@@ -50,28 +51,35 @@ def run_bisect(options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(checkpoint.folder)
     tokens = tokenizer.encode(prompt)
     check_tokens(tokens, getattr(config.get_text_config(), "vocab_size", None))
-    if options.prompt is None:
+    if prompt == demo_prompt():
         tokens = tokens[:USUAL_TOKENS]
     warn_of_context(len(tokens), 0, checkpoint.config)
     if len(tokens) > MANY_TOKENS:
-        warn(f"{len(tokens)} tokens take long, by their square; a few hundred are enough")
+        warn(
+            f"{len(tokens):,} tokens take long, because time grows with their square. A few "
+            "hundred are enough"
+        )
     ids = torch.tensor(tokens)
     if dump is not None:
         check_prompt(dump, ids)
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(checkpoint, device, options.dtype, dense=dense)
     reference = reference_of(model)
-    subject = "this package's own step" if dump is None else Path(options.against).name
+    subject = "openmla's own step" if dump is None else Path(options.against).name
     if dump is None:
         run_once(model, checkpoint.folder)
         dump = _own(model, ids.to(device), options)
     verdicts = _judged(reference, dump)
-    print(f"{subject}: {len(ids)} tokens, {len(dump.layers)} layers, against float64\n")
+    found = f"{counted(len(ids), 'token')}, {counted(len(dump.layers), 'layer')}"
+    print(f"{subject}: {found}, compared with float64\n")
     print(table(verdicts))
-    print(f"\n{sentence(verdicts, subject)}")
+    print("\n".join(["", *filled(sentence(verdicts, subject))]))
     if options.plot:
-        draw(verdicts, Path(options.plot), f"{checkpoint.folder.name}: {subject} against float64")
-        note(f"wrote {Path(options.plot).name}")
+        draw(
+            verdicts,
+            Path(options.plot),
+            f"{checkpoint.folder.name}: {subject} compared with float64",
+        )
     if not any(verdict.judged for verdict in verdicts):
         return 2
     return OUTSIDE if any(verdict.wrong for verdict in verdicts) else 0
@@ -84,12 +92,12 @@ def _read_against(options: argparse.Namespace) -> Dump | None:
     for name in ("cache_format", "kv_scale", "save"):
         if getattr(options, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise ConfigError(f"bisect: {option} must not be given with --against.")
+            raise ConfigError(f"bisect: {option} does not apply to --against. Leave it out.")
     return read_dump(options.against)
 
 
 def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
-    note(f"running the prompt, tokens: {len(ids)}, the last ones one by one")
+    note(f"running {counted(len(ids), 'token')}, the last ones one by one")
     dump = record(
         model,
         ids,
@@ -107,12 +115,8 @@ def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
 def _judged(reference: Reference, dump: Dump) -> list[Verdict]:
     """Layer by layer, with progress."""
     verdicts: list[Verdict] = []
-    numbers = dump.layers
-    for verdict in reference.judge(dump):
-        if sys.stderr.isatty() and (not verdicts or verdict.layer != verdicts[-1].layer):
-            line = f"\rlayer {numbers.index(verdict.layer) + 1} of {len(numbers)}"
-            print(line, end="", file=sys.stderr, flush=True)
-        verdicts.append(verdict)
-    if sys.stderr.isatty():
-        print(file=sys.stderr, flush=True)
+    with progress(len(dump.layers)) as advance:
+        for verdict in reference.judge(dump):
+            advance(f"layer {verdict.layer}", dump.layers.index(verdict.layer))
+            verdicts.append(verdict)
     return verdicts

@@ -1,9 +1,8 @@
-"""`openmla calibrate`: the scales of a model's fp8 cache, found on a text, into a file."""
+"""`openmla calibrate`: find scales for a model's fp8 cache on a text, and write them to a file."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,20 @@ from openmla.cli.models import (
     read_config,
     run_once,
 )
-from openmla.cli.terminal import note
+from openmla.cli.terminal import note, progress
 from openmla.errors import ConfigError
 from openmla.integrations import Scales, calibrate
+from openmla.plan.explanation import counted
 
 
 def run_calibrate(options: argparse.Namespace) -> int:
-    """Check everything, load, measure, write, and say what was found."""
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    """Check everything, load, measure, write and print the scales."""
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     device = checked_device(options.device)
     if options.text is None and options.model != "demo":
-        raise ConfigError(
-            "calibrate: --text must be a file, got none. Only the demo brings its own."
-        )
+        raise ConfigError("calibrate: no text is given. Pass --text FILE; only the demo has one.")
     text = read_text("calibrate: --text", options.text) if options.text else demo_text()
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
@@ -45,37 +45,29 @@ def run_calibrate(options: argparse.Namespace) -> int:
     scales = calibrate_on(model, windows, options.headroom)
     scales.save(options.out)
     print_scales(scales, options.headroom)
-    note(f"wrote {Path(options.out).name}: scales of {len(scales.layers)} layers")
-    note(f"to use them: openmla generate ... --cache-format fp8 --kv-scale {options.out}")
+    note(f"wrote {Path(options.out).name}: scales of {counted(len(scales.layers), 'layer')}")
+    note(f"to use them: openmla generate MODEL --cache-format fp8 --kv-scale {options.out}")
     return 0
 
 
 def calibrate_on(model: Any, windows: Tensor, headroom: float) -> Scales:
-    """A window at a time, with progress."""
-    found = calibrate(model, _shown(windows), headroom=headroom)
+    """Chunk by chunk, with progress."""
+    count = len(windows)
+    with progress(count) as advance:
+
+        def chunks() -> Iterator[Tensor]:
+            for done, window in enumerate(windows):
+                advance(f"calibrating on chunk {done + 1} of {count}", done)
+                yield window[None]
+
+        found = calibrate(model, chunks(), headroom=headroom)
     assert isinstance(found, Scales)
     return found
 
 
-def _shown(windows: Tensor) -> Iterator[Tensor]:
-    """A bar on the error stream: what is done, of how much."""
-    count = len(windows)
-    for done, window in enumerate(windows):
-        if sys.stderr.isatty():
-            _draw(done, count, "")
-        yield window[None]
-    _draw(count, count, "\n")
-
-
-def _draw(done: int, count: int, end: str) -> None:
-    bar = ("#" * (20 * done // count)).ljust(20, ".")
-    line = f"\rcalibrate [{bar}] {done} of {count} stretches of text"
-    print(line, end=end, file=sys.stderr, flush=True)
-
-
 def print_scales(scales: Scales, headroom: float) -> None:
-    """Of every layer, apart and together."""
-    print(f"scales: powers of two that hold {headroom:g} times the largest value seen")
+    """A line for each layer."""
+    print(f"scales: powers of two that cover {headroom:g} times the largest value seen")
     print(f"{'layer':<28}{'latent':>12}{'k_pe':>12}{'latent, k_pe':>14}{'query':>12}")
     for place, each in scales.layers.items():
         k_pe, q = ("-" if one is None else f"{one:.4g}" for one in (each.k_pe, each.q))

@@ -1,4 +1,4 @@
-"""What is asked of a command, looked at before weights load: texts, device, backend, checkpoint."""
+"""Checks of what a command is given, before weights load: texts, device, backend, checkpoint."""
 
 from __future__ import annotations
 
@@ -43,14 +43,20 @@ class Checkpoint(NamedTuple):
 def open_checkpoint(
     name: str, *, allow_pickle: bool = False, revision: str | None = None
 ) -> Checkpoint:
-    """The checkpoint behind --model: "demo", a folder, or an id of a hub. No tensor is read."""
+    """The checkpoint behind --model: "demo", a folder, or a Hub model ID. No tensor is read."""
     folder = DEMO if name == "demo" else Path(name)
     if is_hub_id(name):
         folder = fetched(name, revision=revision, allow_pickle=allow_pickle)
     elif revision is not None:
-        raise ConfigError(f"--revision must be of a model of a hub, got one for {name!r}.")
+        raise ConfigError(
+            f"--revision {revision!r} applies to models of the Hugging Face Hub, and {name!r} is "
+            "local. Leave it out."
+        )
     if not os.path.isfile(folder / "config.json"):  # False also for names no file can have
-        raise ConfigError(f"--model must be demo or a folder with config.json, got {name!r}.")
+        raise ConfigError(
+            f"model {name!r} is neither demo nor a folder with config.json. Check the path, or "
+            "give a Hugging Face model ID (owner/name)."
+        )
     config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
     files = _weight_files(folder, allow_pickle)
     tensors: dict[str, Stored] = {}
@@ -73,15 +79,17 @@ def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
         for file in files:
             if not file.is_file():
                 raise ConfigError(
-                    f"{called(folder)}: {INDEX} must name files that are there, got {file.name!r}. "
-                    "Copy the missing file."
+                    f"{called(folder)}: {INDEX} names {file.name!r}, which is missing. Copy that "
+                    "file into the folder."
                 )
         return files
     if not any((folder / name).exists() for name in PICKLES):
-        raise ConfigError(f"{called(folder)}: weights must be {SINGLE} or {INDEX}, got neither.")
+        raise ConfigError(
+            f"{called(folder)}: the folder has no weights. Add {SINGLE}, or {INDEX} and its files."
+        )
     if not allow_pickle:
         raise UnsupportedError(
-            f"{called(folder)}: weights are pickles only, and a pickle can run any code. "
+            f"{called(folder)}: the weights are pickles, and a pickle can run any code. "
             "Give --allow-pickle if you trust them."
         )
     return ()
@@ -127,12 +135,12 @@ def read_text(option: str, name: str) -> str:
         text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"{option} must be a file that can be read, got {name!r}: {error.strerror}."
+            f"{option}: {name!r} cannot be read: {error.strerror}. Give a text file."
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{option} must be text in UTF-8, got {name!r}: {error}.") from error
+        raise ConfigError(f"{option}: {name!r} is not text in UTF-8: {error}.") from error
     if not text:
-        raise ConfigError(f"{option} must not be an empty file, got {name!r}.")
+        raise ConfigError(f"{option}: {name!r} is empty. Give a file with text.")
     return text
 
 
@@ -144,20 +152,22 @@ def checked_device(name: str | None) -> str:
         device = torch.device(name)
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"--device must be one of torch's, such as cpu or cuda:0, got {name!r}."
+            f"--device {name!r} is not a device of PyTorch. Give one such as cpu or cuda:0."
         ) from error
     if device.type == "meta":
-        raise ConfigError("--device must have memory, got 'meta'.")
+        raise ConfigError("--device meta has no memory. Give one such as cpu or cuda:0.")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError(
-            f"--device {name} needs a GPU that torch sees; openmla doctor tells more."
+            f"--device {name} needs a GPU, and PyTorch finds none. Run openmla doctor."
         )
     try:
         torch.zeros(1, device=device)
     except Exception as error:  # every device fails in its own way
         reason = str(error).strip().splitlines() or [type(error).__name__]
         first = reason[0].split(". ")[0].rstrip(".")
-        raise UnsupportedError(f"--device {name} cannot be used here: {first}.") from error
+        raise UnsupportedError(
+            f"--device {name} cannot be used: {first}. Give one such as cpu or cuda:0."
+        ) from error
     return name
 
 
@@ -181,9 +191,9 @@ def check_backend(name: BackendChoice, device: str, format: str | None) -> None:
 def check_tokens(tokens: list[int], vocab_size: Any) -> None:
     """What a tokenizer made of a text is what the model has embeddings for."""
     if not tokens:
-        raise ConfigError("the text must have at least one token, got none.")
+        raise ConfigError("the text has no tokens. Give a longer one.")
     if isinstance(vocab_size, int) and max(tokens) >= vocab_size:
         raise ConfigError(
-            f"tokens must be below the model's vocab_size of {vocab_size}, got {max(tokens)}. "
-            "The folder needs the model's own tokenizer."
+            f"token {max(tokens)} of the text is outside the model's vocab_size of {vocab_size}. "
+            "Put the model's own tokenizer into the folder."
         )

@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from openmla.cli.terminal import filled
+
+if TYPE_CHECKING:
+    from openmla.cli.gpus import GPU
 
 PACKAGES = (
     "openmla",
@@ -26,12 +31,10 @@ PACKAGES = (
     "safetensors",
     "flash_mla",
 )
-WIDTH = 100  # of the report's lines
-# Of A100, RTX 3090, RTX 4090, H100 and H200, B200, RTX 5090, DGX Spark.
-MULTIPROCESSORS = {
-    "sm_80": 108, "sm_86": 82, "sm_89": 128, "sm_90": 132, "sm_100": 148, "sm_120": 170,
-    "sm_121": 48,
-}  # fmt: skip
+# The lowest and the highest version that tests have run with; bench/results/compatibility.json has
+# the runs. vLLM's are in openmla.integrations.vllm.
+TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.22")}
+DENSE_DECODE = "mqa_paged"  # the row that the verdict names
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
 ISA_VALUE = "AVX512_CORE_BF16"
 MATMUL = (
@@ -42,16 +45,25 @@ MATMUL = (
 
 def run_doctor(arguments: Sequence[str]) -> int:
     """Print the report, which always succeeds, or compile."""
+    from openmla.cli.gpus import GPUS, TARGETS, target
     from openmla.cli.options import Parser
 
-    parser = Parser(prog="openmla doctor", description="What this machine can run, and why not.")
+    parser = Parser(
+        prog="openmla doctor",
+        description="Report what this machine can run, and why not the rest.",
+    )
+    known = f"a GPU ({', '.join(GPUS)}) or a target ({', '.join(TARGETS)})"
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "--target", metavar="TARGET", help="which kernels a GPU would run, such as sm_80"
-    )
+        "--target", type=target, metavar="GPU",
+        help=f"report for a GPU that this machine need not have, {known} (default: this machine)",
+    )  # fmt: skip
     parser.add_argument(
-        "--compile", metavar="TARGET", help="compile every kernel: all, or one such as sm_90"
-    )
+        "--compile", type=lambda text: text if text == "all" else target(text).target,
+        metavar="GPU",
+        help="compile every kernel, for a GPU or target as of --target, or for all of them (all); "
+        "this needs no GPU",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if options.compile:
         from openmla.cli.compile import run_compile
@@ -65,31 +77,113 @@ def run_doctor(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of_target(target: str) -> list[str]:
+def _of_target(gpu: GPU) -> list[str]:
     """The ops section for a GPU that need not be there."""
-    from openmla.errors import ConfigError
+    rows = ops_on(gpu)
+    units = f"{gpu.multiprocessors} multiprocessors"
+    lines = filled(f"{gpu.title} ({gpu.target}): {_summary(rows)}")
+    lines += filled(_status(gpu.target))
+    title = f"ops on {gpu.target}, {units} (bf16, DeepSeek shapes)"
+    return lines + _section(title, {op: _backends(cells) for op, cells in rows.items()})
 
-    if target not in MULTIPROCESSORS:
-        raise ConfigError(
-            f"doctor: --target must be one of {', '.join(MULTIPROCESSORS)}, got {target!r}."
-        )
-    digits = int(target.removeprefix("sm_"))
-    rows = ops_of("cuda", divmod(digits, 10), MULTIPROCESSORS[target])
-    title = f"ops on {target}, {MULTIPROCESSORS[target]} multiprocessors (bf16, DeepSeek's shapes)"
-    return _section(title, {op: _backends(cells) for op, cells in rows.items()})[1:]
+
+def ops_on(gpu: GPU) -> dict[str, dict[str, str]]:
+    """ops_of() for a GPU of the table. Backends see chips of NVIDIA; of AMD's, Triton's kernels."""
+    if gpu.target.startswith("sm_"):
+        digits = int(gpu.target.removeprefix("sm_"))
+        return ops_of("cuda", divmod(digits, 10), gpu.multiprocessors)
+    rows = ops_of("cuda", None, gpu.multiprocessors)
+    others = "runs on NVIDIA GPUs only"
+    portable = ("triton", "reference")
+    return {
+        op: {name: cell for name, cell in cells.items() if name in portable}
+        | {name: others for name in cells if name not in portable}
+        for op, cells in rows.items()
+    }
+
+
+def _status(target: str) -> str:
+    from openmla.cli.gpus import RAN
+
+    return f"Kernels for {target}: {RAN.get(target, 'compiled, never run')}."
+
+
+def _summary(rows: dict[str, dict[str, str]]) -> str:
+    """Which backend decodes, and how many ops run, by kernels or the reference."""
+    first = {row: next((n for n in cells if _runs(cells[n])), None) for row, cells in rows.items()}
+    ops: dict[str, set[str | None]] = {}
+    for row, name in first.items():
+        ops.setdefault(row.split()[0], set()).add(name)
+    running = [names for names in ops.values() if None not in names]
+    slow = sum("reference" in names for names in running)
+    by = first[DENSE_DECODE]
+    kernel = rows[DENSE_DECODE][by][5:] if by else ""
+    decode = f"dense decode by {by}{f' ({kernel})' if kernel else ''}" if by else "no dense decode"
+    reference = f" ({slow} by the slow PyTorch reference)" if slow else ""
+    return f"{decode}, {len(running)} of {len(ops)} ops run{reference}."
+
+
+def _runs(cell: str) -> bool:
+    return cell.startswith("yes")
 
 
 def examine() -> dict[str, Any]:
-    """Every probe's answer, or a sentence that starts with `failed:`."""
-    return {
+    """Every probe's answer, or a sentence that starts with `failed:`; and the verdict on them."""
+    report = {
         "machine": _guarded(_machine),
         "packages": _guarded(_packages),
         "vllm": _guarded(_vllm),
         "gpus": _guarded(_gpus),
         "cpu_bf16": _guarded(_cpu_bf16),
         "ops": _guarded(_ops),
+        "untested": _guarded(_untested),
         "advice": _guarded(_advice),
     }
+    return {"verdict": verdict(report), **report}
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """A report in a few sentences: where it runs, by what, and what stands in the way."""
+    ops, gpus, untested = report["ops"], report["gpus"], report["untested"]
+    lines = []
+    if isinstance(ops, str) or isinstance(gpus, str):
+        lines.append("What runs is unknown, because a check failed. See below.")
+    elif not gpus or "cuda" not in ops:
+        lines.append(f"CPU only: {_summary(ops['cpu'])} No GPU found.")
+    else:
+        target = gpus[0]["architecture"].replace("SM", "sm_")
+        lines += [f"{gpus[0]['name']} ({target}): {_summary(ops['cuda'])}", _status(target)]
+    if report["advice"] is not None:
+        lines.append(f"{report['advice']}.")
+    lines.append(f"bf16 on this CPU: {report['cpu_bf16']}.")
+    if isinstance(untested, str):
+        lines.append(f"Versions: {untested}.")
+    elif untested:
+        found = ", ".join(f"{name} {text}" for name, text in untested.items())
+        lines.append(f"Untested versions: {found}.")
+    else:
+        lines.append("All versions are within the tested ranges.")
+    return lines
+
+
+def _untested() -> dict[str, str]:
+    """Packages whose version is outside the range that tests ran with, and that range."""
+    from openmla.integrations.vllm import KNOWN, installed
+
+    found = {}
+    for name, (oldest, newest) in TESTED.items():
+        version = _packages()[name]
+        if version and not _numbers(oldest) <= _numbers(version) <= _numbers(newest):
+            found[name] = f"{version} (tested: {oldest} to {newest})"
+    vllm = installed()
+    if vllm is not None and not vllm[1].startswith(KNOWN):
+        found["vllm"] = f"{vllm[1]} (tested: {', '.join(start + 'x' for start in KNOWN)})"
+    return found
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """2.13.0+cpu as (2, 13)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _guarded(probe: Callable[[], Any]) -> Any:
@@ -131,7 +225,7 @@ def _packages() -> dict[str, str | None]:
     if found["openmla"] is None:
         from openmla import __version__
 
-        found["openmla"] = f"{__version__}, not installed: run from its folder"
+        found["openmla"] = f"{__version__} (not installed, running from the source folder)"
     if found["triton"] is None and find_spec("triton") is not None:  # ROCm's and XPU's wheels
         from openmla.backends.requirements import version_of
 
@@ -140,7 +234,7 @@ def _packages() -> dict[str, str | None]:
 
 
 def _vllm() -> str | None:
-    """Which vLLM is there, and whether openmla takes part in it; None where there is none."""
+    """vLLM's version, and whether the plugin is active; None where there is no vLLM."""
     from openmla.integrations.vllm import installed, why_not
 
     found = installed()
@@ -153,7 +247,8 @@ def _vllm() -> str | None:
         reason = "openmla is not installed as a package, so vLLM does not find it."
     if reason is None and allowed is not None and "openmla" not in allowed.split(","):
         reason = f"openmla is not in VLLM_PLUGINS={allowed}."
-    return f"{' '.join(found)}: {reason or 'openmla serves with --attention-backend CUSTOM'}"
+    active = "the openmla plugin is active. Select it with --attention-backend CUSTOM"
+    return f"{' '.join(found)}: {reason or active}"
 
 
 def _advice() -> str | None:
@@ -194,8 +289,8 @@ def _cpu_bf16() -> str:
         return f"works with {ISA_SWITCH}={setting}" if setting else "works"
     if _matmul_survives({**os.environ, ISA_SWITCH: ISA_VALUE}):
         cure = f"export {ISA_SWITCH}={ISA_VALUE}"
-        return f"dies with an illegal instruction; before Python starts: {cure}"
-    return f"dies with an illegal instruction, also with {ISA_SWITCH}={ISA_VALUE}; use float32"
+        return f"dies with an illegal instruction. Before you start Python: {cure}"
+    return f"dies with an illegal instruction, also with {ISA_SWITCH}={ISA_VALUE}. Use float32"
 
 
 def cpu_bf16_works() -> bool:
@@ -310,56 +405,46 @@ def problem_of(
 
 def render(report: dict[str, Any]) -> str:
     """The report as text for a person."""
-    lines: list[str] = []
-    for title in ("machine", "packages"):
-        lines += _section(title, report[title])
+    lines = [line for sentence in report["verdict"] for line in filled(sentence)]
+    lines += _section("machine", report["machine"])
+    packages, untested = report["packages"], report["untested"]
+    if isinstance(packages, dict) and isinstance(untested, dict):
+        packages = packages | {name: f"{text}, untested" for name, text in untested.items()}
+    lines += _section("packages", packages)
     if report["vllm"] is not None:
         lines += _section("vllm", report["vllm"])
     gpus = report["gpus"]
     if gpus == []:
-        gpus = "none that torch sees; everything here runs on the CPU too"
+        gpus = "none found by PyTorch; every op also runs on the CPU"
     if isinstance(gpus, str):
         lines += _section("gpus", gpus)
     else:
         for index, gpu in enumerate(gpus):
             lines += _section(f"gpu {index}", gpu)
-    lines += _section("bf16 matrix products on this CPU", report["cpu_bf16"])
     ops = report["ops"]
     if isinstance(ops, str):
         lines += _section("ops", ops)
     for device, rows in {} if isinstance(ops, str) else ops.items():
-        title = f"ops on {device} (bf16, DeepSeek's shapes; the first backend named is taken)"
+        title = f"ops on {device} (bf16, DeepSeek shapes; the first backend listed is used)"
         lines += _section(title, {op: _backends(cells) for op, cells in rows.items()})
-    if report["advice"] is not None:
-        lines += _section("advice", report["advice"])
-    return "\n".join(lines).lstrip("\n")
+    return "\n".join(lines)
 
 
 def _section(title: str, content: Any) -> list[str]:
     """A title and, indented under it, a text or named values, none wider than a terminal."""
     if isinstance(content, str):
-        return ["", title, *_wrapped("  ", content)]
-    width = max(map(len, content), default=0)
+        return ["", title, *filled(content, "  ")]
+    column = max(map(len, content), default=0)
     lines = ["", title]
     for name, value in content.items():
         text = "not installed" if value is None else str(value)
-        lines += _wrapped(f"  {name:<{width}}  ", text)
+        lines += filled(text, f"  {name:<{column}}  ")
     return lines
-
-
-def _wrapped(start: str, text: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_on_hyphens=False,
-    ) or [start.rstrip()]
 
 
 def _backends(cells: dict[str, str]) -> str:
     """Those that can, best first, then why the others cannot."""
-    able = {name: cell for name, cell in cells.items() if cell.startswith("yes")}
+    able = {name: cell for name, cell in cells.items() if _runs(cell)}
     others = [f"not {name}: {cell}" for name, cell in cells.items() if name not in able]
     shown = ", ".join(
         f"{name} ({cell[5:]})" if cell != "yes" else name for name, cell in able.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -31,21 +31,23 @@ from openmla.cli.models import (
     read_config,
     run_once,
 )
-from openmla.cli.terminal import note, shows_progress, warn
+from openmla.cli.pictures import COLORS, INK, picture
+from openmla.cli.terminal import note, progress, shows_progress, warn
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError, UnsupportedError
-from openmla.integrations import Scales
 from openmla.integrations.transformers import attach, detach
 from openmla.layers.measure import HEADROOM
+from openmla.plan.explanation import counted
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8_dsv4")
 SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale 1
 # Tokens per forward pass: all keys but these come out of the cache, through its format.
 CHUNK = 64
-EIGHT_BITS = "fp8-weights"  # a row of its own: what is absorbed, not what is cached
-PLAIN = "transformers"  # a row of its own beside a picture: the model as it is, with its own cache
-QUERIES = "fp8-queries"  # and one of what meets fp8+scales
-FP8_PREFILL = "fp8-prefill"  # likewise: what is expanded
+# Rows that are no cache formats.
+EIGHT_BITS = "fp8-weights"  # the model's own format, kv_b_proj in fp8 wherever it is absorbed
+QUERIES = "fp8-queries"  # fp8+scales, and absorbed queries in fp8
+FP8_PREFILL = "fp8-prefill"  # the model's own format, expanded heads in fp8
+PLAIN = "transformers"  # the model as it is, with its own cache; only with a picture
 
 
 class Result(NamedTuple):
@@ -59,15 +61,18 @@ class Result(NamedTuple):
 
 def run_eval(options: argparse.Namespace) -> int:
     """Check everything, measure every combination, print a table and a small plot."""
-    checkpoint = open_checkpoint(options.model, allow_pickle=options.allow_pickle)
+    checkpoint = open_checkpoint(
+        options.model, allow_pickle=options.allow_pickle, revision=options.revision
+    )
     device = checked_device(options.device)
     if options.text is None and options.model != "demo":
-        raise ConfigError("eval: --text must be a file, got none. Only the demo brings its own.")
+        raise ConfigError("eval: no text is given. Pass --text FILE; only the demo has one.")
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('eval: --plot needs matplotlib: pip install "openmla[plot]".')
     text = read_text("eval: --text", options.text) if options.text else demo_text()
     config = read_config(checkpoint.folder)
     check_attention(options.attention, config)
+    index = {"index_format": options.index_format}
     formats = chosen_formats(options.formats, options.index_format, checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.folder)
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
@@ -76,37 +81,40 @@ def run_eval(options: argparse.Namespace) -> int:
         len(tokenizer.decode(row[1:].tolist(), skip_special_tokens=True).encode())
         for row in windows
     )
+    if options.formats is None and checkpoint.config.compressor is None:
+        formats += [EIGHT_BITS, QUERIES, FP8_PREFILL]
+    formats += [PLAIN] if options.plot else []
     results: list[Result] = []
-    for attention in [options.attention] if options.attention else attentions(config):
-        model = load_model(checkpoint, device, options.dtype, dense=attention == "dense")
-        run_once(model, checkpoint.folder)
-        for format in formats:
-            scales: Scales | float | None = 1.0 if format == "fp8" else None
-            if format == SCALED:
-                scales = calibrate_on(model, windows[:1], HEADROOM)
-            attach(
-                model,
-                cache_format=format_of(format),
-                kv_scale=scales,
-                index_format=options.index_format,
-            )
-            results.append(measure(model, windows.to(device), attention, format))
-            detach(model)
-        if options.formats is None and checkpoint.config.compressor is None:
-            results.append(measure_eight_bits(model, windows.to(device), attention, options))
-            results.append(measure_queries(model, windows.to(device), attention, options))
-            results.append(measure_fp8_prefill(model, windows.to(device), attention, options))
-        if options.plot:
-            results.append(measure(model, windows.to(device), attention, PLAIN))
-        if options.plot and attention == "sparse":
-            title = f"{called(checkpoint.folder)}: which keys each layer chooses"
-            draw_keys(model, windows[0], checkpoint.config, options, title)
+    forms = [options.attention] if options.attention else attentions(config)
+    watched, context = shows_progress(), windows.shape[1]
+    with progress(len(forms) * len(formats) * context) as advance:
+        for attention in forms:
+            advance(f"{attention}: loading the model", len(results) * context)
+            model = load_model(checkpoint, device, options.dtype, dense=attention == "dense")
+            run_once(model, checkpoint.folder)
+            for format in formats:
+                row = f"{attention} {format}, {len(results) + 1} of {len(forms) * len(formats)}"
+                if not watched:
+                    note(f"measuring {row}")
+
+                def tell(tokens: int, row: str = row, done: int = len(results) * context) -> None:
+                    advance(row, done + tokens)
+
+                tell(0)
+                if format != PLAIN:
+                    attach(model, **options_of(format, model, windows), **index)
+                results.append(measure(model, windows.to(device), attention, format, tell))
+                if format != PLAIN:
+                    detach(model)
+            if options.plot and attention == "sparse":
+                title = f"{called(checkpoint.folder)}: which keys each layer selects"
+                draw_keys(model, windows[0], checkpoint.config, options, title)
     print_table(results, num_bytes)
     print_curves(results)
     if options.plot:
-        count, context = windows.shape
-        tokens = f"{count} window{'s' * (count > 1)} of {context} tokens"
-        title = f"{called(checkpoint.folder)}: what a cache format costs, {tokens}"
+        count = len(windows)
+        title = f"{called(checkpoint.folder)}: bits per byte by cache format"
+        title += f", {counted(count, 'chunk')} of {counted(context, 'token')}"
         draw(results, num_bytes, Path(options.plot), title)
     return 0
 
@@ -122,8 +130,8 @@ def draw_keys(
     ratio = 1 if config.compressor is None else INDEXED_RATIO
     if len(tokens) <= config.indexer.topk * ratio:
         warn(
-            f"no picture of chosen keys: {len(tokens)} tokens see no more than the "
-            f"{config.indexer.topk} that a layer may choose. Give a longer --context"
+            f"no picture of selected keys: {counted(len(tokens), 'token')} see no more than the "
+            f"{config.indexer.topk} keys that a layer may select. Give a longer --context"
         )
         return
     found = look(model, tokens, config, index_format=options.index_format)
@@ -144,15 +152,33 @@ def format_of(name: str) -> str:
     return "fp8" if name == SCALED else name
 
 
+def options_of(format: str, model: Any, windows: Tensor) -> dict[str, Any]:
+    """attach()'s arguments behind a row of the table."""
+    if format in (SCALED, QUERIES):
+        scaled = {"cache_format": "fp8", "kv_scale": calibrate_on(model, windows[:1], HEADROOM)}
+        return scaled | ({"query_dtype": "fp8"} if format == QUERIES else {})
+    others: dict[str, dict[str, Any]] = {
+        "fp8": {"cache_format": "fp8", "kv_scale": 1.0},
+        EIGHT_BITS: {"absorbed_format": "fp8"},
+        FP8_PREFILL: {"prefill_dtype": "fp8"},
+    }
+    return others.get(format, {"cache_format": format})
+
+
 @torch.no_grad()
 def measure(
-    model: Any, windows: Tensor, attention: str, format: str, chunk: int | None = None
+    model: Any,
+    windows: Tensor,
+    attention: str,
+    format: str,
+    tell: Callable[[int], None] = lambda tokens: None,
 ) -> Result:
-    """All windows side by side, in chunks, so that the context is read from the cache."""
-    chunk = chunk or CHUNK
+    """All chunks of text side by side, CHUNK tokens at a time, so that the context is read from the
+    cache; fp8-prefill in one pass, for a few tokens over a context are absorbed. `tell` is called
+    with the tokens of context that are done."""
     past, parts = DynamicCache(config=model.config), []
-    last = None
-    context = windows.shape[1]
+    last, context = None, windows.shape[1]
+    chunk = context if format == FP8_PREFILL else CHUNK
     for start in range(0, context, chunk):
         ids = windows[:, start : start + chunk]
         logits = model(ids, past_key_values=past, use_cache=True).logits.float()
@@ -163,47 +189,9 @@ def measure(
         last = logits[:, -1:]
         losses = F.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
         parts.append(losses.view(targets.shape).cpu() / math.log(2))
-        done = min(start + chunk, context)
-        if done == context or shows_progress():
-            line = f"\r{attention} {format}: {done} of {context} tokens"
-            print(line, end="\n" if done == context else "", file=sys.stderr, flush=True)
+        tell(min(start + chunk, context))
     used = cache_bytes(model, past) / windows.numel()
     return Result(attention, format, torch.cat(parts, 1), used)
-
-
-def measure_eight_bits(
-    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
-) -> Result:
-    """The model's own cache format, and kv_b_proj in eight bits wherever it is absorbed."""
-    attach(model, index_format=options.index_format, absorbed_format="fp8")
-    result = measure(model, windows, attention, EIGHT_BITS)
-    detach(model)
-    return result
-
-
-def measure_queries(
-    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
-) -> Result:
-    """fp8 rows with calibrated scales, and absorbed queries in fp8 as well."""
-    scales = calibrate_on(model, windows[:1].cpu(), HEADROOM)
-    attach(
-        model, cache_format="fp8", kv_scale=scales, index_format=options.index_format,
-        query_dtype="fp8",
-    )  # fmt: skip
-    result = measure(model, windows, attention, QUERIES)
-    detach(model)
-    return result
-
-
-def measure_fp8_prefill(
-    model: Any, windows: Tensor, attention: str, options: argparse.Namespace
-) -> Result:
-    """The model's own cache format, and expanded heads in e4m3: windows in one pass, for a few
-    tokens over a context are absorbed."""
-    attach(model, index_format=options.index_format, prefill_dtype="fp8")
-    result = measure(model, windows, attention, FP8_PREFILL, chunk=windows.shape[1])
-    detach(model)
-    return result
 
 
 def print_table(results: list[Result], num_bytes: int) -> None:
@@ -211,15 +199,15 @@ def print_table(results: list[Result], num_bytes: int) -> None:
     base = first.bits.sum().item()
     windows, tokens = first.bits.shape
     whole = f"; {FP8_PREFILL} in one pass" if any(r.format == FP8_PREFILL for r in results) else ""
-    at_once = f"{CHUNK} at a time, context from the cache"
-    print(f"\n{windows} windows of {tokens + 1} tokens, {at_once}{whole}")
-    against = f"against {first.attention} {first.format}"
+    at_once = f"{CHUNK} at a time with context from the cache"
+    print(f"\n{counted(windows, 'chunk')} of {counted(tokens + 1, 'token')}, {at_once}{whole}")
+    against = f"vs {first.attention} {first.format}"
     print(f"{'attention':<11}{'cache':<14}{'bytes/token':>12}{'bits/byte':>11}  {against}")
     for result in results:
         bits = result.bits.sum().item()
         print(
             f"{result.attention:<11}{result.format:<14}{result.bytes_per_token:>12.1f}"
-            f"{bits / num_bytes:>11.4f}  {100 * (bits / base - 1):+.3f} %"
+            f"{bits / num_bytes:>11.4f}  {100 * (bits / base - 1):+.3f}%"
         )
 
 
@@ -243,44 +231,40 @@ def print_curves(results: list[Result]) -> None:
         print(f"{result.attention + ' ' + result.format:<22}{drawn}  {numbers}")
 
 
-COLOURS = ("#3b5bbf", "#d9822b", "#2e8b57", "#8e44ad", "#c0392b", "#16a2b8", "#b8860b", "#444444")
-
-
 def draw(results: list[Result], num_bytes: int, path: Path, title: str) -> None:
-    """Bytes of cache against bits per byte: a mark per format, beside plain transformers.
+    """Bytes of cache against bits per byte: a mark per format, compared with plain transformers.
 
     Marks are rings, the later ones smaller: formats that coincide are seen within each other.
     """
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.8))
     names = list(dict.fromkeys(result.format for result in results))
     marks = {"dense": "o", "sparse": "s"}
     sizes = {name: 17 - 13 * i / max(len(names) - 1, 1) for i, name in enumerate(names)}
-    given = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    for result in results:
-        bits, name = result.bits.sum().item() / num_bytes, result.format
-        axes.plot(
-            result.bytes_per_token, bits, marks[result.attention], mfc="none", mew=1.8,
-            mec=given[name], ms=sizes[name],
-        )  # fmt: skip
-    legend = [
-        Line2D([], [], ls="", marker="o", mfc="none", mew=1.8, mec=given[name], ms=sizes[name],
-               label="plain transformers" if name == PLAIN else name)
-        for name in names
-    ]  # fmt: skip
-    for attention in dict.fromkeys(result.attention for result in results):
-        mark = {"marker": marks[attention], "mfc": "none", "mec": "black"}
-        legend.append(Line2D([], [], ls="", **mark, label=f"{attention} attention"))
-    axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1), labelspacing=1.1)
-    axes.set_xlim(0, 1.1 * max(result.bytes_per_token for result in results))
-    axes.margins(y=0.12)
-    axes.ticklabel_format(useOffset=False)
-    axes.set(xlabel="cache, bytes per token of context, all layers", ylabel="bits per byte of text")
-    axes.set_title(f"{title}\n(left and low is better)", fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    note(f"wrote {path.name}")
+    colors = dict(zip(names, COLORS, strict=False))
+    with picture(path, 5.6, f"{title}\n(left and low is better)") as figure:
+        axes = figure.subplots()
+        for result in results:
+            bits, name = result.bits.sum().item() / num_bytes, result.format
+            axes.plot(
+                result.bytes_per_token, bits, marks[result.attention], mfc="none", mew=1.8,
+                mec=colors[name], ms=sizes[name],
+            )  # fmt: skip
+        ring = {"ls": "", "mfc": "none", "mew": 1.8}
+        legend = [
+            Line2D([], [], marker="o", mec=colors[name], **ring,
+                   label="plain transformers" if name == PLAIN else name)
+            for name in names
+        ]  # fmt: skip
+        for attention in dict.fromkeys(result.attention for result in results):
+            mark = marks[attention]
+            legend.append(
+                Line2D([], [], marker=mark, mec=INK, **ring, label=f"{attention} attention")
+            )
+        figure.legend(handles=legend, loc="outside lower center", ncols=3)
+        axes.set_xlim(0, 1.1 * max(result.bytes_per_token for result in results))
+        axes.margins(y=0.12)
+        axes.ticklabel_format(useOffset=False)
+        axes.set_xlabel("cache, bytes per token of context, all layers")
+        axes.set_ylabel("bits per byte of text")
+        axes.grid()

@@ -1,11 +1,10 @@
-"""`openmla generate`: text from a Hugging Face MLA model, as it comes, and how it compares."""
+"""`openmla generate`: streamed text from a Hugging Face MLA model, and how it compares."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from openmla.cli.models import (
 )
 from openmla.cli.prompts import Messages, check_chat, encode, encode_chat, messages, read_prompts
 from openmla.cli.streaming import PrefillProgress, Watch
-from openmla.cli.terminal import note, quiet, show, warn
+from openmla.cli.terminal import filled, note, quiet, show, warn
 from openmla.config import MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
@@ -42,8 +41,8 @@ SHOWN = 300  # characters of a long prompt
 DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
 BOLD, DIM = "1", "2"  # of a terminal's escape sequences
 COUNTS = (
-    "prefill: all tokens of a prompt over the time until the first new one is there; decode: new "
-    "tokens after the first over the time after it. Loading and a first short pass do not count."
+    "prefill = prompt tokens / time to first token; decode = later tokens / time after the first. "
+    "Excludes model loading and a short warm-up pass."
 )
 
 
@@ -154,7 +153,7 @@ def generate_all(
     two = {**setting.choice, "arguments": {**setting.choice["arguments"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and setting.device.type == "cuda"
     if timed_on_gpu:
-        note("two tokens beforehand, while which kernels are compiled")
+        note("warming up with two tokens, while kernels are compiled")
         generate_once(setting._replace(choice=two), encoded[0])
     ours = []
     for number, (prompt, tokens) in enumerate(zip(prompts, encoded, strict=True)):
@@ -167,7 +166,7 @@ def generate_all(
     detach(model)
     theirs = []
     if options.compare:
-        note("the same again with plain transformers")
+        note("running plain transformers for comparison")
         if timed_on_gpu:
             generate_once(setting._replace(choice=two), encoded[0])
         theirs = [generate_once(setting, tokens) for tokens in encoded]
@@ -180,7 +179,7 @@ def generate_all(
     runs = {"openmla": together(ours)} | ({"transformers": together(theirs)} if theirs else {})
     print(f"\n{heading('times')}")
     print_table(runs)
-    print(f"\nmemory beside weights, with openmla\n{memory}")
+    print(f"\nmemory besides weights, with openmla\n{memory}")
     print(f"\nlast step ({dtype})")
     show(explanation)
     if isinstance(plan, Plan) and plan.select is not None:
@@ -212,10 +211,10 @@ def hold_chat(setting: Setting, options: argparse.Namespace) -> int:
 
 
 def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
-    """Past a model's context text gets worse."""
+    """Past a model's context, text gets worse."""
     if prompt + new > config.max_positions:
         warn(
-            f"{prompt + new} tokens with the prompt, more than the model's context of "
+            f"{prompt + new} tokens, the prompt's included, exceed the model's context of "
             f"{config.max_positions}"
         )
 
@@ -244,7 +243,7 @@ def keys_attended(plan: Plan) -> str:
     assert plan.select is not None and plan.config.indexer is not None
     K, last = plan.config.indexer.topk, int(plan.select.row_lens[-1])
     return (
-        f"Each query attended to {K} keys at most, as its indexer chose; "
+        f"Each query attended to at most {K} keys, selected by the indexer; "
         f"the last one to {min(K, last)} of {last}."
     )
 
@@ -261,7 +260,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     arguments["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
-        note(f"choosing at temperature {temperature}, seed {options.seed}")
+        note(f"sampling at temperature {temperature}, seed {options.seed}")
     return {"seed": options.seed, "arguments": arguments}
 
 
@@ -334,7 +333,7 @@ def print_table(runs: dict[str, Run]) -> None:
         rows["peak memory"] = [f"{run.peak_bytes / 2**20:.0f} MiB" for run in each]
     for name, cells in rows.items():
         print(f"{name:<24}" + "".join(f"{cell:>16}" for cell in cells))
-    print(textwrap.fill(COUNTS, 100))
+    print("\n".join(filled(COUNTS)))
 
 
 def as_json(
@@ -371,7 +370,7 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 
 def verdict(ours: Run, theirs: Run) -> str:
-    """What was faster and by how much, in two plain sentences."""
+    """How many tokens agree, and what was faster by how much."""
     same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
     findings = [compared_time("prefill", ours.prefill_s, theirs.prefill_s)]
     if ours.decode_s and theirs.decode_s:
@@ -380,11 +379,11 @@ def verdict(ours: Run, theirs: Run) -> str:
     if alike(size):
         findings.append("the cache takes about as much memory")
     else:
-        fraction = f"{size:.0%} of" if size < 1 else f"{size:.1f} times"
+        fraction = f"{size:.0%} of" if size < 1 else f"{size:.1f}x"
         findings.append(f"the cache takes {fraction} the memory")
-    compared = f"With openmla {', '.join(findings[:-1])}, and {findings[-1]}."
-    tokens = f"{same} of {len(theirs.tokens)} tokens the same"
-    return f"openmla and plain transformers: {tokens}.\n{textwrap.fill(compared, 100)}"
+    compared = f"With openmla, {', '.join(findings[:-1])}, and {findings[-1]}."
+    tokens = f"{same} of {len(theirs.tokens)} tokens the same as with plain transformers."
+    return "\n".join([tokens, *filled(compared)])
 
 
 def compared_time(what: str, ours: float, theirs: float) -> str:
@@ -392,8 +391,8 @@ def compared_time(what: str, ours: float, theirs: float) -> str:
     if alike(ours / theirs):
         return f"{what} takes about as long"
     if ours < theirs:
-        return f"{what} is {theirs / ours:.1f} times as fast"
-    return f"{what} takes {ours / theirs:.1f} times as long"
+        return f"{what} is {theirs / ours:.1f}x as fast"
+    return f"{what} takes {ours / theirs:.1f}x as long"
 
 
 def alike(ratio: float) -> bool:

@@ -1,45 +1,89 @@
-"""GPUS: what their makers publish: memory, its speed, and bf16 products a second, dense."""
+"""GPUS by the names people know: chip, multiprocessors, and what their makers publish of speed."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+from typing import NamedTuple
 
 from openmla.plan.roofline import Machine
 
+RAN = {"sm_90": "run on an H200"}  # those of all other targets are compiled, never run
 
-def _gpu(gigabytes: float, gigabytes_a_second: float, teraflops: float) -> Machine:
+
+class GPU(NamedTuple):
+    """A board. Where its maker publishes no dense bf16 throughput there is no Machine."""
+
+    title: str
+    target: str  # of its kernels
+    multiprocessors: int
+    machine: Machine | None = None
+
+
+def _machine(gigabytes: float, gigabytes_a_second: float, teraflops: float) -> Machine:
     return Machine(gigabytes * 1e9, gigabytes_a_second * 1e9, teraflops * 1e12)
 
 
 # GB (10^9 bytes), GB/s, bf16 TFLOP/s without sparsity and with float32 sums; SXM or OAM boards
 # where there are several. Drivers show some percent more memory than these, or, with ECC, less.
+# The first of a target stands for it.
 GPUS = {
-    "a100": _gpu(80, 2039, 312),
-    "a100-40": _gpu(40, 1555, 312),
-    "h20": _gpu(96, 4000, 148),
-    "h100": _gpu(80, 3350, 989),
-    "h100-pcie": _gpu(80, 2000, 756),
-    "h200": _gpu(141, 4800, 989),
-    "b200": _gpu(180, 8000, 2250),
-    "l4": _gpu(24, 300, 121),
-    "l40s": _gpu(48, 864, 362),
-    "rtx-4090": _gpu(24, 1008, 165),
-    "rtx-5090": _gpu(32, 1792, 209),
-    "mi300x": _gpu(192, 5300, 1307),
+    "a100": GPU("A100", "sm_80", 108, _machine(80, 2039, 312)),
+    "a100-40": GPU("A100", "sm_80", 108, _machine(40, 1555, 312)),
+    "rtx3090": GPU("RTX 3090", "sm_86", 82, _machine(24, 936, 71)),
+    "a6000": GPU("A6000", "sm_86", 84, _machine(48, 768, 155)),
+    "rtx4090": GPU("RTX 4090", "sm_89", 128, _machine(24, 1008, 165)),
+    "l40s": GPU("L40S", "sm_89", 142, _machine(48, 864, 362)),
+    "l4": GPU("L4", "sm_89", 58, _machine(24, 300, 121)),
+    "h100": GPU("H100", "sm_90", 132, _machine(80, 3350, 989)),
+    "h100-pcie": GPU("H100", "sm_90", 114, _machine(80, 2000, 756)),
+    "h200": GPU("H200", "sm_90", 132, _machine(141, 4800, 989)),
+    "h20": GPU("H20", "sm_90", 78, _machine(96, 4000, 148)),
+    "b200": GPU("B200", "sm_100", 148, _machine(180, 8000, 2250)),
+    "rtx5090": GPU("RTX 5090", "sm_120", 170, _machine(32, 1792, 209)),
+    "rtx-pro-6000": GPU("RTX PRO 6000", "sm_120", 188),
+    "gb10": GPU("DGX Spark (GB10)", "sm_121", 48),
+    "mi300x": GPU("AMD MI300X", "gfx942", 304, _machine(192, 5300, 1307)),
 }
+# Of each target, the GPU that stands for it.
+TARGETS = {gpu.target: gpu for gpu in reversed(GPUS.values())}
+TARGETS = {target: TARGETS[target] for target in dict.fromkeys(g.target for g in GPUS.values())}
+SIZED = {name: gpu.machine for name, gpu in GPUS.items() if gpu.machine is not None}
+
+
+def named(text: str) -> str:
+    """A GPU's key in GPUS, however its name is written: RTX 4090, rtx-4090, rtx4090; "" if none."""
+    plain = _plain(text)
+    return next((name for name in GPUS if _plain(name) == plain), "")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def target(text: str) -> GPU:
+    """A type of option: a name of GPUS, or a target such as sm_80, for its first GPU."""
+    if text in TARGETS:
+        return TARGETS[text]
+    if not named(text):
+        raise argparse.ArgumentTypeError(
+            f"must be a GPU ({', '.join(GPUS)}) or a target ({', '.join(TARGETS)}), "
+            f"got {text[:40]!r}"
+        )
+    return GPUS[named(text)]
 
 
 def gpu(text: str) -> Machine:
-    """A type of option: a name of GPUS, or GB,GB/s,TFLOP/s as 141,4800,989."""
-    if text.lower() in GPUS:
-        return GPUS[text.lower()]
+    """A type of option: a name of SIZED, or GB,GB/s,TFLOP/s as 141,4800,989."""
+    if named(text) in SIZED:
+        return SIZED[named(text)]
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) != 3 or not all(math.isfinite(n) and 0 < n <= 1e9 for n in numbers):
         raise argparse.ArgumentTypeError(
-            f"must be one of {', '.join(GPUS)}, or GB,GB/s,TFLOP/s by hand, got {text[:40]!r}"
+            f"must be one of {', '.join(SIZED)}, or GB,GB/s,TFLOP/s by hand, got {text[:40]!r}"
         )
-    return _gpu(*numbers)
+    return _machine(*numbers)

@@ -1,4 +1,4 @@
-"""Models of a hub: the files of an id, through Hugging Face's own cache, if the network allows."""
+"""Models of the Hugging Face Hub: a model ID's files, through the Hub's cache on this disk."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def is_hub_id(name: str) -> bool:
 
 
 def stay_offline(name: str) -> None:
-    """Nothing is asked of a hub for a model on disk. Before transformers loads, which reads it."""
+    """No request to the Hub for a local model. Call it before transformers is imported."""
     if not is_hub_id(name):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def fetched(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
-    """The folder with an id's files. Weights come after the config has been understood."""
+    """The folder with a model ID's files. Weights are fetched once the config has been read."""
     from huggingface_hub import hf_hub_download, logging, snapshot_download
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # each failed attempt would have a line
-    note(f"{name} is no folder here: asking the hub, or its cache on this disk")
+    note(f"{name} is not a local folder: looking it up on the Hugging Face Hub")
     try:
         config = hf_hub_download(name, "config.json", revision=revision)
         read_config(Path(config).parent, rotated=True)
@@ -44,15 +44,15 @@ def fetched(name: str, *, revision: str | None = None, allow_pickle: bool = Fals
         reason = str(error).strip().splitlines() or [type(error).__name__]
         first = reason[0].split(". ")[0].rstrip(".")
         raise ConfigError(
-            "--model must be demo, a folder with config.json or an id that a hub has, "
-            f"got {name!r}: {first}."
+            f"model {name!r} cannot be fetched from the Hugging Face Hub: {first}. Check the model "
+            "ID, or give a local folder."
         ) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
 def called(folder: Path) -> str:
-    """What people call a folder: its name, of the hub's cache the id."""
+    """What people call a folder: its name, or the model ID if it is in the Hub's cache."""
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -1,4 +1,4 @@
-"""What a sparse model looks at: the keys its layers chose, and the attention that they hold."""
+"""What a sparse model looks at: the keys its layers select, and their share of attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from openmla.bisect import record
-from openmla.cli.terminal import note, progress
+from openmla.cli.pictures import COLORS, picture
+from openmla.cli.terminal import progress
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.integrations.transformers.attachment import Attended
@@ -137,39 +138,28 @@ def heat(looked: Looked) -> Tensor:
 
 def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
     """A heat map for each layer, or some of many; then the share of attention of every layer."""
-    from matplotlib import pyplot
-
     step = -(-len(found) // SHOWN)
     shown = list(found)[::step]
-    columns = min(len(shown) + 1, 3 if len(shown) < 6 else 4)
-    lines = -(-(len(shown) + 1) // columns)
-    size = (3.3 * columns + 0.9, 3.1 * lines + 0.9)
-    figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False)
-    places = list(grid.flat)
-    T = len(found[0].share)
-    for axes, looked in zip(places, shown, strict=False):
-        image = axes.imshow(
-            heat(looked).tolist(), extent=(0, T, T, 0), vmin=0, vmax=1, aspect="auto",
-            interpolation="nearest",
-        )  # fmt: skip
-        mean = looked.share[first_choice(looked) :].mean().item()
-        axes.set_title(f"layer {looked.layer}: {mean:.0%} of attention", fontsize=9)
-        axes.set_xlabel("position of the key", fontsize=8)
-        axes.set_ylabel("position of the query", fontsize=8)
-    _draw_shares(places[len(shown)], found)
-    for axes in places[len(shown) + 1 :]:
-        axes.set_axis_off()
-    for axes in places:
-        axes.tick_params(labelsize=7)
+    lines = -(-len(shown) // 2)
     some = f", one of {step} layers" if step > 1 else ""
-    figure.suptitle(f"{title}{some}", fontsize=10)
-    figure.tight_layout(rect=(0, 0, 0.92, 1))
-    bar = figure.colorbar(image, cax=figure.add_axes((0.93, 0.15, 0.012, 0.7)))
-    bar.set_label("keys chosen, of those that a query sees", fontsize=8)
-    bar.ax.tick_params(labelsize=7)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    note(f"wrote {path.name}")
+    T = len(found[0].share)
+    with picture(path, 3.0 * lines + 3.6, f"{title}{some}") as figure:
+        grid = figure.add_gridspec(lines + 1, 2, height_ratios=[*[1.0] * lines, 1.05])
+        drawn = []
+        for place, looked in enumerate(shown):
+            axes = figure.add_subplot(grid[divmod(place, 2)])
+            image = axes.imshow(
+                heat(looked).tolist(), extent=(0, T, T, 0), vmin=0, vmax=1, aspect="auto",
+                interpolation="nearest",
+            )  # fmt: skip
+            mean = looked.share[first_choice(looked) :].mean().item()
+            axes.set_title(f"layer {looked.layer}: {mean:.0%} of attention")
+            axes.set_xlabel("position of the key")
+            axes.set_ylabel("position of the query")
+            drawn.append(axes)
+        bar = figure.colorbar(image, ax=drawn, location="bottom", aspect=50, shrink=0.8)
+        bar.set_label("selected keys, of those that a query sees")
+        _draw_shares(figure.add_subplot(grid[lines, :]), found)
 
 
 def first_choice(looked: Looked) -> int:
@@ -178,25 +168,25 @@ def first_choice(looked: Looked) -> int:
 
 
 def _draw_shares(axes: Any, found: Sequence[Looked]) -> None:
-    """Means over tokens that have to choose, beside other choices of as many keys."""
+    """Means over tokens that have to select, compared with other selections of as many keys."""
     K, layers = found[0].topk, [looked.layer for looked in found]
 
     def means(values: Sequence[Tensor]) -> list[float]:
         pairs = zip(found, values, strict=True)
         return [each[first_choice(looked) :].mean().item() for looked, each in pairs]
 
-    axes.bar(layers, means([looked.share for looked in found]), color="#3b5bbf", label="chosen")
+    axes.bar(layers, means([looked.share for looked in found]), color=COLORS[0], label="selected")
     others = (
-        ("best possible", "_", "#2e8b57", [looked.best for looked in found]),
-        ("the last ones", "o", "#d9822b", [looked.recent for looked in found]),
-        ("at random", "x", "#c0392b", [K / looked.visible.clamp(min=K) for looked in found]),
+        ("best possible", "_", COLORS[2], [looked.best for looked in found]),
+        ("most recent", "o", COLORS[1], [looked.recent for looked in found]),
+        ("at random", "x", COLORS[4], [K / looked.visible.clamp(min=K) for looked in found]),
     )
-    for name, mark, colour, values in others:
-        axes.plot(layers, means(values), mark, color=colour, ms=9, mew=2, label=name)
+    for name, mark, color, values in others:
+        axes.plot(layers, means(values), mark, color=color, ms=9, mew=2, label=name)
     axes.set_xticks(layers[:: -(-len(layers) // 12)])
     axes.set_ylim(0, 1.35)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0 %", "25 %", "50 %", "75 %", "100 %"])
-    what = "keys of a token hold" if found[0].ratio == 1 else "entries hold, of all entries'"
-    axes.set_title(f"attention that {K} {what}", fontsize=9)
-    axes.set_xlabel("layer", fontsize=8)
-    axes.legend(fontsize=7, loc="upper center", ncols=2)
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    what = "keys of a token" if found[0].ratio == 1 else "entries, of that of all entries,"
+    axes.set_title(f"share of attention on {K} {what} by how they are selected")
+    axes.set_xlabel("layer")
+    axes.legend(loc="upper center", ncols=4)

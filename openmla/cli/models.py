@@ -34,6 +34,7 @@ from openmla.config import MLAConfig
 from openmla.config.schema import is_finite, require_size
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.integrations.transformers import supported_text_config
+from openmla.plan.explanation import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL_CONTEXT = 4096
@@ -64,8 +65,8 @@ def read_config(folder: Path) -> Any:
     try:
         with _only_errors():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            quantised = getattr(config, "quantization_config", None)
-            known = quantised is None or AutoHfQuantizer.supports_quant_method(quantised)
+            quantized = getattr(config, "quantization_config", None)
+            known = quantized is None or AutoHfQuantizer.supports_quant_method(quantized)
     except Exception as error:  # of many kinds: whatever a field was not
         raise ConfigError(
             f"{called(folder)}: transformers cannot read config.json: {type(error).__name__}: "
@@ -77,7 +78,7 @@ def read_config(folder: Path) -> Any:
     if not known:
         raise UnsupportedError(
             f"{called(folder)}: quantization_config must be one transformers knows, "
-            f"got {quantised!r}."
+            f"got {quantized!r}."
         )
     return config
 
@@ -109,14 +110,14 @@ def demo_prompt() -> str:
 
 
 def compute_dtype(config: Any, device: str, asked: str | None) -> torch.dtype:
-    """What a model computes in: as asked or as the checkpoint says, if this machine can."""
+    """What a model computes in: as asked for or as the checkpoint says, if this machine can."""
     wanted = DTYPES[asked] if asked else getattr(config, "dtype", None) or torch.float32
     if wanted not in DTYPES.values():
         raise ConfigError(
             f"config: dtype must be float32, bfloat16 or float16, got {wanted}. Give --dtype."
         )
     if device == "cpu" and wanted == torch.bfloat16 and not cpu_bf16_works():
-        note("bf16 matrix products die on this CPU: using float32 (openmla doctor tells more)")
+        note("bf16 matrix products crash on this CPU: using float32 (see openmla doctor)")
         return torch.float32
     return wanted
 
@@ -140,14 +141,14 @@ def load_model(
     stripped = dense and hasattr(config, "index_topk")
     if stripped and getattr(config, "quantization_config", None) is not None:
         raise UnsupportedError(
-            f"{called(folder)}: quantised weights cannot leave their indexer. "
+            f"{called(folder)}: quantized weights cannot run without their indexer. "
             "Use --attention sparse."
         )
     kind = f"{config.model_type}, dense" if stripped else config.model_type
     size = f", {checkpoint.num_bytes / 2**30:.1f} GiB" if checkpoint.num_bytes >= LONG else ""
     name = str(wanted).removeprefix("torch.")
-    place = f"devices by {device_map}" if device_map else device
-    note(f"loading {called(folder)} ({kind}{size}) as {name} on {place}")
+    place = f"by device map {device_map}" if device_map else f"on {device}"
+    note(f"loading {called(folder)} ({kind}{size}) as {name} {place}")
     cls = model_class("deepseek_v3" if stripped else config.model_type)
     try:
         with _only_errors(bars=checkpoint.num_bytes >= LONG and shows_progress()):
@@ -272,21 +273,25 @@ def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
     It has already taken from these lists what it ties, and what a class says may be left over.
     """
     missing = sorted(info["missing_keys"])
-    # scales of a quantised cache are attach()'s
+    # attach() reads scales of a quantized cache
     unused = sorted(name for name in info["unexpected_keys"] if read_name(name) is None)
     if missing:
         raise ConfigError(
-            f"{called(folder)}: weights must hold every tensor of the model, got none for "
-            f"{len(missing)} of them, the first {missing[0]}."
+            f"{called(folder)}: the checkpoint lacks {counted(len(missing), 'tensor')} of the "
+            f"model, such as {missing[0]}. Copy all of its files."
         )
     if unused:
-        warn(f"{len(unused)} tensors are not used, the first {unused[0]}")
+        warn(
+            f"the model does not use {counted(len(unused), 'tensor')} of the checkpoint, such as "
+            f"{unused[0]}"
+        )
 
 
 def _weights_without_indexer(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     if not checkpoint.files:
         raise UnsupportedError(
-            f"{called(checkpoint.folder)}: weights must be safetensors to leave the indexer out."
+            f"{called(checkpoint.folder)}: weights that are pickles cannot run without their "
+            "indexer. Use --attention sparse."
         )
     weights: dict[str, torch.Tensor] = {}
     with progress(len(checkpoint.files)) as tell:
@@ -340,7 +345,7 @@ def cut_windows(
     mla: MLAConfig,
     vocab_size: int | None,
 ) -> torch.Tensor:  # [windows, context]
-    """Stretches of the text, evenly spread."""
+    """Chunks of the text, evenly spaced."""
     tokens = tokenizer.encode(text)
     check_tokens(tokens, vocab_size)
     ids, limit = torch.tensor(tokens), mla.max_positions
@@ -350,14 +355,14 @@ def cut_windows(
             f"{command}: --context must be from 2 to the text's {len(ids)} tokens, got {context}."
         )
     if context > limit:
-        warn(f"windows of {context} tokens, more than the model's context of {limit}")
+        warn(f"chunks of {context} tokens exceed the model's context of {limit}")
     starts = torch.linspace(0, len(ids) - context, options.windows).long()
     return torch.stack([ids[start : start + context] for start in starts.tolist()])
 
 
 @contextmanager
 def _only_errors(bars: bool = False) -> Iterator[None]:
-    """transformers' warnings left out, and its bars but for long work: all of it is told here."""
+    """No warnings of transformers, and its bars only for long work: commands print their own."""
     verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not bars:

@@ -6,10 +6,12 @@ import argparse
 import math
 import os
 import re
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from openmla.backends.choice import BackendChoice
+from openmla.cache.format import FORMATS
 from openmla.config.schema import MAX_POSITIONS
 from openmla.errors import ConfigError
 
@@ -26,8 +28,32 @@ PICTURES = (".png", ".svg", ".pdf")
 COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
 
 
+class HelpText(argparse.HelpFormatter):
+    """Help that wraps at the terminal's width and breaks no word, option names included. Lines of a
+    description stay lines; those that are indented continue under their second column."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(
+            " ".join(text.split()), width, break_on_hyphens=False, break_long_words=False
+        )
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for line in text.splitlines():
+            column = re.match(r" +\S+ +", line)
+            further = " " * len(column.group()) if column else ""
+            lines += textwrap.wrap(
+                line, width, initial_indent=indent, subsequent_indent=indent + further,
+                break_on_hyphens=False, break_long_words=False,
+            ) or [""]  # fmt: skip
+        return "\n".join(lines)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, like all others here."""
+    """An ArgumentParser whose errors are one sentence, like all others of openmla."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=HelpText, **options)
 
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix("openmla").strip()
@@ -61,7 +87,7 @@ def temperature(text: str) -> float:
 
 
 def probability(text: str) -> float:
-    """A type of option: a share of what is likely."""
+    """A type of option: a probability above 0."""
     value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text[:40]!r}")
@@ -69,7 +95,7 @@ def probability(text: str) -> float:
 
 
 def dtype(text: str) -> str | None:
-    """A type of option: a dtype as here, or as transformers and vLLM call it."""
+    """A type of option: a dtype by openmla's name, or by that of transformers and vLLM."""
     name = DTYPE_NAMES.get(text, text)
     if name != "auto" and name not in DTYPES:
         known = ", ".join(("auto", *DTYPES, *DTYPE_NAMES))
@@ -106,10 +132,10 @@ def _number(text: str) -> float:
 
 
 def output_file(text: str) -> str:
-    """A type of option: a file that can be written when the work is done."""
+    """A type of option: a file that can be written at the end."""
     if not os.path.isdir(os.path.dirname(text) or ".") or os.path.isdir(text):
         raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that is there, got {text[:200]!r}"
+            f"must be a file in an existing folder, got {text[:200]!r}"
         )
     return text
 
@@ -138,128 +164,168 @@ def backend(text: str) -> BackendChoice:
     return asked
 
 
+def add_model(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
+    """A model, named as the first argument or by --model."""
+    group = parser.add_mutually_exclusive_group(required="default" not in more)
+    given = {**more, "default": argparse.SUPPRESS}
+    group.add_argument("model", nargs="?", metavar="MODEL", help=what, **given)
+    group.add_argument("--model", metavar="MODEL", help="the same as MODEL", **more)
+
+
 def _model_parser(command: str, description: str) -> Parser:
     """What generate, eval, calibrate and bisect have in common."""
     parser = Parser(prog=f"openmla {command}", description=description)
-    parser.add_argument(
-        "--model", required=command != "generate",
-        help="demo, a folder with config and weights, or an id of a hub, as owner/model",
-    )  # fmt: skip
+    add_model(parser, '"demo", a local folder, or a Hugging Face model ID (owner/name)')
+    parser.add_argument("--revision", help="Hub branch, tag or commit (default: main)")
+    default = "both" if command == "eval" else "sparse; dense for the demo"
     parser.add_argument(
         "--attention",
         choices=("dense", "sparse"),
-        help="of a V3.2 checkpoint, with or without its indexer; default: sparse and of the demo "
-        "dense, eval both",
+        help="run a V3.2 checkpoint with its indexer (sparse) or without it (dense) "
+        f"(default: {default})",
     )
     if command != "calibrate":
-        parser.add_argument("--index-format", default="index_fp32", help="of a sparse model's keys")
+        parser.add_argument(
+            "--index-format", default="index_fp32", metavar="FORMAT",
+            help=f"cache format of a sparse model's indexer keys, {names('index')} "
+            "(default: %(default)s)",
+        )  # fmt: skip
     parser.add_argument(
-        "--dtype", type=dtype, help=f"{', '.join(DTYPES)}; default: the checkpoint's, if it runs"
+        "--dtype", type=dtype, metavar="DTYPE",
+        help=f"dtype to compute in, {', '.join(DTYPES)} (default: the checkpoint's dtype)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device",
+        help="device to run on, such as cpu or cuda:0 (default: cuda if available, else cpu)",
     )
-    parser.add_argument("--device", help="default: cuda where there is one")
     parser.add_argument(
         "--allow-pickle",
         action="store_true",
-        help="load pytorch_model.bin where there are no safetensors; a pickle can run any code",
+        help="load pytorch_model.bin if there are no safetensors; a pickle can run any code",
     )
     return parser
 
 
+def names(holds: str) -> str:
+    """The cache formats of latent rows or of indexer keys."""
+    return ", ".join(name for name, layout in FORMATS.items() if layout.holds == holds)
+
+
 def _add_windows(parser: Parser) -> None:
     """A text, and which parts of it are looked at."""
-    parser.add_argument("--text", help="a file; default: what was held out of the demo's training")
     parser.add_argument(
-        "--windows", type=whole(1, 4096), default=4, help="how many stretches of the text"
-    )
+        "--text", metavar="FILE",
+        help="text file to measure on (default: the demo's held-out text; required for other "
+        "models)",
+    )  # fmt: skip
     parser.add_argument(
-        "--context", type=whole(2, MAX_POSITIONS), help="tokens of a stretch; default: 4096 at most"
-    )
+        "--windows", type=whole(1, 4096), default=4, metavar="N",
+        help="number of chunks taken from the text, evenly spaced (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--context", type=whole(2, MAX_POSITIONS), metavar="N",
+        help="tokens per chunk (default: the model's context, at most 4096)",
+    )  # fmt: skip
 
 
 def _add_step(parser: Parser) -> None:
     """How an attached model's steps run."""
-    parser.add_argument("--cache-format", help="a key of FORMATS; default: as the model")
     parser.add_argument(
-        "--kv-scale", type=kv_scale, metavar="S",
-        help="scale of an fp8 cache: a number, a file that calibrate wrote, or first, which "
-        "measures the first prompt (default: the checkpoint's scales, or 1)",
+        "--cache-format", metavar="FORMAT",
+        help=f"format of cached rows, {names('latent')} (default: the model's dtype)",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", type=backend, default="auto",
-        help="auto, one that doctor lists, or one per op: mha_ragged=sdpa,mqa_paged=triton",
+        "--kv-scale", type=kv_scale, metavar="S",
+        help="scale of an fp8 cache: a number, a file written by openmla calibrate, or first to "
+        "measure the first prompt (default: the checkpoint's scales, or 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--backend", type=backend, default="auto", metavar="NAME",
+        help="backend of all ops, auto or a name that openmla doctor lists, or a backend per op as "
+        "in mha_ragged=sdpa,mqa_paged=triton (default: %(default)s)",
+    )  # fmt: skip
+
+
+def add_plot(parser: Parser, what: str) -> None:
+    parser.add_argument(
+        "--plot", type=picture_file, metavar="FILE",
+        help=f"draw {what}, as {', '.join(PICTURES[:-1])} or {PICTURES[-1]} (default: no picture)",
     )  # fmt: skip
 
 
 def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _model_parser(
         "generate",
-        "Text from a Hugging Face MLA model, printed as it comes. Results go to standard output, "
-        "progress to the error stream.",
+        "Generate text with a Hugging Face MLA model. Text is streamed to standard output, "
+        "progress to standard error.",
     )
-    parser.add_argument("named", nargs="?", metavar="MODEL", help="the same as --model")
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT",
-        help="the text to continue, @FILE, or - for standard input, which is read anyway where no "
-        "prompt is given and it is no terminal; several: one after the other; the demo has one",
+        help="text to continue, @FILE to read a file, or - for stdin; repeat for several prompts "
+        "(default: piped stdin, or a built-in prompt for the demo)",
     )  # fmt: skip
     parser.add_argument(
         "--chat", action="store_true",
-        help="as a message of a user, by the tokenizer's chat template; in a terminal without "
-        "--prompt turn by turn",
+        help="send the prompt as a user's message, by the tokenizer's chat template; in a terminal "
+        "without --prompt, chat turn by turn",
     )  # fmt: skip
-    parser.add_argument("--system-prompt", metavar="TEXT", help="what a chat begins with")
+    parser.add_argument(
+        "--system-prompt", metavar="TEXT", help="system message of a chat (default: none)"
+    )
     parser.add_argument(
         "--max-new-tokens", "--max-tokens", type=whole(1, MAX_POSITIONS), default=128, metavar="N",
-        help="default: 128",
+        help="most tokens to generate per prompt (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--temperature", type=temperature, metavar="T",
-        help="0 takes the likeliest token; default: 0, the demo 0.7",
+        help="sampling temperature; 0 takes the most likely token (default: 0; 0.7 for the demo)",
     )  # fmt: skip
     parser.add_argument(
-        "--top-p", type=probability, default=1.0, metavar="P", help="likeliest tokens of this share"
-    )
+        "--top-p", type=probability, default=1.0, metavar="P",
+        help="sample from the smallest set of tokens with total probability P (default: 1)",
+    )  # fmt: skip
     parser.add_argument(
-        "--top-k", type=whole(0, 2**31), default=0, metavar="K", help="so many likeliest; 0: all"
-    )
+        "--top-k", type=whole(0, 2**31), default=0, metavar="K",
+        help="sample from the K most likely tokens (default: 0 = all)",
+    )  # fmt: skip
     parser.add_argument(
-        "--seed", type=whole(0, 2**63 - 1), default=0, help="of the choice, if temperature > 0"
-    )
+        "--seed", type=whole(0, 2**63 - 1), default=0, metavar="N",
+        help="random seed for sampling (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--device-map", metavar="MAP",
-        help="where transformers puts parts of the model: auto, balanced, sequential or a device",
+        help="how transformers places the model's layers, auto, balanced, sequential or a device "
+        "(default: all on --device)",
     )  # fmt: skip
-    parser.add_argument("--revision", help="branch, tag or commit of a hub's model")
     told = parser.add_mutually_exclusive_group()
     told.add_argument(
         "--json", action="store_true",
         help="print one JSON object at the end: texts, tokens, tokens per second",
     )  # fmt: skip
-    told.add_argument("--quiet", "-q", action="store_true", help="print the new text only")
+    told.add_argument("--quiet", "-q", action="store_true", help="print only the new text")
     _add_step(parser)
     parser.add_argument(
         "--absorbed-format", choices=("fp8",),
-        help="of what decode multiplies by, kv_b_proj; default: as the model",
+        help="format of the absorbed kv_b_proj weights that decode multiplies by "
+        "(default: the model's dtype)",
     )  # fmt: skip
     parser.add_argument(
         "--query-dtype", choices=("fp8", "fp8_static"),
-        help="decode queries in fp8; fp8_static: with calibrated scales (default: model dtype)",
+        help="dtype of decode queries, fp8 or fp8_static (with calibrated scales) "
+        "(default: the model's dtype)",
     )  # fmt: skip
     parser.add_argument(
         "--prefill-dtype", choices=("fp8",),
-        help="of queries and keys of prompts; default: as the model",
+        help="dtype of expanded queries and keys in prefill (default: the model's dtype)",
     )  # fmt: skip
     parser.add_argument(
         "--capture", action=argparse.BooleanOptionalAction,
-        help="record the decode step as one CUDA graph; default: on a GPU",
+        help="capture decode steps as CUDA graphs (default: only on a GPU)",
     )  # fmt: skip
-    parser.add_argument("--compare", action="store_true", help="run plain transformers too")
+    parser.add_argument(
+        "--compare", action="store_true", help="also run plain transformers, and compare"
+    )
     options = parser.parse_args(arguments)
-    if options.named is not None and options.model is not None:
-        parser.error("--model must be given once")
-    options.model = options.model or options.named
-    if options.model is None:
-        parser.error("the following arguments are required: --model")
     if options.system_prompt is not None and not options.chat:
         parser.error("--system-prompt needs --chat")
     if options.device_map is not None and options.device is not None:
@@ -273,48 +339,54 @@ def generate_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def calibrate_options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _model_parser("calibrate", "Scales of a model's fp8 cache, found on a text.")
+    parser = _model_parser("calibrate", "Find scales for a model's fp8 cache on a text.")
     _add_windows(parser)
     parser.add_argument(
         "--headroom", type=headroom, default=2.0, metavar="H",
-        help="how many times the largest value seen the scales hold; default: 2",
+        help="safety margin; scales cover H times the largest value seen (default: 2)",
     )  # fmt: skip
     parser.add_argument(
         "--out", type=output_file, default="scales.safetensors", metavar="FILE",
-        help="default: scales.safetensors",
+        help="file to write the scales to (default: %(default)s)",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
 
 def eval_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _model_parser(
-        "eval", "Bits per byte of a text for every cache format, dense and sparse."
+        "eval", "Measure bits per byte of a text for every cache format, dense and sparse."
     )
     _add_windows(parser)
-    parser.add_argument("--formats", help="cache formats, with commas; default: those that fit")
     parser.add_argument(
-        "--plot", type=picture_file, metavar="FILE",
-        help="a picture of cache bytes against bits per byte, beside plain transformers, as .png; "
-        "of a sparse model also FILE-keys: which keys each layer chose, and their attention",
+        "--formats", metavar="LIST",
+        help=f"cache formats to compare, separated by commas, {names('latent')}, fp8+scales "
+        "(default: all that fit the model, and rows for fp8 weights, queries and prefill)",
     )  # fmt: skip
+    add_plot(
+        parser,
+        "cache bytes against bits per byte, compared with plain transformers; for a sparse model "
+        "FILE-keys shows which keys each layer selects",
+    )
     return parser.parse_args(arguments)
 
 
 def bisect_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _model_parser(
-        "bisect", "Which component of a model's attention is wrong, against float64."
+        "bisect", "Find the component of a model's attention that is wrong, against float64."
     )
-    parser.add_argument("--prompt", help="the text to compare on, or @FILE; the demo has one")
+    parser.add_argument(
+        "--prompt", metavar="TEXT",
+        help="text to compare on, @FILE to read a file, or - for stdin (default: piped stdin, or "
+        "a built-in prompt for the demo)",
+    )  # fmt: skip
     parser.add_argument(
         "--against", metavar="DUMP",
-        help="what another engine computed, as docs/bisect.md lays it out; default: this package",
+        help="dump of another engine, in the layout of docs/bisect.md (default: run openmla)",
     )  # fmt: skip
     _add_step(parser)
     parser.add_argument(
-        "--save", type=output_file, metavar="FILE", help="write this package's own dump"
-    )
-    parser.add_argument(
-        "--plot", type=picture_file, metavar="FILE",
-        help="a picture of errors by layer and component, as .png",
+        "--save", type=output_file, metavar="FILE",
+        help="write openmla's own dump to a file (default: not written)",
     )  # fmt: skip
+    add_plot(parser, "errors by layer and component")
     return parser.parse_args(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import select
 import sys
 from typing import Any
 
@@ -12,30 +13,42 @@ from openmla.cli.terminal import note
 from openmla.errors import ConfigError, UnsupportedError
 
 Messages = list[dict[str, str]]
+PATIENCE = 1.0  # seconds to wait for piped text where there is a prompt without it
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The texts to continue; none where a chat is to be held with whoever is at the terminal."""
     if options.prompt:
         if options.prompt.count("-") > 1:
-            raise ConfigError("generate: --prompt - must be given once: there is one input.")
-        return [read_prompt(text, "generate") for text in options.prompt]
-    if options.model == "demo" and not options.chat:
-        note("the demo's own prompt; --prompt - reads standard input")
-        return [demo_prompt()]
-    if sys.stdin is not None and not sys.stdin.isatty():
-        return [read_prompt("-", "generate")]
-    if options.chat and not (options.json or options.quiet or options.compare):
+            raise ConfigError(
+                "generate: --prompt - is given more than once, but there is only one standard "
+                "input. Give it once."
+            )
+        return [read_prompt(text, options.model, "generate") for text in options.prompt]
+    at_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if options.chat and at_terminal and not (options.json or options.quiet or options.compare):
         return []
-    raise ConfigError("generate: --prompt must be given, and not be empty.")
+    return [read_prompt(None, options.model, "generate")]
 
 
-def read_prompt(prompt: str | None, command: str) -> str:
-    """One text: given, of @FILE, or of standard input if it is -."""
-    if not prompt:
-        raise ConfigError(f"{command}: --prompt must be given, and not be empty.")
-    if prompt == "-":
+def read_prompt(prompt: str | None, model: str, command: str) -> str:
+    """One text: given, of @FILE, of standard input if it is - or piped, or the demo's own."""
+    if prompt is None and model == "demo":
+        text = _standard_input(command) if _is_waiting() else ""
+        if not text:
+            note("no prompt given: using the demo's own")
+        text = text or demo_prompt()
+    elif prompt == "-" or (prompt is None and sys.stdin is not None and not sys.stdin.isatty()):
+        if not _is_waiting():
+            note("waiting for a prompt on standard input")
         text = _standard_input(command)
+        if not text:
+            raise ConfigError(
+                f"{command}: no prompt: standard input is empty. Give --prompt TEXT or @FILE."
+            )
+    elif not prompt:
+        what = "no prompt is given" if prompt is None else "--prompt is empty"
+        raise ConfigError(f"{command}: {what}. Give --prompt TEXT or @FILE, or pipe a text in.")
     elif prompt.startswith("@"):
         text = read_text(f"{command}: --prompt", prompt[1:])
     else:
@@ -45,8 +58,19 @@ def read_prompt(prompt: str | None, command: str) -> str:
         except UnicodeEncodeError as error:  # bytes of a command line that are no text
             raise ConfigError(f"{command}: --prompt must be text in UTF-8: {error}.") from error
     if not text.strip():
-        raise ConfigError(f"{command}: --prompt must hold more than white space.")
+        raise ConfigError(
+            f"{command}: the prompt is only white space, {text[:20]!r}. Give a text to continue."
+        )
     return text
+
+
+def _is_waiting() -> bool:
+    """Whether standard input has text, or its end. A pipe that nobody writes to never has: the
+    demo, which needs no input, must not wait for it."""
+    try:
+        return not sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PATIENCE)[0])
+    except (AttributeError, OSError, ValueError):  # closed, or no file at all
+        return False
 
 
 def _standard_input(command: str) -> str:
@@ -55,8 +79,6 @@ def _standard_input(command: str) -> str:
         text = sys.stdin.buffer.read().decode() if hasattr(sys.stdin, "buffer") else ""
     except (OSError, ValueError) as error:  # closed, or bytes that are no text
         raise ConfigError(f"{command}: standard input must be text in UTF-8: {error}.") from error
-    if not text:
-        raise ConfigError(f"{command}: --prompt must be given, for standard input is empty.")
     return text.removesuffix("\n")
 
 
@@ -91,6 +113,6 @@ def encode_chat(tokenizer: Any, history: Messages) -> list[int]:
         )
     except Exception as error:  # a template is a program of the model's authors
         raise ConfigError(
-            f"--chat: the chat template refused this conversation: {type(error).__name__}: {error}"
+            f"--chat: the chat template rejects this conversation: {type(error).__name__}: {error}"
         ) from error
     return list(found)

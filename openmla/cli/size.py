@@ -1,4 +1,4 @@
-"""`openmla size`: how much context fits on some GPUs, and the least time of a decode step."""
+"""`openmla size`: how much context fits on some GPUs, and a lower bound on a decode step's time."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from openmla.cli.gpus import GPUS, gpu
-from openmla.cli.options import Parser, picture_file, whole
+from openmla.cli.gpus import SIZED, gpu
+from openmla.cli.options import Parser, add_model, add_plot, names, whole
 from openmla.cli.size_report import Report, Row, as_json, draw, render
+from openmla.cli.weights import FIELDS, Weights, estimated
 from openmla.config import PRESETS, MLAConfig
+from openmla.config.huggingface import read_config
 from openmla.config.schema import MAX_POSITIONS
+from openmla.config.sources import text_fields
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.plan.roofline import predict
 from openmla.plan.sizes import (
@@ -35,7 +39,7 @@ BLOCK_SIZE, V4_BLOCK_SIZE = 64, 256
 
 
 def run_size(arguments: Sequence[str]) -> int:
-    """Check everything, work it out, print a table or JSON, draw if asked."""
+    """Check everything, compute, print a table or JSON, draw if asked."""
     options = size_options(arguments)
     if options.plot and find_spec("matplotlib") is None:
         raise UnsupportedError('size: --plot needs matplotlib: pip install "openmla[plot]".')
@@ -66,73 +70,97 @@ def number(low: float, high: float) -> Callable[[str], float]:
 def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Parser(
         prog="openmla size",
-        description="Context that fits on some GPUs, and the least time of a decode step there.",
+        description="Compute how much context fits on your GPUs, and a lower bound on the time of "
+        "a decode step there.",
     )
     option = parser.add_argument
-    option("--model", required=True, help="a preset, as deepseek-v3, or a folder with config.json")
-    option("--gpu", type=gpu, required=True, help=f"{', '.join(GPUS)}; or GB,GB/s,TFLOP/s")
-    option("--ranks", type=whole(1, MOST_RANKS), default=1, help="GPUs that share the context")
-    option("--format", help="of cached rows; default: bf16")
-    option("--index-format", default="index_fp8", help="of a sparse model's keys")
-    option("--batch", type=whole(1, 65536), default=8, help="requests in a step; default: 8")
+    presets = ", ".join(name for name in PRESETS if not name.startswith("tiny"))
+    add_model(parser, f'a preset ({presets}), "demo", or a local folder with a config.json')
     option(
-        "--context", type=whole(1, MAX_POSITIONS),
-        help="keys of each; default: 32768, or what the model has positions for",
+        "--gpu", type=gpu, required=True, metavar="GPU",
+        help=f"GPU by name, {', '.join(SIZED)}, or as GB,GB/s,TFLOP/s",
+    )  # fmt: skip
+    option(
+        "--ranks", type=whole(1, MOST_RANKS), default=1, metavar="N",
+        help="number of GPUs that share the context (default: %(default)s)",
+    )  # fmt: skip
+    option(
+        "--format", default="bf16", metavar="FORMAT",
+        help=f"format of cached rows, {names('latent')} (default: %(default)s)",
+    )  # fmt: skip
+    option(
+        "--index-format", default="index_fp8", metavar="FORMAT",
+        help=f"cache format of a sparse model's indexer keys, {names('index')} "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    option(
+        "--batch", type=whole(1, 65536), default=8, metavar="N",
+        help="number of requests in a step (default: %(default)s)",
+    )  # fmt: skip
+    option(
+        "--context", type=whole(1, MAX_POSITIONS), metavar="N",
+        help="tokens of context per request (default: the model's context, at most 32768)",
     )  # fmt: skip
     option(
         "--link-gbps", type=number(1e-3, 1e9), metavar="N",
-        help="gigabits a second that leave a GPU, one way; default: sending takes no time",
+        help="gigabits per second that leave a GPU, one way (default: communication takes no time)",
     )  # fmt: skip
     option(
         "--link-us", type=number(0, 1e6), default=0.0, metavar="N",
-        help="microseconds of each collective beside that; default: 0",
+        help="latency in microseconds of each collective (default: 0)",
     )  # fmt: skip
     option(
         "--heads", choices=HEADS, default="own",
-        help="own: each rank has its part of heads and weights; all: each has the whole model",
+        help="what each GPU has: its part of the heads and weights (own) or the whole model (all) "
+        "(default: %(default)s)",
     )  # fmt: skip
-    option("--schedule", choices=SCHEDULES, default="auto", help="how outputs are merged")
+    option(
+        "--schedule", choices=SCHEDULES, default="auto",
+        help="how partial outputs are merged across GPUs (default: %(default)s)",
+    )  # fmt: skip
     option(
         "--weights-gib", type=number(0, 1e6), metavar="N",
-        help="of the whole model; default: the folder's files, of a preset none",
+        help="size of the whole model's weights (default: the folder's files, or an estimate by "
+        "the config)",
     )  # fmt: skip
     option(
         "--read-gib", type=number(0, 1e6), metavar="N",
-        help="weights that a step reads, where experts are left out; default: all",
+        help="weights that a step reads, without the experts that no token selects (default: all; "
+        "of an estimate those of one token)",
     )  # fmt: skip
     option(
         "--memory-share", type=number(0.01, 1), default=0.9, metavar="N",
-        help="of a GPU's memory, for weights and cache; default: 0.9",
+        help="part of a GPU's memory for weights and cache (default: %(default)s)",
     )  # fmt: skip
     option(
         "--block-size", type=whole(1, 65536), metavar="N",
-        help="tokens of a block; default: 64, of V4 256",
+        help="tokens per cache block (default: 64; 256 for V4)",
     )  # fmt: skip
-    option("--layers", type=whole(1, 10000), help="those with MLA; default: the model's")
-    option("--json", action="store_true", help="print one JSON object")
     option(
-        "--plot",
-        type=picture_file,
-        metavar="FILE",
-        help="a picture of memory over context by format, and of the table, as .png",
-    )
+        "--layers", type=whole(1, 10000), metavar="N",
+        help="number of layers with MLA (default: all; required for hybrid models)",
+    )  # fmt: skip
+    option("--json", action="store_true", help="print one JSON object")
+    add_plot(parser, "memory over context for every cache format, and the table")
     return parser.parse_args(arguments)
 
 
 def make_report(options: argparse.Namespace) -> Report:
     config, weights = read_model(options)
     if options.weights_gib is not None:
-        weights = options.weights_gib * GIB
-    read_weights = weights if options.read_gib is None else options.read_gib * GIB
-    if read_weights > weights:
-        raise ConfigError(
-            f"size: --read-gib must be no more than the weights' {weights / GIB:g} GiB, "
-            f"got {options.read_gib:g}."
-        )
+        given = options.weights_gib * GIB
+        weights = Weights(given, given, "as given by --weights-gib")
+    if options.read_gib is not None:
+        if weights is None or options.read_gib * GIB > weights.total:
+            has = "unknown" if weights is None else f"{weights.total / GIB:g} GiB"
+            raise ConfigError(
+                f"size: --read-gib {options.read_gib:g} exceeds the weights' size, which is {has}. "
+                "Give --weights-gib."
+            )
+        weights = weights._replace(read=options.read_gib * GIB)
     context = options.context or min(config.max_positions, 32768)
     ranks = Split(options.ranks, options.heads, options.schedule)
-    formats = options.format or "bf16", options.index_format
-    step = Step(config, *formats, options.batch, context, ranks)
+    step = Step(config, options.format, options.index_format, options.batch, context, ranks)
     machine = options.gpu._replace(latency=options.link_us * 1e-6)
     if options.link_gbps is not None:
         machine = machine._replace(link=options.link_gbps * 1e9 / 8)
@@ -141,56 +169,60 @@ def make_report(options: argparse.Namespace) -> Report:
     usable = options.memory_share * machine.memory
 
     def row(size: int) -> Row:
-        held = weights / size if options.heads == "own" else weights
+        held = weights.total if weights else 0.0
+        held = held / size if options.heads == "own" else held
         try:
             each = replace(step, ranks=replace(ranks, size=size))
         except ConfigError:  # of all that is checked, only the ranks are other ones
             return Row(size, 0, None)
         fits = tokens_that_fit(each, usable - held, block_size)
-        return Row(size, fits, predict(each, machine, read_weights))
+        return Row(size, fits, predict(each, machine, weights.read if weights else 0.0))
 
     powers = {2**n for n in range(MOST_RANKS.bit_length())}
     sizes = sorted(powers | {options.ranks})
     return Report(
-        options.model, step, machine, token_bytes(step), weights, read_weights,
-        options.memory_share, block_size, room(step, block_size).fixed,
-        [row(size) for size in sizes], row(options.ranks),
+        options.model, step, machine, token_bytes(step), weights, options.memory_share,
+        block_size, room(step, block_size).fixed, [row(size) for size in sizes], row(options.ranks),
     )  # fmt: skip
 
 
-def read_model(options: argparse.Namespace) -> tuple[MLAConfig, float]:
-    """The config behind --model, and the bytes of its weights: 0 where that is not known."""
-    name, weights = options.model, 0.0
+def read_model(options: argparse.Namespace) -> tuple[MLAConfig, Weights | None]:
+    """The config behind --model, and its weights where that tells how large they are."""
+    name = options.model
     if name in PRESETS:
-        config = PRESETS[name]
+        config, weights = PRESETS[name], estimated(PRESETS[name], FIELDS.get(name, {}))
     elif name == "demo" or os.path.isfile(Path(name) / "config.json"):
         config, weights = _read_folder(name, counted=options.weights_gib is None)
     else:
+        near = get_close_matches(name[:200].lower(), PRESETS)
+        nearest = f" Nearest preset: {near[0]}." if near else ""
         raise ConfigError(
-            "size: --model must be demo, a folder with config.json or one of "
-            f"{', '.join(known for known in PRESETS if not known.startswith('tiny'))}, "
-            f"got {name[:200]!r}."
+            f"size: {name[:200]!r} is no preset, not demo, and no folder with a config.json."
+            f"{nearest} See openmla size --help."
         )
     if options.layers is not None:
         config = replace(config, num_layers=options.layers)
     elif config.model_type in HYBRID:
         raise ConfigError(
-            f"size: --layers must be given for {config.model_type}: how many of its "
-            f"{config.num_layers} layers have MLA, got none."
+            f"size: only some of the {config.num_layers} layers of a {config.model_type} model "
+            "have MLA. Give their number by --layers."
         )
     return config, weights
 
 
-def _read_folder(name: str, *, counted: bool) -> tuple[MLAConfig, float]:
+def _read_folder(name: str, *, counted: bool) -> tuple[MLAConfig, Weights | None]:
     if find_spec("safetensors") is None:
         raise UnsupportedError('size: a folder needs safetensors: pip install "openmla[hf]".')
     from openmla.cli.checkpoint import DEMO, INDEX, SINGLE, open_checkpoint
-    from openmla.config.huggingface import read_config
 
     folder = DEMO if name == "demo" else Path(name)
     config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
     if not counted:
-        return config, 0.0
+        return config, None
     if any((folder / file).exists() for file in (SINGLE, INDEX)):
-        return config, open_checkpoint(name).num_bytes
-    return config, sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
+        size = open_checkpoint(name).num_bytes
+    else:
+        size = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
+    if not size:
+        return config, estimated(config, text_fields(folder)[0])
+    return config, Weights(float(size), float(size), "by the folder's files")

@@ -1,4 +1,4 @@
-"""What `openmla size` found, as a table, as JSON, as a picture; numbers say what they count."""
+"""What `openmla size` computed, as a table, as JSON, as a picture; numbers say what they count."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from openmla.cache import latent_formats, shown_bytes
+from openmla.cli.pictures import COLORS, INK, label_decades, picture, short_count, short_time
+from openmla.cli.terminal import filled, shown_time
+from openmla.cli.weights import Weights
+from openmla.plan.explanation import counted
 from openmla.plan.roofline import Machine, Predicted
 from openmla.plan.sizes import Split, Step, TokenBytes, room, token_bytes
 
 
 class Row(NamedTuple):
-    """So many ranks: what fits on all of them, and a step of one of them."""
+    """A number of ranks: what fits on all of them, and a step of one of them."""
 
     ranks: int
     fits: int  # tokens of context, of all requests together
-    step: Predicted | None  # None where heads do not divide among so many
+    step: Predicted | None  # None where heads do not divide among that many
 
 
 class Report(NamedTuple):
@@ -26,8 +30,7 @@ class Report(NamedTuple):
     step: Step
     machine: Machine
     token: TokenBytes
-    weights: float  # bytes of the whole model
-    read_weights: float  # of them, a step's
+    weights: Weights | None  # of the whole model; None where their size is unknown
     memory_share: float
     block_size: int
     fixed: int  # bytes of V4's windows and compressor states
@@ -36,9 +39,9 @@ class Report(NamedTuple):
 
     @property
     def gpu_weights(self) -> float:
-        """Bytes of weights on each GPU."""
-        own = self.step.ranks.heads == "own"
-        return self.weights / self.step.ranks.size if own else self.weights
+        """Bytes of weights on each GPU, 0 where that is unknown."""
+        total = self.weights.total if self.weights else 0.0
+        return total / self.step.ranks.size if self.step.ranks.heads == "own" else total
 
     @property
     def wanted(self) -> int:
@@ -49,56 +52,75 @@ class Report(NamedTuple):
 def render(report: Report) -> str:
     """For people."""
     step, asked = report.step, report.asked
-    assert asked.step is not None  # what was asked for and cannot be is refused before
+    assert asked.step is not None  # a request that cannot be met raises before
     config, W, share = step.config, step.ranks.size, report.memory_share
-    gpus = f"{W} GPUs, each" if W > 1 else "one GPU"
     room = max(share * report.machine.memory - report.gpu_weights, 0)
-    blocks = f"of all requests together, in blocks of {report.block_size} on each GPU"
+    blocks = f"tokens of all requests together, in blocks of {report.block_size} on each GPU"
+    layers, heads = counted(config.num_layers, "layer"), counted(config.num_heads, "head")
     lines = [
-        f"{report.model} ({config.num_layers} layers, {config.num_heads} heads) on {gpus} "
-        f"{_machine(report.machine)}",
+        *filled(
+            f"{report.model} ({layers}, {heads}) on {W if W > 1 else 'one'} "
+            f"GPU{'s, each' if W > 1 else ''} {_machine(report.machine)}."
+        ),
+        *filled(_verdict(report)),
         "",
-        _line("a token of context", _bytes(report.token.total), _token_text(report)),
-        _line("weights", _bytes(report.gpu_weights), _weights_text(report)),
-        _line("room for a cache", _bytes(room), f"{share:.0%} of a GPU's memory less its weights"),
+        *_line("a token of context", _bytes(report.token.total), _token_text(report)),
+        *_line("weights", *_weights_text(report)),
+        *_line("room for the cache", _bytes(room), _room_text(report)),
     ]
     if report.fixed:
-        lines.append(_line("windows and states", _bytes(report.fixed), "of this step's requests"))
+        lines += _line("windows and states", _bytes(report.fixed), "for the requests of this step")
     lines += [
-        _line("tokens that fit", f"{asked.fits:,}", blocks),
+        *_line(_fits(report), f"{asked.fits:,}", blocks),
         "",
-        f"A decode step of {_requests(step)} takes at least:",
-        _line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
-        _line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
-        _line("time", f"{_us(asked.step.time)} us", _time_text(report, asked.step)),
+        *filled(f"A decode step of {_requests(step)} takes at least:"),
+        *_line("memory", _bytes(asked.step.moved), _moved_text(asked.step)),
+        *_line("sent", _bytes(sum(asked.step.sent.values())), _sent_text(asked.step, W)),
+        *_line("time", shown_time(asked.step.time), _time_text(report, asked.step)),
         "",
         *_table(report),
         "",
-        *_notes(report),
+        *(line for text in _notes(report) for line in filled(text)),
     ]
     return "\n".join(lines)
 
 
-def _line(name: str, value: str, text: str) -> str:
-    return f"{name:<20}{value:>14}  {text}"
+def _line(name: str, value: str, text: str) -> list[str]:
+    return filled(text, f"{name:<20}{value:>12}  ")
+
+
+def _verdict(report: Report) -> str:
+    """Whether the step's requests fit; no claim where the weights are unknown."""
+    tokens = f"{report.wanted:,} tokens of context"
+    if report.weights is None:
+        return (
+            "The size of the weights is unknown and not included, so this report cannot say "
+            f"whether the model fits with {tokens}. Give --weights-gib."
+        )
+    about = " (estimated)" if report.weights.source.startswith("estimated") else ""
+    if report.asked.fits >= report.wanted:
+        return f"The weights{about} and {tokens} fit."
+    share = report.memory_share
+    alone = ""
+    if report.gpu_weights > share * report.machine.memory:
+        alone = f", for the weights alone exceed {share:.0%} of the memory"
+    enough = [row.ranks for row in report.rows if row.step and row.fits >= report.wanted]
+    more = f" {enough[0]} GPUs are enough." if enough else ""
+    return f"The weights{about} and {tokens} do not fit{alone}.{more}"
 
 
 def _requests(step: Step) -> str:
-    batch, keys = step.batch, step.context
-    return f"{batch:,} request{'s' * (batch > 1)}, {keys:,} key{'s' * (keys > 1)} each,"
+    each = " each" if step.batch > 1 else ""
+    return f"{counted(step.batch, 'request')} with {counted(step.context, 'key')}{each}"
 
 
 def _bytes(num_bytes: float) -> str:
     return shown_bytes(num_bytes) if num_bytes < 1024 * 2**30 else f"{num_bytes / 2**40:.2f} TiB"
 
 
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f}" if seconds == 0 or seconds >= 1e-6 else f"{1e6 * seconds:.3f}"
-
-
 def _machine(machine: Machine) -> str:
     parts = [
-        f"of {machine.memory / 1e9:g} GB",
+        f"with {machine.memory / 1e9:g} GB",
         f"{machine.bandwidth / 1e9:,.0f} GB/s",
         f"{machine.flops / 1e12:,.0f} TFLOP/s in bf16",
     ]
@@ -114,14 +136,24 @@ def _token_text(report: Report) -> str:
     if report.token.keys:
         keys = f"indexer keys in {step.index_format}"
         text += f": {_bytes(report.token.latent)}, and {_bytes(report.token.keys)} of {keys}"
-    return text + ("; held by one of the GPUs" if step.ranks.size > 1 else "")
+    return text + ("; each token is on one of the GPUs" if step.ranks.size > 1 else "")
 
 
-def _weights_text(report: Report) -> str:
-    if not report.weights:
-        return "none counted: give --weights-gib"
-    whole = f"of {_bytes(report.weights)}"
-    return f"on each GPU, {whole}" if report.step.ranks.heads == "own" else "whole, on each GPU"
+def _weights_text(report: Report) -> tuple[str, str]:
+    weights, own = report.weights, report.step.ranks.heads == "own"
+    if weights is None:
+        return "not included", "their size is unknown; give --weights-gib"
+    part = f"on each GPU, of {_bytes(weights.total)}" if own else "on each GPU, the whole model"
+    return _bytes(report.gpu_weights), f"{part}, {weights.source}"
+
+
+def _room_text(report: Report) -> str:
+    less = "less its weights" if report.weights else "without weights"
+    return f"{report.memory_share:.0%} of a GPU's memory {less}"
+
+
+def _fits(report: Report) -> str:
+    return "tokens that fit" if report.weights else "cache alone holds"
 
 
 def _moved_text(step: Predicted) -> str:
@@ -133,33 +165,25 @@ def _moved_text(step: Predicted) -> str:
 
 def _sent_text(step: Predicted, W: int) -> str:
     if not step.sent:
-        return "one GPU has all keys"
+        return "one GPU has all keys" if W == 1 else "no layer's keys are shared"
     shown = ", ".join(f"{name} {_bytes(size)}" for name, size in step.sent.items())
-    return f"by a GPU to the {W - 1} others: {shown}; {step.collectives} collectives"
+    others = "the other one" if W == 2 else f"the {W - 1} others"
+    return f"by a GPU to {others}: {shown}; {counted(step.collectives, 'collective')}"
 
 
 def _time_text(report: Report, step: Predicted) -> str:
-    parts = [f"weights {_us(step.weights_time)}"] if step.weights else []
-    parts.append(f"attention {_us(step.attention_time)}")
-    parts += [f"link {_us(step.link_time)}"] if step.sent else []
+    parts = [f"weights {shown_time(step.weights_time)}"] if step.weights else []
+    parts.append(f"attention {shown_time(step.attention_time)}")
+    parts += [f"link {shown_time(step.link_time)}"] if step.sent else []
     rate = report.step.batch / step.time
-    return f"{', '.join(parts)}; {rate:,.0f} tokens a second of all requests"
-
-
-HEADER: tuple[str, ...] = (
-    "ranks",
-    "tokens fit",
-    "memory",
-    "sent",
-    "weights us",
-    "attention",
-    "link",
-    "step us",
-)
+    return f"{', '.join(parts)}; at most {rate:,.0f} tokens per second for all requests together"
 
 
 def _table(report: Report) -> list[str]:
-    table = [HEADER]
+    fits = "tokens fit" if report.weights else "cache holds"
+    table: list[tuple[str, ...]] = [
+        ("ranks", f"{fits} ", "memory", "sent", "weights", "attention", "link", "step")
+    ]
     for row in report.rows:
         if row.step is None:
             continue  # a note says why
@@ -170,43 +194,50 @@ def _table(report: Report) -> list[str]:
                 f"{row.fits:,}{'*' if row.fits < report.wanted else ' '}",
                 _bytes(row.step.moved),
                 _bytes(sum(row.step.sent.values())),
-                *map(_us, times),
+                *map(shown_time, times),
             )
         )
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["   ".join(map(str.rjust, cells, widths)) for cells in table]
+    return ["  ".join(map(str.rjust, cells, widths)) for cells in table]
 
 
 def _refused(report: Report) -> str:
-    return f"{report.step.config.num_heads} heads do not divide among so many; give --heads all."
+    heads = report.step.config.num_heads
+    return f"{heads} heads do not divide among that many. Give --heads all."
 
 
 def _notes(report: Report) -> list[str]:
     """What the table leaves out."""
     notes = [
-        "Memory and sent: bytes of one GPU in a step. Step: weights and each op's bytes at the "
-        "memory's speed, or",
-        "its flops at that of matrix products if that is longer, then what is sent; nothing "
-        "overlaps, nothing waits.",
-        "On an H200 attention took 1.1 to 3.1 times that where it is 50 us or more a layer, and "
-        "more below (docs/size.md).",
+        '"memory" and "sent" are bytes per GPU per step. Step time is a lower bound: for each op, '
+        "the larger of bytes / bandwidth and FLOPs / peak throughput, plus weights and "
+        "communication, with no overlap.",
+        "On an H200, attention took 1.1 to 3.1 times its lower bound where that is 50 us or more "
+        "per layer, and more times below (docs/size.md).",
     ]
+    if report.weights is None:
+        notes.append("Weights are not included: neither their memory nor the time to read them.")
+    elif report.weights.read < report.weights.total:
+        read = _bytes(report.weights.read)
+        notes.append(
+            f"A step reads at least {read} of weights, those of one token's experts if these are "
+            "estimated. More tokens select more experts; give --read-gib."
+        )
     if any(row.fits < report.wanted for row in report.rows if row.step is not None):
         notes.append(f"* less than the {report.wanted:,} tokens of this step.")
     refused = [str(row.ranks) for row in report.rows if row.step is None]
     if refused:
         notes.append(f"Not for {', '.join(refused)} ranks: {_refused(report)}")
     if report.machine.link is None and len(report.rows) > 1:
-        notes.append("Sending takes no time here: give --link-gbps.")
+        notes.append("Communication time is not included; pass --link-gbps to model it.")
     if report.step.config.compressor is not None:
         notes.append(
-            "Ranks share V4's entries of ratio 4; every rank has all else "
+            "Ranks share V4's entries of ratio 4; every rank has all other entries "
             "(docs/context-parallel-v4.md)."
         )
     if report.step.context > report.step.config.max_positions:
-        notes.append(
-            f"The model has {report.step.config.max_positions:,} positions, fewer than these keys."
-        )
+        most = report.step.config.max_positions
+        notes.append(f"The context exceeds the model's {most:,} positions.")
     return notes
 
 
@@ -224,8 +255,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "block_size": report.block_size,
         "gpu": report.machine._asdict(),
         "memory_share": report.memory_share,
-        "weights_bytes": report.weights,
-        "read_weights_bytes": report.read_weights,
+        "weights_bytes": report.weights.total if report.weights else None,
+        "read_weights_bytes": report.weights.read if report.weights else None,
+        "weights_source": report.weights.source if report.weights else None,
         "heads_of_a_rank": step.ranks.heads,
         "schedule": step.ranks.schedule,
         "fixed_bytes": report.fixed,
@@ -238,14 +270,14 @@ def as_json(report: Report) -> dict[str, Any]:
 
 COUNTS = {
     "token_bytes": "cache of one token of context in all layers, on the one rank that has it",
-    "gpu": "one GPU: bytes, bytes a second, bf16 flops a second, bytes a second out, seconds",
-    "fixed_bytes": "V4's windows and compressor states, of the step's requests, on each rank",
-    "weights_bytes": "the whole model's; of read_weights_bytes, those a step reads",
-    "tokens_that_fit": "context of all requests together on all ranks",
+    "gpu": "one GPU: bytes, bytes/s, bf16 FLOP/s, bytes/s out, seconds of latency",
+    "fixed_bytes": "V4's windows and compressor states for the step's requests, on each rank",
+    "weights_bytes": "whole model; a step reads read_weights_bytes of them; null: unknown",
+    "tokens_that_fit": "context of all requests together on all ranks, less weights if known",
     "memory_bytes": "read or written by one rank in a step, by op, all layers",
     "flops": "of one rank in a step, by op, all layers",
-    "sent_bytes": "that leave one rank in a step, all layers and tokens, by what they are",
-    "seconds": "the least time of a step by the roofline; nothing overlaps, nothing waits",
+    "sent_bytes": "leave one rank in a step, all layers and tokens, by what they are",
+    "seconds": "lower bound on a step's time by the roofline, with no overlap",
 }
 
 
@@ -256,7 +288,7 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
     return {
         "ranks": row.ranks,
         "tokens_that_fit": row.fits,
-        "fits": row.fits >= report.wanted,
+        "fits": row.fits >= report.wanted if report.weights else None,
         "memory_bytes": {
             "weights": step.weights,
             **{op: cost.bytes for op, cost in step.costs.items()},
@@ -275,41 +307,37 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
 
 
 def draw(report: Report, path: str) -> None:
-    """Memory over context by format; context and time over ranks; logarithmic axes."""
-    from matplotlib import pyplot
-
+    """Memory over context by format; context and time over ranks."""
     rows = [(row.ranks, row.fits, row.step) for row in report.rows if row.step is not None]
     ranks = [size for size, _, _ in rows]
-    figure, (first, left, right) = pyplot.subplots(1, 3, figsize=(15, 4.4))
-    _draw_memory(first, report)
-    fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
-    left.plot(ranks, fitting, "o-", markersize=3, label="that fit")
-    left.axhline(report.wanted, color="grey", linestyle=":", label="of this step")
-    left.set(title="Context that fits", xlabel="ranks", ylabel="tokens, of all requests together")
-    for name, times in (
-        ("step", [step.time for _, _, step in rows]),
-        ("weights", [step.weights_time for _, _, step in rows]),
-        ("attention", [step.attention_time for _, _, step in rows]),
-        ("link", [step.link_time for _, _, step in rows]),
-    ):
-        if any(times):
-            style = "ko-" if name == "step" else "o--"
-            us = [1e6 * time or math.nan for time in times]  # nothing to draw on such an axis
-            right.plot(ranks, us, style, markersize=3, label=name)
-    right.set(title="Least time of a decode step", xlabel="ranks", ylabel="us")
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ranks, [str(size) for size in ranks], fontsize=7)
-        axes.legend(fontsize=8)
-    step = report.step
-    figure.suptitle(
-        f"{report.model}, {step.format}, {step.batch} requests of {step.context:,} keys",
-        fontsize=10,
-    )
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    title = f"{report.model}, {report.step.format}, {_requests(report.step)}"
+    with picture(path, 12.5, title) as figure:
+        memory, context, time = figure.subplots(3, 1, height_ratios=[1.25, 1, 1])
+        _draw_memory(memory, report)
+        fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
+        context.plot(ranks, fitting, "o-", color=COLORS[0], ms=4, label=_fits(report))
+        context.axhline(report.wanted, color=INK, ls=":", label="of this step")
+        context.set(title="Context that fits", ylabel="tokens, all requests")
+        for number, (name, times) in enumerate(
+            {
+                "step": [step.time for _, _, step in rows],
+                "weights": [step.weights_time for _, _, step in rows],
+                "attention": [step.attention_time for _, _, step in rows],
+                "link": [step.link_time for _, _, step in rows],
+            }.items()
+        ):
+            if any(times):
+                us = [1e6 * each or math.nan for each in times]  # nothing to draw on such an axis
+                style = "o-" if name == "step" else "o--"
+                time.plot(ranks, us, style, color=COLORS[number], ms=4, label=name)
+        time.set(title="Lower bound on the time of a decode step", xlabel="ranks")
+        for axes, text in ((context, short_count), (time, short_time)):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(ranks, [str(size) for size in ranks])
+            label_decades(axes.yaxis, text)
+            axes.grid()
+            axes.legend()
 
 
 def _draw_memory(axes: Any, report: Report) -> None:
@@ -323,27 +351,31 @@ def _draw_memory(axes: Any, report: Report) -> None:
         each = replace(step, format=format, ranks=Split())
         key = token_bytes(each).total, room(each, report.block_size).fixed
         sizes.setdefault(key, []).append(format)
-    for (token, fixed), formats in sizes.items():
+    for number, ((token, fixed), formats) in enumerate(sizes.items()):
         gib = [(fixed + batch * S * token) / 2**30 for S in contexts]
         style = "o-" if step.format in formats else "-"
         too = " (as plain transformers)" if "bf16" in formats else ""
-        axes.plot(contexts, gib, style, markersize=3, label=f"{', '.join(formats)}{too}")
+        label = f"{', '.join(formats)}{too}"
+        axes.plot(contexts, gib, style, color=COLORS[number], ms=4, label=label)
     name = "expanded keys and values, 16 bits"
     values = config.num_heads * (config.qk_head_dim + config.v_head_dim)
     if config.compressor is not None:
         name, values = "a row per token, not compressed, 16 bits", config.latent_dim
     gib = [batch * S * config.num_layers * 2 * values / 2**30 for S in contexts]
-    axes.plot(contexts, gib, "k--", label=name)
+    axes.plot(contexts, gib, "--", color=INK, label=name)
     W = step.ranks.size
     usable = W * max(report.memory_share * report.machine.memory - report.gpu_weights, 0) / 2**30
     if usable:
-        there = "of one GPU" if W == 1 else f"of {W} GPUs"
-        axes.axhline(usable, color="grey", linestyle=":", label=f"room for a cache, {there}")
-    axes.set(title=f"Cache of {batch} request{'s' * (batch > 1)}", ylabel="GiB", yscale="log")
-    axes.set(xlabel="tokens of context of each")
+        where = "one GPU" if W == 1 else f"{W} GPUs"
+        less = "" if report.weights else ", weights not included"
+        axes.axhline(usable, color=INK, ls=":", label=f"room for the cache on {where}{less}")
+    axes.set(title=f"Cache of {counted(batch, 'request')}", yscale="log")
+    axes.set(xlabel="tokens of context per request")
     axes.set_xscale("log", base=2)
     ticks = contexts[:: -(-len(contexts) // 8)]
-    axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks], fontsize=7)
+    axes.set_xticks(ticks, [f"{S // 1024}k" for S in ticks])
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** 0.55)  # room for the legend
-    axes.legend(fontsize=7, loc="upper left")
+    label_decades(axes.yaxis, lambda gib: f"{short_count(gib)} GiB")
+    axes.grid()
+    axes.legend(loc="upper left")

@@ -1,15 +1,20 @@
-"""What a command tells beside its results: notes and bars on the error stream, tables on either."""
+"""What commands print besides results: notes and bars on the error stream, tables on either."""
 
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import TextIO
 
 _LOGGER = logging.getLogger("openmla.cli")
+_DRAWN = ContextVar("drawn", default=False)  # whether a bar is on the screen: one at a time
 Advance = Callable[[str, int], None]  # what is being done, and how much of the whole is done
 
 
@@ -48,17 +53,53 @@ def quiet(wanted: bool = True) -> Iterator[None]:
         _LOGGER.setLevel(before)
 
 
+def width() -> int:
+    """Columns of the terminal; of a file that is written instead, and at most, 100."""
+    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+
+
+def filled(text: str, start: str = "", *, hanging: int | None = None) -> list[str]:
+    """Lines of a text behind a start, no wider than the terminal, numbers beside their units. Lines
+    after the first begin at column `hanging`, by default where the text does."""
+    held = re.sub(r"(?<=\d) (?=[KMGT]?i?B\b|us\b|ms\b|T?FLOP)", "\0", text)
+    lines = textwrap.wrap(
+        held, width(), initial_indent=start,
+        subsequent_indent=" " * (len(start) if hanging is None else hanging),
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return [line.replace("\0", " ") for line in lines] or [start.rstrip()]
+
+
+def shown_time(seconds: float) -> str:
+    """With its unit: milliseconds above 1,000 us."""
+    us = 1e6 * seconds
+    if us > 1e3:
+        return f"{us / 1e3:,.2f} ms"
+    return f"{us:.1f} us" if us == 0 or us >= 1 else f"{us:.3f} us"
+
+
 def shows_progress() -> bool:
-    """Whether somebody watches the error stream and has not asked for silence."""
-    return sys.stderr.isatty() and _LOGGER.isEnabledFor(logging.INFO)
+    """Whether a terminal shows the error stream, nobody asked for silence, and no bar is drawn."""
+    return sys.stderr.isatty() and _LOGGER.isEnabledFor(logging.INFO) and not _DRAWN.get()
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A bar while a terminal watches, by rich where it is installed; else nothing."""
+    """A bar in a terminal, by rich where it is installed; nothing elsewhere and within another."""
     if not shows_progress():
         yield lambda what, done: None
-    elif find_spec("rich") is None:
+        return
+    drawn = _DRAWN.set(True)
+    try:
+        with _bar(total) as advance:
+            yield advance
+    finally:
+        _DRAWN.reset(drawn)
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Advance]:
+    if find_spec("rich") is None:
 
         def tell(what: str, done: int) -> None:
             filled = "#" * round(30 * done / max(total, 1))
@@ -75,7 +116,7 @@ def progress(total: int) -> Iterator[Advance]:
 
         columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
         screen = Console(stderr=True)
-        # results on the same screen go above the bar; elsewhere they are none of its business
+        # results on the same screen go above the bar
         both = sys.stdout.isatty()
         # drawn when told, not by a thread of its own: what is measured in between is left alone
         with Progress(

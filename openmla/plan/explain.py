@@ -1,4 +1,4 @@
-"""explain(): what a plan does, why, and in how many bytes, in lines for people."""
+"""explain(): what a plan does, why, and how many bytes it takes, in lines for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from openmla.backends.choice import backend_for
 from openmla.cache import cache_bytes, shown_bytes
 from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO
-from openmla.plan.explanation import DETAIL, OP, Explanation, Line
+from openmla.plan.explanation import DETAIL, OP, Explanation, Line, counted
 from openmla.plan.forms import decode_threshold
 from openmla.plan.options import thawed
 from openmla.plan.rows import num_rows
@@ -49,17 +49,19 @@ def explain(plan: Plan, finished: bool) -> Explanation:
     if plan.query_dtype is not None:
         static = plan.query_dtype == "fp8_static"
         scale = "one calibrated scale per layer" if static else "a scale per token and head"
-        lines.append(Line("queries", f"absorbed ones in e4m3, {scale}; outputs bf16"))
+        lines.append(Line("queries", f"absorbed queries in e4m3, {scale}; outputs in bf16"))
     if plan.output is not None:
         lines.append(_output(plan, plan.output))
     padding = plan.num_tokens - sum(plan.query_lens)
     if padding and not plan.captured:
-        lines.append(Line("padding", f"{padding} tokens of no request: nothing read, outputs 0"))
+        lines.append(
+            Line("padding", f"{counted(padding, 'token')} of no request: reads nothing, outputs 0")
+        )
     return Explanation([*lines, *_reads(plan), *_ops(plan, finished), *_launches(plan, finished)])
 
 
 def _invariant(plan: Plan, finished: bool) -> Line:
-    """By which kernels a row's bits are its own, and where its keys are cut."""
+    """By which kernels a row is batch-invariant, and where its keys are split."""
     parts = []
     for op in _INVARIANT:
         call = plan.calls.get(op)
@@ -68,25 +70,25 @@ def _invariant(plan: Plan, finished: bool) -> Line:
             parts.append(f"{op} by {name}{f' ({kernel})' if kernel else ''}")
     return Line(
         "invariant",
-        f"a row's bits are its own: keys in runs of {plan.run_length}, contexts cut at their own "
-        f"positions; {', '.join(parts)}",
+        f"results do not depend on the batch: keys are split every {plan.run_length} tokens, "
+        f"contexts at fixed positions; {', '.join(parts)}",
     )
 
 
 def _eight_bits(plan: Plan) -> Line:
-    """What of a step is in fp8 because it was asked for."""
+    """What a step computes in fp8 because of prefill_dtype."""
     if "quantize_heads" not in plan.calls:
-        return Line("fp8", "asked for, but nothing is expanded")
-    rows = ", rows of the cache as they are stored" if plan.keeps_codes else ""
+        return Line("fp8", "prefill_dtype='fp8' has no effect: nothing is expanded in this step")
+    rows = "; rows of the cache are read as stored" if plan.keeps_codes else ""
     return Line(
         "fp8",
-        "expanded queries and keys in e4m3, asked for: a scale per row and head of queries, per "
-        f"head of keys; values and probabilities in 16 bits{rows}",
+        "expanded queries and keys in e4m3 (prefill_dtype='fp8'): a scale per query and head, and "
+        f"per head of keys; values and probabilities in 16 bits{rows}",
     )
 
 
 def _output(plan: Plan, output: str) -> Line:
-    """Which op ends the tokens of each form."""
+    """Which op writes the outputs of each form."""
     parts = [f"{group.form} by {group.end}" for group in plan.groups if len(group.requests)]
     gated = ", after the gate" if plan.config.head_gate else ""
     return Line("output", f"{output}: {', '.join(parts) or 'no tokens'}{gated}")
@@ -97,49 +99,60 @@ def _dense(plan: Plan, group: Group) -> Line:
     count, part = len(group.requests), group.part
     if part is None:
         assert group.across is not None
-        what = f"{count} requests, {num_rows(group.rows)} tokens, each over its keys on this rank"
+        what = f"{counted(count, 'request')}, {counted(num_rows(group.rows), 'token')}"
+        what += ", each rank over its own keys"
         return Line(group.form, f"{what}, {_merged(group.across)}", _why(plan, group))
     if isinstance(part, Absorbed):
-        what = f"{count} requests, up to {part.max_query_len} queries each{_few_keys(plan)}"
+        what = f"{counted(count, 'request')}, {_most(part.max_query_len)}{_few_keys(plan)}"
         return Line("absorbed", what, _why(plan, group))
     longest = max(plan.query_lens[b] for b in group.requests)
     chunks = ""
     if part.chunks and part.new_rows is None:
-        chunks = f", {len(part.chunks)} context chunks"
+        chunks = f", {counted(len(part.chunks), 'context chunk')}"
     keys, held = expanded_size(plan, group)
-    what = f"{shown_bytes(held)} at most: rows gathered, keys and values of up to {keys}"
+    what = f"at most {shown_bytes(held)}: gathered rows, and keys and values of up to "
+    what += counted(keys, "token")
     below = [Line("holds", what, width=DETAIL)]
     if group.across is not None:
-        what = f"{num_rows(group.across.rows)} tokens, {_merged(group.across)}"
+        what = f"{counted(num_rows(group.across.rows), 'token')}, {_merged(group.across)}"
         why = "attended to in place, which is cheaper than gathering it"
         below.append(Line("context", what, why, width=DETAIL))
     brought = [chunk.brought.num_rows for chunk in part.chunks if chunk.brought is not None]
     if brought and plan.ranks is not None:
         size = shown_bytes(plan.ranks.workspace.num_bytes)
-        what = f"gathered from all ranks in {len(brought)} chunks, {sum(brought)} rows from each, "
+        what = f"gathered from all ranks in {counted(len(brought), 'chunk')}, "
+        what += f"{counted(sum(brought), 'row')} from each, "
         why = "cheaper than attending to it in place and merging"
         below.append(Line("context", f"{what}in a workspace of {size}", why, width=DETAIL))
     return Line(
         "expanded",
-        f"{count} requests, up to {longest} queries each, {part.route}{chunks}{_few_keys(plan)}",
+        f"{counted(count, 'request')}, {_most(longest)}, {part.route}{chunks}{_few_keys(plan)}",
         _why(plan, group),
         below=tuple(below),
     )
 
 
 def _merged(across: Across) -> str:
-    return f"merged over ranks by {across.schedule}"
+    return f"merged across ranks by {across.schedule}"
+
+
+def _most(queries: int) -> str:
+    return f"up to {counted(queries, 'query')} each"
 
 
 def _rank(plan: Plan, ranks: Ranks) -> Line:
-    """How keys and heads are spread, and what this rank sends."""
+    """How keys and heads are sharded, and what this rank sends."""
     shard, dtype = ranks.shard, plan.problem("cache_write").dtype
     dealt = f"positions in runs of {shard.interleave}"
     if plan.config.compressor is not None:
         dealt = "entries in whole blocks"
-    owned = "heads gathered, own returned" if ranks.heads == "own" else "all heads on every rank"
+    owned = (
+        "heads sharded and gathered to attend"
+        if ranks.heads == "own"
+        else "all heads on every rank"
+    )
     sent = shown_bytes(plan.sent_bytes(dtype))
-    return Line("rank", f"{shard.rank} of {shard.size}, {dealt}, {owned}, {sent} sent a layer")
+    return Line("rank", f"{shard.rank} of {shard.size}, {dealt}, {owned}, sends {sent} per layer")
 
 
 def _candidates(plan: Plan, select: Select) -> list[Line]:
@@ -147,8 +160,8 @@ def _candidates(plan: Plan, select: Select) -> list[Line]:
     if not select.offered:
         return []
     sent = shown_bytes(plan.selection_bytes())
-    what = f"of {select.offered} candidates a rank and token, {sent} sent where a layer chooses"
-    return [Line("selected", what)]
+    what = f"from {counted(select.offered, 'candidate')} per rank and token, sends {sent} per "
+    return [Line("selected", f"{what}layer that selects")]
 
 
 def expanded_size(plan: Plan, group: Group) -> tuple[int, int]:
@@ -213,11 +226,11 @@ def mask_bytes(group: Group | None) -> int:
 def _few_keys(plan: Plan) -> str:
     """Why requests of a sparse model are dense."""
     indexer = plan.config.indexer
-    return f", of no more than {indexer.topk} keys: dense" if indexer is not None else ""
+    return f", dense: no more than {indexer.topk:,} keys" if indexer is not None else ""
 
 
 def _why(plan: Plan, group: Group) -> str:
-    """Why the requests of a form have it: told to, bound to, or by cost."""
+    """Why requests take a form: as asked for, for want of another, or by cost."""
     forced = _forced(plan, group)
     if forced:
         return forced
@@ -232,26 +245,28 @@ def _why(plan: Plan, group: Group) -> str:
             most = decode_threshold(config, format, itemsize, device, bits, length)
             found.append((n / most, n, S, most))
     if not found:
-        return "nothing to expand: no new tokens"
+        return "there are no new tokens to expand keys for"
     _, n, S, most = (
         max(found) if group.form == "absorbed" else min(found)
     )  # the nearest to the other
     unknown = len(plan.bounded.intersection(group.requests))
-    others = f"; lengths of {unknown} requests only the device knows" if unknown else ""
+    others = ""
+    if unknown:
+        others = f"; the lengths of {counted(unknown, 'request')} are known only to the device"
     return (
-        f"cost: {n} new tokens over {S} keys; over about so many expanding pays from "
-        f"{most + 1}{others}"
+        f"cheaper: {counted(n, 'new token')} over {counted(S, 'key')} (at this length, expanding "
+        f"pays off from about {counted(most + 1, 'new token')}){others}"
     )
 
 
 def _forced(plan: Plan, group: Group) -> str:
     if plan.captured:
-        return "a captured graph replays one form, into= takes the absorbed one"
+        return "a captured graph replays one form, and into= uses the absorbed form"
     if plan.options.form != "auto":
         return f"asked for: form={plan.options.form!r}"
     asking = {b for b in group.requests if plan.query_lens[b]}
     if asking and asking <= plan.bounded:
-        return "only the device knows the lengths: nothing else can be planned"
+        return "the lengths are known only to the device, which leaves no other form"
     return ""
 
 
@@ -262,14 +277,15 @@ def _sparse(plan: Plan) -> list[Line]:
         return []
     K = indexer.topk
     keys = max((chunk.num_keys for chunk in select.chunks), default=max(plan.seq_lens, default=0))
-    scores = "none: the caller chooses, the cache has no index rows"
+    scores = "none: the caller selects keys, because the cache has no indexer keys"
     if select.chunks:
-        scores = (
-            f"in {len(select.chunks)} chunks of {_mib(select.score_bytes)} at most "
-            f"(bound {_mib(LOGITS_BYTES)})"
-        )
+        scores = _scores(select)
+    each = " each" if select.num_rows > 1 else ""
+    tokens = counted(select.num_rows, "token")
     lines = [
-        Line("sparse", f"{select.num_rows} tokens choose {K} of up to {keys} keys each"),
+        Line(
+            "sparse", f"top-k selection for {tokens}: {K:,} of up to {counted(keys, 'key')}{each}"
+        ),
         Line("scores", scores),
     ]
     chosen, masked = plan.listing, plan.group("masked")
@@ -277,31 +293,32 @@ def _sparse(plan: Plan) -> list[Line]:
     if chosen is not None:
         assert isinstance(chosen.part, Absorbed)
         what = (
-            f"{num_rows(chosen.rows)} tokens, absorbed, over their own rows, in "
-            f"{len(chosen.part.cuts)} chunks"
+            f"{counted(num_rows(chosen.rows), 'token')}, absorbed, over their selected keys, in "
+            f"{counted(len(chosen.part.cuts), 'chunk')}"
         )
         whole = plan.group("chosen")
         assert whole is not None
         what += "" if whole.across is None else f", {_merged(whole.across)}"
-        why = _forced(plan, whole) or f"cost: {K} rows gathered for each are cheaper than all keys"
+        why = _forced(plan, whole) or f"cheaper: {K:,} selected keys per token, not all keys"
         lines.append(Line("chosen", what, why))
     if masked is not None:
         assert isinstance(masked.part, Expanded)
         chunks = masked.part.chunks
         rows = max(chunk.num_keys for chunk in chunks)
-        why = _forced(plan, masked) or f"cheaper than {K} rows gathered for each"
+        why = _forced(plan, masked) or f"cheaper than reading {K:,} selected keys per token"
         what = (
-            f"{num_rows(masked.rows)} tokens, expanded: {why}; "
-            f"{len(chunks)} chunks of up to {rows} keys, {_mib(mask_bytes(masked))} of "
-            f"mask at most (bound {_mib(MASK_BYTES)})"
+            f"{counted(num_rows(masked.rows), 'token')}, expanded, in "
+            f"{counted(len(chunks), 'chunk')} of up to {counted(rows, 'key')}, mask of at most "
+            f"{_mib(mask_bytes(masked))} (limit {_mib(MASK_BYTES)})"
         )
         if plan.ranks is not None:
             what += ", keys gathered from all ranks"
-        lines.append(Line("masked", what))
+        lines.append(Line("masked", what, why))
     parts = {name: size for name, size in sparse_bytes(plan).items() if size}
     listed = ", ".join(f"{name} {_mib(size)}" for name, size in parts.items())
     total = _mib(sum(parts.values()))
-    lines.append(Line("workspace", f"{total} at most, beside what a backend holds: {listed}"))
+    what = f"at most {total}, besides what a backend allocates: {listed}"
+    lines.append(Line("workspace", what))
     return lines
 
 
@@ -312,38 +329,41 @@ def _compressed(plan: Plan) -> list[Line]:
     lines = [
         Line(
             "window",
-            f"{plan.num_tokens} tokens of {requests} requests, each its last "
-            f"{config.compressor.window} rows",
-            "absorbed is the only form: the latent is key and value",
+            f"{counted(plan.num_tokens, 'token')} of {counted(requests, 'request')}, each over its "
+            f"last {counted(config.compressor.window, 'row')}",
+            "absorbed is the only form, because the latent is both key and value",
         )
     ]
     if pool is not None and select is not None:
         lines += [
             Line(
                 "entries",
-                f"one per {pool.ratio} tokens, {config.indexer.topk} of up to "
-                f"{pool.max_entries} chosen by each token",
+                f"one per {pool.ratio} tokens; each token selects {config.indexer.topk:,} of up to "
+                f"{counted(pool.max_entries, 'entry')}",
             ),
             Line(
                 "scores",
-                f"in {len(select.chunks)} chunks of {_mib(select.score_bytes)} at most "
-                f"(bound {_mib(LOGITS_BYTES)}), selection "
-                f"{_mib(4 * config.indexer.topk * select.num_rows)}",
+                f"{_scores(select)}, selection {_mib(4 * config.indexer.topk * select.num_rows)}",
             ),
             *_candidates(plan, select),
         ]
     elif pool is not None:
-        few = f" (no more than {config.indexer.topk})" if pool.ratio == INDEXED_RATIO else ""
-        what = f"one per {pool.ratio} tokens, all of up to {pool.max_entries}{few}"
-        lines.append(Line("entries", f"{what}: no list is made"))
+        few = ""
+        if pool.ratio == INDEXED_RATIO:
+            few = f": no more than {config.indexer.topk:,}, so that none are selected"
+        entries = counted(pool.max_entries, "entry")
+        what = f"one per {pool.ratio} tokens; each token sees all of up to {entries}{few}"
+        lines.append(Line("entries", what))
     across = plan.groups[0].across
     if across is not None:
-        what = f"entries of this rank attended to in place, {_merged(across)}, then the window"
+        what = (
+            f"this rank's entries are attended to in place, {_merged(across)}, then with the window"
+        )
         lines.append(Line("ranks", what))
     if plan.bring is not None:
         what = (
-            f"entries gathered from all ranks, {len(plan.bring.blocks)} blocks from each, "
-            f"{shown_bytes(plan.bring.num_bytes)} together"
+            f"entries gathered from all ranks, {counted(len(plan.bring.blocks), 'block')} from "
+            f"each, {shown_bytes(plan.bring.num_bytes)} in total"
         )
         why = "cheaper than attending to them in place and merging"
         lines.append(Line("ranks", what, why))
@@ -358,8 +378,8 @@ def _caches(plan: Plan) -> list[Line]:
     kinds = cache_bytes(plan.config, geometry)
     tokens = geometry.num_blocks * geometry.block_size
     what = (
-        f"{tokens} tokens in blocks of {geometry.block_size}, {geometry.format} and "
-        f"{geometry.index_format}; windows and states of {geometry.num_states} requests"
+        f"{counted(tokens, 'token')} in blocks of {geometry.block_size}, {geometry.format} and "
+        f"{geometry.index_format}; windows and states for {counted(geometry.num_states, 'request')}"
     )
     lines = [
         "ratio layers  B/token        entries      padding       window        state          total"
@@ -377,14 +397,14 @@ def _caches(plan: Plan) -> list[Line]:
         f"{sums[0]:>14} {sums[1]:>12} {sums[2]:>12} {sums[3]:>12} {sums[4]:>14}"
     )
     lines.append(
-        f"entries {sums[0] / 2**30:.2f} GiB and padding {_mib(sums[1])} grow with context; "
-        f"window and state, {_mib(sums[2] + sums[3])}, do not; {sums[4] / 2**30:.2f} GiB in all"
+        f"entries ({sums[0] / 2**30:.2f} GiB) and padding ({_mib(sums[1])}) grow with the context; "
+        f"windows and states ({_mib(sums[2] + sums[3])}) do not; {sums[4] / 2**30:.2f} GiB in total"
     )
     return [Line("cache", what, below=tuple(Line("", line) for line in lines))]
 
 
 def _reads(plan: Plan) -> list[Line]:
-    """Bytes of cache that one layer's attention reads, by who reads them."""
+    """Bytes of cache that one layer's attention reads, by group."""
     if plan.config.compressor is not None:
         return []
     query_lens, seq_lens, config, keys = plan.query_lens, plan.seq_lens, plan.config, 0
@@ -409,13 +429,13 @@ def _reads(plan: Plan) -> list[Line]:
         layout = get_format(plan.problem("index_write").format)
         sizes["index keys"] = keys * layout.row_bytes(config.indexer.head_dim)
     listed = ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items())
-    most = " at most" if plan.bounded else ""
+    most = "at most " if plan.bounded else ""
     total = shown_bytes(sum(sizes.values()))
-    return [Line("reads", f"{total} of cache a layer{most}{f': {listed}' if listed else ''}")]
+    return [Line("reads", f"{most}{total} of cache per layer{f': {listed}' if listed else ''}")]
 
 
 def _ops(plan: Plan, finished: bool) -> list[Line]:
-    """The ops that run, by whom, and why not by a better one."""
+    """The ops that run, their backends, and why no better backend runs them."""
     lines, asked = [], thawed(plan.options.backend)
     for op, (problem, chosen, *_) in plan.calls.items():
         if _calls(plan, op, finished):
@@ -431,16 +451,16 @@ def _ops(plan: Plan, finished: bool) -> list[Line]:
 
 
 def _launches(plan: Plan, finished: bool) -> list[Line]:
-    """How many kernels a layer launches for its attention, as far as they are ours."""
+    """How many kernels of openmla a layer launches for its attention."""
     calls = {op: _calls(plan, op, finished) for op in plan.calls}
     counts = {op: launches(op, plan.calls[op].backend) for op, called in calls.items() if called}
     known = {op: n * calls[op] for op, n in counts.items() if n is not None}
     if not known:
         return []
     others = [op for op, count in counts.items() if count is None]
-    beside = f"; beside them what torch launches for {', '.join(others)}" if others else ""
+    besides = f"; also what torch launches for {', '.join(others)}" if others else ""
     listed = ", ".join(f"{op} {count}" for op, count in known.items())
-    told = f"up to {sum(known.values())} a layer and step: {listed}{beside}"
+    told = f"up to {sum(known.values())} per layer and step: {listed}{besides}"
     return [Line("launches", told)]
 
 
@@ -514,6 +534,11 @@ def _quantized_apart(plan: Plan) -> int:
         elif isinstance(group.part, Expanded):
             calls += len(group.part.alone)
     return calls
+
+
+def _scores(select: Select) -> str:
+    chunks = counted(len(select.chunks), "chunk")
+    return f"in {chunks} of at most {_mib(select.score_bytes)} (limit {_mib(LOGITS_BYTES)})"
 
 
 def _mib(num_bytes: int) -> str:

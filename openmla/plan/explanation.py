@@ -1,4 +1,4 @@
-"""Explanation: text of a few lines that is a table where a terminal or a notebook shows it."""
+"""Explanation: a few lines of text, which terminals and notebooks show as a table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ from typing import NamedTuple
 
 PART, OP, DETAIL = 9, 12, 7  # columns that names of such lines take in the text
 HEADER = ("part", "what", "why")
+
+
+def counted(count: int, thing: str) -> str:
+    """1 request, 2 requests, 3,000 entries."""
+    if count != 1:
+        thing = f"{thing[:-1]}ies" if thing[-1] == "y" and thing[-2] not in "aeiou" else f"{thing}s"
+    return f"{count:,} {thing}"
 
 
 class Line(NamedTuple):

@@ -65,7 +65,7 @@ def test_a_plan_without_scores_scores_nothing() -> None:
     requests = Requests([3, 1], [60, 17], SPARSE)
     whole, batch = requests.part()
     plan = make_plan(batch, SPARSE, LayerCache(latent=whole.latent), form="chosen")
-    assert "scores    none: the caller chooses" in plan.explain()
+    assert "scores    none: the caller selects" in plan.explain()
     zeros = torch.zeros(4, 16, 16, dtype=torch.float64)
     assert whole.index is not None
     before = bits(whole.index.data)

@@ -232,7 +232,7 @@ def test_the_command_imports_what_registers(
     assert main(["--import", "kernels_of_mine", "doctor"]) == 0
     assert re.search(r"^  rope .*not from_file: is a test", capsys.readouterr().out, re.M)
     assert main(["--import", "no_such_kernels", "doctor"]) == 2
-    assert "--import must be a module, got 'no_such_kernels'" in capsys.readouterr().err
+    assert "--import no_such_kernels" in capsys.readouterr().err
 
 
 def without(*names: str, **changes: Any) -> SimpleNamespace:

@@ -46,7 +46,7 @@ def assert_named(model: Any, dump: Any, layer: int, component: str, said: str) -
     assert first is not None
     assert (first.layer, first.component.name) == (layer, component)
     text = sentence(verdicts, "the engine")
-    assert f"First outside its budget: {component} (" in text and f"of layer {layer}." in text
+    assert f"outside its budget is {component} (" in text and f"of layer {layer}." in text
     assert said in text
 
 
@@ -206,7 +206,7 @@ def test_stale_state_of_a_compressor(dtype: torch.dtype) -> None:
         stale = Stale(model, layer, slice(60, 64), sound)
         dump = dump_v4(model, tokens, first=70, between=stale)
         said = "as if the compressor's state were one window old, in these rows."
-        assert_named(model, dump, layer, "entries", f"{said} Rows that are off: 17.")
+        assert_named(model, dump, layer, "entries", f"{said} Affected rows: 17.")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

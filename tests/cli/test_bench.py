@@ -39,7 +39,7 @@ def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "step", "--keys", "300", "64", "--plot", str(picture)]
     assert openmla([*arguments, "--json", str(path)]) == 0
     text = capsys.readouterr().out
-    assert "8.9 x as many" in text and "71.1 x as many" in text and "WRONG" not in text
+    assert "8.9x" in text and "71.1x" in text and "WRONG" not in text
     saved = json.loads(path.read_text())
     assert len(saved["rows"]) == 8 and saved["plan_us"] > 0
     assert "<svg" in picture.read_text()
@@ -82,8 +82,35 @@ def test_markdown_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert openmla(["bench", "rope", "--markdown", "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "**tiny, 64 tokens x 4, pairs**" in text
-    assert re.search(r"^\| reference \| [\d.]+ \| [\d.]+ to [\d.]+ \| 1.00 \|", text, re.M)
+    assert re.search(
+        r"^\| reference \| [\d.]+ [um]s \| [\d.]+ [um]s to [\d.,]+ [um]s \| 1.00 \|", text, re.M
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_begin_at_0_in_a_panel_per_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths are as times: 1.42x looks like 1.42x. Pictures are transparent."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    from openmla.bench.output import Row
+    from openmla.bench.pictures import draw_bars
+
+    def row(shape: str, name: str, us: float) -> Row:
+        return Row(shape, name, us, us, us, 142 / us, "reference", 0.5, 0.1)
+
+    rows = [row("tiny-4x4", "reference", 142.0), row("tiny-4x4", "triton", 100.0)]
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    draw_bars([*rows, row("v3-4x4", "reference", 9000.0)], "title", "here", str(tmp_path / "a.png"))
+    first, second = pyplot.gcf().axes
+    widths = [bar.get_width() for bar in first.patches]
+    assert widths[0] / widths[1] == pytest.approx(1.42)
+    assert first.get_xlim()[0] == second.get_xlim()[0] == 0 and first.get_xscale() == "linear"
+    assert first.get_xlim()[1] < 250 < second.get_xlim()[1]
+    assert "9.00 ms" in second.texts[0].get_text() and "1.42x" in first.texts[1].get_text()
+    assert pyplot.imread(tmp_path / "a.png")[0, 0, 3] == 0
+    monkeypatch.undo()
+    pyplot.close("all")
 
 
 def test_no_code_of_a_shape_in_words() -> None:
@@ -93,6 +120,7 @@ def test_no_code_of_a_shape_in_words() -> None:
         "DeepSeek-V3, heads of one of 8 GPUs, decode, 64 requests, 8k keys each"
     )
     assert in_words("v32-score-2k-on-32k") == "DeepSeek-V3.2, scores, 2k new tokens over 32k keys"
+    assert in_words("v3-decode-b1-s8k") == "DeepSeek-V3, decode, 1 request, 8k keys each"
     assert in_words("one token over 300 keys") == "one token over 300 keys"
     for shape in (*PAGED_SHAPES, *RAGGED_SHAPES, *SPARSE_SHAPES):
         assert not re.search(r"\b[bsk]\d|\btp\d|\bc\d|v32", in_words(shape)), shape
@@ -107,10 +135,12 @@ def test_report(
     monkeypatch.setitem(sys.modules, "openmla.bench.report", module)
     given = ["bench", "report", "--results", str(tmp_path), "--docs", str(tmp_path)]
     assert openmla(given) == 2
-    assert "--results must hold JSON files" in capsys.readouterr().err
+    assert "has no JSON files" in capsys.readouterr().err
     (tmp_path / "a.json").write_text("{")
     assert openmla(given) == 2
-    assert "a.json must be JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
+    assert (
+        "a.json is not valid JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
+    )
     (tmp_path / "a.json").write_text("{}")
     with monkeypatch.context() as patch:
         patch.setattr("openmla.cli.bench.find_spec", lambda name: None)
@@ -118,7 +148,7 @@ def test_report(
         assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
     assert openmla(given) == 0 and seen == [(tmp_path, tmp_path)]
     assert openmla([*given[:-1], str(tmp_path / "none")]) == 2
-    assert "--docs must be a folder that is there" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,11 +170,13 @@ def test_who_is_missing_or_ours_is_told(
     monkeypatch.setitem(sys.modules, "deep_gemm", deep_gemm)  # as install() does
     assert openmla(["bench", "index_logits"]) == 0
     out = capsys.readouterr().out
-    assert "without deep_gemm: package deep_gemm is openmla's own drop-in" in out
+    assert "not included: deep_gemm, package deep_gemm is openmla's own drop-in" in out
     monkeypatch.delitem(sys.modules, "deep_gemm")
     monkeypatch.setattr("openmla.bench.peers.find_spec", lambda name: None)
     assert openmla(["bench", "mqa_paged"]) == 0
-    assert "without flashinfer: package flashinfer is not installed" in capsys.readouterr().out
+    assert (
+        "not included: flashinfer, package flashinfer is not installed" in capsys.readouterr().out
+    )
 
 
 def test_shapes_that_do_not_suit(

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from openmla.cli.__main__ import main
+from openmla.cli.__main__ import COMMANDS, OPTIONS, main
 from tests.cli.conftest import KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_eval_has_a_row_for_weights_in_eight_bits(
     for kind in KINDS:
         main(["eval", "--model", str(tiny[kind]), "--text", str(text), "--windows", "1"])
         out = capsys.readouterr().out
-        found = re.findall(r"^(dense|sparse) +fp8-weights +[\d.]+ +[\d.]+  (\S+) %", out, re.M)
+        found = re.findall(r"^(dense|sparse) +fp8-weights +[\d.]+ +[\d.]+  (\S+)%", out, re.M)
         assert [form for form, _ in found] == ([] if kind == "v4" else list(ATTENTIONS[kind]))
         assert all(abs(float(percent)) < 1 for form, percent in found if form == "dense")
         if kind != "v4":
@@ -136,6 +136,44 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 0
         text = capsys.readouterr().out
         assert all(part in text for part in parts), arguments
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS, "bench rope", "bench step", "bench generate",
+                                     "bench report", "bench --batch-invariant"])  # fmt: skip
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_wraps_and_breaks_no_word(
+    command: str,
+    columns: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def words(width: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(width))
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        text = capsys.readouterr().out
+        text = text[text.index("\n\n") :]  # behind the usage, which argparse wraps
+        longest = max((line for line in text.splitlines() if " " in line.strip()), key=len)
+        assert len(longest) <= width, longest
+        return text.split()
+
+    assert words(columns) == words(1000)
+
+
+@pytest.mark.parametrize("command", [*OPTIONS, "size"])
+def test_a_model_is_named_alike_in_every_command(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the first argument or by --model: both reach the same check; once, and not left out."""
+    rest = {"size": ["--gpu", "h200"], "generate": ["--prompt", "x"], "bisect": ["--prompt", "x"]}
+    told = []
+    for named in (["no/such/folder"], ["--model", "no/such/folder"]):
+        assert main([command, *named, *rest.get(command, [])]) == 2
+        told.append(capsys.readouterr().err)
+    assert told[0] == told[1] and "'no/such/folder'" in told[0]
+    for named in (["demo", "--model", "demo"], []):
+        assert main([command, *named, *rest.get(command, [])]) == 2
+        assert "MODEL" in capsys.readouterr().err
 
 
 def test_example_cached_attention(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,8 +224,18 @@ def test_help_without_transformers() -> None:
     assert "generate ended with 0" in out and "eval ended with 0" in out and "--compare" in out
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_line_is_printed_before_pytorch_is_imported(quiet: bool) -> None:
+    arguments = ["openmla", "generate", "demo", *(["-q"] if quiet else [])]
+    code = f"import sys; sys.argv, sys.modules['openmla'] = {arguments}, None; "
+    command = [sys.executable, "-c", f"{code}import openmla_command; openmla_command.main()"]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "ModuleNotFoundError" in child.stderr  # openmla and PyTorch are not reached
+    assert child.stderr.startswith("openmla: importing PyTorch\n") == (not quiet)
+
+
 def test_bench_needs_nothing_beside_the_package(tmp_path: Path) -> None:
-    """What a wheel holds: the folder openmla and no other."""
+    """What a wheel holds of code that a benchmark may import."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "openmla", tmp_path / "openmla", ignore=ignore)
     out = program("-m", "openmla.cli", "bench", "rope", "tiny-64x4-pairs", cwd=tmp_path)

@@ -73,7 +73,7 @@ def test_float32_where_bf16_dies(
         monkeypatch.setattr(generate, "cpu_bf16_works", lambda works=works: works)
         model = generate.load_model(Path(folder), "cpu", "bf16")
         assert next(model.parameters()).dtype == dtype
-    assert "bf16 matrix products die on this CPU: using float32" in capsys.readouterr().err
+    assert "using float32" in capsys.readouterr().err
 
 
 def test_without_transformers(
@@ -86,9 +86,9 @@ def test_without_transformers(
 
 def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--model", str(tmp_path), "--prompt", "x"]) == 2
-    assert "--model must be demo or a folder with config.json" in capsys.readouterr().err
+    assert "neither demo nor a folder with config.json" in capsys.readouterr().err
     assert main(["generate", "--model", folder, "--prompt", ""]) == 2
-    assert "--prompt must be given, and not be empty" in capsys.readouterr().err
+    assert "--prompt is empty" in capsys.readouterr().err
 
 
 def test_the_verdict_is_in_plain_words() -> None:
@@ -96,15 +96,15 @@ def test_the_verdict_is_in_plain_words() -> None:
 
     ours, theirs = Run([1, 2, 3], 1.2, 1.0, 10, 0), Run([1, 2, 4], 1.0, 3.1, 80, 0)
     lines = verdict(ours, theirs).splitlines()
-    assert lines[0] == "openmla and plain transformers: 2 of 3 tokens the same."
+    assert lines[0].startswith("2 of 3 tokens the same")
     assert max(map(len, lines)) <= 100 and " ".join(lines[1:]) == (
-        "With openmla decode is 3.1 times as fast, prefill takes 1.2 times as long, and the cache "
-        "takes 12% of the memory."
+        "With openmla, decode is 3.1x as fast, prefill takes 1.2x as long, and the cache takes 12% "
+        "of the memory."
     )
     same = " ".join(verdict(ours, ours).split())
     assert "decode takes about as long" in same and "the cache takes about as much memory" in same
     one = verdict(Run([1], 1.0, 0.0, 20, 0), Run([1], 2.0, 0.0, 10, 0))
-    assert one.endswith("prefill is 2.0 times as fast, and the cache takes 2.0 times the memory.")
+    assert one.endswith("prefill is 2.0x as fast, and the cache takes 2.0x the memory.")
 
 
 def test_a_terminal_sees_the_prompt_dim_and_headings_bold(
@@ -128,4 +128,4 @@ def test_progress_of_what_is_not_shown(
     arguments = ["generate", "--model", folder, "--prompt", "hello", "--compare"]
     assert main([*arguments, "--max-new-tokens", "3"]) == 0
     err = capsys.readouterr().err
-    assert "the same again with plain transformers" in err and "\r3 of 3 tokens\n" in err
+    assert "running plain transformers" in err and "\r3 of 3 tokens\n" in err

@@ -106,8 +106,43 @@ def test_pictures(
         keys.unlink()
         short = [*given, "--context", "6", "--formats", "fp32", "--plot", str(picture)]
         assert main(short) == 0
-        assert "warning: no picture of chosen keys: 6 tokens see no" in capsys.readouterr().err
+        assert "warning: no picture of selected keys: 6 tokens" in capsys.readouterr().err
         assert not keys.exists()
+
+
+def test_every_format_has_a_color_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    from openmla.cli import eval as module
+
+    names = [*module.FORMATS, module.EIGHT_BITS, module.QUERIES, module.FP8_PREFILL, module.PLAIN]
+    bits = torch.ones(1, 4)
+    results = [module.Result("dense", name, bits, 100.0 + i) for i, name in enumerate(names)]
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    module.draw(results, 4, tmp_path / "bits.png", "title")
+    (axes,) = pyplot.gcf().axes
+    assert len({line.get_markeredgecolor() for line in axes.lines}) == len(names)
+    monkeypatch.undo()
+    pyplot.close("all")
+
+
+def test_ticks_of_logarithmic_axes_are_words() -> None:
+    from matplotlib import pyplot
+
+    from openmla.cli.pictures import label_decades, short_count, short_time
+
+    figure, axes = pyplot.subplots()
+    axes.plot([1, 2], [20.0, 4000.0])
+    axes.set_yscale("log")
+    label_decades(axes.yaxis, short_time)
+    figure.canvas.draw()
+    texts = {label.get_text() for label in axes.get_yticklabels()}
+    assert {"50 us", "100 us", "1 ms", "2 ms"} <= texts
+    assert all(label.get_text() == "" for label in axes.get_yticklabels(minor=True))
+    assert [short_count(n) for n in (5, 2e4, 3e6)] == ["5", "20k", "3M"]
+    pyplot.close(figure)
 
 
 def test_many_layers_are_a_picture_of_some(tmp_path: Path) -> None:

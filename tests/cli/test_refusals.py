@@ -106,19 +106,19 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
     "no command": ([], "the following arguments are required: command. See"),
     "unknown command": (["dance"], "argument command: invalid choice: 'dance'"),
     "unknown option": (["generate", "--model", "demo", "--colour"], "unrecognized arguments"),
-    "no model": (["generate", "--prompt", "x"], "arguments are required: --model"),
+    "no model": (["generate", "--prompt", "x"], "one of the arguments MODEL --model is required"),
     "model nowhere": (["generate", "--model", "{here}/none", *ASK], "a folder with config.json"),
     "model too long": (["generate", "--model", "a" * 5000, *ASK], "a folder with config.json"),
-    "prompt missing": (["--prompt", "@{here}/none.txt"], "none.txt': No such file or directory"),
+    "prompt missing": (["--prompt", "@{here}/none.txt"], "none.txt' cannot be read: No such file"),
     "prompt a folder": (["--prompt", "@{here}"], "Is a directory"),
-    "prompt binary": (["--prompt", "@{here}/binary"], "must be text in UTF-8, got"),
-    "prompt file empty": (["--prompt", "@{here}/empty"], "must not be an empty file"),
-    "prompt empty": (["--prompt", ""], "--prompt must be given, and not be empty"),
+    "prompt binary": (["--prompt", "@{here}/binary"], "is not text in UTF-8"),
+    "prompt file empty": (["--prompt", "@{here}/empty"], "is empty"),
+    "prompt empty": (["--prompt", ""], "--prompt is empty"),
     "prompt no text": (["--prompt", "a\udce9b"], "--prompt must be text in UTF-8"),
-    "device unknown": (["--device", "abacus"], "--device must be one of torch's"),
-    "device cuda": (["--device", "cuda"], "needs a GPU that torch sees"),
-    "device meta": (["--device", "meta"], "--device must have memory, got 'meta'"),
-    "device absent": (["--device", "xla"], "--device xla cannot be used here"),
+    "device unknown": (["--device", "abacus"], "--device 'abacus' is not a device"),
+    "device cuda": (["--device", "cuda"], "--device cuda needs a GPU"),
+    "device meta": (["--device", "meta"], "--device meta has no memory"),
+    "device absent": (["--device", "xla"], "--device xla cannot be used"),
     "seed negative": (["--seed", "-1"], "--seed must be a whole number from 0"),
     "temperature nan": (["--temperature", "nan"], "--temperature must be 0 or a number from"),
     "temperature inf": (["--temperature", "inf"], "got 'inf'"),
@@ -146,13 +146,13 @@ OPTIONS: dict[str, tuple[list[str], str]] = {
 EVAL: dict[str, tuple[list[str], str]] = {
     "text missing": (["--text", "{here}/none.txt"], "No such file or directory"),
     "text a folder": (["--text", "{here}"], "Is a directory"),
-    "text binary": (["--text", "{here}/binary"], "must be text in UTF-8"),
-    "text none": ([], "--text must be a file, got none"),
+    "text binary": (["--text", "{here}/binary"], "is not text in UTF-8"),
+    "text none": ([], "no text is given"),
     "text short": (["--text", "{here}/letter"], "from 2 to the text's 1 tokens, got 1"),
     "windows": (["--text", "{here}/letters", "--windows", "0"], "--windows must be a whole number"),
     "context": (["--text", "{here}/letters", "--context", "99"], "to the text's 6 tokens, got 99"),
     "formats": (["--text", "{here}/letters", "--formats", "fp32,"], "format '' is not known"),
-    "plot": (["--text", "{here}/letters", "--plot", "{here}/none/a.png"], "in a folder that is"),
+    "plot": (["--text", "{here}/letters", "--plot", "{here}/none/a.png"], "in an existing folder"),
     "plot kind": (
         ["--text", "{here}/letters", "--plot", "a.foo"],
         "--plot must be a file that ends",
@@ -162,10 +162,13 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "weights truncated": (cut, "must be a whole safetensors file"),
     "weights empty": (written("model.safetensors", b""), "it is empty or no file"),
     "weights no format": (written("model.safetensors", b"hello" * 9), "whole safetensors file"),
-    "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), "got neither"),
-    "shard missing": (without_a_shard, "must name files that are there, got 'two.safetensors'"),
+    "weights missing": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "the folder has no weights",
+    ),
+    "shard missing": (without_a_shard, "names 'two.safetensors', which is missing"),
     "index a list": (broken_index, "must hold a weight_map of tensors to files"),
-    "tensor missing": (without_a_tensor, "the first model.layers.1.self_attn.kv_b_proj.weight"),
+    "tensor missing": (without_a_tensor, "such as model.layers.1.self_attn.kv_b_proj.weight"),
     "pickles": (pickled, "Give --allow-pickle if you trust them"),
     "config broken": (written("config.json", b"{"), "is not valid JSON"),
     "config binary": (written("config.json", b"\xff\x00"), "is not valid JSON"),
@@ -183,7 +186,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "vocab mistyped": (config(vocab_size="many"), "transformers cannot read config.json"),
     "vocab negative": (config(vocab_size=-4), "vocab_size must be a positive integer, got -4"),
     "vocab absurd": (config(vocab_size=10**12), "vocab_size must be at most 2147483648"),
-    "vocab small": (config(vocab_size=100), "tokens must be below the model's vocab_size of 100"),
+    "vocab small": (config(vocab_size=100), "outside the model's vocab_size of 100"),
     "dtype": (config(dtype="float99"), "transformers cannot read config.json"),
     "dtype odd": (config(dtype="float64"), "dtype must be float32, bfloat16 or float16"),
     "gptq": (config(quantization_config=GPTQ), "model requires optimum"),
@@ -335,7 +338,7 @@ def test_tensors_left_over_are_told(
     for more, told in ((listed, False), ({**listed, **other}, True)):
         save_file({**weights, **more}, folder / "model.safetensors", metadata={"format": "pt"})
         assert main(["generate", "--model", str(folder), *ASK]) == 0
-        said = "warning: 1 tensors are not used, the first model.extra"
+        said = "warning: the model does not use 1 tensor of the checkpoint, such as model.extra"
         assert (said in capsys.readouterr().err) == told
 
 
@@ -349,7 +352,7 @@ def test_more_tokens_than_the_context_is_a_warning(
     asked = ["generate", "--model", str(folder), "--max-new-tokens", "8", "--compare", "--prompt"]
     assert main([*asked, "hello " * 2]) == 0
     captured = capsys.readouterr()
-    said = "openmla: warning: 20 tokens with the prompt, more than the model's context of 16"
+    said = "openmla: warning: 20 tokens, the prompt's included, exceed the model's context of 16"
     assert said in captured.err
     assert "8 of 8 tokens the same" in captured.out
 

@@ -14,7 +14,8 @@ import pytest
 
 from openmla import PRESETS
 from openmla.cli.__main__ import main
-from openmla.cli.gpus import GPUS, gpu
+from openmla.cli.gpus import SIZED, gpu
+from openmla.cli.weights import FIELDS, estimated
 from openmla.plan.roofline import predict
 from openmla.plan.sizes import Split, Step
 
@@ -35,7 +36,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return shown.err
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     page = (ROOT / "docs" / "size.md").read_text()
     command, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page, re.DOTALL)[:2]
     arguments = command.replace("\\\n", " ").split()
@@ -50,7 +54,7 @@ def test_json_has_the_numbers_of_the_formulas(capsys: pytest.CaptureFixture[str]
     assert report["token_bytes"] == {"latent": 61 * 656, "keys": 61 * 132, "total": 61 * 788}
     ranks = [row["ranks"] for row in report["rows"]]
     assert ranks == [2**n for n in range(11)]
-    config, machine = PRESETS["deepseek-v3.2"], GPUS["h200"]._replace(link=450e9, latency=1e-5)
+    config, machine = PRESETS["deepseek-v3.2"], SIZED["h200"]._replace(link=450e9, latency=1e-5)
     for row in [report["asked"], *report["rows"]]:
         if row["ranks"] > 128:
             assert row["refused"].startswith("128 heads do not divide")
@@ -75,17 +79,74 @@ def test_every_preset_and_gpu(capsys: pytest.CaptureFixture[str]) -> None:
         assert sizes == [2**n for n in range(11)]
         assert all(row["seconds"]["total"] > 0 for row in report["rows"])
         assert main(["size", "--model", name, "--gpu", "H200", *layers]) == 0
-        assert "tokens that fit" in capsys.readouterr().out
-    for name, machine in GPUS.items():
+        text = capsys.readouterr().out
+        assert ("tokens that fit" in text) == (report["weights_bytes"] is not None)
+    for name, machine in SIZED.items():
         assert gpu(name) == machine and 20 < machine.flops / machine.bandwidth < 500
+
+
+def test_no_model_fits_without_its_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    """Estimated by the config, or unknown; then nothing is claimed."""
+    one = found(capsys, "deepseek-v3", "--gpu", "h100")
+    assert one["asked"]["fits"] is False and one["asked"]["tokens_that_fit"] == 0
+    assert next(row["ranks"] for row in one["rows"] if row.get("fits")) == 16
+    assert one["weights_bytes"] == pytest.approx(671e9, rel=0.01)
+    assert one["read_weights_bytes"] == pytest.approx(37e9, rel=0.02)  # its active parameters
+    assert main(["size", "deepseek-v3", "--gpu", "h100"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(estimated)" in text and "do not fit" in text and "671.0 B parameters in fp8" in text
+    unknown = found(capsys, "longcat-flash", "--gpu", "h100")
+    assert unknown["weights_bytes"] is None and unknown["asked"]["fits"] is None
+    assert main(["size", "longcat-flash", "--gpu", "h100"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "cannot say whether the model fits" in text and "tokens that fit" not in text
+    assert "not included" in text and "--weights-gib" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("deepseek-v2", 236), ("deepseek-v2-lite", 15.7), ("kimi-k2", 1026), ("glm-5", 744),
+     ("glm-4.7-flash", 29.9), ("minicpm3", 4.07)],
+)  # fmt: skip
+def test_parameters_are_those_that_were_published(name: str, billions: float) -> None:
+    config, fields = PRESETS[name], FIELDS[name]
+    weights = estimated(config, fields)
+    size = 1 if fields.get("quantization_config") else 2
+    assert weights is not None and weights.total / size == pytest.approx(1e9 * billions, rel=0.01)
+    assert 0 < weights.read <= weights.total
+    assert estimated(config, {**fields, "quantization_config": {"quant_method": "gptq"}}) is None
+    assert estimated(config, {}) is None
+
+
+def test_times_have_units(capsys: pytest.CaptureFixture[str]) -> None:
+    for context, unit in (("64", "us"), ("200000", "ms")):
+        asked = [*V32, "--weights-gib", "0", "--context", context, "--batch", "64"]
+        seconds = found(capsys, *asked)["asked"]["seconds"]["total"]
+        assert main(["size", *asked]) == 0
+        line = re.search(r"^time +([\d.]+) (us|ms)", capsys.readouterr().out, re.M)
+        assert line is not None and line[2] == unit == ("ms" if seconds > 1e-3 else "us")
+        scale = {"us": 1e6, "ms": 1e3}[unit]
+        assert float(line[1]) == pytest.approx(scale * seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_text_wraps_at_the_terminals_width(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["size", *V32, "--ranks", "8", "--link-gbps", "3600"]) == 0
+    text = capsys.readouterr().out
+    lines = [line for line in text.splitlines() if not re.match(r" *(ranks|\d+)  ", line)]
+    assert len(lines) > 15 and max(map(len, lines)) <= columns
 
 
 def test_what_a_table_warns_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["size", *V32, "--context", "200000", "--batch", "64", "--gpu", "l4"]) == 0
     text = capsys.readouterr().out
-    for part in ("give --weights-gib", "give --link-gbps", "* less than the 12,800,000 tokens"):
+    text = " ".join(text.split())
+    for part in ("--read-gib", "--link-gbps", "* less than the 12,800,000 tokens"):
         assert part in text
-    assert "The model has 163,840 positions" in text
+    assert "163,840 positions" in text
     assert "Not for 256, 512, 1024 ranks: 128 heads" in text
     assert main(["size", "--model", "deepseek-v4-pro", "--gpu", "h200"]) == 0
     text = capsys.readouterr().out
@@ -98,7 +159,7 @@ def test_columns_stay_apart(capsys: pytest.CaptureFixture[str]) -> None:
     large = ["--batch", "65536", "--context", "16777216", "--ranks", "1000", "--heads", "all"]
     for options in (large, ["--batch", "1", "--context", "1"]):
         assert main(["size", *V32, *options]) == 0
-        rows = re.findall(r"^ *\d+   .*$", capsys.readouterr().out, re.MULTILINE)
+        rows = re.findall(r"^ *\d+  .*$", capsys.readouterr().out, re.MULTILINE)
         assert len(rows) in (8, 12)
         assert all(len(re.split(r" {2,}", row.strip().replace("* ", "  "))) == 8 for row in rows)
 
@@ -119,7 +180,10 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo["weights_bytes"] == file.stat().st_size
     shutil.copy(file.parent / "config.json", tmp_path)
     here = ["--model", str(tmp_path), "--gpu", "l4"]
-    assert found(capsys, *here)["weights_bytes"] == 0
+    counted = json.loads((tmp_path / "config.json").read_text())
+    assert found(capsys, *here)["weights_bytes"] == pytest.approx(2 * file.stat().st_size, rel=0.01)
+    (tmp_path / "config.json").write_text(json.dumps({**counted, "num_experts": 8}))
+    assert found(capsys, *here)["weights_bytes"] is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 1000)  # counted, not opened
     assert found(capsys, *here)["weights_bytes"] == 1000
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
@@ -132,10 +196,10 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "h200"], "arguments are required: --model"),
+        (["--gpu", "h200"], "MODEL --model is required"),
         (["--model", "deepseek-v3"], "arguments are required: --gpu"),
-        (["--model", "deepseek-v33", "--gpu", "h200"], "--model must be demo, a folder"),
-        (["--model", "a" * 5000, "--gpu", "h200"], "--model must be demo, a folder"),
+        (["--model", "deepseek-v33", "--gpu", "h200"], "'deepseek-v33' is no preset"),
+        (["--model", "a" * 5000, "--gpu", "h200"], "is no preset"),
         ([*V32, "--gpu", "abacus"], "--gpu must be one of a100"),
         ([*V32, "--gpu", "141,4800"], "or GB,GB/s,TFLOP/s by hand, got '141,4800'"),
         ([*V32, "--gpu", "141,0,989"], "got '141,0,989'"),
@@ -152,12 +216,13 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([*V32, "--batch", "0"], "--batch must be a whole number from 1"),
         ([*V32, "--context", "1" + "0" * 30], "--context must be a whole number from 1"),
         ([*V32, "--heads", "few"], "argument --heads: invalid choice: 'few'"),
-        ([*V32, "--read-gib", "1"], "--read-gib must be no more than the weights' 0 GiB, got 1."),
+        ([*V32, "--read-gib", "999"], "--read-gib 999 exceeds the weights' size, which is 625."),
+        (["longcat-flash", "--gpu", "l4", "--read-gib", "1"], "--read-gib 1 exceeds"),
         ([*V32, "--weights-gib", "nan"], "--weights-gib must be a number from 0"),
         ([*V32, "--memory-share", "2"], "--memory-share must be a number from 0.01 to 1"),
-        ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in a folder"),
+        ([*V32, "--plot", "/nowhere/at/all.png"], "--plot must be a file in an existing folder"),
         ([*V32, "--plot", "size.foo"], "--plot must be a file that ends in .png, .svg, .pdf"),
-        (["--model", "kimi-linear", "--gpu", "h200"], "--layers must be given for kimi_linear"),
+        (["--model", "kimi-linear", "--gpu", "h200"], "Give their number by --layers"),
         (["--model", "glm-5.2", "--gpu", "h200", "--layers", "3"], "one per layer (3)"),
         (["--model", "deepseek-v4-pro", "--gpu", "h200", "--ranks", "3"], "size must divide"),
         (

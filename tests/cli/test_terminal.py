@@ -48,6 +48,22 @@ def test_a_bar_where_somebody_watches(
         assert not shows_progress() and told() == ("a result\n", "")
 
 
+def test_one_bar_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What runs within a command that shows its own progress draws none."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress(2) as outer:
+        assert not shows_progress()
+        with progress(3) as inner:
+            inner("inside", 1)
+        outer("outside", 1)
+    assert shows_progress()
+    told = capsys.readouterr().err
+    assert "outside" in told and "inside" not in told
+
+
 def test_tables() -> None:
     assert str(ROWS).splitlines() == [
         "name    us  why",

@@ -75,7 +75,7 @@ def test_a_row_among_others(
     among = attended(model, [prompt, *others], 3)
     for one, other in zip(alone, among, strict=True):
         assert torch.equal(one, other)
-    assert "invariant a row's bits are its own" in attachment_of(model).explain()
+    assert "invariant results do not depend on the batch" in attachment_of(model).explain()
 
 
 def test_refusals() -> None:

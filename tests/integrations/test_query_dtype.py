@@ -28,7 +28,7 @@ def test_decode_is_near(family: str, device: str) -> None:
         step = model(ids[:, -1:], past_key_values=prompt.past_key_values)
         found[query_dtype] = prompt.logits, step.logits[:, -1]
         told = attachment_of(model).explain()
-        assert ("absorbed ones in e4m3" in told) == (query_dtype == "fp8")
+        assert ("absorbed queries in e4m3" in told) == (query_dtype == "fp8")
         detach(model)
     (prompt, step), (same, near) = found[None], found["fp8"]
     if family == "deepseek_v3":

@@ -193,7 +193,7 @@ def test_what_is_refused_and_told() -> None:
     server = story.server(["r"], {"r": 3})
     assert isinstance(server, Latent)
     told = server.tell([("r", 3)], 0).explain()
-    assert "invariant a row's bits are its own: keys in runs of 32" in told
+    assert "invariant results do not depend on the batch: keys are split every 32 tokens" in told
     assert "project_heads by reference (row by row)" in told
     layer = MLAAttention(PRESETS["tiny-v3"])
     layer.q_b_proj.register_forward_hook(lambda *_: None)

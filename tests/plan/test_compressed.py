@@ -197,8 +197,8 @@ def test_scores_are_bounded_at_a_million() -> None:
     assert step.query_bytes == 13 * 64 * 128  # quantised to fp8
     assert len(step.chunks) >= 8192 * MILLION // LOGITS_BYTES
     text = plan.explain()
-    assert "entries   one per 4 tokens, 512 of up to 262144 chosen by each token" in text
-    assert f"scores    in {len(step.chunks)} chunks of 256.0 MiB at most (bound 256.0 MiB)" in text
+    assert "entries   one per 4 tokens; each token selects 512 of up to 262,144 entries" in text
+    assert f"scores    in {len(step.chunks)} chunks of at most 256.0 MiB (limit 256.0 MiB)" in text
     assert "selection 16.0 MiB" in text
 
 
@@ -404,17 +404,20 @@ def test_parts_of_another_config_are_refused(name: str) -> None:
 
 def test_explain_says_what_each_token_sees() -> None:
     text = plan_of(0, [40, 2], [60, 70]).explain()
-    assert "window    42 tokens of 2 requests, each its last 32 rows" in text
+    assert "window    42 tokens of 2 requests, each over its last 32 rows" in text
     assert "entries   one per" not in text
-    assert "  why     absorbed is the only form: the latent is key and value" in text
+    assert "  why     absorbed is the only form" in text
     text = plan_of(4, [40, 2], [60, 70]).explain()
-    assert "entries   one per 4 tokens, all of up to 17 (no more than 32): no list is made" in text
+    assert (
+        "entries   one per 4 tokens; each token sees all of up to 17 entries: no more than 32"
+        in text
+    )
     text = plan_of(4, [40, 2], [60, 300]).explain()
-    assert "entries   one per 4 tokens, 32 of up to 75 chosen by each token" in text
-    assert "scores    in 1 chunks of 0.0 MiB at most (bound 256.0 MiB), selection 0.0 MiB" in text
+    assert "entries   one per 4 tokens; each token selects 32 of up to 75 entries" in text
+    assert "scores    in 1 chunk of at most 0.0 MiB (limit 256.0 MiB), selection 0.0 MiB" in text
     assert "index_topk   reference" in text
     text = plan_of(128, [40, 2], [60, 300]).explain()
-    assert "entries   one per 128 tokens, all of up to 2: no list is made" in text
+    assert "entries   one per 128 tokens; each token sees all of up to 2 entries" in text
     assert "compress_kv  reference" in text and "index_topk" not in text
 
 
@@ -459,8 +462,8 @@ def test_explain_counts_the_bytes_of_a_million_tokens() -> None:
     words = lines[start + 4]
     assert words[:3] == ["total", "43", "3850.25"] and int(words[-1]) == total
     assert int(words[3]) == 3850.25 * MILLION
-    assert "cache     1048576 tokens in blocks of 256, fp8_dsv4 and index_fp8" in text
-    assert "entries 3.76 GiB" in text and f"{total / 2**30:.2f} GiB in all" in text
+    assert "cache     1,048,576 tokens in blocks of 256, fp8_dsv4 and index_fp8" in text
+    assert "entries (3.76 GiB)" in text and f"{total / 2**30:.2f} GiB in total" in text
 
 
 def test_a_cache_of_ones_own_says_nothing_of_others() -> None:

@@ -37,15 +37,15 @@ def test_exact_requests_keep_their_form() -> None:
     assert expanded.route == expanded_of(alone).route == "one-shot"
     assert [chunk.num_keys for chunk in expanded.chunks] == [300]
     text = plan.explain()
-    assert "  why     only the device knows the lengths" in text
-    assert "  why     cost: 200 new tokens over 300 keys" in text
-    assert "of cache a layer at most: absorbed" in text
+    assert "  why     the lengths are known only to the device" in text
+    assert "  why     cheaper: 200 new tokens over 300 keys" in text
+    assert "of cache per layer: absorbed" in text
 
 
 def test_absorbed_requests_of_both_kinds_are_explained() -> None:
     text = make_plan(mixed([2, 1], [90, 40], [False, True]), CONFIG, CACHE).explain()
-    assert "cost: 1 new tokens over 40 keys" in text
-    assert "lengths of 1 requests only the device knows" in text
+    assert "cheaper: 1 new token over 40 keys" in text
+    assert "the lengths of 1 request are known only to the device" in text
 
 
 def test_exact_prompts_of_sparse_models_may_be_masked() -> None:

@@ -41,7 +41,7 @@ def test_padding_adds_rows_that_belong_to_nobody(kind: str | int) -> None:
         assert int(plan.shared.query_start_loc[-1]) == 3
         assert plan.shared.positions.shape == (7,)
     assert plan.padding == (0 if isinstance(kind, int) else 4)  # V4's only group has it
-    assert "padding   4 tokens of no request: nothing read, outputs 0" in plan.explain()
+    assert "padding   4 tokens of no request: reads nothing, outputs 0" in plan.explain()
     assert "3 query tokens and 4 of padding" in repr(batch)
 
 

@@ -78,7 +78,7 @@ def test_step_and_explain(device: str) -> None:
     out = attend_step(projected, absorbed, cache, plan)
     assert out.dtype == torch.float32 and out.isfinite().all()
     told = plan.explain()
-    assert "queries   absorbed ones in e4m3, a scale per token and head" in told
+    assert "queries   absorbed queries in e4m3, a scale per token and head" in told
     assert "\nquantize_queries " in told
     assert plan.problem("mqa_paged").dtype == torch.float8_e4m3fn
     assert plan.problem("cache_write").dtype == torch.float32
@@ -116,7 +116,7 @@ def test_static_queries_have_the_scale_of_their_cache(device: str) -> None:
             batch, DENSE, cache, dtype=torch.float32, form="absorbed", query_dtype=name
         )
         outs[name] = attend_latent(q, cache, plan)
-    assert "absorbed ones in e4m3, one calibrated scale per layer" in plan.explain()
+    assert "absorbed queries in e4m3, one calibrated scale per layer" in plan.explain()
     assert cache.latent.rope_ratio is not None
     (keys,), (start_loc,) = absorbed_of(plan).reads, absorbed_of(plan).start_locs
     assert keys.lens is not None

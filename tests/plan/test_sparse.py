@@ -86,25 +86,26 @@ def test_rows_are_packed_by_route_and_keep_their_places() -> None:
 
 def test_explain_says_how_many_keys_and_bytes() -> None:
     text = plan_of([40, 2], [60, 70], form="expanded").explain()
-    assert "sparse    42 tokens choose 32 of up to 70 keys each" in text
-    assert "scores    in 1 chunks of 0.0 MiB at most (bound 256.0 MiB)" in text
-    assert "masked    42 tokens, expanded: asked for: form='expanded'; 1 chunks of" in text
-    assert "MiB at most, beside what a backend holds: scores 0.0 MiB, selection" in text
+    assert "sparse    top-k selection for 42 tokens: 32 of up to 70 keys each" in text
+    assert "scores    in 1 chunk of at most 0.0 MiB (limit 256.0 MiB)" in text
+    assert "masked    42 tokens, expanded, in 1 chunk of" in text
+    assert "  why     asked for: form='expanded'" in text
+    assert "MiB, besides what a backend allocates: scores 0.0 MiB, selection" in text
     assert "mask 0.0 MiB, expanded keys 0.1 MiB" in text
     assert "mha_masked   reference" in text
     text = plan_of([2], [70], form="absorbed").explain()
-    assert "chosen    2 tokens, absorbed, over their own rows, in 1 chunks" in text
+    assert "chosen    2 tokens, absorbed, over their selected keys, in 1 chunk" in text
     assert "  why     asked for: form='absorbed'" in text
     assert "mask" not in text
     text = plan_of([1, 1], [K, 9]).explain()
-    assert "absorbed  2 requests, up to 1 queries each, of no more than 32 keys: dense" in text
+    assert "absorbed  2 requests, up to 1 query each, dense: no more than 32 keys" in text
     text = plan_of([40, 1], [60, 70]).explain()
-    assert "masked    40 tokens, expanded: cheaper than 32 rows gathered for each" in text
-    assert "  why     cost: 32 rows gathered for each are cheaper than all keys" in text
+    assert "  why     cheaper than reading 32 selected keys per token" in text
+    assert "  why     cheaper: 32 selected keys per token, not all keys" in text
     row, key = 40 * 4, 16 * 4
     sizes = {"chosen": K * row, "masked": 60 * row, "index keys": 130 * key}
     listed = ", ".join(f"{name} {size / 1024:.1f} KiB" for name, size in sizes.items())
-    assert f"reads     {sum(sizes.values()) / 1024:.1f} KiB of cache a layer: {listed}" in text
+    assert f"reads     {sum(sizes.values()) / 1024:.1f} KiB of cache per layer: {listed}" in text
     plan = plan_of([40, 1], [60, 70])
     assert forms_of(plan) == {"chosen", "masked"}
     assert all(len(repr(part)) < 400 for part in (plan.select, *plan.groups))
@@ -273,15 +274,15 @@ EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     [
         pytest.param(
             "absorbed fp32 index_fp32 4096 131072 1",
-            ["4096 tokens choose 2048 of up to 131072 keys", "8 chunks"],
+            ["4,096 tokens: 2,048 of up to 131,072 keys", "8 chunks"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "expanded fp32 index_fp32 16384 16384 1",
-            ["masked    16384 tokens", "32.0 MiB of mask at most"],
+            ["masked    16,384 tokens", "mask of at most 32.0 MiB"],
             marks=pytest.mark.slow,
         ),
-        ("absorbed bf16 index_fp8 2048 4096 64", ["2048 tokens choose 2048 of up to 4096"]),
+        ("absorbed bf16 index_fp8 2048 4096 64", ["2,048 tokens: 2,048 of up to 4,096 keys"]),
     ],
     ids=["score-4k-on-128k", "masked-16k", "many-heads-fp8"],
 )
