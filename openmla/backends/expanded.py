@@ -1,4 +1,4 @@
-"""Expanded heads [S, H, E] as kernels want them: rows aligned, keys in one piece."""
+"""Expanded heads [S, H, E] as kernels require them: aligned rows, keys in one piece."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The kernels load 16 bytes at a time: rows must start at multiples of that."""
+    """Kernels load 16 bytes at a time, so rows must start at multiples of 16 bytes."""
     pitch = 16 // tensor.dtype.itemsize
     starts = (tensor.storage_offset(), *tensor.stride()[:-1])
     if any(start % pitch for start in starts) or tensor.data_ptr() % 16:
@@ -16,7 +16,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def joined(k: Tensor, k_pe: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """Whole keys: what all heads share behind what each has, in `into` if it is given."""
+    """Whole keys: each head's own columns, then the shared ones; written to `into` if given."""
     if k_pe is None:
         return k
     S, H, P = k.shape

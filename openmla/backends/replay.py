@@ -1,11 +1,12 @@
-"""Calling an op again at little cost: what a call does on the host is noted once, then done again.
+"""Replays an op call at low host cost: the host's work is recorded once and then repeated.
 
-Metadata and scalars of a call decide what it allocates and which kernels it launches with which
-numbers; between calls that agree in them only addresses change. record() runs a call as ever and
-watches it: allocations and views through a dispatch mode, launches as they report themselves. The
-Replay made of that allocates the same and launches the same kernels at the addresses of the call at
-hand. Where a call did anything else (a copy, another kernel of torch, a launch that Triton had to
-compile, a pointer of unknown origin) there is none, and calls run as they did.
+The metadata and scalars of a call determine what it allocates and which kernels it launches with
+which numbers. Between calls with equal metadata only addresses change. record() runs a call as
+usual and observes it: allocations and views through a dispatch mode, launches as they report
+themselves. The resulting Replay allocates the same tensors and launches the same kernels at the
+addresses of the current call. There is no Replay if a call did anything else (a copy, another
+torch kernel, a launch that Triton had to compile, a pointer of unknown origin); such calls run as
+before.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ ALLOCATIONS = (
     _aten.empty_strided.default,
     _aten.empty_like.default,
 )
-# More is a call whose own work dwarfs the host's, and would hold all its memory at once.
+# A larger call takes much longer than its host work, and would hold all its memory at once.
 MOST_LAUNCHES, MOST_ALLOCATIONS = 4, 6
 
 
 class Pointer(NamedTuple):
-    """An argument that is an address: of which of a call's tensors, inputs before allocations, and
-    how many bytes behind its start. `describe` makes it what the kernel takes, where that is no
+    """An argument that is an address: the index of the call's tensor (inputs come before
+    allocations) and the offset in bytes. `describe` converts it where a kernel takes more than a
     plain address."""
 
     place: int  # among the kernel's arguments
@@ -43,7 +44,7 @@ class Pointer(NamedTuple):
 class Launched(NamedTuple):
     """A launch as the kernel's own prepared launch reports it."""
 
-    run: Callable[..., None]  # with a stream and the values of all arguments
+    run: Callable[..., None]  # called with a stream and the values of all arguments
     is_watched: Callable[[], bool]  # whether it must not be replayed now
     values: Sequence[Any]
     tensors: Sequence[tuple[int, Tensor, int]]  # place, tensor, bytes behind its start
@@ -88,8 +89,8 @@ class Replay:
 
 
 class Recorder(TorchDispatchMode):
-    """Watches one call of this thread. `inputs` are aliases, each an object of its own: a tensor
-    that is given twice today may be two tensors at the next call."""
+    """Observes one call of this thread. `inputs` are aliases, each a separate object, because a
+    tensor that is passed twice in this call may be two tensors in the next."""
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class Recorder(TorchDispatchMode):
         self.allocated: list[Tensor] = []
         self.launches: list[Launched] = []
         self.repeatable = True
-        # by id: of which tensor a view is; the tensors are kept, so that no id is given twice
+        # by id: the base of a view; tensors are kept alive, so that ids stay unique
         self.origins = {id(each): i for i, each in enumerate(self.inputs) if each is not None}
         self.kept: list[Tensor] = []
 
@@ -113,7 +114,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_view(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
-        """Also what returns its argument because there is nothing to do, as contiguous() may."""
+        """Also for ops that return their argument unchanged, as contiguous() may."""
         of = args[0] if args else None
         if func._schema.is_mutable or not isinstance(of, Tensor) or not isinstance(result, Tensor):
             return False
@@ -125,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def note(self, launched: Launched | None) -> None:
-        """A launch; None for one that cannot be repeated."""
+        """Note a launch; None stands for one that cannot be repeated."""
         if launched is None or len(self.launches) == MOST_LAUNCHES:
             self.repeatable = False
         else:
@@ -135,7 +136,7 @@ class Recorder(TorchDispatchMode):
         return (*self.inputs, *self.allocated)[i]
 
     def pointers_of(self, launched: Launched) -> list[Pointer]:
-        """Raises LookupError where one cannot be told."""
+        """Raises LookupError if the origin of a pointer is unknown."""
         found = []
         for place, tensor, start in launched.tensors:
             origin = self.origins[id(tensor)]
@@ -169,11 +170,11 @@ class Recorder(TorchDispatchMode):
         try:
             results = [self._allocation(each) for each in returned]
             return Replay(self, results, single)
-        except (LookupError, ValueError):  # a pointer or a result that is not this call's own
+        except (LookupError, ValueError):  # a pointer or result of unknown origin
             return None
 
     def _allocation(self, tensor: Tensor) -> int:
-        """Which one a result is, whole; torch hands out some as views of themselves."""
+        """The tensor that a result is, as a whole; torch returns some as views of themselves."""
         i = self.origins[id(tensor)] - len(self.inputs)
         if i < 0 or _layout(tensor) != _layout(self.allocated[i]):
             raise LookupError("an input, or a part")
@@ -188,12 +189,12 @@ _active = threading.local()
 
 
 def active() -> Recorder | None:
-    """What watches this thread's call, if anything does."""
+    """The recorder of this thread's call, if any."""
     return getattr(_active, "recorder", None)
 
 
 def record(call: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[Any, Replay | None]:
-    """What a call of these inputs returns, and how to repeat it, if it can be."""
+    """The result of a call with these inputs, and its Replay if it can be repeated."""
     recorder = Recorder(inputs)
     _active.recorder = recorder
     try:

@@ -15,7 +15,7 @@ from openmla.hardware import multiprocessors
 
 
 class Segment(NamedTuple):
-    """One source of rows; what a kind does not need is None or 0."""
+    """One source of rows; fields that a kind does not need are None or 0."""
 
     cache: Tensor  # [N, BS, W]
     kv_scale: Tensor  # [] f32
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 def problem_of(q: Tensor, segments: Sequence[Segment], *, C: int, run_length: int) -> Problem:
-    """A call of mqa_sparse, as backends are asked about it."""
+    """The problem of a call of mqa_sparse."""
     T, H, D = q.shape
     aligned = alignment(segment.cache for segment in segments) | query_alignment(q)
     return problem(
@@ -51,7 +51,7 @@ def problem(
     device: torch.device, dtype: torch.dtype, formats: Sequence[str], kinds: tuple[str, ...], *,
     H: int, D: int, C: int, tokens: int, aligned: frozenset[str], run_length: int,
 ) -> Problem:  # fmt: skip
-    """The same, before its tensors exist."""
+    """The problem of a call of mqa_sparse whose tensors do not exist yet."""
     return problem_on(
         device,
         "mqa_sparse",
@@ -69,10 +69,10 @@ def problem(
 
 
 def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
-    """Which of "pages" and "rows" are 16-byte aligned in all of some caches, and if "tight"."""
+    """Which of "pages" and "rows" are 16-byte aligned in all of these caches, and "tight" if so."""
     pages = rows = tight = True
     for cache in caches:
-        traced = isinstance(cache, FakeTensor)  # stands for a tensor aligned as allocated
+        traced = isinstance(cache, FakeTensor)  # counts as aligned, as allocated tensors are
         (N, BS, W), (page, row, _), size = cache.shape, cache.stride(), cache.element_size()
         start = N * BS * W > 0 and (traced or cache.data_ptr() % 16 == 0)
         pages = pages and start and page * size % 16 == 0
@@ -89,7 +89,7 @@ _ALIGNED = {
 
 
 def query_alignment(q: Tensor) -> frozenset[str]:
-    """Whether "queries" are at multiples of 16 bytes and stay there from head to head."""
+    """Whether "queries" of every head start at multiples of 16 bytes."""
     traced = isinstance(q, FakeTensor)
     start = traced or q.data_ptr() % 16 == 0
     aligned = start and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0
