@@ -69,7 +69,7 @@ def problem(
 
 
 def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
-    """Which of "pages" and "rows" are 16-byte aligned in all of these caches, and "tight" if so."""
+    """Which of "pages", "rows" (aligned to 16 bytes) and "tight" (no gaps) hold for all caches."""
     pages = rows = tight = True
     for cache in caches:
         traced = isinstance(cache, FakeTensor)  # counts as aligned, as allocated tensors are
