@@ -78,7 +78,6 @@ WITHOUT_A_GPU = {
     "tests/plan/test_long_prompts.py": "host integers",
     "tests/plan/test_padding.py": "host integers; test_engine_steps.py runs such steps there",
     "tests/plan/test_plan.py": "host integers; layers run plans on a GPU",
-    "tests/plan/test_roofline.py": "host integers, beside steps measured there",
     "tests/plan/test_sparse.py": "host integers",
     "tests/plan/test_symbolic.py": "what plans say; test_compile.py runs them there",
 }

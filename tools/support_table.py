@@ -20,10 +20,10 @@ from openmla.backends import BACKENDS, all_backends
 from openmla.cache.format import FORMATS
 from openmla.cli.doctor import ops_of, ops_on
 from openmla.cli.gpus import GPUS, RAN, TARGETS
+from openmla.cli.sizes import Step, token_bytes
 from openmla.config import PRESETS, MLAConfig
 from openmla.config.families import FAMILIES, REFUSED
 from openmla.plan.options import REFUSALS, Combination, PlanOptions
-from openmla.plan.sizes import Step, token_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"

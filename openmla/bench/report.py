@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from openmla.cli.gpus import SIZED
+from openmla.cli.roofline import roof
 from openmla.config import PRESETS
 from openmla.errors import UnsupportedError
 from openmla.ops.mqa_paged import cost as paged_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
-from openmla.plan.roofline import roof
 
 Data = dict[str, Any]
 BASELINES = {

@@ -7,7 +7,7 @@ import math
 import re
 from typing import NamedTuple
 
-from openmla.plan.roofline import Machine
+from openmla.cli.roofline import Machine
 
 RAN = {"sm_90": "run on an H200"}  # those of all other targets are compiled, never run
 

@@ -14,15 +14,9 @@ from pathlib import Path
 
 from openmla.cli.gpus import SIZED, gpu
 from openmla.cli.options import Parser, add_model, add_plot, names, whole
+from openmla.cli.roofline import predict
 from openmla.cli.size_report import Report, Row, as_json, draw, render
-from openmla.cli.weights import FIELDS, Weights, estimated
-from openmla.config import PRESETS, MLAConfig
-from openmla.config.huggingface import read_config
-from openmla.config.schema import MAX_POSITIONS
-from openmla.config.sources import text_fields
-from openmla.errors import ConfigError, UnsupportedError
-from openmla.plan.roofline import predict
-from openmla.plan.sizes import (
+from openmla.cli.sizes import (
     HEADS,
     SCHEDULES,
     Split,
@@ -31,6 +25,12 @@ from openmla.plan.sizes import (
     token_bytes,
     tokens_that_fit,
 )
+from openmla.cli.weights import FIELDS, Weights, estimated
+from openmla.config import PRESETS, MLAConfig
+from openmla.config.huggingface import read_config
+from openmla.config.schema import MAX_POSITIONS
+from openmla.config.sources import text_fields
+from openmla.errors import ConfigError, UnsupportedError
 
 MOST_RANKS = 1024
 GIB = 2**30

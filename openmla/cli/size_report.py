@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from openmla.cache import latent_formats, shown_bytes
 from openmla.cli.pictures import COLORS, INK, label_decades, picture, short_count, short_time
+from openmla.cli.roofline import Machine, Predicted
+from openmla.cli.sizes import Split, Step, TokenBytes, room, token_bytes
 from openmla.cli.terminal import filled, shown_time
 from openmla.cli.weights import Weights
 from openmla.plan.explanation import counted
-from openmla.plan.roofline import Machine, Predicted
-from openmla.plan.sizes import Split, Step, TokenBytes, room, token_bytes
 
 
 class Row(NamedTuple):

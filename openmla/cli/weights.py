@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from openmla.cli.sizes import kinds
 from openmla.config import MLAConfig
 from openmla.config.sources import read_integer
-from openmla.plan.sizes import kinds
 
 # Fields of models that have other layers than MLA, or experts under other names.
 OTHERS = {"linear_attn_config", "layer_group_size", "num_experts", "num_local_experts"}

@@ -15,9 +15,9 @@ import pytest
 from openmla import PRESETS
 from openmla.cli.__main__ import main
 from openmla.cli.gpus import SIZED, gpu
+from openmla.cli.roofline import predict
+from openmla.cli.sizes import Split, Step
 from openmla.cli.weights import FIELDS, estimated
-from openmla.plan.roofline import predict
-from openmla.plan.sizes import Split, Step
 
 ROOT = Path(__file__).parents[2]
 V32 = ["--model", "deepseek-v3.2", "--gpu", "h200", "--format", "fp8_ds_mla"]

@@ -21,6 +21,7 @@ from openmla import (
     attend_partial,
     ops,
 )
+from openmla.cli.sizes import Split, Step, room
 from openmla.parallel import (
     Ranks,
     attend_over_ranks,
@@ -28,7 +29,6 @@ from openmla.parallel import (
     rank_buffers,
     rank_cache,
 )
-from openmla.plan.sizes import Split, Step, room
 from tests.layers.v4 import RATIOS, Server, make_layer, real_config, sequence, tiny_config
 from tests.parallel.counted import counted_bytes
 from tests.parallel.processes import Processes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from openmla.cli.sizes import Kind, Step, kinds
 from openmla.ops._register import Cost
 from openmla.ops.compress_kv import cost as compress_cost
 from openmla.ops.index_logits import cost as logits_cost
@@ -19,7 +20,6 @@ from openmla.ops.latent_write import cost as latent_write_cost
 from openmla.ops.mqa_paged import cost as paged_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
 from openmla.ops.rope import cost as rope_cost
-from openmla.plan.sizes import Kind, Step, kinds
 
 ITEMSIZE = 2  # of queries and outputs: bf16
 LSE, SUM, CANDIDATE = 4, 4, 8  # bytes: two float32; a float32 score and an int32 position

@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from openmla import PRESETS, allocate_cache
-from openmla.errors import ConfigError
-from openmla.ops._register import Cost
-from openmla.plan.roofline import Machine, layer_costs, predict, roof, sent_bytes
-from openmla.plan.sizes import (
+from openmla.cli.roofline import Machine, layer_costs, predict, roof, sent_bytes
+from openmla.cli.sizes import (
     HEADS,
     Kind,
     Split,
@@ -27,6 +25,8 @@ from openmla.plan.sizes import (
     token_bytes,
     tokens_that_fit,
 )
+from openmla.errors import ConfigError
+from openmla.ops._register import Cost
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 H200 = Machine(memory=141e9, bandwidth=4.8e12, flops=989e12)
