@@ -194,7 +194,7 @@ def read_model(options: argparse.Namespace) -> tuple[MLAConfig, Weights | None]:
     elif name == "demo" or os.path.isfile(Path(name) / "config.json"):
         config, weights = _read_folder(name, counted=options.weights_gib is None)
     else:
-        near = get_close_matches(name[:200].lower(), PRESETS)
+        near = get_close_matches(name[-200:].lower().split("/")[-1], PRESETS)
         nearest = f" Nearest preset: {near[0]}." if near else ""
         raise ConfigError(
             f"size: {name[:200]!r} is no preset, not demo, and no folder with a config.json."
