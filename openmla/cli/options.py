@@ -169,7 +169,9 @@ def add_model(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
     group = parser.add_mutually_exclusive_group(required="default" not in more)
     given = {**more, "default": argparse.SUPPRESS}
     group.add_argument("model", nargs="?", metavar="MODEL", help=what, **given)
-    group.add_argument("--model", metavar="MODEL", help="the same as MODEL", **more)
+    group.add_argument(
+        "--model", metavar="MODEL", help="the model, if it is not the first argument", **more
+    )
 
 
 def _model_parser(command: str, description: str) -> Parser:
