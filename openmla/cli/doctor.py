@@ -436,9 +436,9 @@ def render(report: dict[str, Any]) -> str:
 def _section(title: str, content: Any) -> list[str]:
     """A title and, indented under it, a text or named values, none wider than a terminal."""
     if isinstance(content, str):
-        return ["", title, *filled(content, "  ")]
+        return ["", *filled(title), *filled(content, "  ")]
     column = max(map(len, content), default=0)
-    lines = ["", title]
+    lines = ["", *filled(title)]
     for name, value in content.items():
         text = "not installed" if value is None else str(value)
         lines += filled(text, f"  {name:<{column}}  ")

@@ -194,7 +194,8 @@ def _model_parser(command: str, description: str) -> Parser:
         )  # fmt: skip
     parser.add_argument(
         "--dtype", type=dtype, metavar="DTYPE",
-        help=f"dtype to compute in, {', '.join(DTYPES)} (default: the checkpoint's dtype)",
+        help=f"dtype to compute in, {', '.join(DTYPES)} (default: the checkpoint's dtype, or fp32 "
+        "on a CPU that cannot run bf16)",
     )  # fmt: skip
     parser.add_argument(
         "--device",
