@@ -18,6 +18,7 @@ from typing import Any
 
 from openmla.backends import BACKENDS, all_backends
 from openmla.cache.format import FORMATS
+from openmla.cli.bench import purpose
 from openmla.cli.doctor import ops_of, ops_on
 from openmla.cli.gpus import GPUS, RAN, TARGETS
 from openmla.cli.sizes import Step, token_bytes
@@ -161,9 +162,9 @@ def ops_table() -> str:
     backends = all_backends()
     rows = []
     for op, names in BACKENDS.items():
-        first_line = (import_module(f"openmla.ops.{op}").__doc__ or "").splitlines()[0]
-        purpose = first_line.partition(": ")[2].rstrip(".")
-        rows.append([f"`{op}`", purpose, *("yes" if name in names else "" for name in backends)])
+        rows.append(
+            [f"`{op}`", purpose(op), *("yes" if name in names else "" for name in backends)]
+        )
     return table(["op", "what it does", *(f"`{name}`" for name in backends)], rows)
 
 

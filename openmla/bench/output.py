@@ -100,7 +100,7 @@ class Output:
 
 
 def table(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> Table:
-    """Of one shape, for Markdown."""
+    """One shape's table, for Markdown."""
     against = f"x {rows[0].baseline}" if rows else "ratio"
     header = ["contender", "median", "min to max", against, "% of peak", "error"]
     lines = [

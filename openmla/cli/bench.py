@@ -30,6 +30,12 @@ def names() -> tuple[str, ...]:
     return (*sorted(found & set(BACKENDS)), *(name for name in WHOLE if name in found))
 
 
+def purpose(op: str) -> str:
+    """What an op does, as its module says in the first line."""
+    first = (import_module(f"openmla.ops.{op}").__doc__ or "").splitlines()[0]
+    return first.partition(": ")[2].rstrip(".")
+
+
 def run_bench(arguments: Sequence[str]) -> int:
     """Hand the rest of the command line to openmla/bench/<name>.py."""
     if arguments and arguments[0] == INVARIANT:
@@ -37,7 +43,7 @@ def run_bench(arguments: Sequence[str]) -> int:
         return 0
     if arguments and arguments[0] == REPORT:
         return run_report(arguments[1:])
-    listed = [f"  {name:<21}{WHOLE.get(name, 'the backends of this op')}" for name in names()]
+    listed = [f"  {name:<21}{WHOLE.get(name) or purpose(name)}" for name in names()]
     listed.append(f"  {INVARIANT:<21}the cost of make_plan(batch_invariant=True)")
     listed.append(f"  {REPORT:<21}write the benchmarks page of the docs from results on disk")
     parser = Parser(

@@ -112,7 +112,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _tensors(file: Path) -> dict[str, Stored]:
-    """From the header, which must account for every byte of the file."""
+    """Reads the header, which must account for every byte of the file."""
     try:
         if not file.is_file() or file.stat().st_size == 0:
             raise ValueError("it is empty or no file")

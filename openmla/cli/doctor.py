@@ -103,9 +103,10 @@ def ops_on(gpu: GPU) -> dict[str, dict[str, str]]:
 
 
 def _status(target: str) -> str:
-    from openmla.cli.gpus import RAN
+    from openmla.cli.gpus import RAN, TARGETS
 
-    return f"Kernels for {target}: {RAN.get(target, 'compiled, never run')}."
+    compiled = "compiled, never run" if target in TARGETS else "neither compiled nor run"
+    return f"Kernels for {target}: {RAN.get(target, compiled)}."
 
 
 def _summary(rows: dict[str, dict[str, str]]) -> str:
@@ -154,7 +155,8 @@ def verdict(report: dict[str, Any]) -> list[str]:
         target = gpus[0]["architecture"].replace("SM", "sm_")
         lines += [f"{gpus[0]['name']} ({target}): {_summary(ops['cuda'])}", _status(target)]
     if report["advice"] is not None:
-        lines.append(f"{report['advice']}.")
+        advice = report["advice"]
+        lines.append(f"{advice[0].upper()}{advice[1:]}.")
     lines.append(f"bf16 on this CPU: {report['cpu_bf16']}.")
     if isinstance(untested, str):
         lines.append(f"Versions: {untested}.")
@@ -270,10 +272,11 @@ def _gpus() -> list[dict[str, Any]]:
         device = torch.device("cuda", index)
         properties = torch.cuda.get_device_properties(index)
         major, minor = hardware.capability(device) or (0, 0)
+        amd = getattr(properties, "gcnArchName", "") if torch.version.hip is not None else ""
         gpus.append(
             {
                 "name": properties.name,
-                "architecture": f"SM{major}{minor}",
+                "architecture": amd.split(":")[0] or f"SM{major}{minor}",
                 "multiprocessors": hardware.multiprocessors(device),
                 "memory_gib": round(properties.total_memory / 2**30, 1),
                 "shared_memory_kib": hardware.shared_memory(device) // 1024,
@@ -283,7 +286,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _cpu_bf16() -> str:
-    """Whether a bf16 matrix product survives here, tried in a child process."""
+    """Whether bf16 matrix products work on this CPU, tried in a child process."""
     if _matmul_survives(dict(os.environ)):
         setting = os.environ.get(ISA_SWITCH)
         return f"works with {ISA_SWITCH}={setting}" if setting else "works"
@@ -433,9 +436,9 @@ def render(report: dict[str, Any]) -> str:
 def _section(title: str, content: Any) -> list[str]:
     """A title and, indented under it, a text or named values, none wider than a terminal."""
     if isinstance(content, str):
-        return ["", title, *filled(content, "  ")]
+        return ["", *filled(title), *filled(content, "  ")]
     column = max(map(len, content), default=0)
-    lines = ["", title]
+    lines = ["", *filled(title)]
     for name, value in content.items():
         text = "not installed" if value is None else str(value)
         lines += filled(text, f"  {name:<{column}}  ")

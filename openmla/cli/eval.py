@@ -122,7 +122,7 @@ def run_eval(options: argparse.Namespace) -> int:
 def draw_keys(
     model: Any, window: Tensor, config: MLAConfig, options: argparse.Namespace, title: str
 ) -> None:
-    """A second picture of a sparse model, beside the first: what it looks at."""
+    """A second picture of a sparse model, next to the first: what it looks at."""
     assert config.indexer is not None
     tokens = window[:LOOKED].to(model.device)
     first = Path(options.plot)

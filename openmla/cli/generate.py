@@ -38,7 +38,7 @@ from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
 SHOWN = 300  # characters of a long prompt
-DEMO_TEMPERATURE = 0.7  # a small model left to its likeliest bytes soon repeats itself
+DEMO_TEMPERATURE = 0.7  # a small model that takes the most likely bytes soon repeats itself
 BOLD, DIM = "1", "2"  # of a terminal's escape sequences
 COUNTS = (
     "prefill = prompt tokens / time to first token; decode = later tokens / time after the first. "

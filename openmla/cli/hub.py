@@ -26,7 +26,9 @@ def stay_offline(name: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def fetched(name: str, *, revision: str | None = None, allow_pickle: bool = False) -> Path:
+def fetched(
+    name: str, *, revision: str | None = None, allow_pickle: bool = False, weights: bool = True
+) -> Path:
     """The folder with a model ID's files. Weights are fetched once the config has been read."""
     from huggingface_hub import hf_hub_download, logging, snapshot_download
 
@@ -36,6 +38,8 @@ def fetched(name: str, *, revision: str | None = None, allow_pickle: bool = Fals
     try:
         config = hf_hub_download(name, "config.json", revision=revision)
         read_config(Path(config).parent, rotated=True)
+        if not weights:
+            return Path(config).parent
         patterns = FILES + (PICKLES if allow_pickle else [])
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except OpenMLAError:

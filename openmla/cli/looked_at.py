@@ -24,7 +24,7 @@ ROWS = 128  # queries whose attention is computed at a time
 
 
 class Looked(NamedTuple):
-    """One layer. Shares are of what all keys before a token hold, means over heads, [T]."""
+    """One layer. Shares are fractions of a token's attention, means over heads, [T]."""
 
     layer: int
     chosen: Tensor  # [T, S] bool
@@ -60,7 +60,7 @@ def look(model: Any, tokens: Tensor, config: MLAConfig, **options: Any) -> list[
 def _entries(
     model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]
 ) -> Iterator[Seen]:
-    """Of V4, layers whose entries are chosen."""
+    """V4: layers whose entries are selected."""
     dump = record(model, tokens, **options)
     for number in dump.layers:
         tensors = dump.layer(number)
@@ -70,7 +70,7 @@ def _entries(
 
 
 def _rows(model: Any, tokens: Tensor, config: MLAConfig, options: dict[str, Any]) -> Iterator[Seen]:
-    """Of all others, layer by layer from one pass; keys expanded by the layer itself."""
+    """All other models: layer by layer from one pass, with keys expanded by the layer itself."""
     T, H, P, C = len(tokens), config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank
     steps: list[tuple[int, Tensor, Tensor, Tensor]] = []
 
@@ -121,8 +121,8 @@ def _looked(seen: Seen, config: MLAConfig) -> Looked:
 
 
 def heat(looked: Looked) -> Tensor:
-    """[cells, cells]: of the keys that a stretch of tokens sees in a stretch of the context, the
-    share that was chosen; NaN where it sees none."""
+    """[cells, cells]: the fraction of keys that were selected, among those that a range of tokens
+    sees in a range of the context; NaN where it sees none."""
     T, S = looked.chosen.shape
     seen = torch.arange(S) < looked.visible[:, None]
     sides = [torch.arange(n) * CELLS // n for n in (T, S)]
@@ -163,7 +163,7 @@ def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
 
 
 def first_choice(looked: Looked) -> int:
-    """The first token that sees more keys than it may choose."""
+    """The first token that sees more keys than it may select."""
     return min(looked.topk * looked.ratio, len(looked.share) - 1)
 
 

@@ -169,7 +169,9 @@ def add_model(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
     group = parser.add_mutually_exclusive_group(required="default" not in more)
     given = {**more, "default": argparse.SUPPRESS}
     group.add_argument("model", nargs="?", metavar="MODEL", help=what, **given)
-    group.add_argument("--model", metavar="MODEL", help="the same as MODEL", **more)
+    group.add_argument(
+        "--model", metavar="MODEL", help="the model, if it is not the first argument", **more
+    )
 
 
 def _model_parser(command: str, description: str) -> Parser:
@@ -192,7 +194,8 @@ def _model_parser(command: str, description: str) -> Parser:
         )  # fmt: skip
     parser.add_argument(
         "--dtype", type=dtype, metavar="DTYPE",
-        help=f"dtype to compute in, {', '.join(DTYPES)} (default: the checkpoint's dtype)",
+        help=f"dtype to compute in, {', '.join(DTYPES)} (default: the checkpoint's dtype, or fp32 "
+        "on a CPU that cannot run bf16)",
     )  # fmt: skip
     parser.add_argument(
         "--device",

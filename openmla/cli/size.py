@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from openmla.cli.gpus import SIZED, gpu
+from openmla.cli.hub import fetched, is_hub_id
 from openmla.cli.options import Parser, add_model, add_plot, names, whole
 from openmla.cli.roofline import predict
 from openmla.cli.size_report import Report, Row, as_json, draw, render
@@ -75,7 +76,11 @@ def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     option = parser.add_argument
     presets = ", ".join(name for name in PRESETS if not name.startswith("tiny"))
-    add_model(parser, f'a preset ({presets}), "demo", or a local folder with a config.json')
+    add_model(
+        parser,
+        f'a preset ({presets}), "demo", a local folder with a config.json, or a Hugging Face model '
+        "ID (owner/name), of which only the config is fetched",
+    )
     option(
         "--gpu", type=gpu, required=True, metavar="GPU",
         help=f"GPU by name, {', '.join(SIZED)}, or as GB,GB/s,TFLOP/s",
@@ -191,13 +196,14 @@ def read_model(options: argparse.Namespace) -> tuple[MLAConfig, Weights | None]:
     name = options.model
     if name in PRESETS:
         config, weights = PRESETS[name], estimated(PRESETS[name], FIELDS.get(name, {}))
-    elif name == "demo" or os.path.isfile(Path(name) / "config.json"):
+    elif name == "demo" or os.path.isfile(Path(name) / "config.json") or is_hub_id(name):
         config, weights = _read_folder(name, counted=options.weights_gib is None)
     else:
-        near = get_close_matches(name[:200].lower(), PRESETS)
+        near = get_close_matches(name[-200:].lower().split("/")[-1], PRESETS)
         nearest = f" Nearest preset: {near[0]}." if near else ""
         raise ConfigError(
-            f"size: {name[:200]!r} is no preset, not demo, and no folder with a config.json."
+            f"size: {name[:200]!r} is no preset, not demo, no folder with a config.json and no "
+            f"model ID."
             f"{nearest} See openmla size --help."
         )
     if options.layers is not None:
@@ -216,11 +222,13 @@ def _read_folder(name: str, *, counted: bool) -> tuple[MLAConfig, Weights | None
     from openmla.cli.checkpoint import DEMO, INDEX, SINGLE, open_checkpoint
 
     folder = DEMO if name == "demo" else Path(name)
+    if is_hub_id(name):
+        folder = fetched(name, weights=False)
     config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
     if not counted:
         return config, None
     if any((folder / file).exists() for file in (SINGLE, INDEX)):
-        size = open_checkpoint(name).num_bytes
+        size = open_checkpoint(str(folder)).num_bytes
     else:
         size = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
     if not size:

@@ -1,4 +1,4 @@
-"""Tokens as they come: into whole characters, onto the screen, and when each came."""
+"""Streamed tokens: as whole characters, on the screen, and when each arrived."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class TextStream:
     """Text of tokens that come one by one; all parts together are the text of all tokens.
 
     A tokenizer may write a token differently behind another one, as spaces between words. So each
-    part is decoded together with the one before it, and a character is told when it is whole.
+    part is decoded together with the one before it, and a character is shown when it is whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.before = self.told = 0  # where the part before begins, and where it ends
+        self.before = self.shown = 0  # where the part before begins, and where it ends
 
     def put(self, new: list[int], *, last: bool = False) -> str:
-        """What can be told now."""
+        """What can be shown now."""
         self.tokens += new
-        known = self._decode(self.tokens[self.before : self.told])
+        known = self._decode(self.tokens[self.before : self.shown])
         whole = self._decode(self.tokens[self.before :])
         if not last and whole.endswith(HALF):
             return ""
-        self.before, self.told = self.told, len(self.tokens)
+        self.before, self.shown = self.shown, len(self.tokens)
         return whole[len(known) :]
 
     def end(self) -> str:
@@ -47,7 +47,7 @@ class TextStream:
 
 
 class Watch:
-    """A streamer of generate() that prints text as it comes and keeps the time of every token."""
+    """A streamer of generate() that prints text and keeps the time of every token."""
 
     def __init__(self, tokenizer: Any, *, shown: bool, num_tokens: int) -> None:
         self.stream, self.shown, self.num_tokens = TextStream(tokenizer), shown, num_tokens
@@ -88,7 +88,7 @@ class Watch:
 
 
 class PrefillProgress:
-    """Says how far a long prompt is, on the error stream."""
+    """Shows the progress of a long prompt on the error stream."""
 
     def __init__(self, num_tokens: int, chunk: int) -> None:
         self.num_tokens, self.chunk, self.seen = num_tokens, chunk, 0

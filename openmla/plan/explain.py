@@ -174,8 +174,8 @@ def expanded_size(plan: Plan, group: Group) -> tuple[int, int]:
 
 
 def expanded_bytes(plan: Plan, gathered: int, keys: int, queries: int) -> int:
-    """Of rows gathered, keys and values expanded from them or from new ones, whole keys; in fp8
-    also of queries, with a scale each, and of codes in 16 bits."""
+    """Bytes of gathered rows, of keys and values expanded from them or from new rows, and of whole
+    keys; in fp8 also of queries, with a scale each, and of codes in 16 bits."""
     config, size = plan.config, plan.problem("cache_write").dtype.itemsize
     H, D, E = config.num_heads, config.latent_dim, config.qk_head_dim
     held = gathered * D * size
@@ -211,7 +211,7 @@ def sparse_bytes(plan: Plan) -> dict[str, int]:
 
 
 def mask_bytes(group: Group | None) -> int:
-    """Of the largest mask of a masked group."""
+    """The size of the largest mask of a masked group."""
     if group is None:
         return 0
     assert isinstance(group.part, Expanded)

@@ -8,6 +8,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,27 @@ def test_eval(
     assert main(["eval", "--model", str(tiny[kind]), "--text", str(text), "--windows", "1"]) == 0
     rows = re.findall(r"^(dense|sparse) +(\S+) +[\d.]+ +[\d.]+  ", capsys.readouterr().out, re.M)
     assert rows == [(form, name) for form in ATTENTIONS[kind] for name in FORMATS[kind]]
+
+
+def test_eval_has_one_progress_bar(
+    tiny: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over all that it measures: two forms in two formats."""
+    text, bars = tmp_path / "text.txt", []
+    text.write_text("".join(map(str, range(60))))
+
+    @contextmanager
+    def recorded(total: int) -> Iterator[Callable[[str, int], None]]:
+        done: list[int] = []
+        bars.append((total, done))
+        yield lambda what, so_far: done.append(so_far)
+
+    monkeypatch.setattr("openmla.cli.eval.progress", recorded)
+    command = ["eval", str(tiny["sparse"]), "--text", str(text), "--windows", "1"]
+    assert main([*command, "--formats", "fp32,bf16", "--context", "80"]) == 0
+    ((total, done),) = bars
+    assert total == 2 * 2 * 80 and done == sorted(done) and done[-1] == total
+    assert {0, 64, 80, 144, 160} <= set(done)
 
 
 def test_eval_has_a_row_for_weights_in_eight_bits(

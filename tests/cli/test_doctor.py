@@ -47,8 +47,11 @@ def test_the_verdict_comes_first_and_is_counted(capsys: pytest.CaptureFixture[st
     gpu = {"name": "NVIDIA H200", "architecture": "SM90"}
     cuda = {**report, "gpus": [gpu], "ops": {"cpu": rows, "cuda": rows}, "advice": "no kernels"}
     told = " ".join(doctor.verdict(cuda))
-    assert told.startswith("NVIDIA H200 (sm_90): dense decode") and "no kernels." in told
+    assert told.startswith("NVIDIA H200 (sm_90): dense decode") and "No kernels." in told
     assert "run on an H200" in told
+    for architecture, status in (("SM103", "neither compiled nor run"), ("gfx942", "never run")):
+        other = {**cuda, "gpus": [{**gpu, "architecture": architecture}]}
+        assert status in " ".join(doctor.verdict(other))
 
 
 def test_versions_outside_the_tested_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +167,7 @@ def test_a_gpu_without_kernels_is_told_with_its_cure(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("openmla.backends.requirements.find_spec", lambda name: None)
     advice = doctor._advice()
     assert advice is not None and advice.endswith('not installed. pip install "openmla[triton]"')
-    assert advice in " ".join(doctor.examine()["verdict"])
+    assert advice[1:] in " ".join(doctor.examine()["verdict"])
 
 
 def test_the_installed_command_runs() -> None:

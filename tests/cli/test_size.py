@@ -118,6 +118,23 @@ def test_parameters_are_those_that_were_published(name: str, billions: float) ->
     assert estimated(config, {}) is None
 
 
+def test_a_hub_model_needs_its_config_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    folder = tmp_path / "models--who--model" / "snapshots" / ("0" * 40)
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "openmla" / "demo" / "config.json", folder)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text(folder.name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    report = found(capsys, "who/model", "--gpu", "l4")
+    assert report["layers"] == 5 and "estimated" in report["weights_source"]
+    assert main(["size", "who/else", "--gpu", "l4"]) == 2
+    assert "'who/else'" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_times_have_units(capsys: pytest.CaptureFixture[str]) -> None:
     for context, unit in (("64", "us"), ("200000", "ms")):
         asked = [*V32, "--weights-gib", "0", "--context", context, "--batch", "64"]
