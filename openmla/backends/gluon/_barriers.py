@@ -1,7 +1,8 @@
-"""Named barriers between the warp groups of the many-heads kernels: one instruction per thread.
+"""Named barriers between warp groups: one instruction per thread.
 
-Each pairs one group of 128 threads that arrives with one that waits. FILLED: the loading group has
-written half a tile, READ: its last product is done; MAX and PROBS go between the softmax groups.
+Each of the many-heads kernels' pairs a group of 128 threads that arrives with one that waits.
+FILLED: the producer has written half a tile, READ: its last product is done; MAX and PROBS go
+between the consumers. _many_heads.py draws them.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,8 @@ ODD_RIGHT_READ = gl.constexpr("15")
 ODD_STORED = EVEN_LEFT_FILLED
 # Of the kernel over fp8 rows, both of whose groups wait here.
 SHARED = EVEN_LEFT_FILLED
+# Of the kernel over expanded keys, one per stage: its keys were read, and behind them, its values.
+KEYS_READ = gl.constexpr(4)
 
 
 @gluon.jit
@@ -42,4 +45,21 @@ def wait(BARRIER: gl.constexpr, when):
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p bar.sync " + BARRIER + ", 256; mov.b32 $0, $1; }",
         "=r,r", [when], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def arrive_at(barrier, THREADS: gl.constexpr):
+    """Arrive, without waiting, at a barrier of THREADS whose number is not a constant."""
+    gl.inline_asm_elementwise(
+        "{ bar.arrive $1, " + THREADS + "; mov.b32 $0, $1; }",
+        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_at(barrier, THREADS: gl.constexpr):
+    gl.inline_asm_elementwise(
+        "{ bar.sync $1, " + THREADS + "; mov.b32 $0, $1; }",
+        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

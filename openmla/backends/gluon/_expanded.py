@@ -8,15 +8,15 @@ Reads     q [T, H, E], k [S, H, E] or its OWN first columns and the rest, v [S, 
           q_scale [T, H], k_scale [B, H], v_scale [B, H]
 Writes    out [T, H, V], lse [T, H]
 
-Three warp groups. One finds tiles and issues copies, STAGES of each tile of keys and values in
-flight. The others own 64 query rows each and issue the product of the next scores before that of
-these values: softmax of one group runs while the other's are computed. Taking turns at it gained
-nothing (H200, 1 x 8192, 128 heads: 1 % slower in 16 bits and in eight).
+Three warp groups. The producer finds tiles and issues copies, STAGES of each tile of keys and
+values in flight. Two consumers own 64 query rows each and issue the product of the next scores
+before that of these values: softmax of one runs while the other's are computed. Taking turns at it
+gained nothing (H200, 1 x 8192, 128 heads: 1 % slower in 16 bits and in eight).
 
 Scores of e4m3 are eight-bit products, both operands as they lie. Values and probabilities have 16
 bits then, too: docs/fp8-prefill.md says why.
 
-A request's last values may be followed by another's, or by anything: the loading group overwrites
+A request's last values may be followed by another's, or by anything: the producer overwrites
 what is behind them with zeros, since 0 * NaN is NaN.
 """
 
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from openmla.backends.gluon import _barriers as named
 from openmla.backends.gluon import _parts as parts
 from openmla.backends.gluon._primitives import INITIAL_MAX, LINE, LN2, LOG2E
 from openmla.backends.triton._versions import bulk_load
@@ -39,15 +40,12 @@ from openmla.backends.triton._versions import bulk_load
 BLOCK_M = gl.constexpr(128)  # query rows of a program
 ROWS = gl.constexpr(64)  # of a warp group
 BOX = gl.constexpr(128)  # bytes of a row in a bulk copy: one swizzle span
-GROUPS = gl.constexpr(2)  # that attend
+GROUPS = gl.constexpr(2)  # consumers
 VALUES = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # a number, in every thread
 INFO = gl.constexpr(8)  # numbers that describe a tile, and room to a power of two
 THREADS = gl.constexpr("384")  # of all groups
-# Named barriers, one per stage: keys were read, and behind them, values were. Triton takes the
-# first four itself.
-KEYS_READ = gl.constexpr(4)
 
 
 class Inputs(NamedTuple):
@@ -77,7 +75,7 @@ class Scales(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Shared memory: queries of both groups, and the stages of keys and values."""
+    """Shared memory: queries of both consumers, and the stages of keys and values."""
 
     q: Any
     q_rest: Any
@@ -97,23 +95,6 @@ class Signals(NamedTuple):
 
 
 @gluon.jit
-def arrive(barrier, THREADS: gl.constexpr):
-    """At a named barrier, without waiting."""
-    gl.inline_asm_elementwise(
-        "{ bar.arrive $1, " + THREADS + "; mov.b32 $0, $1; }",
-        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def wait(barrier, THREADS: gl.constexpr):
-    gl.inline_asm_elementwise(
-        "{ bar.sync $1, " + THREADS + "; mov.b32 $0, $1; }",
-        "=r,r", [barrier], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def tile_owner(tile, query_start_loc, B):
     """The request a tile of queries belongs to, B for rows past all of them; as triton/_mha.py
     numbers tiles."""
@@ -127,7 +108,7 @@ def tile_owner(tile, query_start_loc, B):
 
 @gluon.jit
 def describe(info, first, end, h, visible, S, scaled):
-    """Write what the attending groups have to know about a tile; `first` is -1 past the last.
+    """Write what the consumers have to know about a tile; `first` is -1 past the last.
     `scaled`: where k_scale and v_scale have its request and head."""
     i = gl.arange(0, INFO, ONE)
     numbers = gl.where(i == 0, first, gl.where(i == 1, end, h))
@@ -174,10 +155,10 @@ def load_partition(
     A: gl.constexpr, REST: gl.constexpr, OWN: gl.constexpr, V: gl.constexpr, BLOCK_N: gl.constexpr,
     CAUSAL: gl.constexpr, EIGHT_BITS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Find tiles and copy what they need."""
+    """The producer: find tiles and copy what they need."""
     SIZE: gl.constexpr = 1 if EIGHT_BITS else 2
     WIDTH: gl.constexpr = min(BOX // SIZE, A)  # columns of a box of queries or keys
-    VALUES_READ: gl.constexpr = KEYS_READ + STAGES
+    VALUES_READ: gl.constexpr = named.KEYS_READ + STAGES
     num_tiles = T // BLOCK_M + B + 1
     count = 0  # tiles so far
     step = 0
@@ -215,7 +196,7 @@ def load_partition(
                 stage = step % STAGES
                 row = first_key + j * BLOCK_N
                 if step >= STAGES:
-                    wait(KEYS_READ + stage, THREADS)
+                    named.wait_at(named.KEYS_READ + stage, THREADS)
                 filled = signals.k_filled.index(stage)
                 mbarrier.expect(filled, SIZE * BLOCK_N * (A + REST))
                 keys = tiles.k.index(stage)
@@ -226,7 +207,7 @@ def load_partition(
                     at = [row, column + A - OWN]
                     bulk_load(inputs.k_rest, at, filled, tiles.k_rest.index(stage))
                 if step >= STAGES:
-                    wait(VALUES_READ + stage, THREADS)
+                    named.wait_at(VALUES_READ + stage, THREADS)
                 values = tiles.v.index(stage)
                 filled = signals.v_filled.index(stage)
                 left = S - j * BLOCK_N
@@ -251,8 +232,8 @@ def load_partition(
     # what was announced last is waited for, too
     for i in gl.static_range(STAGES):
         if step > i:
-            wait(KEYS_READ + (step - 1 - i) % STAGES, THREADS)
-            wait(VALUES_READ + (step - 1 - i) % STAGES, THREADS)
+            named.wait_at(named.KEYS_READ + (step - 1 - i) % STAGES, THREADS)
+            named.wait_at(VALUES_READ + (step - 1 - i) % STAGES, THREADS)
 
 
 @gluon.jit
@@ -300,7 +281,7 @@ def attend_partition(
     PROBS: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, ACC)
     LINES: gl.constexpr = gl.SliceLayout(1, SCORES)
-    VALUES_READ: gl.constexpr = KEYS_READ + STAGES
+    VALUES_READ: gl.constexpr = named.KEYS_READ + STAGES
     dtype: gl.constexpr = tiles.v.dtype
     q = tiles.q.index(GROUP)
     q_rest = tiles.q_rest.index(GROUP)
@@ -339,7 +320,7 @@ def attend_partition(
                 q, q_rest, tiles.k.index(stage), tiles.k_rest.index(stage), zeros, REST
             )
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            arrive(KEYS_READ + stage, THREADS)
+            named.arrive_at(named.KEYS_READ + stage, THREADS)
             scores = mask_keys(scores, 0, visible, S, BLOCK_N, SCORES)
             probs, _, running_max, running_sum = softmax(
                 scores, running_max, running_sum, row_scale, scale, dtype, PROBS
@@ -354,13 +335,13 @@ def attend_partition(
                 mbarrier.wait(signals.v_filled.index(before), ((step + j - 1) // STAGES) & 1)
                 acc_next = warpgroup_mma(probs, tiles.v.index(before), acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=(next_scores,))
-                arrive(KEYS_READ + stage, THREADS)
+                named.arrive_at(named.KEYS_READ + stage, THREADS)
                 scores = mask_keys(scores, j * BLOCK_N, visible, S, BLOCK_N, SCORES)
                 next_probs, rescale, running_max, running_sum = softmax(
                     scores, running_max, running_sum, row_scale, scale, dtype, PROBS
                 )
                 acc = warpgroup_mma_wait(0, deps=(acc_next,))
-                arrive(VALUES_READ + before, THREADS)
+                named.arrive_at(VALUES_READ + before, THREADS)
                 acc = acc * gl.convert_layout(rescale, ACC_ROWS)[:, None]
                 probs = next_probs
             step += steps
@@ -369,18 +350,18 @@ def attend_partition(
             mbarrier.wait(signals.v_filled.index(stage), ((step - 1) // STAGES) & 1)
             acc_last = warpgroup_mma(probs, tiles.v.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc_last,))
-            arrive(VALUES_READ + stage, THREADS)
+            named.arrive_at(VALUES_READ + stage, THREADS)
         else:
             mbarrier.arrive(signals.queries_read, count=1)
         # stored from registers, so that the next tile's queries may already come in
         seen = running_sum != 0  # NaN stays NaN
         row_lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
-        normaliser = gl.where(seen, left / running_sum, 0.0)
+        normalizer = gl.where(seen, left / running_sum, 0.0)
         gl.store(lse + row.to(gl.int64) * H + h, row_lse, mask=row < end)
         row = first + gl.arange(0, ROWS, ACC_ROWS)
         column = gl.arange(0, V, gl.SliceLayout(0, ACC))
         at = out + ((row.to(gl.int64) * H + h) * V)[:, None] + column[None, :]
-        values = acc * gl.convert_layout(normaliser, ACC_ROWS)[:, None]
+        values = acc * gl.convert_layout(normalizer, ACC_ROWS)[:, None]
         gl.store(at, values.to(out.dtype.element_ty), mask=(row < end)[:, None])
         count += 1
         mbarrier.wait(signals.queries, count & 1)

@@ -16,7 +16,7 @@ from openmla.backends.gluon._primitives import (
     INITIAL_MAX,
     LINE,
     C,
-    normalise,
+    normalize,
     output_line,
     scale_at,
 )
@@ -108,16 +108,16 @@ def store_lse(
     running_max, running_sum, exchange, lse, sink, first_head, t64, x, X, NUMERATOR: gl.constexpr,
     H: gl.constexpr, SPLIT: gl.constexpr, SINK: gl.constexpr,
 ):  # fmt: skip
-    """First half of the epilogue. Returns what accumulators are normalised with, and the line of
+    """First half of the epilogue. Returns what accumulators are normalized with, and the line of
     outputs."""
-    heads, head_lse, normaliser = normalise(
+    heads, head_lse, normalizer = normalize(
         running_max, gl.sum(running_sum, 1), sink, first_head, NUMERATOR, H, SINK
     )
-    exchange.heads.store(normaliser)
-    normaliser = exchange.heads.load(ACC_HEADS)[:, None]
+    exchange.heads.store(normalizer)
+    normalizer = exchange.heads.load(ACC_HEADS)[:, None]
     line = output_line(t64, x, X, SPLIT)
     gl.store(lse + line * H + heads, head_lse, mask=heads < H)
-    return normaliser, line
+    return normalizer, line
 
 
 @gluon.jit

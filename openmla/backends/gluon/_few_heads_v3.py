@@ -153,11 +153,11 @@ def _few_heads_kernel(
             scores, scored, qk_scale, running_max, running_sum, exchange, v3.INV_DECODE_SCALE
         )
         acc = few.accumulate(acc, rescale, exchange, values, v3.GROUPS, BLOCK_N)
-    normaliser, line = few.store_lse(
+    normalizer, line = few.store_lse(
         running_max, running_sum, exchange, lse, sink, first_head, t64, x, X,
         v3.INV_DECODE_SCALE, H, SPLIT, SINK,
     )  # fmt: skip
     heads, at = few.output_at(out, line, first_head, v3.GROUP, H)
     mask_h = (heads < H)[:, None]
     for g in gl.static_range(v3.GROUPS):
-        gl.store(at + v3.GROUP * g, (acc[g] * normaliser).to(out.dtype.element_ty), mask=mask_h)
+        gl.store(at + v3.GROUP * g, (acc[g] * normalizer).to(out.dtype.element_ty), mask=mask_h)

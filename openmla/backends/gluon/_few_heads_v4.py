@@ -171,12 +171,12 @@ def _few_heads_v4_kernel(
             scores, scored, qk_scale, running_max, running_sum, exchange, v4.INV_DECODE_SCALE
         )
         acc = few.accumulate(acc, rescale, exchange, values, v4.GROUPS + 1, BLOCK_N)
-    normaliser, line = few.store_lse(
+    normalizer, line = few.store_lse(
         running_max, running_sum, exchange, lse, sink, first_head, t64, x, X, 1.0, H, SPLIT, SINK,
     )  # fmt: skip
     heads, at = few.output_at(out, line, first_head, v4.GROUP, H)
     for g in gl.static_range(v4.GROUPS + 1):
-        result = acc[g] * normaliser
+        result = acc[g] * normalizer
         if g < v4.GROUPS:
             result *= v4.INV_DECODE_SCALE
         gl.store(at + v4.GROUP * g, result.to(out.dtype.element_ty), mask=(heads < H)[:, None])

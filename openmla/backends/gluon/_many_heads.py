@@ -1,14 +1,44 @@
 """Latent attention of many heads, 64 a program: all but how rows are stored; Gluon, SM90.
 
-Three warp groups. One loads rows, and decodes them where they are packed, into an even and an odd
-tile of 64 keys, in halves of 256 columns (and one of 64 for a rope that is not a value too). The
-other two each own half of the output's columns; one scores the even tile, one the odd, and they
+Three warp groups. The producer loads rows, and decodes them where they are packed, into an even and
+an odd tile of 64 keys, in halves of 256 columns (and one of 64 for a rope that is not a value too).
+Two consumers each own half of the output's columns; one scores the even tile, one the odd, and they
 exchange probs. The running max goes from the one to the other and back, so that both accumulate at
-one scale. WGMMA of one group hides the softmax of the other: FlashMLA's published schedule (MIT
-licence).
+one scale. WGMMA of one consumer hides the softmax of the other: FlashMLA's published schedule (MIT
+license).
 
-Groups wait for one another at named barriers. mbarriers are for copies in flight, so that threads
-that issue them need not wait, and for what happens once.
+One step, each column in program order. "+" arrives at a barrier, "?" waits for who arrives:
+
+    producer              even consumer             odd consumer
+    --------------------  ------------------------  -------------------------------
+    ?EVEN_LEFT_READ
+    fill even left
+    +EVEN_LEFT_FILLED     ?EVEN_LEFT_FILLED
+    ?ODD_RIGHT_READ       issue q @ even left
+    fill odd right
+    +ODD_RIGHT_FILLED                               ?ODD_RIGHT_FILLED
+    ?EVEN_RIGHT_READ                                issue q @ odd right
+    fill even right
+    +EVEN_RIGHT_FILLED    ?EVEN_RIGHT_FILLED
+    ?ODD_LEFT_READ        q @ even right
+    fill odd left         running max
+    +ODD_LEFT_FILLED      +EVEN_MAX                 ?ODD_LEFT_FILLED
+                          probs @ even left         q @ odd left
+                          +EVEN_LEFT_READ           ?EVEN_MAX
+                                                    running max of both
+                          ?ODD_MAX                  +ODD_MAX
+                          rescale and store probs   issue probs @ odd right, store probs
+                          +EVEN_PROBS               +ODD_PROBS
+                          ?ODD_PROBS                ?EVEN_PROBS
+                          odd probs @ odd left      issue even probs @ even right
+                          +ODD_LEFT_READ            +ODD_RIGHT_READ once the first is done
+                                                    +EVEN_RIGHT_READ once both are
+
+The producer waits for no READ in the first step, and for all four after the last. These are named
+barriers, but where halves are only copied, mbarriers are in place of FILLED: threads that issue
+copies need not wait. Where halves are decoded, copies of the rope have an mbarrier besides, and the
+consumer waits for it once the right half is filled. Three mbarriers are for what happens once a
+piece: queries_ready goes from the even consumer to the odd, stored back, and sums_ready both ways.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +59,7 @@ from openmla.backends.gluon._primitives import (
     INITIAL_MAX,
     LINE,
     C,
-    normalise,
+    normalize,
     scale_at,
     sink_factor,
     thread_barrier,
@@ -67,7 +97,7 @@ class Tile(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Shared memory that the two softmax groups write for one another, and the loading group for
+    """Shared memory that the two consumers write for one another, and the producer for
     both: key_bias, of two steps, is -inf where a row is not valid. In the end the lines of the
     running maxima hold sums. What scores of e4m3 queries are multiplied with is in `scales`."""
 
@@ -93,7 +123,7 @@ class Outputs(NamedTuple):
 
 
 class Signals(NamedTuple):
-    """mbarriers of a piece: its queries are loaded, both sums are, the odd group has stored."""
+    """mbarriers of a piece: its queries are loaded, both sums are, the odd consumer has stored."""
 
     queries_ready: Any
     sums_ready: Any
@@ -125,7 +155,7 @@ def allocate_head_lines(NUM: gl.constexpr):
 
 @gluon.jit
 def allocate_mbarriers(COPIES: gl.constexpr):
-    """Signals, and COPIES that all threads of the loading group arrive at. Each is an allocation of
+    """Signals, and COPIES that all threads of the producer arrive at. Each is an allocation of
     its own: of one array the compiler assumes every use to touch all."""
     barriers = ()
     for _ in gl.static_range(3 + COPIES):
@@ -143,7 +173,7 @@ def allocate_mbarriers(COPIES: gl.constexpr):
 
 @gluon.jit
 def wait_filled(BARRIER: gl.constexpr, copied, phase, COPIED: gl.constexpr):
-    """Wait for half a tile: for copies, or for the group that decodes."""
+    """Wait for half a tile: for copies, or for the producer, which decodes."""
     if COPIED:
         mbarrier.wait(copied, phase)
     else:
@@ -346,7 +376,7 @@ def even_partition(
     COPIED: gl.constexpr, DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr,
     Q_SCALES: gl.constexpr, KIND: gl.constexpr, FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of even tiles, output columns 0 to 255."""
+    """The even consumer: scores of even tiles, output columns 0 to 255."""
     left_filled, right_filled = filled
     first_head = gl.program_id(0) * BLOCK_H
     step = 0
@@ -407,7 +437,7 @@ def odd_partition(
     DECODE_SCALE: gl.constexpr, DECODED: gl.constexpr, Q_SCALES: gl.constexpr, KIND: gl.constexpr,
     FIXED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of odd tiles, output columns 256 to 511."""
+    """The odd consumer: scores of odd tiles, output columns 256 to 511."""
     left_filled, right_filled = filled
     first_head = gl.program_id(0) * BLOCK_H
     step = 0
@@ -449,7 +479,7 @@ def store_output(
     """Half of the output's columns, and from one of the halves lse: of the token, or of a slot for
     the merge. The first DECODED columns carry DECODE_SCALE. `tile` held queries, which are done
     with."""
-    heads, lse, normaliser = normalise(
+    heads, lse, normalizer = normalize(
         running_max, running_sum, outputs.sink, first_head, 1.0, H, False
     )
     line = piece.token.to(gl.int64) * H
@@ -457,15 +487,15 @@ def store_output(
     if piece.slot >= 0:
         at_lse = outputs.part_lse + piece.slot.to(gl.int64) * outputs.slot_rows
     elif SINK:
-        normaliser *= sink_factor(outputs.sink, heads, lse, running_sum != 0, H)
+        normalizer *= sink_factor(outputs.sink, heads, lse, running_sum != 0, H)
     if first == 0:
         gl.store(at_lse + heads, lse, mask=heads < H)
     if first + HALF <= DECODED:
-        normaliser *= 1.0 / DECODE_SCALE
+        normalizer *= 1.0 / DECODE_SCALE
     else:
         columns = first + gl.arange(0, HALF, gl.SliceLayout(0, ACC))
         acc = acc * gl.where(columns < DECODED, 1.0 / DECODE_SCALE, 1.0)[None, :]
-    acc = acc * gl.convert_layout(normaliser, ACC_HEADS)[:, None]
+    acc = acc * gl.convert_layout(normalizer, ACC_HEADS)[:, None]
     if piece.slot >= 0:
         line = piece.slot.to(gl.int64) * outputs.slot_rows
         store_half(outputs.part, acc, line, first_head, first, H, ACC)

@@ -9,9 +9,21 @@ Reads     q [T, H, 576]; rows by the pages that table [B, M] names: through a TM
 Writes    out [T, H, 512] and lse [T, H] where an item is one run; else part and part_lse of a slot
           and, for the merge, spans [T, 3]
 
-Warps and their schedule are _many_heads.py's. The loading group issues bulk copies, or decodes
-(_rows_fp8.py). What pages hold behind the last key is overwritten with zeros, in the last step of a
-run only: 0 * NaN is NaN.
+A producer and two consumers follow the schedule that _many_heads.py draws, with these barriers:
+
+    barrier                        who arrives                     who waits
+    -----------------------------  ------------------------------  --------------------
+    filled.even_left, .even_right  bulk copies, or the producer    even consumer
+    filled.odd_left, .odd_right    bulk copies, or the producer    odd consumer
+    filled.last_step               bulk copies of a run's end      producer
+    READ, MAX, PROBS (named)       as drawn                        as drawn
+    queries_ready, once a run      even consumer                   odd consumer
+    sums_ready, once a run         both consumers                  both consumers
+    ODD_STORED (named), as often   odd consumer                    even consumer
+
+The producer issues bulk copies, or decodes (_rows_fp8.py). What pages hold behind the last key is
+overwritten with zeros, in the last step of a run only: 0 * NaN is NaN. Where that step is
+not full, the producer waits for its copies itself and then arrives at the four halves' mbarriers.
 """
 
 from typing import Any, NamedTuple
@@ -115,7 +127,7 @@ def even_partition(
     TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FOLDED: gl.constexpr, FIXED: gl.constexpr,
     BLOCK_T: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Scores of even tiles, output columns 0 to 255."""
+    """The even consumer: scores of even tiles, output columns 0 to 255."""
     request, item, unit = part.request, part.item, part.unit
     step = 0
     for r in tl.range(0, part.num_runs, disable_licm=True):
@@ -160,7 +172,7 @@ def odd_partition(
     outputs, qk_scale, first_row, H: gl.constexpr, TOKENS: gl.constexpr, CAUSAL: gl.constexpr,
     FOLDED: gl.constexpr, FIXED: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
-    """Scores of odd tiles, output columns 256 to 511."""
+    """The odd consumer: scores of odd tiles, output columns 256 to 511."""
     request, item, unit = part.request, part.item, part.unit
     step = 0
     for r in tl.range(0, part.num_runs, disable_licm=True):
@@ -198,13 +210,13 @@ def store_output(
     H: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Half of the columns: of outputs, or of a slot for the merge."""
-    _, lse, normaliser = primitives.normalise(
+    _, lse, normalizer = primitives.normalize(
         running_max, running_sum, outputs.lse, 0, 1.0, H, False
     )
     if FP8:
-        normaliser *= scales.index(1).load(many.HEADS)
+        normalizer *= scales.index(1).load(many.HEADS)
         tile = reinterpret(tile, outputs.out.dtype.element_ty, [many.BLOCK_H, many.HALF], many.TILE)
-    acc = acc * gl.convert_layout(normaliser, many.ACC_HEADS)[:, None]
+    acc = acc * gl.convert_layout(normalizer, many.ACC_HEADS)[:, None]
     if run.slot < 0:
         line = run.token.to(gl.int64) * H
         if first == 0:
@@ -324,7 +336,8 @@ def copy_partition(
     TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
     BOX: gl.constexpr,
 ):  # fmt: skip
-    """Half a tile is refilled as soon as it was read; pages are looked up a step ahead."""
+    """The producer. Half a tile is refilled as soon as it was read; pages are looked up a step
+    ahead."""
     gdc_launch_dependents()  # the merge waits for all of this grid, but its launch need not
     LEFT: gl.constexpr = KEY_BYTES * many.HALF
     RIGHT: gl.constexpr = KEY_BYTES * (many.HALF + many.ROPE_COLUMNS)

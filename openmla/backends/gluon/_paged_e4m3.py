@@ -87,7 +87,7 @@ class Exchange(NamedTuple):
     rescale: Any
     probs_ready: Any
     probs_read: Any
-    normaliser: Any
+    normalizer: Any
     sums_ready: Any
     sums_read: Any
 
@@ -214,11 +214,11 @@ def score_partition(
             fence_async_shared()
             mbarrier.arrive(exchange.probs_ready.index(buffer), count=1)
             step += 1
-        _heads, lse, normaliser = primitives.normalise(
+        _heads, lse, normalizer = primitives.normalize(
             running_max, running_sum, outputs.lse, 0, 1.0, H, False
         )
         mbarrier.wait(exchange.sums_read, (r & 1) ^ 1)
-        exchange.normaliser.store(normaliser * kv_scale)
+        exchange.normalizer.store(normalizer * kv_scale)
         mbarrier.arrive(exchange.sums_ready, count=1)
         if run.slot < 0:
             gl.store(outputs.lse + run.token.to(gl.int64) * H + row, lse, mask=valid)
@@ -327,15 +327,15 @@ def value_partition(
             mbarrier.arrive(exchange.probs_read.index(buffer), count=1)
             step += 1
         mbarrier.wait(exchange.sums_ready, r & 1)
-        normaliser = exchange.normaliser.slice(0, ROWS).load(gl.SliceLayout(0, ACC))
+        normalizer = exchange.normalizer.slice(0, ROWS).load(gl.SliceLayout(0, ACC))
         mbarrier.arrive(exchange.sums_read, count=1)
-        store_output(acc, normaliser, outputs, run, first_row, first, H, ROWS)
+        store_output(acc, normalizer, outputs, run, first_row, first, H, ROWS)
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)
 
 
 @gluon.jit
 def store_output(
-    acc, normaliser, outputs, run, first_row, first: gl.constexpr, H: gl.constexpr,
+    acc, normalizer, outputs, run, first_row, first: gl.constexpr, H: gl.constexpr,
     ROWS: gl.constexpr,
 ):  # fmt: skip
     """A thread has four columns of a row, one of each accumulator."""
@@ -343,7 +343,7 @@ def store_output(
     values = gl.reshape(pairs, [HALF_WORDS, ROWS, 4])
     values = gl.reshape(gl.permute(values, (1, 0, 2)), [ROWS, 4 * HALF_WORDS])
     LAYOUT: gl.constexpr = values.type.layout
-    values = values * gl.convert_layout(normaliser, gl.SliceLayout(1, LAYOUT))[:, None]
+    values = values * gl.convert_layout(normalizer, gl.SliceLayout(1, LAYOUT))[:, None]
     if run.slot < 0:
         store_values(outputs.out, values, run.token.to(gl.int64) * H, run, first_row, first)
     else:
@@ -422,13 +422,13 @@ def allocate_exchange():
     first = gl.allocate_shared_memory(gl.float16, [2, BLOCK_H, HALF_KEYS], PROBS)
     last = gl.allocate_shared_memory(gl.float16, [2, BLOCK_H, HALF_KEYS], PROBS)
     rescale = gl.allocate_shared_memory(gl.float32, [2, BLOCK_H], primitives.LINE)
-    normaliser = gl.allocate_shared_memory(gl.float32, [BLOCK_H], primitives.LINE)
+    normalizer = gl.allocate_shared_memory(gl.float32, [BLOCK_H], primitives.LINE)
     sums_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     sums_read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(sums_ready, count=1)
     mbarrier.init(sums_read, count=2)
     return Exchange(
-        first, last, rescale, allocate_barriers(2, 1), allocate_barriers(2, 2), normaliser,
+        first, last, rescale, allocate_barriers(2, 1), allocate_barriers(2, 2), normalizer,
         sums_ready, sums_read,
     )  # fmt: skip
 

@@ -234,23 +234,23 @@ def attend_partition(
         half, row_max, row_sum = merge_groups(
             acc, running_max, gl.sum(running_sum, 0), own, other, ODD
         )
-        _heads, row_lse, normaliser = primitives.normalise(
+        _heads, row_lse, normalizer = primitives.normalize(
             row_max, row_sum, outputs.lse, 0, 1.0, H, False
         )
-        normalised = ()
+        normalized = ()
         for i in gl.static_range(VALUE_SPANS // 2):
-            normalised += (half[i] * (normaliser * kv_scale)[None, :],)
+            normalized += (half[i] * (normalizer * kv_scale)[None, :],)
         row = first_row + gl.arange(0, ROWS, gl.SliceLayout(0, MMA))
         if run.slot < 0:
             line = run.token.to(gl.int64) * H
             if ODD == 0:
                 gl.store(outputs.lse + line + row, row_lse, mask=row < run.num_rows)
-            store_output(normalised, own.tile, outputs.out, line, run, first_row, first)
+            store_output(normalized, own.tile, outputs.out, line, run, first_row, first)
         else:
             line = run.slot.to(gl.int64) * outputs.slot_rows
             if ODD == 0:
                 gl.store(outputs.part_lse + line + row, row_lse, mask=row < run.num_rows)
-            store_output(normalised, own.tile, outputs.part, line, run, first_row, first)
+            store_output(normalized, own.tile, outputs.part, line, run, first_row, first)
         if ODD == 0:
             paged.store_spans(outputs, part, run, r, first_row, H, BLOCK_T, FIXED)
         request, item, unit = parts.next_run(work, request, item, unit, TOKENS, FIXED)

@@ -126,7 +126,7 @@ def output_line(t64, x, X, SPLIT: gl.constexpr):
 
 
 @gluon.jit
-def normalise(
+def normalize(
     running_max, running_sum, sink, first_head, NUMERATOR: gl.constexpr, H: gl.constexpr,
     SINK: gl.constexpr,
 ):  # fmt: skip
@@ -134,11 +134,11 @@ def normalise(
     sum, times what the sink leaves of probability 1."""
     seen = running_sum != 0  # NaN stays NaN
     lse = gl.where(seen, (running_max + gl.log2(running_sum)) * LN2, float("-inf"))
-    normaliser = gl.where(seen, NUMERATOR / running_sum, 0.0)
+    normalizer = gl.where(seen, NUMERATOR / running_sum, 0.0)
     heads = first_head + gl.arange(0, running_sum.shape[0], running_sum.type.layout)
     if SINK:
-        normaliser *= sink_factor(sink, heads, lse, seen, H)
-    return heads, lse, normaliser
+        normalizer *= sink_factor(sink, heads, lse, seen, H)
+    return heads, lse, normalizer
 
 
 @gluon.jit

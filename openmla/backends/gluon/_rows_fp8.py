@@ -160,7 +160,7 @@ def decode_partition(
     TOKENS: gl.constexpr, CAUSAL: gl.constexpr, FIXED: gl.constexpr, BS: gl.constexpr,
     ROW_WORDS: gl.constexpr,
 ):  # fmt: skip
-    """The loading group of _paged.py. Prefetch: half a tile of one kind while one of the other is
+    """The producer of _paged.py. Prefetch: half a tile of one kind while one of the other is
     stored, pages half a step."""
     gdc_launch_dependents()  # the merge waits for all of this grid, but its launch need not
     request, item, unit = part.request, part.item, part.unit

@@ -30,13 +30,13 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Tile(NamedTuple):
     """A kernel, query rows of a program, and registers a thread of its odd and of its loading warp
     group has: with others they spill. Of e4m3 queries, those of the second group of values, of
-    scores and of the loading group."""
+    scores and of the producer."""
 
     name: str
     kernel: Any
     rows: int
     registers: tuple[int, ...]
-    decoded: bool  # by the loading group, which reads words; else bulk copies of boxes are
+    decoded: bool  # by the producer, which reads words; else bulk copies of boxes are
 
 
 MANY = Tile("many-rows", _paged._paged_kernel, 64, (224, 56), False)
@@ -72,7 +72,7 @@ def tile_of(
     format: str, H: int, BS: int, max_query_len: int, run_length: int, *, e4m3: bool = False
 ) -> Tile:
     """With fixed runs heads alone decide: bits may not depend on other requests' tokens. Pages of 8
-    are too many boxes for the registers of few rows' loading group."""
+    are too many boxes for the registers of few rows' producer."""
     if format != "fp8":
         return MANY
     rows = H if run_length else H * max_query_len

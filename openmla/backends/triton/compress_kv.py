@@ -1,6 +1,6 @@
 """compress_kv, Triton: one launch pools tokens into entries and keeps what later ones need.
 
-Computes  entries: tokens pooled by a softmax per channel (_pool.py), normalised, rotated, encoded;
+Computes  entries: tokens pooled by a softmax per channel (_pool.py), normalized, rotated, encoded;
           then the state rows of the step's last V tokens (specification: ops/compress_kv.py)
 Grid      (B + cdiv(T, ratio),): the first B programs own a request's state and the one or two
           entries that begin before the step; each of the others owns an entry whose tokens are all
@@ -79,7 +79,7 @@ def store_entry(
     ASM: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Normalise, rotate and encode v [BLOCK_D], store it as the request's entry."""
+    """Normalize, rotate and encode v [BLOCK_D], store it as the request's entry."""
     d = tl.arange(0, BLOCK_D)
     column = entry // BS
     block = tl.load(blocks + column, mask=column < M, other=-1).to(tl.int64)

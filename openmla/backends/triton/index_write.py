@@ -1,4 +1,4 @@
-"""index_write, Triton: normalise, rotate and quantise indexer keys, store them in their slots.
+"""index_write, Triton: normalize, rotate and quantise indexer keys, store them in their slots.
 
 Computes  k = LayerNorm(k_raw[i]), R columns rotated by positions[i], times the Hadamard matrix if
           asked for, all in float32; cache[slot // BS, slot % BS] = encode(k), byte for byte as
@@ -54,8 +54,8 @@ FP_FUSION = False  # a key's bytes must not depend on how the compiler contracts
 
 
 @triton.jit
-def normalise(k_raw, weight, bias, d, mask, mean, std):
-    """Columns d of the normalised key, zeros outside the mask."""
+def normalize(k_raw, weight, bias, d, mask, mean, std):
+    """Columns d of the normalized key, zeros outside the mask."""
     centred = widen(tl.load(k_raw + d, mask=mask, other=0.0)) - mean
     scaled = tl.div_rn(centred, std) * widen(tl.load(weight + d, mask=mask, other=0.0))
     return tl.where(mask, scaled + widen(tl.load(bias + d, mask=mask, other=0.0)), 0.0)
@@ -85,7 +85,7 @@ def _index_write_kernel(
         centred = tl.where(mask, raw - mean, 0.0)
         variance = tl.div_rn(tl.sum(tl.sum(centred * centred, 1), 0), DI * 1.0)
         std = tl.sqrt_rn(variance + eps)
-        k = normalise(k_raw, norm_weight, norm_bias, d, mask, mean, std)
+        k = normalize(k_raw, norm_weight, norm_bias, d, mask, mean, std)
         if R > 0:
             HALF: tl.constexpr = R // 2
             r = d - ROPE_START
@@ -98,7 +98,7 @@ def _index_write_kernel(
                 is_second = r >= HALF
                 angle = tl.where(is_second, r - HALF, r)
                 partner = tl.where(is_second, d - HALF, d + HALF)
-            other = normalise(k_raw, norm_weight, norm_bias, partner, rotated, mean, std)
+            other = normalize(k_raw, norm_weight, norm_bias, partner, rotated, mean, std)
             row = table + tl.load(positions + i * position_stride) * table_stride
             cos = tl.load(row + angle, mask=rotated, other=0.0)
             sin = tl.load(row + HALF + angle, mask=rotated, other=0.0)

@@ -1,4 +1,4 @@
-"""latent_write, Triton: one launch normalises, rotates and stores rows, and rotates queries.
+"""latent_write, Triton: one launch normalizes, rotates and stores rows, and rotates queries.
 
 Computes  kv[i] and q[i] in place, then encode(kv[i]) into its slot
           (specification: ops/latent_write.py; numbers: backends/reference/latent_write.py)
@@ -56,7 +56,7 @@ def finish(
     WIDTH: tl.constexpr, NORMED: tl.constexpr, R: tl.constexpr, PAIRS: tl.constexpr,
     WEIGHTED: tl.constexpr, ASM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Rows at `at` in place: the first NORMED of WIDTH columns normalised, the last R rotated.
+    """Rows at `at` in place: the first NORMED of WIDTH columns normalized, the last R rotated.
     Those are held as the two halves of their pairs; of the others, columns past NORMED are not
     touched."""
     dtype: tl.constexpr = at.dtype.element_ty
