@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from openmla.bench.report import GROUPS, Results
+from tools.benchmarks_page import GROUPS, Results
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text()

@@ -266,7 +266,7 @@ def with_tables(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    from openmla.bench.report import write_benchmarks_page
+    from tools.benchmarks_page import write_benchmarks_page
 
     for page in TABLES:
         page.write_text(with_tables(page))

@@ -1,9 +1,8 @@
-"""`openmla bench <name>`: time the backends of an op, a step, a whole model; write the page."""
+"""`openmla bench <name>`: time the backends of an op, of a step or of a whole model."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,8 +10,7 @@ from pathlib import Path
 
 from openmla.backends import BACKENDS
 from openmla.cli.options import Parser
-from openmla.cli.terminal import note
-from openmla.errors import ConfigError, UnsupportedError
+from openmla.errors import UnsupportedError
 
 WHOLE = {
     "step": "a decode step of a layer, compared with transformers' module and expanded caches",
@@ -20,7 +18,7 @@ WHOLE = {
 }
 
 
-INVARIANT, REPORT = "--batch-invariant", "report"
+INVARIANT = "--batch-invariant"
 
 
 def names() -> tuple[str, ...]:
@@ -41,11 +39,8 @@ def run_bench(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] == INVARIANT:
         import_module("openmla.bench.invariance").run(arguments[1:])
         return 0
-    if arguments and arguments[0] == REPORT:
-        return run_report(arguments[1:])
     listed = [f"  {name:<21}{WHOLE.get(name) or purpose(name)}" for name in names()]
     listed.append(f"  {INVARIANT:<21}the cost of make_plan(batch_invariant=True)")
-    listed.append(f"  {REPORT:<21}write the benchmarks page of the docs from results on disk")
     parser = Parser(
         prog="openmla bench",
         description="Check all backends, then time them round robin in one process. Kernels of "
@@ -61,46 +56,4 @@ def run_bench(arguments: Sequence[str]) -> int:
             f'bench: {chosen.name} needs transformers: pip install "openmla[hf]".'
         )
     import_module(f"openmla.bench.{chosen.name}").run(chosen.arguments)
-    return 0
-
-
-def run_report(arguments: Sequence[str]) -> int:
-    """The benchmarks page, from the JSON files of earlier runs."""
-    parser = Parser(
-        prog="openmla bench report",
-        description="Write benchmarks.md and its pictures from the JSON files of a folder.",
-    )
-    parser.add_argument(
-        "--results",
-        default="bench/results",
-        metavar="DIR",
-        help="folder of JSON files (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--docs", default="docs", metavar="DIR", help="folder of the page (default: %(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    results, docs = Path(options.results), Path(options.docs)
-    for option, folder in (("--results", results), ("--docs", docs)):
-        if not folder.is_dir():
-            raise ConfigError(
-                f"bench report: {option} {str(folder)!r} is not a folder. Run this in a clone of "
-                "the repository, or give one."
-            )
-    files = sorted(results.glob("*.json"))
-    if not files:
-        raise ConfigError(
-            f"bench report: --results {str(results)!r} has no JSON files. Write some with "
-            "openmla bench NAME --json FILE."
-        )
-    for file in files:
-        try:
-            json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"bench report: {file.name} is not valid JSON: {error}.") from error
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError('bench report needs matplotlib: pip install "openmla[plot]".')
-    (docs / "images").mkdir(exist_ok=True)
-    import_module("openmla.bench.report").write_benchmarks_page(results, docs)
-    note(f"wrote {docs / 'benchmarks.md'}")
     return 0

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -124,31 +122,6 @@ def test_no_code_of_a_shape_in_words() -> None:
     assert in_words("one token over 300 keys") == "one token over 300 keys"
     for shape in (*PAGED_SHAPES, *RAGGED_SHAPES, *SPARSE_SHAPES):
         assert not re.search(r"\b[bsk]\d|\btp\d|\bc\d|v32", in_words(shape)), shape
-
-
-def test_report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen: list[tuple[Path, ...]] = []
-    module = ModuleType("openmla.bench.report")
-    module.__dict__["write_benchmarks_page"] = lambda *folders: seen.append(folders)
-    monkeypatch.setitem(sys.modules, "openmla.bench.report", module)
-    given = ["bench", "report", "--results", str(tmp_path), "--docs", str(tmp_path)]
-    assert openmla(given) == 2
-    assert "has no JSON files" in capsys.readouterr().err
-    (tmp_path / "a.json").write_text("{")
-    assert openmla(given) == 2
-    assert (
-        "a.json is not valid JSON" in capsys.readouterr().err and not (tmp_path / "images").exists()
-    )
-    (tmp_path / "a.json").write_text("{}")
-    with monkeypatch.context() as patch:
-        patch.setattr("openmla.cli.bench.find_spec", lambda name: None)
-        assert openmla(given) == 2 and not (tmp_path / "images").exists()
-        assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
-    assert openmla(given) == 0 and seen == [(tmp_path, tmp_path)]
-    assert openmla([*given[:-1], str(tmp_path / "none")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:

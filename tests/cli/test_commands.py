@@ -162,7 +162,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS, "bench rope", "bench step", "bench generate",
-                                     "bench report", "bench --batch-invariant"])  # fmt: skip
+                                     "bench --batch-invariant"])  # fmt: skip
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_help_wraps_and_breaks_no_word(
     command: str,

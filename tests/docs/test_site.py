@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 import openmla
-from openmla.bench.report import PLOTS, Results, benchmarks_page, digest, write_benchmarks_page
-from openmla.errors import UnsupportedError
 from openmla.parallel import __all__ as over_ranks
 from tests.docs.pages import DOCS, PAGES, ROOT, blocks
+from tools.benchmarks_page import PLOTS, Results, benchmarks_page, digest, write_benchmarks_page
 from tools.draw import IMAGES, PICTURES
 from tools.setup_docs import requirements
 from tools.support_table import RESULTS, TABLES, with_tables
@@ -90,13 +88,6 @@ def test_the_page_is_written_with_its_plots(tmp_path: Path) -> None:
     for name in PLOTS:
         drawn = (tmp_path / "images" / f"{name}.svg").read_text()
         assert drawn.startswith("<?xml") and "<text" in drawn
-
-
-def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UnsupportedError, match=r'matplotlib.*pip install "openmla\[plot\]"'):
-        write_benchmarks_page(RESULTS, tmp_path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_pictures_are_drawn_by_their_script() -> None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from openmla.cli.gpus import SIZED
 from openmla.cli.roofline import roof
 from openmla.config import PRESETS
-from openmla.errors import UnsupportedError
 from openmla.ops.mqa_paged import cost as paged_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
 
@@ -347,14 +346,9 @@ def digest(data: Data) -> str:
 
 def draw_plots(results: Results, folder: Path) -> None:
     """Every plot as SVG."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "bench report: plots need matplotlib, which is not installed. "
-            'Run: pip install "openmla[plot]".'
-        ) from error
+    import matplotlib
+    from matplotlib.figure import Figure
+
     style = {
         "svg.fonttype": "none",
         "svg.hashsalt": "openmla",
