@@ -189,13 +189,14 @@ def run(arguments: Sequence[str] | None = None) -> None:
         "--batch", type=whole(1, 4096), default=1, metavar="N",
         help="number of prompts (default: %(default)s)",
     )  # fmt: skip
-    what = "random model to time, small or v2-lite (default: small)"
-    add_model(parser, what, choices=("small", "v2-lite"), default="small")
+    add_model(parser, "random model to time, small or v2-lite (default: small)", default="small")
     parser.add_argument(
         "--static", action="store_true",
         help="also time transformers with a static cache and torch.compile",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.model not in ("small", "v2-lite"):
+        parser.error(f"MODEL must be small or v2-lite, got {options.model!r}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     output, B = Output(options, describe_machine(device)), options.batch

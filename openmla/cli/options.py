@@ -164,14 +164,13 @@ def backend(text: str) -> BackendChoice:
     return asked
 
 
-def add_model(parser: argparse.ArgumentParser, what: str, **more: Any) -> None:
+def add_model(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
     """A model, named as the first argument or by --model."""
-    group = parser.add_mutually_exclusive_group(required="default" not in more)
-    given = {**more, "default": argparse.SUPPRESS}
-    group.add_argument("model", nargs="?", metavar="MODEL", help=what, **given)
-    group.add_argument(
-        "--model", metavar="MODEL", help="the model, if it is not the first argument", **more
-    )
+    group = parser.add_mutually_exclusive_group(required=default is None)
+    # an argument that is left out would replace what --model gave by its default
+    group.add_argument("model", nargs="?", metavar="MODEL", help=what, default=argparse.SUPPRESS)
+    again = "the model, if it is not the first argument"
+    group.add_argument("--model", metavar="MODEL", help=again, default=default)
 
 
 def _model_parser(command: str, description: str) -> Parser:

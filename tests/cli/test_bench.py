@@ -12,6 +12,7 @@ import torch
 from openmla.backends import BACKENDS
 from openmla.bench.harness import Job, able_backends
 from openmla.cli.__main__ import main as openmla
+from openmla.errors import ConfigError
 from openmla.ops import rope
 from openmla.ops._register import Cost
 from openmla.testing import PAGED_SHAPES, RAGGED_SHAPES, SPARSE_SHAPES, Inputs
@@ -57,6 +58,26 @@ def test_batch_invariant(
     assert "| decode, 4 heads, 3 x 1 over 256 |" in text and "WRONG" not in text
     assert "projections, 3 tokens" in text and "mqa_paged, us by run length" in text
     assert len(json.loads(path.read_text())["rows"]) == 7
+
+
+def test_models_of_generate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    from openmla.bench import generate
+
+    seen = []
+
+    def made(name: str, device: str, dtype: torch.dtype) -> None:
+        seen.append(name)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(generate, "make_model", made)
+    for named in ([], ["v2-lite"], ["--model", "v2-lite"], ["--rounds", "20", "v2-lite"]):
+        openmla(["bench", "generate", *named])
+    assert seen == ["small", "v2-lite", "v2-lite", "v2-lite"]
+    capsys.readouterr()
+    assert openmla(["bench", "generate", "huge"]) == 2 and "'huge'" in capsys.readouterr().err
 
 
 def test_wrong_contenders_are_not_timed() -> None:
