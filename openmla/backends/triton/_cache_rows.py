@@ -65,6 +65,33 @@ class Layout(NamedTuple):
     EXACT: bool
 
 
+class Target(NamedTuple):
+    """Where rows go: a cache of pages, `page` numbers apart, of rows that are `row_stride` apart;
+    scales that an fp8 cache divides by, and the counter of what they clip."""
+
+    cache: Any
+    page: Any
+    row_stride: Any
+    kv_scale: Any
+    rope_ratio: Any
+    clamped: Any
+
+
+class Writing(NamedTuple):
+    """Constants of a kernel that writes rows, beside their layout: APART if there is a rope_ratio,
+    COUNTED if values that are clipped are; tiles of BLOCK_G groups of BLOCK_C values, and of
+    BLOCK_R for the rope."""
+
+    BS: Any
+    ALIGNED: Any
+    ASM: Any
+    APART: Any
+    COUNTED: Any
+    BLOCK_G: Any
+    BLOCK_C: Any
+    BLOCK_R: Any
+
+
 @lru_cache(maxsize=1024)
 def layout_of(format: str, D: int, cut: int) -> Layout:
     """Formats without groups are cut after `cut` columns, wherever that suits the caller."""
@@ -194,56 +221,56 @@ def count_clamped(clamped, values, rope, mask, mask_r):
 
 @triton.jit
 def write_row(
-    cache, kv_c, k_pe, slot, kv_scale, rope_ratio, clamped, page, row_stride,
-    BS: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+    target, kv_c, k_pe, slot, C: tl.constexpr, LAYOUT: tl.constexpr, WRITING: tl.constexpr
+):
     """Load one row from memory, encode it and store it in its slot."""
-    g = tl.arange(0, BLOCK_G)
-    c = tl.arange(0, BLOCK_C)
+    MAIN: tl.constexpr = LAYOUT.MAIN
+    ROPE: tl.constexpr = LAYOUT.ROPE
+    GROUP: tl.constexpr = LAYOUT.GROUP
+    g = tl.arange(0, WRITING.BLOCK_G)
+    c = tl.arange(0, WRITING.BLOCK_C)
     d = (g * GROUP)[:, None] + c[None, :]  # [BLOCK_G, BLOCK_C]
     mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
-    r = tl.arange(0, BLOCK_R)
+    r = tl.arange(0, WRITING.BLOCK_R)
     values = load_columns(kv_c, k_pe, d, mask, C, 0, MAIN)
     rope = load_columns(kv_c, k_pe, MAIN + r, r < ROPE, C, MAIN, MAIN + ROPE)
-    write_values(
-        cache, values, rope, slot, kv_scale, rope_ratio, clamped, page, row_stride, BS, FORMAT,
-        MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
-    )  # fmt: skip
+    write_values(target, values, rope, slot, LAYOUT, WRITING)
 
 
 @triton.jit
-def write_values(
-    cache, values, rope, slot, kv_scale, rope_ratio, clamped, page, row_stride,
-    BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
+def write_values(target, values, rope, slot, LAYOUT: tl.constexpr, WRITING: tl.constexpr):
     """The same for a row in registers: values [BLOCK_G, BLOCK_C], zeros past a group's GROUP
     columns, and rope [BLOCK_R]."""
+    cache = target.cache
+    FORMAT: tl.constexpr = LAYOUT.FORMAT
+    MAIN: tl.constexpr = LAYOUT.MAIN
+    ROPE: tl.constexpr = LAYOUT.ROPE
+    GROUP: tl.constexpr = LAYOUT.GROUP
+    SCALES: tl.constexpr = LAYOUT.SCALES
+    EXACT: tl.constexpr = LAYOUT.EXACT
+    BS: tl.constexpr = WRITING.BS
+    ALIGNED: tl.constexpr = WRITING.ALIGNED
+    ASM: tl.constexpr = WRITING.ASM
     values_at, scales_at, rope_at = row_offsets(
-        slot // BS, slot % BS, page, row_stride, BS, FORMAT, MAIN, ROPE, SCALES
+        slot // BS, slot % BS, target.page, target.row_stride, BS, FORMAT, MAIN, ROPE, SCALES
     )
-    g = tl.arange(0, BLOCK_G)
-    c = tl.arange(0, BLOCK_C)
+    g = tl.arange(0, WRITING.BLOCK_G)
+    c = tl.arange(0, WRITING.BLOCK_C)
     d = (g * GROUP)[:, None] + c[None, :]
     mask = (g < MAIN // GROUP)[:, None] & (c < GROUP)[None, :]
-    r = tl.arange(0, BLOCK_R)
+    r = tl.arange(0, WRITING.BLOCK_R)
     mask_r = r < ROPE
     if FORMAT == PLAIN:
         stored = round_to(values, cache.dtype.element_ty, ASM)
         rope = round_to(rope, cache.dtype.element_ty, ASM)
     elif FORMAT == FP8:
-        scale = tl.load(kv_scale)
+        scale = tl.load(target.kv_scale)
         values = tl.div_rn(widen(values), scale)
-        if APART:  # a power of two: the product is exact
-            scale *= tl.load(rope_ratio)
+        if WRITING.APART:  # a power of two: the product is exact
+            scale *= tl.load(target.rope_ratio)
         rope = tl.div_rn(widen(rope), scale)
-        if COUNTED:
-            count_clamped(clamped, values, rope, mask, mask_r)
+        if WRITING.COUNTED:
+            count_clamped(target.clamped, values, rope, mask, mask_r)
         stored = encode_e4m3(values)
         rope = encode_e4m3(rope)
     else:

@@ -19,7 +19,16 @@ import triton
 import triton.language as tl
 
 from openmla.backends.triton._build import DO_NOT_SPECIALIZE_ON_ALIGNMENT
-from openmla.backends.triton._index import load_queries, load_weights, score_paged_keys
+from openmla.backends.triton._index import (
+    Chunk,
+    Pages,
+    Queries,
+    Scoring,
+    Stored,
+    load_queries,
+    load_weights,
+    score_paged_keys,
+)
 from openmla.backends.triton._primitives import request_of
 from openmla.backends.triton._topk import (
     HIGH_ONE,
@@ -264,6 +273,11 @@ def _index_select_kernel(
     HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
     CHUNK: tl.constexpr, CAPACITY: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
+    STORED: tl.constexpr = Stored(BS, FORMAT, ONE_BLOCK, BLOCK_N)
+    SCORING: tl.constexpr = Scoring(
+        HI, DI, SLICE, SCALES, ALIGNED, BLOCK_Q, BLOCK_H, BLOCK_D, PRECISION, HOLD, ASM, UPCAST,
+        dtype,
+    )  # fmt: skip
     offs_q = tl.arange(0, BLOCK_Q)
     scores += tl.program_id(0).to(tl.int64) * (BLOCK_Q * CHUNK)
     kept += tl.program_id(0).to(tl.int64) * (BLOCK_Q * 2 * (CAPACITY + SPAN))
@@ -277,27 +291,24 @@ def _index_select_kernel(
         threshold = tl.full([BLOCK_Q], float("nan"), tl.float32)  # nothing compares at or below it
         end = tl.minimum(first + BLOCK_Q, tl.load(query_start_loc + B))
         if (first < end) & (tl.max(lens, 0) > K):
-            q_first = load_queries(
-                q, first, T, q_token, q_head, 0, 0, SLICE, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM,
-                dtype,
-            )  # fmt: skip
-            w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
+            queries = Queries(q, q_token, q_head, w, w_token, first, T)
+            q_first = load_queries(queries, 0, 0, SCORING)
+            w_first = load_weights(queries, 0, SCORING)
             last = request_of(end - 1, query_start_loc, B)
             for b in range(request_of(first, query_start_loc, B), last + 1):
                 owned = (t >= tl.load(query_start_loc + b)) & (t < tl.load(query_start_loc + b + 1))
                 limits = tl.where(owned & (lens > K), lens, 0)  # shorter rows need no scores
                 stop = tl.max(limits, 0)
                 blocks = table + tl.cast(b, tl.int64) * table_stride
+                pages = Pages(cache, N, page, row_stride, blocks)
                 for start in tl.range(0, stop, CHUNK, disable_licm=True):
                     chunk_end = tl.minimum(start + CHUNK, stop)
                     for tile_start in tl.range(start, chunk_end, BLOCK_N, num_stages=STAGES):
                         j = tile_start + tl.arange(0, BLOCK_N)
+                        chunk = Chunk(q_first, w_first)
                         tile = score_paged_keys(
-                            cache, blocks, tile_start, j, stop, N, page, row_stride, q, q_first,
-                            q_token, q_head, w, w_first, w_token, first, T, HI, DI, BS, FORMAT,
-                            SLICE, SCALES, ALIGNED, ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D,
-                            PRECISION, HOLD, ASM, UPCAST, dtype,
-                        )  # fmt: skip
+                            pages, tile_start, j, stop, queries, chunk, STORED, SCORING
+                        )
                         column = scores + (offs_q * CHUNK)[None, :]
                         scatter_all(column, (j - start)[:, None], tile, ASM)
                     tl.debug_barrier()  # reads scores that other threads wrote
@@ -312,7 +323,7 @@ def _index_select_kernel(
                         )
                         held = tl.minimum(held, K)
                         # reloaded: held across take_best() they would spill
-                        w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
+                        w_first = load_weights(queries, 0, SCORING)
                         tl.debug_barrier()
                         seen = append_above(
                             kept, scores, start, chunk_end, limits, held, threshold, ASM, BLOCK_Q,

@@ -136,24 +136,51 @@ def weight_constants(
     }
 
 
+class HeadWeights(NamedTuple):
+    """One head's weights and scales in device code."""
+
+    w: Any
+    w_scale: Any
+    line: Any
+    scale_k: Any
+    scale_n: Any
+
+
+class Product(NamedTuple):
+    """Constants of the product: those of weight_constants(), the tile, and whether tokens past the
+    end are masked."""
+
+    K: Any
+    N: Any
+    SCALED_K: Any
+    SCALED_N: Any
+    EIGHT_BITS: Any
+    BY_COLUMNS: Any
+    PRECISION: Any
+    ASM: Any
+    UPCAST: Any
+    MASKED: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+
+
 @triton.jit
-def load_weights(
-    w, k, n, w_line, K: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, ASM: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
+def load_weights(weights, k, n, dtype: tl.constexpr, PRODUCT: tl.constexpr):
     """Rows k and columns n of one head's weights in x's dtype, [BLOCK_K, BLOCK_N], unscaled."""
-    if BY_COLUMNS:
-        at = w + k.to(tl.int64)[:, None] * w_line + n[None, :]
+    K: tl.constexpr = PRODUCT.K
+    N: tl.constexpr = PRODUCT.N
+    if PRODUCT.BY_COLUMNS:
+        at = weights.w + k.to(tl.int64)[:, None] * weights.line + n[None, :]
     else:
-        at = w + k[:, None] + n.to(tl.int64)[None, :] * w_line
-    if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+        at = weights.w + k[:, None] + n.to(tl.int64)[None, :] * weights.line
+    if K % PRODUCT.BLOCK_K == 0 and N % PRODUCT.BLOCK_N == 0:
         stored = tl.load(at)
     else:
         stored = tl.load(at, mask=(k < K)[:, None] & (n < N)[None, :], other=0)
-    if EIGHT_BITS:
-        stored = decode_e4m3(stored, dtype, ASM)
-        if ASM and (BY_COLUMNS or dtype == tl.float32):
+    if PRODUCT.EIGHT_BITS:
+        stored = decode_e4m3(stored, dtype, PRODUCT.ASM)
+        if PRODUCT.ASM and (PRODUCT.BY_COLUMNS or dtype == tl.float32):
             stored = settle(stored)
     return stored
 
@@ -170,40 +197,41 @@ def settle(values):
 
 
 @triton.jit
-def project_tile(
-    x, w, w_scale, n, x_token_at, mask_m, w_line, scale_k, scale_n,
-    K: tl.constexpr, N: tl.constexpr, SCALED_K: tl.constexpr, SCALED_N: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, BY_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def project_tile(x, x_token_at, mask_m, weights, n, PRODUCT: tl.constexpr):
     """Tokens at x + x_token_at [BLOCK_M], all of which can be read, times columns n of a head:
-    float32 [BLOCK_M, BLOCK_N]. x, w and w_scale are the head's own. With MASKED only tokens of
-    mask_m are read."""
+    float32 [BLOCK_M, BLOCK_N]. x and weights are the head's own. With MASKED only tokens of mask_m
+    are read."""
+    K: tl.constexpr = PRODUCT.K
+    N: tl.constexpr = PRODUCT.N
+    BLOCK_M: tl.constexpr = PRODUCT.BLOCK_M
+    BLOCK_N: tl.constexpr = PRODUCT.BLOCK_N
+    BLOCK_K: tl.constexpr = PRODUCT.BLOCK_K
+    PRECISION: tl.constexpr = PRODUCT.PRECISION
     dtype: tl.constexpr = x.dtype.element_ty
-    scales_at = w_scale + (n // SCALED_N) * scale_n
+    scales_at = weights.w_scale + (n // PRODUCT.SCALED_N) * weights.scale_n
     # float32 is summed in float64: no order of sums has more bits to lose than another
     sums: tl.constexpr = tl.float64 if PRECISION == "ieee" else tl.float32
     acc = tl.zeros([BLOCK_M, BLOCK_N], sums)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        weights = load_weights(
-            w, k, n, w_line, K, N, dtype, EIGHT_BITS, BY_COLUMNS, ASM, BLOCK_K, BLOCK_N
-        )
+        w = load_weights(weights, k, n, dtype, PRODUCT)
         at = x + x_token_at[:, None] + k[None, :]
-        if MASKED:
+        if PRODUCT.MASKED:
             tokens = tl.load(at, mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         elif K % BLOCK_K == 0:
             tokens = tl.load(at)
         else:
             tokens = tl.load(at, mask=(k < K)[None, :], other=0.0)
-        if EIGHT_BITS and SCALED_K < K:
-            scales = tl.load(scales_at + (start // SCALED_K) * scale_k, mask=n < N, other=0.0)
+        if PRODUCT.EIGHT_BITS and PRODUCT.SCALED_K < K:
+            mask_n = n < N
+            row_at = scales_at + (start // PRODUCT.SCALED_K) * weights.scale_k
+            scales = tl.load(row_at, mask=mask_n, other=0.0)
             part = tl.zeros([BLOCK_M, BLOCK_N], sums)
-            acc += multiply(tokens, weights, part, PRECISION, UPCAST) * scales[None, :].to(sums)
+            part = multiply(tokens, w, part, PRECISION, PRODUCT.UPCAST)
+            acc += part * scales[None, :].to(sums)
         else:
-            acc = multiply(tokens, weights, acc, PRECISION, UPCAST)
-    if EIGHT_BITS and SCALED_K >= K:
+            acc = multiply(tokens, w, acc, PRECISION, PRODUCT.UPCAST)
+    if PRODUCT.EIGHT_BITS and PRODUCT.SCALED_K >= K:
         acc *= tl.load(scales_at, mask=n < N, other=0.0)[None, :].to(sums)
     return acc.to(tl.float32)
 

@@ -6,44 +6,98 @@ see, NaN or not, are overwritten with -inf, so loads of keys may read any valid 
 being masked.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from openmla.backends.triton._primitives import PLAIN, decode_e4m3, dot, load_float32
 
 
+class Queries(NamedTuple):
+    """Queries and weights of T tokens; a program's own are those from `first` on."""
+
+    q: Any
+    q_token: Any
+    q_head: Any
+    w: Any
+    w_token: Any
+    first: Any
+    T: Any
+
+
+class Chunk(NamedTuple):
+    """Queries and weights of a chunk of heads, loaded."""
+
+    q: Any
+    w: Any
+
+
+class Pages(NamedTuple):
+    """A cache of N pages, `page` numbers apart, and a request's row of the block table."""
+
+    cache: Any
+    N: Any
+    page: Any
+    row_stride: Any
+    blocks: Any
+
+
+class Stored(NamedTuple):
+    """Constants: how a paged cache stores keys, and whether a tile of BLOCK_N lies in one block."""
+
+    BS: Any
+    FORMAT: Any
+    ONE_BLOCK: Any
+    BLOCK_N: Any
+
+
+class Scoring(NamedTuple):
+    """Constants: HI heads of DI columns, these in slices; SCALES of a key; tiles; products. With
+    HOLD weights of the first heads stay in registers."""
+
+    HI: Any
+    DI: Any
+    SLICE: Any
+    SCALES: Any
+    ALIGNED: Any
+    BLOCK_Q: Any
+    BLOCK_H: Any
+    BLOCK_D: Any
+    PRECISION: Any
+    HOLD: Any
+    ASM: Any
+    UPCAST: Any
+    dtype: Any
+
+
 @triton.jit
-def load_queries(
-    q, t, T, q_token, q_head, HEAD_CHUNK: tl.constexpr, FIRST: tl.constexpr, USED: tl.constexpr,
-    HI: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    ASM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Columns FIRST .. FIRST + USED - 1 of a chunk of heads of the tokens from t on, [BLOCK_D,
+def load_queries(queries, HEAD_CHUNK: tl.constexpr, FIRST: tl.constexpr, SCORING: tl.constexpr):
+    """Columns FIRST .. FIRST + SLICE - 1 of a chunk of heads of the program's tokens, [BLOCK_D,
     BLOCK_Q * BLOCK_H], zero-padded. Transposed here, before the loop over keys: inside it, Triton
     3.9 would keep queries in registers and store them to shared memory in every iteration."""
-    row = tl.arange(0, BLOCK_Q * BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    token = t + row // BLOCK_H
+    BLOCK_H: tl.constexpr = SCORING.BLOCK_H
+    row = tl.arange(0, SCORING.BLOCK_Q * BLOCK_H)
+    d = tl.arange(0, SCORING.BLOCK_D)
+    token = queries.first + row // BLOCK_H
     head = HEAD_CHUNK * BLOCK_H + row % BLOCK_H
-    at = q + token.to(tl.int64) * q_token + head * q_head + FIRST
-    mask = ((token < T) & (head < HI))[:, None] & (d < USED)[None, :]
+    at = queries.q + token.to(tl.int64) * queries.q_token + head * queries.q_head + FIRST
+    mask = ((token < queries.T) & (head < SCORING.HI))[:, None] & (d < SCORING.SLICE)[None, :]
     tile = tl.load(at[:, None] + d[None, :], mask=mask, other=0.0)
     if tile.dtype == tl.uint8:
-        tile = decode_e4m3(tile, dtype, ASM)
-    return tl.trans(tile.to(dtype))
+        tile = decode_e4m3(tile, SCORING.dtype, SCORING.ASM)
+    return tl.trans(tile.to(SCORING.dtype))
 
 
 @triton.jit
-def load_weights(
-    w, t, T, w_token, HEAD_CHUNK: tl.constexpr, HI: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
+def load_weights(queries, HEAD_CHUNK: tl.constexpr, SCORING: tl.constexpr):
     """Weights of the same heads, [BLOCK_Q * BLOCK_H]."""
-    row = tl.arange(0, BLOCK_Q * BLOCK_H)
-    token = t + row // BLOCK_H
+    BLOCK_H: tl.constexpr = SCORING.BLOCK_H
+    row = tl.arange(0, SCORING.BLOCK_Q * BLOCK_H)
+    token = queries.first + row // BLOCK_H
     head = HEAD_CHUNK * BLOCK_H + row % BLOCK_H
-    at = w + token.to(tl.int64) * w_token + head
-    return tl.load(at, mask=(token < T) & (head < HI), other=0.0)
+    at = queries.w + token.to(tl.int64) * queries.w_token + head
+    return tl.load(at, mask=(token < queries.T) & (head < SCORING.HI), other=0.0)
 
 
 @triton.jit
@@ -91,41 +145,35 @@ def fill_columns(
 
 
 @triton.jit
-def score_keys(
-    keys_at, scales, offset, q, q_first, q_token, q_head, w, w_first, w_token, first, T,
-    HI: tl.constexpr, DI: tl.constexpr, SLICE: tl.constexpr, SCALES: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
-    """Scores of the keys at keys_at for the tokens from `first` on, [BLOCK_N, BLOCK_Q]: heads in
-    chunks of BLOCK_H, columns in slices, the first of both at hand as q_first and w_first. Several
-    scales of a key are applied here, to products; one alone is the caller's."""
-    HEAD_CHUNKS: tl.constexpr = (HI + BLOCK_H - 1) // BLOCK_H
-    SLICES: tl.constexpr = DI // SLICE
+def score_keys(keys_at, scales, offset, queries, chunk, SCORING: tl.constexpr):
+    """Scores of the keys at keys_at for the program's tokens, [BLOCK_N, BLOCK_Q]: heads in chunks
+    of BLOCK_H, columns in slices, the first of both at hand. Several scales of a key are applied
+    here, to products; one alone is the caller's."""
+    BLOCK_H: tl.constexpr = SCORING.BLOCK_H
+    SLICE: tl.constexpr = SCORING.SLICE
+    SCALES: tl.constexpr = SCORING.SCALES
+    HEAD_CHUNKS: tl.constexpr = (SCORING.HI + BLOCK_H - 1) // BLOCK_H
+    SLICES: tl.constexpr = SCORING.DI // SLICE
     for c in tl.static_range(HEAD_CHUNKS):
         for i in tl.static_range(SLICES):
             if c == 0 and i == 0:
-                queries = q_first
+                q = chunk.q
             else:
-                queries = load_queries(
-                    q, first, T, q_token, q_head, c, i * SLICE, SLICE, HI, BLOCK_Q, BLOCK_H,
-                    BLOCK_D, ASM, dtype,
-                )  # fmt: skip
-            keys = load_keys(keys_at, i * SLICE, SLICE, BLOCK_D, ASM, dtype)
-            part = multiply(keys, queries, PRECISION, UPCAST)
+                q = load_queries(queries, c, i * SLICE, SCORING)
+            keys = load_keys(keys_at, i * SLICE, SLICE, SCORING.BLOCK_D, SCORING.ASM, SCORING.dtype)
+            part = multiply(keys, q, SCORING.PRECISION, SCORING.UPCAST)
             if SCALES > 1:
                 n = offset * SCALES + i * SCALES // SLICES
-                part = part * load_float32(scales, n, None, ALIGNED)[:, None]
+                part = part * load_float32(scales, n, None, SCORING.ALIGNED)[:, None]
             if i == 0:
                 products = part
             else:
                 products += part
-        if c == 0 and HOLD:
-            weights = w_first
+        if c == 0 and SCORING.HOLD:
+            weights = chunk.w
         else:
-            weights = load_weights(w, first, T, w_token, c, HI, BLOCK_Q, BLOCK_H)
-        summed = add_heads(products, weights, BLOCK_Q, BLOCK_H)
+            weights = load_weights(queries, c, SCORING)
+        summed = add_heads(products, weights, SCORING.BLOCK_Q, BLOCK_H)
         if c == 0:
             scores = summed
         else:
@@ -135,32 +183,25 @@ def score_keys(
 
 @triton.jit
 def score_paged_keys(
-    cache, blocks, start, j, stop, N, page, row_stride, q, q_first, q_token, q_head, w, w_first,
-    w_token, first, T,
-    HI: tl.constexpr, DI: tl.constexpr, BS: tl.constexpr, FORMAT: tl.constexpr,
-    SLICE: tl.constexpr, SCALES: tl.constexpr, ALIGNED: tl.constexpr, ONE_BLOCK: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
-    dtype: tl.constexpr,
-):  # fmt: skip
+    pages, start, j, stop, queries, chunk, STORED: tl.constexpr, SCORING: tl.constexpr
+):
     """The same for keys j = start, start + 1, ... of one request; arbitrary from `stop` on."""
-    if ONE_BLOCK:  # looked up once
-        block = tl.load(blocks + start // BS)
-        offset = start % BS + tl.arange(0, BLOCK_N)
+    BS: tl.constexpr = STORED.BS
+    DI: tl.constexpr = SCORING.DI
+    if STORED.ONE_BLOCK:  # looked up once
+        block = tl.load(pages.blocks + start // BS)
+        offset = start % BS + tl.arange(0, STORED.BLOCK_N)
     else:
-        block = tl.load(blocks + j // BS, mask=j < stop, other=0)
+        block = tl.load(pages.blocks + j // BS, mask=j < stop, other=0)
         offset = j % BS
-    block = tl.where((block >= 0) & (block < N), block, 0)
-    values = cache + block.to(tl.int64) * page
+    block = tl.where((block >= 0) & (block < pages.N), block, 0)
+    values = pages.cache + block.to(tl.int64) * pages.page
     scales = values + BS * DI
-    if FORMAT == PLAIN:
-        keys_at = values + offset.to(tl.int64) * row_stride
+    if STORED.FORMAT == PLAIN:
+        keys_at = values + offset.to(tl.int64) * pages.row_stride
     else:
         keys_at = values + offset * DI
-    scores = score_keys(
-        keys_at, scales, offset, q, q_first, q_token, q_head, w, w_first, w_token, first, T, HI, DI,
-        SLICE, SCALES, ALIGNED, BLOCK_Q, BLOCK_H, BLOCK_D, PRECISION, HOLD, ASM, UPCAST, dtype,
-    )  # fmt: skip
-    if FORMAT != PLAIN and SCALES == 1:  # scales are not negative, so they commute with relu
-        scores *= load_float32(scales, offset, None, ALIGNED)[:, None]
+    scores = score_keys(keys_at, scales, offset, queries, chunk, SCORING)
+    if STORED.FORMAT != PLAIN and SCORING.SCALES == 1:  # not negative: they commute with relu
+        scores *= load_float32(scales, offset, None, SCORING.ALIGNED)[:, None]
     return scores

@@ -28,6 +28,8 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton._cache_rows import (
     Layout,
+    Target,
+    Writing,
     is_aligned,
     layout_of,
     row_constants,
@@ -51,14 +53,13 @@ def _cache_write_kernel(
     ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    LAYOUT: tl.constexpr = Layout(FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT)
+    WRITING: tl.constexpr = Writing(BS, ALIGNED, ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R)
+    target = Target(cache, page, row_stride, kv_scale, rope_ratio, clamped)
     i = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + i * slot_stride)
     if (slot >= 0) & (slot // BS < N):
-        write_row(
-            cache, kv_c + i * kv_c_stride, k_pe + i * k_pe_stride, slot, kv_scale, rope_ratio,
-            clamped, page, row_stride, BS, C, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED,
-            ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
-        )  # fmt: skip
+        write_row(target, kv_c + i * kv_c_stride, k_pe + i * k_pe_stride, slot, C, LAYOUT, WRITING)
 
 
 def why_not(problem: Problem) -> str | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,6 +38,9 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton._cache_rows import (
     INPUTS,
+    Layout,
+    Target,
+    Writing,
     is_aligned,
     layout_of,
     row_constants,
@@ -45,10 +48,13 @@ from openmla.backends.triton._cache_rows import (
 )
 from openmla.backends.triton._launch import inner_contiguous
 from openmla.backends.triton._pool import (
+    Tokens,
+    Window,
     accumulate_tokens,
     keep_partials,
     keep_tokens,
     load_partial,
+    pool,
     pool_overlapping,
 )
 from openmla.backends.triton._prepare import Launch, prepare
@@ -69,50 +75,73 @@ ELEMENTS = 4096  # of a tile of tokens
 TOKENS = 8  # of a tile, at most
 
 
+class Blocks(NamedTuple):
+    """A request's row of the block table, M blocks, and how many the cache has."""
+
+    table: Any
+    M: Any
+    N: Any
+
+
+class Finish(NamedTuple):
+    """What a pooled entry is normalized and rotated with."""
+
+    norm_weight: Any
+    eps: Any
+    table: Any
+    table_stride: Any
+
+
+class Rotation(NamedTuple):
+    """Constants: the last R columns are rotated; with HADAMARD all 2**LOG2 are transformed."""
+
+    R: Any
+    HADAMARD: Any
+    LOG2: Any
+
+
 @triton.jit
 def store_entry(
-    cache, kv_scale, clamped, norm_weight, table, blocks, v, entry, eps, page, row_stride,
-    table_stride, N, M, D: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr,
-    HADAMARD: tl.constexpr, LOG2: tl.constexpr, BLOCK_D: tl.constexpr,
-    BS: tl.constexpr, FORMAT: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr,
-    GROUP: tl.constexpr, SCALES: tl.constexpr, EXACT: tl.constexpr, ALIGNED: tl.constexpr,
-    ASM: tl.constexpr, COUNTED: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    v, entry, finish, blocks, target, ROTATION: tl.constexpr, WINDOW: tl.constexpr,
+    LAYOUT: tl.constexpr, WRITING: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and encode v [BLOCK_D], store it as the request's entry."""
+    D: tl.constexpr = WINDOW.D
+    BLOCK_D: tl.constexpr = WINDOW.BLOCK_D
+    R: tl.constexpr = ROTATION.R
+    BS: tl.constexpr = WRITING.BS
+    BLOCK_G: tl.constexpr = WRITING.BLOCK_G
+    BLOCK_C: tl.constexpr = WRITING.BLOCK_C
     d = tl.arange(0, BLOCK_D)
     column = entry // BS
-    block = tl.load(blocks + column, mask=column < M, other=-1).to(tl.int64)
-    weight = widen(tl.load(norm_weight + d, mask=d < D, other=0.0))
+    block = tl.load(blocks.table + column, mask=column < blocks.M, other=-1).to(tl.int64)
+    weight = widen(tl.load(finish.norm_weight + d, mask=d < D, other=0.0))
     if R > 0:  # loads first: they overlap with the reduction
         r = d - (D - R)
         rotated = (r >= 0) & (r < R)
-        angles = table + entry * RATIO * table_stride + r // 2
+        angles = finish.table + entry * WINDOW.RATIO * finish.table_stride + r // 2
         cos = tl.load(angles, mask=rotated, other=0.0)
         sin = tl.load(angles + R // 2, mask=rotated, other=0.0)
     square = tl.div_rn(tl.sum(v * v, 0), D * 1.0)
-    v = v * tl.div_rn(1.0, tl.sqrt_rn(square + eps)) * weight
+    v = v * tl.div_rn(1.0, tl.sqrt_rn(square + finish.eps)) * weight
     if R > 0:
         is_second = r % 2 == 1
         partner = tl.where(rotated, tl.where(is_second, d - 1, d + 1), d)
         other = tl.gather(v, partner, 0)
         v = rotate_in_row(v, other, cos, sin, is_second, rotated)
-    if HADAMARD:
-        v = hadamard_transform(v, LOG2)
-    if (block >= 0) & (block < N):
-        rope = tl.gather(v, tl.minimum(MAIN + tl.arange(0, BLOCK_R), BLOCK_D - 1), 0)
+    if ROTATION.HADAMARD:
+        v = hadamard_transform(v, ROTATION.LOG2)
+    if (block >= 0) & (block < blocks.N):
+        r_at = LAYOUT.MAIN + tl.arange(0, WRITING.BLOCK_R)
+        rope = tl.gather(v, tl.minimum(r_at, BLOCK_D - 1), 0)
         if BLOCK_G * BLOCK_C > BLOCK_D:
             row = tl.gather(v, tl.minimum(tl.arange(0, BLOCK_G * BLOCK_C), BLOCK_D - 1), 0)
             values = tl.reshape(row, [BLOCK_G, BLOCK_C])
         else:
             values = tl.reshape(v, [BLOCK_G, BLOCK_C])
-        if FORMAT != PLAIN and FORMAT != FP8:  # packed formats take bf16
-            values = round_to(values, tl.bfloat16, ASM)
-        write_values(
-            cache, values, rope, block * BS + entry % BS, kv_scale, kv_scale, clamped, page,
-            row_stride, BS, FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, False, COUNTED,
-            BLOCK_G, BLOCK_C, BLOCK_R,
-        )  # fmt: skip
+        if LAYOUT.FORMAT != PLAIN and LAYOUT.FORMAT != FP8:  # packed formats take bf16
+            values = round_to(values, tl.bfloat16, WRITING.ASM)
+        write_values(target, values, rope, block * BS + entry % BS, LAYOUT, WRITING)
 
 
 @triton.jit(
@@ -131,6 +160,10 @@ def _compress_kv_kernel(
     ASM: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    WINDOW: tl.constexpr = Window(D, V, RATIO, ALONE, BLOCK_J, BLOCK_D)
+    ROTATION: tl.constexpr = Rotation(R, HADAMARD, LOG2)
+    LAYOUT: tl.constexpr = Layout(FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT)
+    WRITING: tl.constexpr = Writing(BS, ALIGNED, ASM, False, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R)
     program = tl.program_id(0)
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter a Python float
         eps = eps.to(tl.float32)
@@ -153,7 +186,10 @@ def _compress_kv_kernel(
         kv += shift * kv_stride
         score += shift * score_stride
         state += tl.cast(slot, tl.int64) * state_slot
-        blocks = block_table + b.to(tl.int64) * block_stride
+        tokens = Tokens(kv, score, bias, kv_stride, score_stride, bias_stride)
+        blocks = Blocks(block_table + b.to(tl.int64) * block_stride, M, N)
+        finish = Finish(norm_weight, eps, table, table_stride)
+        target = Target(cache, page, row_stride, kv_scale, kv_scale, clamped)
         # the first entry that needs nothing of the state
         first_new = (start + RATIO - 1) // RATIO
         if OVERLAP:
@@ -166,38 +202,23 @@ def _compress_kv_kernel(
         for i in range(0, (last - window).to(tl.int32)):
             entry = window + i
             if OVERLAP:
-                v = pool_overlapping(
-                    kv, score, bias, state, entry, start, kv_stride, score_stride, bias_stride,
-                    state_row, D, V, RATIO, BLOCK_J, BLOCK_D,
-                )  # fmt: skip
+                v = pool_overlapping(tokens, state, state_row, entry, start, WINDOW)
             else:
                 begin = tl.maximum(entry * RATIO, start)
                 count = (entry + 1) * RATIO - begin
                 before = state + (start + V - 1) % V * state_row
                 partial = load_partial(before, entry * RATIO < start, D, BLOCK_D)
-                _, running_sum, sum_error, acc, acc_error = accumulate_tokens(
-                    partial[0], partial[1], partial[2], partial[3], partial[4], kv, score, bias,
-                    begin, count.to(tl.int32), kv_stride, score_stride, bias_stride, D, RATIO,
-                    ALONE, BLOCK_J, BLOCK_D,
-                )  # fmt: skip
-                v = tl.div_rn(acc + acc_error, running_sum + sum_error)
-            store_entry(
-                cache, kv_scale, clamped, norm_weight, table, blocks, v, entry, eps, page,
-                row_stride, table_stride, N, M, D, R, RATIO, HADAMARD, LOG2, BLOCK_D, BS, FORMAT,
-                MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R,
-            )  # fmt: skip
+                partial = accumulate_tokens(
+                    partial, tokens, begin, count.to(tl.int32), BLOCK_J, WINDOW
+                )
+                v = pool(partial)
+            store_entry(v, entry, finish, blocks, target, ROTATION, WINDOW, LAYOUT, WRITING)
         if program < B:
             first = tl.maximum(end - V, start)
             if OVERLAP:
-                keep_tokens(
-                    state, kv, score, bias, first, end, kv_stride, score_stride, bias_stride,
-                    state_row, D, V, RATIO, BLOCK_J, BLOCK_D,
-                )  # fmt: skip
+                keep_tokens(tokens, state, state_row, first, end, WINDOW)
             else:
-                keep_partials(
-                    state, kv, score, bias, start, first, end, kv_stride, score_stride,
-                    bias_stride, state_row, D, V, RATIO, ALONE, BLOCK_J, BLOCK_D,
-                )  # fmt: skip
+                keep_partials(tokens, state, state_row, start, first, end, WINDOW)
 
 
 def why_not(problem: Problem) -> str | None:

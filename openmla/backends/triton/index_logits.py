@@ -30,6 +30,11 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._index import (
+    Chunk,
+    Pages,
+    Queries,
+    Scoring,
+    Stored,
     fill_columns,
     load_queries,
     load_weights,
@@ -70,6 +75,11 @@ def _index_logits_kernel(
     PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
+    STORED: tl.constexpr = Stored(BS, FORMAT, ONE_BLOCK, BLOCK_N)
+    SCORING: tl.constexpr = Scoring(
+        HI, DI, SLICE, SCALES, ALIGNED, BLOCK_Q, BLOCK_H, BLOCK_D, PRECISION, HOLD, ASM, UPCAST,
+        dtype,
+    )  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     lo = tl.program_id(1) * keys_per_program
     hi = tl.minimum(lo + keys_per_program, num_keys)
@@ -80,23 +90,17 @@ def _index_logits_kernel(
     written = tl.zeros([BLOCK_Q], tl.int32) + lo  # columns before this one are
     end = tl.minimum(first + BLOCK_Q, tl.load(query_start_loc + B))
     if (first < end) & (lo < tl.max(lens, 0)):
-        q_first = load_queries(
-            q, first, T, q_token, q_head, 0, 0, SLICE, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM, dtype
-        )
-        w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
+        queries = Queries(q, q_token, q_head, w, w_token, first, T)
+        chunk = Chunk(load_queries(queries, 0, 0, SCORING), load_weights(queries, 0, SCORING))
         last = request_of(end - 1, query_start_loc, B)
         for b in range(request_of(first, query_start_loc, B), last + 1):
             owned = (t >= tl.load(query_start_loc + b)) & (t < tl.load(query_start_loc + b + 1))
             stop = tl.minimum(tl.max(tl.where(owned, lens, 0), 0), hi)
             blocks = table + tl.cast(b, tl.int64) * table_stride
+            pages = Pages(cache, N, page, row_stride, blocks)
             for start in tl.range(lo, stop, BLOCK_N, num_stages=STAGES):
                 j = start + offs_n
-                scores = score_paged_keys(
-                    cache, blocks, start, j, stop, N, page, row_stride, q, q_first, q_token, q_head,
-                    w, w_first, w_token, first, T, HI, DI, BS, FORMAT, SLICE, SCALES, ALIGNED,
-                    ONE_BLOCK, BLOCK_Q, BLOCK_H, BLOCK_N, BLOCK_D, PRECISION, HOLD, ASM, UPCAST,
-                    dtype,
-                )  # fmt: skip
+                scores = score_paged_keys(pages, start, j, stop, queries, chunk, STORED, SCORING)
                 logits = tl.where(j[:, None] < lens[None, :], scores, float("-inf"))
                 mask = (j < hi)[:, None] & owned[None, :]
                 tl.store(row[None, :] + j[:, None], logits, mask=mask)

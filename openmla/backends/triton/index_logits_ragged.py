@@ -28,7 +28,15 @@ from openmla.backends.triton._build import (
     cdiv,
     signature_of,
 )
-from openmla.backends.triton._index import fill_columns, load_queries, load_weights, score_keys
+from openmla.backends.triton._index import (
+    Chunk,
+    Queries,
+    Scoring,
+    fill_columns,
+    load_queries,
+    load_weights,
+    score_keys,
+)
 from openmla.backends.triton._index_tiles import (
     FP8,
     Config,
@@ -57,6 +65,10 @@ def _index_logits_ragged_kernel(
     PRECISION: tl.constexpr, HOLD: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
+    SCORING: tl.constexpr = Scoring(
+        HI, DI, SLICE, 1, True, BLOCK_Q, BLOCK_H, BLOCK_D, PRECISION, HOLD, ASM, UPCAST,
+        dtype,
+    )  # fmt: skip
     first = tl.program_id(0) * BLOCK_Q
     lo = tl.program_id(1) * keys_per_program
     hi = tl.minimum(lo + keys_per_program, S)
@@ -73,18 +85,13 @@ def _index_logits_ragged_kernel(
     if lowest < stop:
         from_tile = lo + (lowest - lo) // BLOCK_N * BLOCK_N
         to_tile = from_tile + tl.cdiv(stop - from_tile, BLOCK_N) * BLOCK_N
-        q_first = load_queries(
-            q, first, T, q_token, q_head, 0, 0, SLICE, HI, BLOCK_Q, BLOCK_H, BLOCK_D, ASM, dtype
-        )
-        w_first = load_weights(w, first, T, w_token, 0, HI, BLOCK_Q, BLOCK_H)
+        queries = Queries(q, q_token, q_head, w, w_token, first, T)
+        chunk = Chunk(load_queries(queries, 0, 0, SCORING), load_weights(queries, 0, SCORING))
         for start in tl.range(from_tile, stop, BLOCK_N, num_stages=STAGES):
             j = start + offs_n
             key = tl.minimum(j, S - 1)
-            scores = score_keys(
-                k + key.to(tl.int64) * row_stride, None, None, q, q_first, q_token, q_head, w,
-                w_first, w_token, first, T, HI, DI, SLICE, 1, True, BLOCK_Q, BLOCK_H, BLOCK_D,
-                PRECISION, HOLD, ASM, UPCAST, dtype,
-            )  # fmt: skip
+            keys_at = k + key.to(tl.int64) * row_stride
+            scores = score_keys(keys_at, None, None, queries, chunk, SCORING)
             scores *= tl.load(k_scale + key)[:, None]
             inside = (j[:, None] >= begin[None, :]) & (j[:, None] < end[None, :])
             mask = (j < hi)[:, None] & (t < T)[None, :]

@@ -34,6 +34,9 @@ from openmla.backends.triton._build import (
     signature_of,
 )
 from openmla.backends.triton._cache_rows import (
+    Layout,
+    Target,
+    Writing,
     is_aligned,
     layout_of,
     row_constants,
@@ -122,6 +125,9 @@ def _latent_write_kernel(
     ASM: tl.constexpr, APART: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
+    LAYOUT: tl.constexpr = Layout(FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT)
+    WRITING: tl.constexpr = Writing(BS, ALIGNED, ASM, APART, COUNTED, BLOCK_G, BLOCK_C, BLOCK_R)
+    target = Target(cache, page, row_stride, kv_scale, rope_ratio, clamped)
     i, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if not UPCAST:  # fp64 from a compiled graph; in the interpreter Python floats
         eps = eps.to(tl.float32)
@@ -138,11 +144,7 @@ def _latent_write_kernel(
         slot = tl.load(slot_mapping + i * slot_stride)
         tl.debug_barrier()
         if (slot >= 0) & (slot // BS < N):
-            write_row(
-                cache, row, row + C, slot, kv_scale, rope_ratio, clamped, page, row_stride, BS, C,
-                FORMAT, MAIN, ROPE, GROUP, SCALES, EXACT, ALIGNED, ASM, APART, COUNTED, BLOCK_G,
-                BLOCK_C, BLOCK_R,
-            )  # fmt: skip
+            write_row(target, row, row + C, slot, C, LAYOUT, WRITING)
     else:
         heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         finish(

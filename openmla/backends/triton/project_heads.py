@@ -26,6 +26,8 @@ from openmla.backends.triton._build import SHARED_MEMORY, TARGETS, TYPES, Build,
 from openmla.backends.triton._head_weights import (
     FEW_OF_FIXED,
     FEW_TOKENS,
+    HeadWeights,
+    Product,
     config_of,
     fixed_config,
     project_tile,
@@ -51,6 +53,10 @@ def _project_heads_kernel(
     ASM: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    PRODUCT: tl.constexpr = Product(
+        K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, MASKED, BLOCK_M,
+        BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     h = tl.program_id(2).to(tl.int64)
     # programs at work together share tokens and columns, which then come from L2
     column, token = tl.swizzle2d(
@@ -60,11 +66,9 @@ def _project_heads_kernel(
     n = column * BLOCK_N + tl.arange(0, BLOCK_N)
     mask_m = t < num_tokens
     x_token_at = tl.minimum(t, num_tokens - 1) * x_token  # past the end, the last one again
-    acc = project_tile(
-        x + h * x_head, w + h * w_head, w_scale + h * scale_head, n, x_token_at, mask_m, w_line,
-        scale_k, scale_n, K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST,
-        MASKED, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    x += h * x_head
+    weights = HeadWeights(w + h * w_head, w_scale + h * scale_head, w_line, scale_k, scale_n)
+    acc = project_tile(x, x_token_at, mask_m, weights, n, PRODUCT)
     at = out + h * out_head + (t * out_token)[:, None] + n[None, :]
     mask = mask_m[:, None] & (n < N)[None, :]
     tl.store(at, round_to(acc, out.dtype.element_ty, ASM), mask=mask)

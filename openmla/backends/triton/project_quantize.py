@@ -34,6 +34,8 @@ from openmla.backends.triton._build import (
 )
 from openmla.backends.triton._head_weights import (
     FEW_TOKENS,
+    HeadWeights,
+    Product,
     config_of,
     project_tile,
     weight_constants,
@@ -71,17 +73,20 @@ def _project_quantize_kernel(
     GROUP: tl.constexpr, FP4: tl.constexpr, POW2: tl.constexpr, CVT: tl.constexpr,
     LISTED: tl.constexpr,
 ):  # fmt: skip
+    PRODUCT: tl.constexpr = Product(
+        K, N, SCALED_K, SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, False, BLOCK_M,
+        BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     h = tl.program_id(2).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * BLOCK_N
     mask_m = t < num_rows
     # past the end, the last one again: zeros would take the slow path of a division
     x_token_at = tl.minimum(t, num_rows - 1) * x_token
-    acc = project_tile(
-        x + h * x_head, w + h * w_head, w_scale + h * scale_head,
-        first + tl.arange(0, BLOCK_N), x_token_at, mask_m, w_line, scale_k, scale_n, K, N, SCALED_K,
-        SCALED_N, EIGHT_BITS, BY_COLUMNS, PRECISION, ASM, UPCAST, False, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+    x += h * x_head
+    weights = HeadWeights(w + h * w_head, w_scale + h * scale_head, w_line, scale_k, scale_n)
+    n = first + tl.arange(0, BLOCK_N)
+    acc = project_tile(x, x_token_at, mask_m, weights, n, PRODUCT)
     tile = widen(round_to(acc, x.dtype.element_ty, ASM))
     row = target_rows(rows, first_row, t, mask_m, LISTED)
     column = tl.program_id(2) * N + first
