@@ -61,6 +61,9 @@ class Scales:
         return found
 
 
+KvScale = float | LayerScales | Scales | str | os.PathLike[str]  # what attach(kv_scale=) takes
+
+
 def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
     """From tensors by name, whichever name a scale has; others are not looked at."""
     found: dict[str, dict[str, float]] = {}

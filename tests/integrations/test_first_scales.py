@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 
 from openmla import ConfigError, OpenMLAError, Scales, allocate_cache, attach, calibrate, detach
 from openmla.errors import UnsupportedError
+from openmla.integrations.options import AttachOptions
 from openmla.integrations.transformers import attachment_of
-from openmla.integrations.transformers.check import DEFAULTS, _first_scales
+from openmla.integrations.transformers.check import _first_scales
 from openmla.integrations.transformers.scales import places
 from tests.integrations.generation import captured, new_tokens, prompts
 from tests.integrations.models import MODELS, SPARSE, make_model, make_v4, model_of
@@ -165,7 +166,7 @@ def test_attach_raises(make: Any, options: dict[str, Any], message: str) -> None
 
 def test_a_group_is_not_supported() -> None:
     config = attachment_of(attach(make_model("deepseek_v3"))).config
-    options = DEFAULTS._replace(cache_format="fp8", kv_scale="first", group=object())
+    options = AttachOptions(cache_format="fp8", kv_scale="first", group=object())
     with pytest.raises(UnsupportedError, match="'first' is not supported with a group"):
         _first_scales(options, config)
 

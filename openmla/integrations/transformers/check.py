@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from openmla.backends.choice import BackendChoice, check_backend_choice
+from openmla.backends.choice import check_backend_choice
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError, check_kind
+from openmla.integrations.options import AttachOptions
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.offload import is_away
-from openmla.integrations.transformers.scales import FIRST, KvScale, chosen_scales
+from openmla.integrations.transformers.scales import FIRST, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
 from openmla.plan.checks import (
@@ -30,28 +31,7 @@ from openmla.plan.options import Combination, PlanOptions, check_combination
 FIRST_BLOCKS = 64  # of a pool that may grow
 
 
-class Options(NamedTuple):
-    """attach()'s, as they were given."""
-
-    cache_format: str | None
-    kv_scale: KvScale | None
-    index_format: str
-    block_size: int | None
-    num_blocks: int | None
-    backend: BackendChoice
-    workspace: int | None
-    capture: bool | None
-    absorbed_format: str | None = None
-    group: Any = None
-    batch_invariant: bool = False
-    query_dtype: str | None = None
-    prefill_dtype: str | None = None
-
-
-DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
-
-
-def check_model(model: nn.Module, options: Options) -> Attachment:
+def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
     """What attach() will set up on a model, if it can be; the model itself is not touched."""
     text_config = getattr(model, "config", None)
     if not isinstance(text_config, PreTrainedConfig):
@@ -103,7 +83,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
     return attachment
 
 
-def _first_scales(options: Options, config: MLAConfig) -> bool:
+def _first_scales(options: AttachOptions, config: MLAConfig) -> bool:
     """Whether the first pass finds the scales."""
     if not isinstance(options.kv_scale, str) or options.kv_scale != FIRST:
         return False
@@ -151,7 +131,7 @@ def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
     return modules
 
 
-def _check_options(options: Options, config: MLAConfig, block_size: int) -> None:
+def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -> None:
     if options.cache_format is not None:
         get_format(options.cache_format, "latent").width(config.latent_dim)  # or its error
     index_layout = get_format(options.index_format, "index")
@@ -177,7 +157,7 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
         )
 
 
-def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | None:
+def _ranks_of(options: AttachOptions, config: MLAConfig, block_size: int) -> Ranks | None:
     """How the cache is spread over a group that was given, as it is or as Ranks."""
     group = options.group
     if group is None:
@@ -197,7 +177,7 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     return ranks
 
 
-def _check_capture(model: nn.Module, options: Options) -> None:
+def _check_capture(model: nn.Module, options: AttachOptions) -> None:
     if options.capture and not hasattr(model, "lm_head"):
         raise ConfigError("attach: capture needs a model with a language head.")
     if options.capture and any(map(is_away, model.modules())):

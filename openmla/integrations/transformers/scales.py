@@ -16,13 +16,12 @@ from openmla.backends.requirements import say_once
 from openmla.cache.format import get_format
 from openmla.cache.scales import LayerScales, check_scale, place_of
 from openmla.errors import ConfigError
-from openmla.integrations.scales import Scales, checkpoint_scales, scales_of
+from openmla.integrations.scales import KvScale, Scales, checkpoint_scales, scales_of
 from openmla.layers.measure import HEADROOM, Measured
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.session import Session
 
-KvScale = float | LayerScales | Scales | str | os.PathLike[str]
 FIRST = "first"  # as kv_scale: what calibrate() would find in the first pass
 
 
@@ -119,7 +118,7 @@ def measure_step(
 def calibrate_model(model: Any, batches: Iterable[Any], headroom: float) -> Scales:
     """Whole sequences through the model, attached for that long with a cache that rounds nothing
     but to the model's own precision."""
-    from openmla.integrations.transformers import attach, attachment_of, detach
+    from openmla.integrations import attach, attachment_of, detach
 
     attach(model, capture=False)
     attachment = attachment_of(model)
