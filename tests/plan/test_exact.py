@@ -108,11 +108,14 @@ GOOD = mixed([1, 2], [12, 8], [False, True])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"exact": [True]}, "exact must be B=2 booleans, got 1."),
-        ({"exact": [True, 1]}, "exact must be a list of B=2 booleans, got [True, 1]."),
-        ({"exact": True}, "exact must be a list of B=2 booleans, got True."),
-        ({"exact": torch.ones(2)}, "exact must be a list of B=2 booleans, got tensor([1., 1.])."),
-        ({"device_seq_lens": None}, "exact must not be given without device_seq_lens."),
+        ({"exact": [True]}, "exact must have B=2 booleans, got 1."),
+        ({"exact": [True, 1]}, "exact must be a list of booleans, got [True, 1]."),
+        ({"exact": True}, "exact must be a list of booleans, got True."),
+        ({"exact": torch.ones(2)}, "exact must be a list of booleans, got tensor([1., 1.])."),
+        (
+            {"device_seq_lens": None},
+            "exact must be None without device_seq_lens: all seq_lens are exact.",
+        ),
     ],
 )
 def test_bad_flags(changes: dict[str, Any], message: str) -> None:
