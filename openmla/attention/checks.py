@@ -128,7 +128,7 @@ def check_selection(selection: Selection | None, select: Select) -> None:
     check_kind("step", "selection", selection, Selection)
     if selection.row_lens is not select.row_lens:
         raise ConfigError(
-            f"step: selection belongs to another plan, with {selection.positions.shape[0]} "
-            f"selecting tokens where this plan has {select.num_rows}. Call select_step() or "
+            f"step: selection must be made with this plan ({select.num_rows} selecting tokens), "
+            f"got one of another plan ({selection.positions.shape[0]}). Call select_step() or "
             "make_selection() with this plan."
         )

@@ -57,9 +57,9 @@ def attend_partial(
     if isinstance(projected, CompressedInputs):
         check_kind("step", "cache", cache, LayerCache)
         if absorbed is not None or raw is not None:
-            name = "raw" if absorbed is None else "absorbed"
+            name, given = ("raw", raw) if absorbed is None else ("absorbed", absorbed)
             raise ConfigError(
-                f"step: {name} must be None with CompressedInputs, which carry what V4 needs."
+                f"step: {name} must be None with CompressedInputs, got {type(given).__name__}."
             )
         return attend_segments(projected, cache, plan, selection=selection, keys=keys, write=write)
     if plan.config.compressor is not None:

@@ -148,6 +148,14 @@ class Batch:
                     "batch: exact must be None without device_seq_lens: all seq_lens are exact."
                 )
         ring = self.window_table
+        blocks = table if ring is None else ring
+        if self.causal and max(query_lens, default=0) and blocks.dim() == 2 and not blocks.shape[1]:
+            b = next(b for b, n in enumerate(query_lens) if n)
+            name, tables = ("block_table",) * 2 if ring is None else ("window_table", "tables")
+            raise ShapeError(
+                f"batch: {name} has no blocks for the {query_lens[b]} new tokens of request {b}. "
+                f"Call pool.take() for them before pool.{tables}()."
+            )
         if ring is not None and (
             ring.dim() != 2 or ring.shape[0] != B or ring.dtype != torch.int32
         ):

@@ -1,4 +1,4 @@
-"""PlanOptions: what a caller chooses about a plan, and which choices go together.
+"""PlanOptions: the options of make_plan(), and the combinations that are not supported.
 
 Everything else that make_plan() takes is a resource: buffers, a workspace, another plan, ranks.
 """
@@ -42,7 +42,7 @@ class PlanOptions:
 
 
 def frozen(backend: BackendChoice) -> FrozenChoice:
-    """What was asked for, as part of a key."""
+    """The requested backends in a hashable form."""
     check_backend_choice("plan", backend)
     return backend if isinstance(backend, str) else frozenset(backend.items())
 
@@ -52,7 +52,7 @@ def thawed(backend: FrozenChoice) -> BackendChoice:
 
 
 class Combination(NamedTuple):
-    """What is asked for together."""
+    """The options of one plan, and which resources it has."""
 
     options: PlanOptions
     config: MLAConfig
@@ -66,7 +66,7 @@ class Combination(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A combination that cannot be, with the reason; both are shown in docs/support.md."""
+    """A combination that is not supported, with the reason; docs/support.md shows both."""
 
     name: str  # the argument that is wrong
     what: str  # in a few words
@@ -79,13 +79,13 @@ REFUSALS = (
         "compiled",
         "compiled with into=",
         lambda asked: asked.options.compiled and asked.captured,
-        lambda asked: "must not be given with into=, whose sizes never change.",
+        lambda asked: "must be False with into=, whose sizes never change.",
     ),
     Refusal(
         "workspace_tokens",
         "workspace_tokens of V4",
         lambda asked: asked.v4 and asked.options.workspace_tokens is not None,
-        lambda asked: f"must not be given for {asked.config.model_type}, which expands nothing.",
+        lambda asked: f"must be None for {asked.config.model_type}, which expands nothing.",
     ),
     Refusal(
         "form",
@@ -105,40 +105,36 @@ REFUSALS = (
         "form",
         "form='chosen' over ranks",
         lambda asked: asked.over_ranks and asked.options.form == "chosen",
-        lambda asked: (
-            "must be auto, absorbed or expanded over ranks, got 'chosen': ranks select together."
-        ),
+        lambda asked: "must be auto, absorbed or expanded over ranks, got 'chosen'.",
     ),
     Refusal(
         "context",
         "context='gather' with into=, over ranks",
         lambda asked: asked.captured and asked.options.context == "gather",
         lambda asked: (
-            "must be auto or place with into=, got 'gather': what is gathered has other sizes in "
-            "every step."
+            "must be auto or place with into=, got 'gather': sizes of gathered context change from "
+            "step to step."
         ),
     ),
     Refusal(
         "beside",
         "beside= of other models than V4",
         lambda asked: asked.beside and not asked.v4,
-        lambda asked: (
-            f"must not be given for {asked.config.model_type}: one plan serves all layers."
-        ),
+        lambda asked: f"must be None for {asked.config.model_type}: one plan serves all layers.",
     ),
     Refusal(
         "beside",
         "beside= over ranks",
         lambda asked: asked.beside and asked.over_ranks,
-        lambda asked: "must not be given over ranks: tables differ from ratio to ratio.",
+        lambda asked: "must be None over ranks: tables differ from ratio to ratio.",
     ),
     Refusal(
         "query_dtype",
         "fp8 queries of V4",
         lambda asked: asked.v4 and asked.options.query_dtype is not None,
         lambda asked: (
-            f"must be None for {asked.config.model_type}, whose rows have bf16 columns among "
-            f"their values, got {asked.options.query_dtype!r}: no kernel reads both in one product."
+            f"must be None for {asked.config.model_type}, got {asked.options.query_dtype!r}: its "
+            "rows mix fp8 and bf16 columns, which no kernel multiplies by fp8 queries."
         ),
     ),
     Refusal(
@@ -160,13 +156,13 @@ NOTHING_ELSE = (False, False, False)
 
 
 def _is_plain(options: PlanOptions) -> bool:
-    """Whether nothing is asked for that a refusal is about."""
+    """Whether no option is set that a refusal checks."""
     form, context, dtype = options.form, options.context, options.prefill_dtype
     return form in FORMS and context == "auto" and dtype is None
 
 
 def check_combination(where: str, asked: Combination) -> None:
-    """Raise for the first refusal that applies."""
+    """Raise for the first unsupported combination."""
     options = asked.options
     if not asked.v4 and asked[2:] == NOTHING_ELSE and _is_plain(options):
         return  # decode, at every step

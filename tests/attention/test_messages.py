@@ -249,7 +249,10 @@ def test_a_selection_is_of_one_plan() -> None:
     other = make_selection(positions, world.cache, world.planned(world.requests.part()[1]))
     for says, selection in (
         ("step: selection is missing: 65 tokens ... select_step() or make_selection()", None),
-        ("step: selection belongs to another plan, with 65 ", other),
+        (
+            "step: selection must be made with this plan (65 selecting tokens), got one of another",
+            other,
+        ),
         ("step: selection must be of type Selection, got Tensor", positions),
     ):
         given = {"cache": world.cache, "plan": world.plan, "selection": selection}

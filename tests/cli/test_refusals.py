@@ -164,7 +164,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "weights no format": (written("model.safetensors", b"hello" * 9), "whole safetensors file"),
     "weights missing": (lambda folder: (folder / "model.safetensors").unlink(), "got neither"),
     "shard missing": (without_a_shard, "must name files that are there, got 'two.safetensors'"),
-    "index a list": (broken_index, "must hold a weight_map of tensors to files"),
+    "index a list": (broken_index, "must contain a weight_map of tensors to files"),
     "tensor missing": (without_a_tensor, "the first model.layers.1.self_attn.kv_b_proj.weight"),
     "pickles": (pickled, "Give --allow-pickle if you trust them"),
     "config broken": (written("config.json", b"{"), "is not valid JSON"),

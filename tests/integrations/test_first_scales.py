@@ -138,7 +138,7 @@ def test_values_that_are_not_finite() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = torch.nan
         broken = torch.full_like(ids, 5)
-        with pytest.raises(ConfigError, match="attach: layer 0: latent must be finite to be meas"):
+        with pytest.raises(ConfigError, match="attach: layer 0: latent must be finite"):
             model(broken, use_cache=True)
         ids[ids == 5] = 6
         assert model(ids, use_cache=True).logits.isfinite().all()
@@ -147,8 +147,8 @@ def test_values_that_are_not_finite() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (make_model, {"cache_format": "bf16"}, "kv_scale must not be given for cache_format bf16"),
-        (make_model, {}, "kv_scale must not be given for cache_format of the model"),
+        (make_model, {"cache_format": "bf16"}, "kv_scale must be None with cache_format='bf16'"),
+        (make_model, {}, "kv_scale must be None with cache_format=None"),
         (
             lambda name: make_v4(),
             {"cache_format": "fp8"},
@@ -175,6 +175,6 @@ def test_a_layers_cache_cannot_find_its_own() -> None:
     model = make_model("deepseek_v3")
     config = attachment_of(attach(model)).config
     with pytest.raises(
-        ConfigError, match=r"'first' is for attach\(\)\. Find the scales of a layer"
+        ConfigError, match=r"'first' is supported by attach\(\) only\. Call calibrate"
     ):
         allocate_cache(config, num_blocks=2, block_size=4, format="fp8", kv_scale="first")  # type: ignore[arg-type]

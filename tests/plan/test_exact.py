@@ -156,8 +156,8 @@ def test_expanded_needs_exact_lengths() -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(mixed([1, 2], [8, 12], [True, False]), CONFIG, CACHE, form="expanded")
     assert str(error.value) == (
-        "plan: form must not be expanded with device_seq_lens that are not exact, as those of "
-        "request 1."
+        "plan: form must not be 'expanded' for requests whose length only the device knows, got "
+        "request 1. Set exact=True for it in the batch, or use form='auto'."
     )
     plan = make_plan(mixed([2, 2], [8, 12], [True, True]), CONFIG, CACHE, form="expanded")
     assert forms_of(plan) == {"expanded"}

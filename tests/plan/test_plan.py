@@ -297,13 +297,13 @@ def test_workspace_of_fp8_prefill() -> None:
         absorbed = asked | {"form": "absorbed"}  # which expands nothing
         make_plan(batch, CONFIG, CACHE, **absorbed, workspace=space, prefill_dtype=prefill_dtype)
     for changes, message in (
-        ({"max_tokens": 0}, "max_tokens must be positive, got 0"),
-        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least 1 block of 4 rows, got 3"),
     ):
         with pytest.raises(ConfigError, match=f"warmup: {message}"):
             options: dict[str, Any] = {"max_requests": 1, "max_tokens": 8, **changes}
             warmup(CONFIG, CACHE, **options)
-    with pytest.raises(ConfigError, match="warmup: cache must have latent rows"):
+    with pytest.raises(ConfigError, match="warmup: cache has no latent rows"):
         warmup(CONFIG, LayerCache(), max_requests=1, max_tokens=1)
 
 
@@ -312,7 +312,7 @@ def test_a_workspace_that_does_not_fit_is_refused() -> None:
         CONFIG, CACHE, max_requests=2, max_tokens=20, workspace_tokens=8, dtype=torch.float32
     )
     batch = make_batch([21], [30])
-    with pytest.raises(ConfigError, match="plan: a step may expand at most 20 new tokens"):
+    with pytest.raises(ConfigError, match="plan: the workspace has room to expand 20 new tokens"):
         make_plan(batch, CONFIG, CACHE, workspace=space, form="expanded")
     with pytest.raises(ConfigError, match=r"plan: workspace must be torch\.bfloat16 like the quer"):
         make_plan(batch, CONFIG, CACHE, workspace=space, dtype=torch.bfloat16)
@@ -433,9 +433,9 @@ def test_captured_plans_keep_their_addresses() -> None:
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "message"),
     [
-        ([1] * 5, [1] * 5, "requests must be at most 4 to replay, got 5"),
-        ([3], [3], "query tokens of one request must be at most 2 to replay, got 3"),
-        ([1], [25], "block table columns must be at most 6 to replay, got 7"),
+        ([1] * 5, [1] * 5, "the number of requests must be at most 4 with these buffers, got 5"),
+        ([3], [3], "the number of query tokens of one request must be at most 2 with"),
+        ([1], [25], "the number of block table columns must be at most 6 with"),
     ],
 )
 def test_what_does_not_fit_a_graph_raises_first(
@@ -466,7 +466,9 @@ def test_lengths_known_to_the_device_only() -> None:
     assert forms_of(plan) == {"absorbed"}
     lens = absorbed_of(plan).reads[0].lens
     assert lens is not None and lens.data_ptr() == true_lens.data_ptr()
-    with pytest.raises(ConfigError, match="form must not be expanded with device_seq_lens"):
+    with pytest.raises(
+        ConfigError, match="form must not be 'expanded' for requests whose length only"
+    ):
         make_plan(bounded, CONFIG, CACHE, form="expanded")
 
 
@@ -560,12 +562,12 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of float16, bfloat16, float32, float"),
         ({"dtype": "bf16"}, "dtype must be one of float16, bfloat16, float32, float64, got 'bf16'"),
         ({"workspace": 8}, "workspace must be of type Workspace, got int"),
-        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least 1 block of 4 rows, got 3"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(make_batch([1], [5]), CONFIG, CACHE, **options)
     assert f"plan: {message}" in str(error.value)
-    with pytest.raises(ConfigError, match="plan: cache must have latent rows, got none"):
+    with pytest.raises(ConfigError, match="plan: cache has no latent rows"):
         make_plan(make_batch([1], [5]), CONFIG, LayerCache())

@@ -1,4 +1,4 @@
-"""What attach() refuses, all of it looked at before anything is changed."""
+"""The checks of attach(), all of them before anything is changed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ FIRST_BLOCKS = 64  # of a pool that may grow
 
 
 def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
-    """What attach() will set up on a model, if it can be; the model itself is not touched."""
+    """Run all checks and return what attach() will set up. The model itself is not changed."""
     text_config = getattr(model, "config", None)
     if not isinstance(text_config, PreTrainedConfig):
         raise UnsupportedError(
-            f"attach: the model must be one of transformers, got {type(model).__name__}."
+            f"attach: expected a loaded Hugging Face model, got {type(model).__name__}. Load it "
+            "first with AutoModelForCausalLM.from_pretrained(...)."
         )
     text_config = supported_text_config(text_config, "attach")
     modules = _attention_modules(model, str(text_config.model_type))
@@ -92,7 +93,7 @@ def _first_scales(options: AttachOptions, config: MLAConfig) -> bool:
         if config.compressor is not None:
             reason = f"for {config.model_type}, whose entries are pooled as they are written"
         raise UnsupportedError(
-            f"attach: kv_scale 'first' is not supported {reason}. Give "
+            f"attach: kv_scale 'first' is not supported {reason}. Pass "
             "kv_scale=calibrate(model, batches)."
         )
     return True
@@ -104,8 +105,8 @@ def _check_static_queries(attachment: Attachment) -> None:
         return
     if attachment.format != "fp8":
         raise ConfigError(
-            "attach: query_dtype 'fp8_static' needs cache_format 'fp8', "
-            f"got {attachment.format!r}. Use query_dtype='fp8'."
+            "attach: query_dtype 'fp8_static' needs cache_format 'fp8', got "
+            f"{attachment.format!r}. Use query_dtype='fp8'."
         )
     if attachment.first_scales:
         return
@@ -113,8 +114,8 @@ def _check_static_queries(attachment: Attachment) -> None:
         scales = attachment.scales.get(module.layer_idx)  # type: ignore[call-overload]
         if scales is None or scales.q is None:
             raise ConfigError(
-                f"attach: query_dtype 'fp8_static' needs a q_scale for every layer, got none for "
-                f"layer {module.layer_idx}. Give kv_scale=calibrate(model, batches), or use "
+                f"attach: query_dtype 'fp8_static' needs a q_scale for every layer, and layer "
+                f"{module.layer_idx} has none. Pass kv_scale=calibrate(model, batches), or use "
                 "query_dtype='fp8'."
             )
 
@@ -124,10 +125,11 @@ def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
     modules = [module for module in model.modules() if hasattr(module, mark)]
     if not modules:
         raise UnsupportedError(
-            f"attach: the model must have {model_type} attention modules of transformers, got none."
+            f"attach: the model has no {model_type} attention modules of transformers. Load it "
+            "without remote code (trust_remote_code=False)."
         )
     if any(hasattr(module, "openmla") for module in modules):
-        raise ConfigError("attach: the model is attached already. Call detach(model) first.")
+        raise ConfigError("attach: the model is already attached. Call detach(model) first.")
     return modules
 
 
@@ -149,11 +151,12 @@ def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -
     workspace = options.workspace
     if workspace is not None and config.compressor is not None:
         raise ConfigError(
-            f"attach: workspace must not be given for {config.model_type}: it expands nothing."
+            f"attach: workspace must be None for {config.model_type}, which expands nothing, got "
+            f"{workspace}."
         )
     if workspace is not None and workspace < block_size:
         raise ConfigError(
-            f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
+            f"attach: workspace must be at least 1 block of {block_size} rows, got {workspace}."
         )
 
 
@@ -165,33 +168,38 @@ def _ranks_of(options: AttachOptions, config: MLAConfig, block_size: int) -> Ran
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(
-            f"attach: ranks must have all heads, as every rank runs the whole model, "
-            f"got heads={ranks.heads!r}."
+            f"attach: group must be Ranks(heads='all'), as every rank runs the whole model, got "
+            f"heads={ranks.heads!r}."
         )
     ranks.shard.check_block_size(block_size)
     if config.compressor is not None and ranks.interleave not in (1, block_size):
         raise ConfigError(
             f"attach: interleave must be 1 or the block size of {block_size} for "
-            f"{config.model_type}, whose entries stay with their block, got {ranks.interleave}."
+            f"{config.model_type}, which keeps the tokens of an entry on one rank, got "
+            f"{ranks.interleave}."
         )
     return ranks
 
 
 def _check_capture(model: nn.Module, options: AttachOptions) -> None:
     if options.capture and not hasattr(model, "lm_head"):
-        raise ConfigError("attach: capture needs a model with a language head.")
+        raise ConfigError(
+            f"attach: capture needs a model with a language head (lm_head), got "
+            f"{type(model).__name__}. Remove capture=True."
+        )
     if options.capture and any(map(is_away, model.modules())):
         raise ConfigError(
-            "attach: capture needs all weights on the device, some are offloaded by accelerate."
+            "attach: capture needs all weights on the device, and accelerate has offloaded some. "
+            "Remove capture=True, or load the model without offloading."
         )
 
 
 def supported_text_config(config: Any, who: str) -> Any:
-    """The config of a model's text model, which may be all of it, if attach() takes that."""
+    """Return the config of a model's text model, or raise if attach() does not support it."""
     try:
         text_config = config.get_text_config(decoder=True)
     except ValueError as error:  # it has several
-        raise UnsupportedError(f"{who}: the model must have one text model: {error}") from error
+        raise UnsupportedError(f"{who}: the model has several text models: {error}") from error
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
@@ -200,8 +208,8 @@ def supported_text_config(config: Any, who: str) -> Any:
         raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(
-            f"{who}: {model_type!r}{around} is not an MLA model known here. "
-            f"Known: {', '.join(SUPPORTED)}."
+            f"{who}: model type {model_type!r}{around} is not supported. Supported: "
+            f"{', '.join(SUPPORTED)}."
         )
     return text_config
 
