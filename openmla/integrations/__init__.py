@@ -63,9 +63,10 @@ def attach(
             openmla.plan.default_workspace_tokens().
         capture: whether to capture decode steps (one new token per row) as CUDA graphs. There is
             one graph per batch size, and the four most recent are kept. A graph is recaptured when
-            the block pool grows or the longest context doubles. The default captures on a GPU,
-            unless modules inside the model have hooks, which a replay would not run, and never with
-            a `group`. On a CPU, True runs the same step over fixed tensors, without a graph.
+            the block pool grows or the longest context doubles. The default captures models with a
+            language head on a GPU, unless modules inside have hooks, which a replay would not run,
+            and never with a `group`. On a CPU, True runs the same step over fixed tensors, without
+            a graph.
         absorbed_format: "fp8" multiplies by fp8 weights of kv_b_proj in decode. They are an fp8
             model's own, or a copy that is kept besides the model's weights.
         batch_invariant: make the attention output of a token bitwise independent of the batch. The
@@ -180,7 +181,8 @@ def attachment_of(model: nn.Module) -> "Attachment":
 
     demo = Path(openmla.__file__).parent / "demo"
     model = openmla.attach(AutoModelForCausalLM.from_pretrained(demo))
-    model(torch.tensor([list(b"import sys")]))
+    with torch.inference_mode():
+        model(torch.tensor([list(b"import sys")]))
     print(openmla.attachment_of(model).explain())
     print(openmla.attachment_of(model).memory())
     ```

@@ -40,15 +40,15 @@ class Batch:
         slot_mapping: [T] int64 slots of the new tokens; -1 is not written. None for DeepSeek V4.
         device_seq_lens: [B] int32 lengths on the device, for callers that do not know them on the
             host. `seq_lens` are then upper bounds.
-        exact: B booleans: the requests whose `seq_lens` is the true length in spite of
-            `device_seq_lens`. They are checked and planned as usual. The other requests are not
-            checked against their lengths and can only decode (for example draft tokens after an
-            unknown number of accepted ones). None: no length is exact.
         window_table: [B, M] int32, DeepSeek V4 only: blocks of recent rows. A row is a ring buffer:
             position p is in block window_table[b, (p // BS) % M]. It must have room for the tokens
             of the step and the window before them.
         state_slots: [B] int32, DeepSeek V4 only: compressor states; -1 for a request without tokens
             in this step.
+        exact: B booleans: the requests whose `seq_lens` is the true length in spite of
+            `device_seq_lens`. They are checked and planned as usual. The other requests are not
+            checked against their lengths and can only decode (for example draft tokens after an
+            unknown number of accepted ones). None: no length is exact.
         padding: tokens that belong to no request, the last ones of the T. Their slots are -1, and
             their outputs are 0.
         causal: False for a part of the keys (attend_partial): every token sees all seq_lens keys of

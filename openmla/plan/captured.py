@@ -162,10 +162,18 @@ def rank_buffers(
     max_blocks: int,
     max_requests: int | None = None,
 ) -> dict[str, Tensor]:
-    """plan_buffers() for make_plan(into=, ranks=): a table has a column for each block_size * W
-    positions. Every token counts as a request there; only V4 takes max_requests of several, by
-    default of one token each. Entries that are a rank's own have buffers beside those, named with
-    WRITES in front, of what every rank writes."""
+    """Allocate the tensors of a captured step over ranks, for make_plan(into=..., ranks=...).
+
+    Sharded entries of DeepSeek V4 have additional buffers for what every rank writes.
+
+    Args:
+        config: the model's dimensions.
+        cache: this rank's cache of any of the layers.
+        ranks: the ranks that share the cache.
+        max_tokens: tokens in a step. Each counts as a request, except for DeepSeek V4.
+        max_blocks: columns of the block table. A column covers block_size * W positions.
+        max_requests: DeepSeek V4 only: requests in a step. Defaults to max_tokens.
+    """
     check_kind("plan_buffers", "ranks", ranks, Ranks)
     check_kind("plan_buffers", "config", config, MLAConfig)
     check_kind("plan_buffers", "cache", cache, LayerCache)

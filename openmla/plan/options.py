@@ -105,7 +105,10 @@ REFUSALS = (
         "form",
         "form='chosen' over ranks",
         lambda asked: asked.over_ranks and asked.options.form == "chosen",
-        lambda asked: "must be auto, absorbed or expanded over ranks, got 'chosen'.",
+        lambda asked: (
+            "must be auto, absorbed or expanded over ranks, got 'chosen': ranks select keys "
+            "together."
+        ),
     ),
     Refusal(
         "context",

@@ -92,9 +92,20 @@ def reserve(
     keys_apart: bool = False,
     prefill_dtype: str | None = None,
 ) -> Workspace:
-    """warmup()'s memory: what prefill steps of up to max_tokens new tokens need, for all layers.
-    `keys_apart`: dense prefill reads keys in two parts, so that nothing holds whole ones. With
-    `prefill_dtype` "fp8" whole keys are e4m3."""
+    """Allocate the workspace of prefill steps of up to max_tokens new tokens, for all layers.
+
+    warmup() calls this and compiles kernels too.
+
+    Args:
+        config: the model's dimensions.
+        cache: the cache of any of the layers.
+        max_requests: requests in a step.
+        max_tokens: new tokens in a step.
+        workspace_tokens: context rows gathered at once. Defaults to default_workspace_tokens().
+        dtype: dtype of the queries.
+        keys_apart: whether dense prefill reads keys in two parts, so that no whole keys are stored.
+        prefill_dtype: "fp8" stores whole keys in e4m3.
+    """
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
             raise ConfigError(f"warmup: {name} must be at least 1, got {value}.")

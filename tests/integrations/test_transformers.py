@@ -748,7 +748,7 @@ def test_refusals() -> None:
         padded = model(ids, attention_mask=mask).past_key_values
         with pytest.raises(ShapeError, match="must be 0: the column was masked"):
             model(ids[:, :1], attention_mask=mask.new_ones(2, 21), past_key_values=padded)
-        with pytest.raises(ShapeError, match=r"attention_mask must be \[2, 21\] with 20 columns"):
+        with pytest.raises(ShapeError, match=r"attention_mask must be \[2, 21\], as 20 columns"):
             model(ids[:, :1], attention_mask=mask.new_ones(2, 19), past_key_values=past)
     for cached in (True, False):
         with pytest.raises(
