@@ -36,7 +36,14 @@ from openmla.errors import (
     ShapeError,
     UnsupportedError,
 )
-from openmla.integrations import Scales, attach, calibrate, detach, expect_scales
+from openmla.integrations import (
+    Scales,
+    attach,
+    attachment_of,
+    calibrate,
+    detach,
+    expect_scales,
+)
 from openmla.layers import MLAAttention, MLAAttentionV4, RopeTable, absorb, warmup
 from openmla.outputs import OUTPUT_FORMATS, QuantizedOutput, decode_output, make_output
 from openmla.plan import (
@@ -90,6 +97,7 @@ __all__ = [
     "allocate_cache",
     "apply_sink",
     "attach",
+    "attachment_of",
     "attend_compressed",
     "attend_latent",
     "attend_partial",

@@ -1,11 +1,12 @@
 """The four exceptions, all under OpenMLAError, and a check; messages follow one grammar.
 
-`<where>: <what> must be <expectation>, got <value>. <what to do>.`
+`<where>: <what> must be <expectation>, got <value>. <Fix>.` Where that would hide the cause, the
+message states the cause instead: `request 'a' has no blocks in the pool. Call pool.take() ...`.
 """
 
 
 class OpenMLAError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that openmla raises."""
 
 
 class ShapeError(OpenMLAError, ValueError):
@@ -13,19 +14,19 @@ class ShapeError(OpenMLAError, ValueError):
 
 
 class ConfigError(OpenMLAError, ValueError):
-    """A configuration is contradictory, or says something that is not understood."""
+    """An option or a config is not valid, or contradicts another."""
 
 
 class UnsupportedError(OpenMLAError, NotImplementedError):
-    """The request is sound, but nothing here can run it; the message says why."""
+    """The request is valid but not supported; the message says why."""
 
 
 class CacheFullError(OpenMLAError, RuntimeError):
-    """The block pool cannot serve a request; nothing was taken."""
+    """The block pool does not have enough free blocks; nothing was taken."""
 
 
 def check_kind(where: str, name: str, given: object, kind: type) -> None:
-    """Raise unless an argument is of the class that is asked for."""
+    """Raise unless an argument has the expected type."""
     if not isinstance(given, kind):
         got = type(given).__name__
         raise ConfigError(f"{where}: {name} must be of type {kind.__name__}, got {got}.")

@@ -1,4 +1,4 @@
-"""How a quantised attention output is laid out; OUTPUT_FORMATS is the dict of all of them.
+"""How a quantized attention output is laid out; OUTPUT_FORMATS is the dict of all formats.
 
 The output of a step is [T, O], O = H * V, as o_proj reads it. Quantised it is `values` [T, O] and
 what they were divided by:
@@ -33,7 +33,14 @@ LAYOUTS = ("row", "column", "tma")  # of group scales: row-major, column-major, 
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """`group` columns share a scale; 0: all share global_scale."""
+    """A format of quantized attention outputs. openmla.OUTPUT_FORMATS has all formats.
+
+    Attributes:
+        name: the key in OUTPUT_FORMATS.
+        dtype: dtype of the values; uint8 holds two e2m1 values.
+        group: columns that share a scale; 0 if all columns share global_scale.
+        power_of_two: whether scales are rounded up to powers of two.
+    """
 
     name: str
     dtype: torch.dtype
@@ -79,7 +86,7 @@ OUTPUT_FORMATS: dict[str, OutputFormat] = {
 
 
 def get_output_format(name: str) -> OutputFormat:
-    """OUTPUT_FORMATS[name], or a ConfigError that lists the names."""
+    """Return OUTPUT_FORMATS[name], or raise a ConfigError that lists the names."""
     found = OUTPUT_FORMATS.get(name) if isinstance(name, str) else None
     if found is None:
         known = ", ".join(OUTPUT_FORMATS)
@@ -88,7 +95,14 @@ def get_output_format(name: str) -> OutputFormat:
 
 
 class QuantizedOutput(NamedTuple):
-    """The buffers that a step writes and a quantised o_proj reads."""
+    """The buffers of a quantized attention output, made by make_output().
+
+    Attributes:
+        values: [T, O] e4m3, or [T, O/2] uint8 for nvfp4.
+        scales: [T, O/group] float32, swizzled e4m3 bytes for nvfp4, or None.
+        global_scale: [] float32, for fp8 and nvfp4.
+        format: a key of OUTPUT_FORMATS.
+    """
 
     values: Tensor  # [T, O] e4m3, or [T, O/2] uint8
     scales: Tensor | None  # [T, O/group] f32, swizzled e4m3 bytes, or None
@@ -105,18 +119,31 @@ def make_output(
     layout: str = "row",
     device: torch.device | str = "cpu",
 ) -> QuantizedOutput:
-    """Buffers for T rows, not yet written: only the padding of NVFP4's scales is zero already.
+    """Allocate buffers for T rows of quantized outputs, for attend_step(out=...).
 
-    `layout` is that of group scales: "row", "column", or "tma", column-major with columns a
-    multiple of 4 apart.
+    Args:
+        format: a key of openmla.OUTPUT_FORMATS.
+        T: the number of rows.
+        columns: O = H * V, the columns of a row.
+        global_scale: the divisor of fp8 values, or the multiplier of NVFP4.
+        layout: strides of group scales. "row", "column", or "tma", which is column-major with
+            columns a multiple of 4 apart.
+        device: where to allocate.
+
+    Returns:
+        Buffers that are not initialized, except the padding of NVFP4's scales, which is zero.
+
+    Raises:
+        ConfigError: an option does not suit the format.
+        ShapeError: the columns are not a multiple of the format's group.
     """
     wanted = get_output_format(format)
     if layout not in LAYOUTS:
         raise ConfigError(f"output: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
     if layout != "row" and (wanted.packed or not wanted.group):
-        raise ConfigError(f"output: layout must be row for format {format}, got {layout!r}.")
+        raise ConfigError(f"output: layout must be 'row' for format {format}, got {layout!r}.")
     if T < 0:
-        raise ConfigError(f"output: T must not be negative, got {T}.")
+        raise ConfigError(f"output: T must be at least 0, got {T}.")
     scalar = isinstance(global_scale, (int, float)) and not isinstance(global_scale, bool)
     if global_scale is not None and not scalar and not isinstance(global_scale, Tensor):
         raise ConfigError(f"output: global_scale must be a number, got {global_scale!r}.")
@@ -144,8 +171,8 @@ def check_width(where: str, format: OutputFormat, columns: int) -> None:
     """Rows are cut into groups without a rest."""
     if format.group and columns % format.group:
         raise ShapeError(
-            f"{where}: a row must be a multiple of {format.group} values for format "
-            f"{format.name}, got {columns}."
+            f"{where}: columns must be a multiple of {format.group} for format {format.name}, got "
+            f"{columns}."
         )
 
 
@@ -155,7 +182,7 @@ def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
     values = out.values
     if T > 1 and values.stride(0) < values.shape[1]:
         raise ShapeError(
-            f"{where}: rows of values must be apart, got strides {values.stride()} for "
+            f"{where}: rows of values must not overlap, got strides {values.stride()} for "
             f"{values.shape[1]} columns."
         )
     if out.scales is not None:
@@ -241,8 +268,8 @@ def check_alignment(where: str, values: Tensor, scales: Tensor | None) -> None:
     for name, tensor in (("values", values), ("scales", scales)):
         if tensor is not None and tensor.data_ptr() % 16:
             raise ShapeError(
-                f"{where}: {name} must start on a multiple of 16 bytes, "
-                f"got {tensor.data_ptr() % 16} past one."
+                f"{where}: {name} must be aligned to 16 bytes, got an address with remainder "
+                f"{tensor.data_ptr() % 16}."
             )
 
 
@@ -266,7 +293,12 @@ def swizzled_offset(row: Tensor, column: Tensor, columns: int) -> Tensor:
 
 
 def decode_output(out: QuantizedOutput, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values [T, O] that the buffers stand for; computed in float32, or float64 if asked."""
+    """Decode quantized outputs to values [T, O], computed in float32 (float64 if dtype is).
+
+    Args:
+        out: the buffers.
+        dtype: dtype of the result.
+    """
     format = get_output_format(out.format)
     wide = torch.promote_types(dtype, torch.float32)
     if not format.group:

@@ -1,4 +1,4 @@
-"""What attend_step() and its siblings refuse, all of it before the first row is written."""
+"""Checks of attend_step() and its siblings, all of them before the first row is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openmla.plan import Plan, Select
 
 
 def check_given(projected: object, absorbed: object, cache: object, plan: object) -> None:
-    """Of the classes that have the names looked at below."""
+    """Raise unless the arguments are of the classes whose attributes are read below."""
     for name, given, kind in (
         ("projected", projected, Projected),
         ("absorbed", absorbed, AbsorbedWeights),
@@ -33,25 +33,25 @@ def check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
     check_kind("step", "sink", sink, Tensor)
     shape = (plan.config.num_heads,)
     if sink.shape != shape:
-        raise ShapeError(f"step: sink must be [H] with {shape}, got {tuple(sink.shape)}.")
+        raise ShapeError(f"step: sink must be [H] = {shape}, got {tuple(sink.shape)}.")
     if not sink.is_floating_point():
         raise ShapeError(f"step: sink must be of a floating dtype, got {sink.dtype}.")
     check_alike("step", "sink", sink, sink.dtype, q.device)
 
 
 def check_write(raw: RawProjections | None, plan: Plan, write: bool) -> None:
-    """Rows are finished on their way into the cache; where none goes there, they are already."""
+    """Raw rows are normalized and rotated by the write: without one they must be given as None."""
     if not isinstance(write, bool):
         raise ConfigError(f"step: write must be True or False, got {write!r}.")
     if raw is not None and not (write and plan.causal):
         raise ConfigError(
-            "step: raw must not be given where nothing is written, which is what normalises and "
-            "rotates. Give rows and queries that are finished."
+            "step: raw must be None where no row is written (write=False or causal=False): the "
+            "write normalizes and rotates. Pass queries and rows that are normalized and rotated."
         )
 
 
 def check_out(out: Tensor | None, q: Tensor, plan: Plan) -> None:
-    """A caller's buffer can take the result as it is; looked at before anything is written."""
+    """Raise unless a caller's buffer can hold the result."""
     if out is None:
         return
     H, V = plan.config.num_heads, plan.config.v_head_dim
@@ -59,12 +59,12 @@ def check_out(out: Tensor | None, q: Tensor, plan: Plan) -> None:
     if not isinstance(out, Tensor):
         raise ShapeError(f"step: out must be a tensor, got {type(out).__name__}.")
     if out.shape != shape:
-        raise ShapeError(f"step: out must be [T, H, V] with {shape}, got {tuple(out.shape)}.")
+        raise ShapeError(f"step: out must be [T, H, V] = {shape}, got {tuple(out.shape)}.")
     check_alike("step", "out", out, q.dtype, q.device)
     inside = (V == 1 or out.stride(2) == 1) and (H == 1 or out.stride(1) == V)
     if not inside or (shape[0] > 1 and out.stride(0) < H * V):
         raise ShapeError(
-            f"step: out must be contiguous within a token and tokens apart, "
+            f"step: out must be contiguous within a token, and tokens must not overlap, "
             f"got strides {out.stride()}."
         )
     refuse_grad("step", (out,))
@@ -76,10 +76,12 @@ def check_inputs(
     cache: LayerCache,
     plan: Plan,
 ) -> PagedCache:
-    """What an op would refuse only after rows are written; returns the latent cache."""
+    """Check what the ops would check only after rows are written; returns the latent cache."""
     latent = cache.latent
     if latent is None:
-        raise ConfigError("step: cache must have latent rows, got none.")
+        raise ConfigError(
+            "step: cache has no latent rows. Pass the LayerCache that the plan was made for."
+        )
     plan.check_cache("step", cache)
     config, T, q = plan.config, plan.num_tokens, projected.q_nope
     dtype, device = q.dtype, latent.data.device
@@ -97,7 +99,7 @@ def check_inputs(
     ):
         if tensor.shape != shape:
             raise ShapeError(
-                f"step: {name} must be {letters} with {shape} as planned, "
+                f"step: {name} must be {letters} = {shape} for this plan, "
                 f"got {tuple(tensor.shape)}."
             )
         if tensor.dtype != dtype or tensor.device != device:
@@ -109,7 +111,8 @@ def check_inputs(
     space = plan.workspace
     if space is not None and space.rows.dtype != q.dtype:
         raise ShapeError(
-            f"step: q_nope must be {space.rows.dtype} like the plan's workspace, got {q.dtype}."
+            f"step: q_nope must be {space.rows.dtype} like the plan's workspace, got {q.dtype}. "
+            "Call warmup() with the dtype of the queries."
         )
     refuse_grad("step", (*projected, absorbed.kv_b))
     return latent
@@ -118,13 +121,14 @@ def check_inputs(
 def check_selection(selection: Selection | None, select: Select) -> None:
     if selection is None:
         raise ConfigError(
-            "step: selection must be given, the plan has tokens that choose their keys. "
-            "It is what select_step or make_selection returned for this layer, or for the one it "
-            "shares with."
+            f"step: selection is missing: {select.num_rows} tokens of the plan attend to selected "
+            "keys. Pass the result of select_step() or make_selection() for this layer, or for the "
+            "layer whose selection it shares."
         )
     check_kind("step", "selection", selection, Selection)
     if selection.row_lens is not select.row_lens:
         raise ConfigError(
-            f"step: selection must be of this step's {select.num_rows} sparse tokens, "
-            f"got another plan's {selection.positions.shape[0]}."
+            f"step: selection must be made with this plan ({select.num_rows} selecting tokens), "
+            f"got one of another plan ({selection.positions.shape[0]}). Call select_step() or "
+            "make_selection() with this plan."
         )

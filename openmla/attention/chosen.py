@@ -1,4 +1,4 @@
-"""make_selection: positions that someone else's indexer chose, as the step takes them."""
+"""make_selection: keys that the caller selected, in the form that a step uses."""
 
 from __future__ import annotations
 
@@ -20,18 +20,33 @@ def make_selection(
     *,
     lens: Tensor | None = None,  # [T] i32
 ) -> Selection | None:
-    """A Selection of the caller's own: the keys each token attends to, counted from 0 in its
-    request (of V4: entries). None where the plan has no token that chooses: all attend to all.
+    """Make a Selection from keys that your own indexer selected.
 
-    K is the indexer's topk. `lens` says that only the first so many of a token's columns count,
-    which spares looking at the others. Causality is the caller's. On a CPU values are checked: keys
-    that the token sees, none of them twice. Layers that share a choice share the result; it belongs
-    to this plan.
+    Causality is up to the caller. On a CPU, values are checked: each token must see the keys that
+    are selected for it, and none may repeat. Layers that share a selection can share the result.
+
+    Args:
+        positions: [T, K] int32, K being the indexer's topk: the keys of each token of the step,
+            numbered from 0 within its request (entries for DeepSeek V4). -1 is ignored.
+        cache: the layer's cache, or one of the same geometry.
+        plan: the plan of the step. The result is valid for this plan only.
+        lens: [T] int32: how many of the first columns of each token count. The other columns are
+            then not read.
+
+    Returns:
+        The Selection for attend_step(selection=...), or None if no token of the plan selects keys:
+        then every token attends to all of its keys.
+
+    Raises:
+        ShapeError: positions or lens have a wrong shape, dtype, device or value.
     """
     check_kind("selection", "cache", cache, LayerCache)
     check_kind("selection", "plan", plan, Plan)
     if plan.config.indexer is None:
-        raise ConfigError("selection: config must have an indexer, got none.")
+        raise ConfigError(
+            f"selection: the plan's config ({plan.config.model_type}) has no indexer. Set "
+            "indexer=IndexerConfig(...) in the config, or attend without a selection."
+        )
     T, K = plan.num_tokens, plan.config.indexer.topk
     device = plan.slot_mapping.device
     for name, tensor, letters, shape in (
@@ -46,17 +61,20 @@ def make_selection(
             )
         if tensor.shape != shape:
             raise ShapeError(
-                f"selection: {name} must be {letters} with {shape} as planned, "
+                f"selection: {name} must be {letters} = {shape} for this plan, "
                 f"got {tuple(tensor.shape)}."
             )
         check_alike("selection", name, tensor, torch.int32, device)
     if K > 1 and positions.stride(1) != 1:
         raise ShapeError(
             f"selection: positions must be contiguous along a row, got strides "
-            f"{positions.stride()}."
+            f"{positions.stride()}. Call .contiguous()."
         )
     if cache.latent is None and cache.window is None:
-        raise ConfigError("selection: cache must have latent rows, got none.")
+        raise ConfigError(
+            "selection: cache has neither latent nor window rows. Pass the LayerCache that the "
+            "plan was made for."
+        )
     plan.check_cache("selection", cache)
     select = plan.select
     if select is None:
@@ -96,13 +114,14 @@ def _check_values(positions: Tensor, lens: Tensor | None, row_lens: Tensor) -> N
     if bool(wrong.any()):
         t, k = (int(index) for index in wrong.nonzero()[0])
         raise ShapeError(
-            f"selection: positions must be -1 or one of the {int(row_lens[t])} keys their token "
-            f"sees, got {int(counted[t, k])}."
+            f"selection: positions of a token that sees {int(row_lens[t])} keys must be -1 or less "
+            f"than {int(row_lens[t])}, got {int(counted[t, k])}."
         )
     ordered = counted.sort(dim=1).values
     twice = (ordered.diff(dim=1) == 0) & (ordered[:, 1:] >= 0)
     if bool(twice.any()):
         t, k = (int(index) for index in twice.nonzero()[0])
         raise ShapeError(
-            f"selection: positions must name a token's key once, got {int(ordered[t, k])} twice."
+            "selection: positions must not repeat a key of a token, got "
+            f"{int(ordered[t, k])} twice."
         )

@@ -1,4 +1,4 @@
-"""V4's step: raw rows into the window, tokens into entries, then attention over both."""
+"""DeepSeek V4's step: rows into the window, tokens into entries, then attention over both."""
 
 from __future__ import annotations
 
@@ -51,20 +51,44 @@ def attend_compressed(
     hadamard: bool = False,
     out: Tensor | QuantizedOutput | None = None,  # [T, H, D], or make_output()'s for T rows
 ) -> Any:  # [T, H, D], still rotated: rope with inverse=True undoes that; or the buffers
-    """One layer's attention over the step's T tokens, in the caller's order.
+    """Run the attention of one DeepSeek V4 layer over the T tokens of a step.
 
     Rows and entries of this step are written first: a token attends to its own row and to the
-    entry it finishes. `hadamard` says that q_idx was rotated so, and rotates the keys. `out` is
-    filled and returned, as attend_step's. Where it is a QuantizedOutput, of the format that the
-    plan was made for, outputs are rotated back by `table`, which every ratio needs then, and
-    quantized for whoever projects them.
+    entry that it completes. Tokens keep the caller's order.
+
+    Args:
+        q: [T, H, D] queries, rotated.
+        rows: [T, D] rows of this step, rotated; they are keys and values at once.
+        cache: the layer's cache, of the plan's compress ratio.
+        plan: the plan of the step for layers of this ratio.
+        sink: [H] float32, a logit per head that joins the softmax and has no value.
+        raw: q and rows before they are normalized and rotated. The write then does that in place.
+        table: the layer's RoPE table. Needed by layers with entries, and with a quantized `out`.
+        pool_inputs: inputs of the compressor, for layers with entries.
+        index: inputs of the indexer, where the plan selects entries.
+        index_pool_inputs: inputs of the compressor of indexer keys, for layers of ratio 4.
+        hadamard: whether q_idx is rotated by a Hadamard matrix; indexer keys then are too.
+        out: a tensor [T, H, D] or make_output() buffers to fill and return. Quantized outputs are
+            rotated back by `table` before they are quantized.
+
+    Returns:
+        The output [T, H, D], or `out`. An output that is not quantized is still rotated: rotate it
+        back with ops.rope(inverse=True).
+
+    Raises:
+        ShapeError: a tensor has a wrong shape, dtype or device. Nothing is written.
+        ConfigError: plan and cache do not match, or an input of this ratio is missing. Nothing is
+            written.
     """
     check_kind("step", "cache", cache, LayerCache)
     check_kind("step", "plan", plan, Plan)
     if isinstance(out, QuantizedOutput):
         check_quantized(out, q, plan)
         if table is None:
-            raise ConfigError("step: table must be given to rotate quantized outputs, got none.")
+            raise ConfigError(
+                "step: table is missing: outputs are rotated back before they are quantized. Pass "
+                "the layer's RoPE table."
+            )
     else:
         check_out(out, q, plan)
     inputs = CompressedInputs(q, rows, raw, table, pool_inputs, index, index_pool_inputs, hadamard)
@@ -100,7 +124,7 @@ def attend_segments(
     instead of inputs.index. Without `write` all of this step is in the caches already: of `inputs`
     only q, and index, is looked at."""
     if keys not in KEYS:
-        raise ConfigError(f"step: keys must be all, window or entries, got {keys!r}.")
+        raise ConfigError(f"step: keys must be 'all', 'window' or 'entries', got {keys!r}.")
     check_write(inputs.raw, plan, write)
     if not write:
         inputs = CompressedInputs(q=inputs.q, index=inputs.index)
@@ -128,7 +152,7 @@ def write_compressed(inputs: CompressedInputs, cache: LayerCache, plan: Plan) ->
 def _check(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, sink: Tensor | None, *, write: bool
 ) -> None:
-    """Everything, before anything is written."""
+    """All checks, before anything is written."""
     window = _check_step(inputs, cache, plan, write=write)
     _check_inputs(inputs, plan, sink, write=write)
     _check_dtypes(inputs, sink, window.data.device)
@@ -139,13 +163,22 @@ def _check(
 def _check_step(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, *, write: bool
 ) -> PagedCache:
-    """Plan and cache are of the same kind of layer, queries and rows of the plan."""
+    """Raise unless plan and cache belong to the same kind of layer, and q and rows to the plan."""
     window, v4 = cache.window, plan.config.compressor is not None
     if not v4 or window is None:
-        what = "plan must be of a compressed layer" if window else "cache must have window rows"
-        raise ConfigError(f"step: {what}, got none.")
+        if v4:
+            raise ConfigError(
+                "step: cache has no window rows. Pass the LayerCache that the plan was made for."
+            )
+        raise ConfigError(
+            f"step: the plan's config ({plan.config.model_type}) has no compressor. Call "
+            "attend_step() or attend_partial()."
+        )
     if cache.ratio != plan.ratio:
-        raise ConfigError(f"step: cache must be of ratio {plan.ratio}, got {cache.ratio}.")
+        raise ConfigError(
+            f"step: cache must have the plan's compress ratio {plan.ratio}, got {cache.ratio}. "
+            "Make one plan for each ratio."
+        )
     D, H = plan.config.latent_dim, plan.config.num_heads
     due: list[tuple[str, Tensor | None, tuple[int, ...]]]
     due = [("q", inputs.q, (plan.num_tokens, H, D))]
@@ -153,23 +186,24 @@ def _check_step(
     for name, tensor, shape in due:
         got = None if tensor is None else tuple(tensor.shape)
         if got != shape:
-            raise ShapeError(f"step: {name} must be {shape} as planned, got {got}.")
+            raise ShapeError(f"step: {name} must be {shape} for this plan, got {got}.")
     return window
 
 
 def _check_choice(
     index: IndexInputs | None, selection: Selection | None, plan: Plan, *, chooses: bool
 ) -> None:
-    """Entries are selected by one of the two, where they are."""
+    """Raise unless entries are selected by exactly one of the two, where the plan selects."""
     if chooses and index is None and selection is None:
         raise ConfigError(
-            f"step: index must be given for ratio {plan.ratio}, its tokens choose, or a selection."
+            f"step: index is missing: tokens of this plan select entries (ratio {plan.ratio}). "
+            "Pass index, or a selection to attend_partial()."
         )
     if selection is None:
         return
     if index is not None or not chooses:
-        why = "beside index" if chooses else "where no token chooses"
-        raise ConfigError(f"step: selection must not be given {why}.")
+        why = "when index is given" if chooses else "where no token selects entries"
+        raise ConfigError(f"step: selection must be None {why}.")
     assert plan.select is not None
     check_selection(selection, plan.select)
 
@@ -198,7 +232,7 @@ def _check_inputs(
     *,
     write: bool,
 ) -> None:
-    """What a layer of this ratio takes is given, in the shapes planned for, and nothing else."""
+    """Raise unless the inputs of this ratio, and no others, are given in the planned shapes."""
     index, table = inputs.index, inputs.table
     config, T, r = plan.config, plan.num_tokens, plan.ratio
     assert config.indexer is not None
@@ -211,8 +245,8 @@ def _check_inputs(
         ("index_pool_inputs", inputs.index_pool_inputs, write and chooses, DI),
     ):
         if (given is not None) != due:
-            verb = "be given" if due else "not be given"
-            raise ConfigError(f"step: {name} must {verb} for ratio {r}.")
+            what = "is missing" if due else "must be None"
+            raise ConfigError(f"step: {name} {what} for ratio {r}.")
         if given is not None:
             width = 2 * D if chooses else D
             wanted += [
@@ -225,11 +259,14 @@ def _check_inputs(
         wanted += [("q_idx", index.q_idx, (T, HI, DI)), ("w_idx", index.w_idx, (T, HI))]
     if write and r and (table is None or table.shape[0] < config.max_positions):
         raise ConfigError(
-            f"step: table must have a row for each of {config.max_positions} positions."
+            f"step: table must have a row for each of {config.max_positions} positions, got "
+            f"{None if table is None else table.shape[0]}. Pass the layer's RoPE table."
         )
     for name, tensor, shape in wanted:
         if tensor is not None and tensor.shape != shape:
-            raise ShapeError(f"step: {name} must be {shape} as planned, got {tuple(tensor.shape)}.")
+            raise ShapeError(
+                f"step: {name} must be {shape} for this plan, got {tuple(tensor.shape)}."
+            )
 
 
 def _check_dtypes(inputs: CompressedInputs, sink: Tensor | None, device: torch.device) -> None:
@@ -257,12 +294,15 @@ def _check_dtypes(inputs: CompressedInputs, sink: Tensor | None, device: torch.d
 
 
 def _check_state(cache: LayerCache, inputs: CompressedInputs) -> None:
-    """What compress_kv would refuse only after half of the step is written."""
+    """Check what compress_kv would check only after half of the step is written."""
     for parts in (inputs.pool_inputs, inputs.index_pool_inputs):
         if parts is not None and cache.state is not None:
             wide = torch.promote_types(parts.kv.dtype, torch.float32)
             if wide != cache.state.data.dtype:
-                raise ConfigError(f"step: state must be {wide} with {parts.kv.dtype} tokens.")
+                raise ConfigError(
+                    f"step: cache.state must be {wide} for {parts.kv.dtype} tokens, got "
+                    f"{cache.state.data.dtype}."
+                )
 
 
 def _compress(

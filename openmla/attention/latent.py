@@ -1,4 +1,4 @@
-"""attend_latent: queries that are in latent space already, over the cache, into latent outputs."""
+"""attend_latent: queries in latent space over the cache, into outputs in latent space."""
 
 from __future__ import annotations
 
@@ -22,12 +22,22 @@ def attend_latent(
     *,
     selection: Selection | None = None,
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
-    """The step's tokens over rows that are in the cache, their own included: nothing is written.
+    """Attend with queries in latent space to rows that are in the cache; nothing is written.
 
-    q_latent is [q_nope @ w_uk, q_pe], the caller's product, as is out_latent @ w_uv. Every request
-    of the plan must be absorbed: make_plan(form="absorbed"), or "chosen" where each token attends
-    to what `selection` names, or into=. lse is natural-log with scale included; a token that sees
-    no key has out 0 and lse -inf. V4's queries [T, H, D] attend to window and entries, no sink.
+    The caller multiplies by w_uk before and by w_uv afterwards. The rows of this step must be in
+    the cache already.
+
+    Args:
+        q_latent: [T, H, C + R]: q_nope @ w_uk, then the rotated q_pe. For DeepSeek V4, queries
+            [T, H, D]; they attend to window and entries, without the sink.
+        cache: the layer's cache.
+        plan: a plan with absorbed requests only: make_plan(form="absorbed"), form="chosen" with a
+            `selection`, or into=.
+        selection: the selected keys, where the plan selects.
+
+    Returns:
+        out_latent [T, H, C] and lse [T, H]. lse is a natural logarithm that includes the softmax
+        scale. A token that sees no key has out 0 and lse -inf.
     """
     for name, given, kind in (
         ("q_latent", q_latent, Tensor),
@@ -49,17 +59,19 @@ def attend_latent(
 def _check(q_latent: Tensor, cache: LayerCache, plan: Plan) -> PagedCache:
     if any(isinstance(group.part, Expanded) for group in plan.groups):
         raise ConfigError(
-            "latent: plan must have every request absorbed, got some expanded. "
-            "make_plan(form='absorbed') plans so."
+            "latent: plan has expanded requests, and attend_latent() needs absorbed ones. "
+            "Call make_plan(form='absorbed')."
         )
     latent = cache.latent
     if latent is None:
-        raise ConfigError("latent: cache must have latent rows, got none.")
+        raise ConfigError(
+            "latent: cache has no latent rows. Pass the LayerCache that the plan was made for."
+        )
     plan.check_cache("latent", cache)
     shape = (plan.num_tokens, plan.config.num_heads, plan.config.latent_dim)
     if q_latent.shape != shape:
         raise ShapeError(
-            f"latent: q_latent must be [T, H, C + R] with {shape} as planned, "
+            f"latent: q_latent must be [T, H, C + R] = {shape} for this plan, "
             f"got {tuple(q_latent.shape)}."
         )
     check_alike("latent", "q_latent", q_latent, q_latent.dtype, latent.data.device)

@@ -1,4 +1,4 @@
-"""attend_partial: a step over part of the keys, with the lse by which parts are merged."""
+"""attend_partial: a step over part of the keys, with the lse that merges the parts."""
 
 from __future__ import annotations
 
@@ -30,24 +30,37 @@ def attend_partial(
     write: bool = True,
     keys: str = "all",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]
-    """attend_step without the sink, and with its lse: natural-log, float32 (float64 for float64
-    queries), scale included. A token that sees no key has out 0 and lse -inf.
+    """Attend to part of the keys, like attend_step() but without a sink, and return the lse too.
 
-    merge_states joins results over parts of the keys, in any order; apply_sink comes last. A part
-    is a cache, or a block table, of its own. This step's rows are in one part, planned as ever. The
-    others are context that every token sees whole: Batch(causal=False). Where keys are chosen, a
-    part's Selection names those of its own (form="chosen" plans for that however few they are).
+    A part is a cache, or a block table, of its own. Merge the parts with ops.merge_states(), in any
+    order, and call apply_sink() last. Plan the part with this step's rows as usual. The other parts
+    hold context that every token sees in full: plan them with Batch(causal=False). Where keys are
+    selected, each part has its own Selection of its own keys: plan with form="chosen", which
+    selects however few keys there are.
 
-    V4 takes a CompressedInputs and no weights; its parts are the "window" and the "entries", by
-    `keys`. The first call of a step writes, the others say write=False. What comes out is still
-    rotated, as of attend_compressed.
+    Args:
+        projected: the tokens of the step; for DeepSeek V4 CompressedInputs.
+        absorbed: the weights of kv_b_proj; None for DeepSeek V4.
+        cache: the cache of this part.
+        plan: the plan of this part.
+        selection: same as in attend_step().
+        raw: same as in attend_step(); None for DeepSeek V4.
+        write: whether this call writes the step's rows. Pass False for all but the first call.
+        keys: for DeepSeek V4 "all", "window" or "entries".
+
+    Returns:
+        out [T, H, V] and lse [T, H]. lse is a natural logarithm that includes the softmax scale,
+        float32 (float64 for float64 queries). A token that sees no key has out 0 and lse -inf. For
+        DeepSeek V4, out is still rotated, as with attend_compressed().
     """
     check_kind("step", "plan", plan, Plan)
     if isinstance(projected, CompressedInputs):
         check_kind("step", "cache", cache, LayerCache)
         if absorbed is not None or raw is not None:
-            name = "raw" if absorbed is None else "absorbed"
-            raise ConfigError(f"step: {name} must not be given beside CompressedInputs.")
+            name, given = ("raw", raw) if absorbed is None else ("absorbed", absorbed)
+            raise ConfigError(
+                f"step: {name} must be None with CompressedInputs, got {type(given).__name__}."
+            )
         return attend_segments(projected, cache, plan, selection=selection, keys=keys, write=write)
     if plan.config.compressor is not None:
         raise ConfigError(
@@ -56,11 +69,14 @@ def attend_partial(
         )
     if keys != "all":
         raise ConfigError(
-            f"step: keys must be 'all' for {plan.config.model_type}, got {keys!r}. A part of its "
-            "keys has a batch of its own."
+            f"step: keys must be 'all' for {plan.config.model_type}, got {keys!r}. Plan each part "
+            "of the keys with its own Batch."
         )
     if absorbed is None:
-        raise ConfigError(f"step: absorbed must be given for {plan.config.model_type}, got none.")
+        raise ConfigError(
+            f"step: absorbed is missing for {plan.config.model_type}. Pass "
+            "absorb(kv_b_proj.weight, config)."
+        )
     check_given(projected, absorbed, cache, plan)
     step = begin_step(projected, absorbed, cache, plan, selection, raw, write)
     return scatter_out_lse(attend_groups(step), plan)

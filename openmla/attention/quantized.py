@@ -1,4 +1,4 @@
-"""Quantized outputs: each group's by the op that its plan names."""
+"""Quantized outputs: the op that the plan names quantizes the output of each group."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from openmla.plan.types import Rows
 
 
 def check_quantized(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
-    """Buffers are those of the plan; looked at before anything is written."""
+    """Raise unless the buffers fit the plan, before anything is written."""
     if out.format != plan.output:
         raise ConfigError(
-            f"step: out must be in the format that the plan was made for, output={plan.output!r}, "
-            f"got {out.format!r}."
+            f"step: out must have the output format of the plan, {plan.output!r}, got "
+            f"{out.format!r}. Call make_plan(output={out.format!r}), or make_output() in the "
+            "plan's format."
         )
     columns = plan.config.num_heads * plan.config.v_head_dim
     traced = type(out.values) is not Tensor or torch.compiler.is_compiling()

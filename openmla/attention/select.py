@@ -17,9 +17,22 @@ from openmla.plan import Absorbed, Plan, ScoreChunk, Select
 
 
 def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection | None:
-    """Write the keys, score, choose. None where no request has more keys than K: all attend to all.
+    """Run the lightning indexer: write this step's indexer keys, score, and select top-k keys.
 
-    Keys are written whatever the plan: later steps will need them.
+    Keys are written even if no token selects, because later steps need them.
+
+    Args:
+        index: the indexer's queries, weights and keys of the step's tokens.
+        cache: the layer's cache, with index rows.
+        plan: the plan of the step.
+
+    Returns:
+        The Selection for attend_step(selection=...), of this layer and of the layers that share it.
+        None if no request has more keys than the indexer's topk: every token attends to all keys.
+
+    Raises:
+        ConfigError: the cache has no index rows, or the config no indexer.
+        ShapeError: a tensor has a wrong shape, dtype or device.
     """
     for name, given, kind in (
         ("index", index, IndexInputs),
@@ -33,16 +46,23 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
 
 
 def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache:
-    """What an op would refuse only after keys are written; returns the cache of indexer keys."""
+    """Check what the ops would check only after keys are written; returns the index cache."""
     config, keys = plan.config, cache.index
     if config.indexer is None or keys is None:
-        what = "config must have an indexer" if keys else "cache must have index rows"
-        raise ConfigError(f"select: {what}, got none.")
+        if keys:
+            raise ConfigError(
+                f"select: the plan's config ({config.model_type}) has no indexer. Attend without a "
+                "selection."
+            )
+        raise ConfigError(
+            "select: cache has no index rows. Allocate it for a layer with its own indexer, or "
+            "pass the selection of the layer that this one shares with."
+        )
     plan.check_cache("select", cache)
     if plan.select is not None and not plan.select.chunks and plan.select.num_rows:
         raise ConfigError(
-            "select: plan must be made of a cache with index rows to score, got one whose caller "
-            "chooses. make_selection takes its positions."
+            "select: the plan was made for a cache without index rows and scores no keys. Pass "
+            "your own positions to make_selection(), or plan with a cache that has index rows."
         )
     HI, DI = config.indexer.num_heads, config.indexer.head_dim
     for name, tensor, shape in (
@@ -52,7 +72,7 @@ def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache
     ):
         if tensor is not None and tensor.shape != shape:
             raise ShapeError(
-                f"select: {name} must be {shape} as planned, got {tuple(tensor.shape)}."
+                f"select: {name} must be {shape} for this plan, got {tuple(tensor.shape)}."
             )
     device = keys.data.device
     check_alike("select", "q_idx", index.q_idx, index.q_idx.dtype, device)

@@ -1,4 +1,4 @@
-"""apply_sink: a logit per head that joins the softmax and has no value, after all keys are in."""
+"""apply_sink: an attention sink, a logit per head that joins the softmax and has no value."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ def apply_sink(
     lse: Tensor,  # [T, H] f32, of the very keys that out is over
     sink: Tensor,  # [H] f32
 ) -> Tensor:  # [T, H, V]
-    """What the sink leaves: out times sigmoid(lse - sink). Once, after the last merge of parts.
+    """Apply an attention sink: return out * sigmoid(lse - sink).
 
-    A token that sees nothing stays 0, whatever its sink.
+    Apply it once, after the last merge of partial results. The output of a token that sees no key
+    stays 0.
+
+    Args:
+        out: [T, H, V] attention output.
+        lse: [T, H] logsumexp over exactly the keys of `out`, natural logarithm.
+        sink: [H] logit of the sink per head.
     """
     if out.dim() != 3 or lse.shape != out.shape[:2]:
         raise ShapeError(
-            f"sink: lse must be [T, H] of out [T, H, V], got {tuple(lse.shape)} of "
+            f"sink: lse must be [T, H] and out [T, H, V], got {tuple(lse.shape)} and "
             f"{tuple(out.shape)}."
         )
     if sink.shape != out.shape[1:2]:
         raise ShapeError(
-            f"sink: sink must be [H] with {tuple(out.shape[1:2])}, got {tuple(sink.shape)}."
+            f"sink: sink must be [H] = {tuple(out.shape[1:2])}, got {tuple(sink.shape)}."
         )
     kept = (lse - sink.to(lse.dtype)).sigmoid().masked_fill(lse == -torch.inf, 0)
     return (out * kept[..., None]).to(out.dtype)

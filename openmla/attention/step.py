@@ -58,22 +58,55 @@ def attend_step(
     write: bool = True,
     out: Tensor | QuantizedOutput | None = None,  # [T, H, V], or make_output()'s for T rows
 ) -> Any:  # the same: [T, H, V] in the queries' dtype, or the buffers
-    """One layer's attention over the step's T tokens, in the caller's order.
+    """Write a step's rows and run one layer's attention over its T tokens.
 
-    All new rows are written first, so that absorbed queries find their own row in the cache. With
-    `raw`, of which `projected` is a view, they are normalised and rotated on their way.
-    `selection` is select_step's, this layer's or an earlier one's, where the plan has sparse rows.
-    A `sink` is a logit per head that joins the softmax and has no value. Tokens of no request, a
-    batch's padding and what fills up a captured step, get 0.
+    All new rows are written first, so that absorbed queries find their own row in the cache. The
+    result is in the caller's order. Padding tokens, which belong to no request, get 0.
 
-    `write=False`: the caller has written this step's rows to the plan's slots. Absorbed requests,
-    and masked ones (sparse prefill), read all keys from the cache; expanded ones read their context
-    from it and take their new rows from `projected`, as ever. With a lossy cache the answer so is
-    the one that writing here gives.
+    Args:
+        projected: queries and latent rows of the step's tokens.
+        absorbed: the weights of kv_b_proj, made by absorb().
+        cache: the layer's cache.
+        plan: the plan of the step, made with a cache of the same geometry.
+        selection: the selected keys of select_step() or make_selection(), of this layer or of the
+            layer whose selection it shares. Needed where the plan selects keys.
+        sink: [H] float32, a logit per head that joins the softmax and has no value.
+        raw: projections before norm and RoPE, of which `projected` is a view. The write normalizes
+            and rotates them in place.
+        write: False if the caller has already written this step's rows to the plan's slots.
+            Absorbed and masked requests then read all keys from the cache. Expanded requests read
+            their context from the cache and their new rows from `projected`, with or without
+            `write`. The result is the same, also with a lossy cache.
+        out: a tensor [T, H, V] to fill, whose tokens may be strided and whose heads are
+            contiguous; or make_output() buffers of T rows in the plan's output format.
 
-    `out` is filled and returned. Its tokens may be apart, as in a wider buffer; a token's heads are
-    contiguous. Where it is a QuantizedOutput, of the format that the plan was made for, outputs are
-    quantised by the ops that the plan names, and after a sink.
+    Returns:
+        The output [T, H, V] in the dtype of the queries, or `out`.
+
+    Raises:
+        ShapeError: a tensor has a wrong shape, dtype or device. Nothing is written.
+        ConfigError: cache, plan or selection do not match. Nothing is written.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=4, block_size=16, format="fp32")
+    pool = openmla.BlockPool(num_blocks=4, block_size=16)
+    pool.take({"a": 20})
+    table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 0, 20)])
+    plan = openmla.make_plan(openmla.Batch([20], [20], table, slots), config, cache)
+
+    H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    C, V = config.kv_lora_rank, config.v_head_dim
+    weights = openmla.absorb(torch.randn(H * (P + V), C), config)
+    projected = openmla.Projected(
+        torch.randn(20, H, P), torch.randn(20, H, R), torch.randn(20, C), torch.randn(20, R)
+    )
+    with torch.inference_mode():
+        out = openmla.attend_step(projected, weights, cache, plan)
+    assert out.shape == (20, H, V)
+    ```
     """
     check_given(projected, absorbed, cache, plan)
     if isinstance(out, QuantizedOutput):
@@ -88,7 +121,7 @@ def attend_step(
         if plan.padding:
             quantize_padding(out, projected.q_nope, plan)
         return out
-    return put_together([(rows, some) for rows, some, _ in parts], plan, into=out)
+    return scatter_parts([(rows, some) for rows, some, _ in parts], plan, into=out)
 
 
 def begin_step(
@@ -100,8 +133,8 @@ def begin_step(
     raw: RawProjections | None,
     write: bool,
 ) -> Step:
-    """All checks, then this step's rows into the cache. The step has queries and new rows as they
-    meet the cached ones."""
+    """Run all checks, then write this step's rows. The returned step has queries and new rows in
+    the units of the cached ones."""
     latent = check_inputs(projected, absorbed, cache, plan)
     if plan.select is not None:
         check_selection(selection, plan.select)
@@ -155,7 +188,7 @@ def room_for(out: Tensor, rows: Rows) -> Tensor | None:
     return out[rows]
 
 
-def put_together(
+def scatter_parts(
     parts: Sequence[tuple[Rows, Tensor]],
     plan: Plan,
     *,
@@ -183,6 +216,6 @@ def put_together(
 
 def scatter_out_lse(parts: Sequence[Part], plan: Plan) -> tuple[Tensor, Tensor]:
     """Out [T, H, ...] and lse [T, H] of all tokens."""
-    out = put_together([(rows, some) for rows, some, _ in parts], plan)
-    lse = put_together([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
+    out = scatter_parts([(rows, some) for rows, some, _ in parts], plan)
+    lse = scatter_parts([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
     return out, lse

@@ -1,4 +1,4 @@
-"""What the functions of this room hand to one another, and what they share."""
+"""Types that the attention functions take and share."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from openmla.plan import Plan
 
 
 class Projected(NamedTuple):
-    """A step's tokens after projections, norms and rope: views of RawProjections where latent_write
-    applies the last two."""
+    """The queries and latent rows of a step's tokens, after projections, norms and RoPE.
+
+    With RawProjections (`raw=`), these are views of its tensors, not yet normalized and rotated.
+
+    Attributes:
+        q_nope: [T, H, P] the part of the queries without RoPE.
+        q_pe: [T, H, R] the rotated part of the queries.
+        kv_c: [T, C] latents, normalized.
+        k_pe: [T, R] the rotated key part that all heads share.
+    """
 
     q_nope: Tensor  # [T, H, P]
     q_pe: Tensor  # [T, H, R], rotated
@@ -25,9 +33,20 @@ class Projected(NamedTuple):
 
 
 class RawProjections(NamedTuple):
-    """Projections before norm and rope: latent rows lack both, queries the rotation.
+    """A step's projections before norm and RoPE, which the write applies in place.
 
-    latent_write applies them in place, so views of these tensors see the result.
+    Views of these tensors see the result.
+
+    Attributes:
+        q: [T, H, E] queries; they are rotated, and with norm_queries normalized too.
+        kv: [T, D] latent rows; they are normalized and rotated.
+        norm_weight: weight of the RMSNorm over the first columns of kv.
+        positions: [T] int64, rows of the table.
+        table: [Q, R] float32, a RoPE table; None if nothing is rotated.
+        pairing: "pairs" or "halves", as in RopeConfig.
+        eps: epsilon of the RMSNorm.
+        factor: multiplies the normalized latents (LongCat).
+        norm_queries: whether queries are normalized, without a weight (DeepSeek V4).
     """
 
     q: Tensor  # [T, H, E]
@@ -42,10 +61,18 @@ class RawProjections(NamedTuple):
 
 
 class AbsorbedWeights(NamedTuple):
-    """kv_b_proj in the three shapes attention uses; the last two are views of the first, or of a
-    copy in eight bits.
+    """The weight of kv_b_proj in the three shapes that attention uses, made by absorb().
 
-    With scales, w_uk and w_uv are e4m3 as ops/project_heads.py has it, and kv_b is, or is not.
+    w_uk and w_uv are views of kv_b, or of an fp8 copy. With scales they are e4m3, as described in
+    ops/project_heads.py; kv_b may then be e4m3 or not.
+
+    Attributes:
+        kv_b: [H * (P + V), C] the weight, for expanding.
+        w_uk: [H, P, C] takes queries into latent space.
+        w_uv: [H, C, V] takes outputs out of latent space.
+        linear: a callable that expands latents instead of kv_b, because it is cheaper.
+        uk_scale: [H, KB, NB] float32 scales of an e4m3 w_uk.
+        uv_scale: [H, KB, NB] float32 scales of an e4m3 w_uv.
     """
 
     kv_b: Tensor  # [H * (P + V), C]
@@ -56,7 +83,7 @@ class AbsorbedWeights(NamedTuple):
     uv_scale: Tensor | None = None  # [H, KB, NB] f32
 
     def dense(self, dtype: torch.dtype) -> Tensor:  # [H * (P + V), C]
-        """kv_b itself; decoded into a new tensor where it is e4m3."""
+        """Return kv_b, decoded into a new tensor if it is e4m3."""
         if self.kv_b.dtype == dtype:
             return self.kv_b
         assert self.uk_scale is not None and self.uv_scale is not None
@@ -74,9 +101,12 @@ class AbsorbedWeights(NamedTuple):
 
 
 class IndexInputs(NamedTuple):
-    """What the lightning indexer makes of a step's tokens, rotated; scales folded into w_idx.
+    """The lightning indexer's queries, weights and keys of a step's tokens.
 
-    `k_idx` is None where the keys are in the cache already.
+    Attributes:
+        q_idx: [T, HI, DI] queries, rotated.
+        w_idx: [T, HI] float32 weights per head, with all scales multiplied in.
+        k_idx: [T, DI] keys, rotated; None if they are in the cache already.
     """
 
     q_idx: Tensor  # [T, HI, DI]
@@ -85,7 +115,14 @@ class IndexInputs(NamedTuple):
 
 
 class PoolInputs(NamedTuple):
-    """What V4's compressor makes of a step's tokens, before they are pooled, and its weights."""
+    """Inputs of DeepSeek V4's compressor: a step's tokens before pooling, and its weights.
+
+    Attributes:
+        kv: [T, D], or [T, 2 D] for overlapping windows.
+        score: same shape as kv.
+        bias: [ratio, D] or [ratio, 2 D], added to the scores by position in the window.
+        norm_weight: [D] weight of the RMSNorm of entries.
+    """
 
     kv: Tensor  # [T, D], [T, 2 D] for overlapping windows
     score: Tensor  # the same
@@ -95,7 +132,20 @@ class PoolInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CompressedInputs:
-    """What a V4 layer hands to attend_compressed of a step's tokens, by the same names."""
+    """The inputs of a DeepSeek V4 layer's attention, for attend_partial().
+
+    The fields are the same as the arguments of attend_compressed().
+
+    Attributes:
+        q: [T, H, D] queries, rotated.
+        rows: [T, D] rows of this step, rotated; None if nothing is written.
+        raw: q and rows before they are normalized and rotated.
+        table: [Q, R] float32, the layer's RoPE table, for layers with entries.
+        pool_inputs: inputs of the compressor, for layers with entries.
+        index: inputs of the indexer, where the plan selects entries.
+        index_pool_inputs: inputs of the compressor of indexer keys.
+        hadamard: whether indexer queries and keys are rotated by a Hadamard matrix.
+    """
 
     q: Tensor  # [T, H, D], rotated
     rows: Tensor | None = None  # [T, D], rotated; None where nothing is written
@@ -108,9 +158,18 @@ class CompressedInputs:
 
 
 class Selection(NamedTuple):
-    """The keys chosen for the plan's sparse rows; layers that share a selection take the same."""
+    """The selected keys of a plan's tokens, made by select_step() or make_selection().
 
-    # [n, K] i32, -1 pads; over ranks, tokens that stay in latent space have this rank's numbers
+    Layers that share a selection use the same object. It is valid for one plan only.
+
+    Attributes:
+        positions: [n, K] int32 selected keys, -1 for padding.
+        lens: [num_absorbed] int32 columns that count.
+        rows: [num_absorbed, K] int32 slots if the plan maps positions to slots, else positions.
+        row_lens: the plan's own tensor, which identifies the plan.
+    """
+
+    # over ranks, tokens that stay in latent space have this rank's numbers
     positions: Tensor
     lens: Tensor  # [num_absorbed] i32, columns that count
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
@@ -118,8 +177,8 @@ class Selection(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the groups of one layer's step have in common: tokens that were projected, and weights
-    to absorb; or, without weights, queries that are in latent space already."""
+    """What the groups of one layer's step share: projected tokens and absorbed weights, or, without
+    weights, queries that are in latent space already."""
 
     cache: LayerCache
     plan: Plan
@@ -134,9 +193,11 @@ class Step(NamedTuple):
 def check_alike(
     where: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless a tensor can meet the others of its step."""
+    """Raise unless a tensor has the dtype and device of the step's other inputs."""
     if tensor.dtype != dtype:
-        raise ShapeError(f"{where}: {name} must be {dtype} like the others, got {tensor.dtype}.")
+        raise ShapeError(
+            f"{where}: {name} must be {dtype} like the other inputs, got {tensor.dtype}."
+        )
     if tensor.device != device:
         raise ShapeError(f"{where}: {name} must be on {device}, got {tensor.device}.")
 

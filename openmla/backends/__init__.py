@@ -147,7 +147,7 @@ def why_not(problem: Problem, backend: str) -> str | None:
         raise
     if reason is not None and not isinstance(reason, str):
         raise ConfigError(
-            f"{problem.op}: why_not of backend {backend!r} must return a sentence or None, got "
+            f"{problem.op}: why_not() of backend {backend!r} must return a sentence or None, got "
             f"{reason!r}."
         )
     return reason
@@ -164,8 +164,8 @@ def _asked(problem: Problem, backend: str, name: str, default: Any) -> Any:
         if (problem.op, backend) not in OTHERS or isinstance(error, OpenMLAError):
             raise
         raise ConfigError(
-            f"{problem.op}: {name} of backend {backend!r} must answer for every problem, got "
-            f"{type(error).__name__}: {error}. Fix it, or call "
+            f"{problem.op}: {name}() of backend {backend!r} raised {type(error).__name__}: "
+            f"{error}. Fix it, or call "
             f"unregister_backend({problem.op!r}, {backend!r})."
         ) from error
 
@@ -213,7 +213,7 @@ def preparer(op: str, backend: str) -> Callable[[Any], None] | None:
             if isinstance(error, OpenMLAError):
                 raise
             raise ConfigError(
-                f"{op}: prepare_step of backend {backend!r} raised "
+                f"{op}: prepare_step() of backend {backend!r} raised "
                 f"{type(error).__name__}: {error}. Fix it, or call "
                 f"unregister_backend({op!r}, {backend!r})."
             ) from error

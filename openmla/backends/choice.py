@@ -22,7 +22,7 @@ def check_backend_choice(where: str, choice: BackendChoice) -> None:
         return
     if not isinstance(choice, Mapping):
         raise ConfigError(
-            f"{where}: backend must be a name or a name per op, such as "
+            f"{where}: backend must be a name, or a dict of names per op such as "
             f"{{'mqa_paged': 'triton'}}, got {choice!r}."
         )
     for op, name in choice.items():

@@ -1,7 +1,7 @@
-"""register_backend(): someone else's implementation of an op under a name of its own.
+"""register_backend(): add your own implementation of an op to the table of backends.
 
-It joins the table, before what is there: `auto` tries it first, and its `why_not` and `slower` say
-where it stands back. Nothing is looked for; who wants a backend registers it.
+It is tried before the other backends with "auto", unless its `why_not` or `slower` says otherwise.
+There is no discovery: whoever wants a backend registers it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,37 @@ _CHANGING = threading.Lock()  # the table, which is read without it
 
 
 def register_backend(op: str, name: str, module: Any) -> None:
-    """Let `module` (or any object with such functions) run an op as backend `name`.
+    """Register a module, or any object with the same functions, as a backend of an op.
 
-    It must have `why_not(problem)`, a sentence that completes "this backend ..." or None if it can
-    run the problem, and `run`, which takes what the reference's takes and returns the same. It may
-    have `slower`, `kernel_of`, `efficiency`, `prefers_slots`, `reads_apart` and LAUNCHES, and
-    `prepare_step(plan)`, which is called once for each step, before its layers run. One name may
-    serve several ops, each registered by itself. Plans made before may not use it: plan afterwards.
+    Register each op separately; one name can serve several ops. Plans that exist already may not
+    use the backend. See docs/adding-a-kernel.md.
+
+    Args:
+        op: name of the op.
+        name: a new name, for backend=.
+        module: it must have why_not(problem), which returns None if it can run the problem, or a
+            sentence that completes "this backend ...", and run(), with the arguments and results of
+            the reference. It may have slower, kernel_of, efficiency, prefers_slots, reads_apart,
+            LAUNCHES, and prepare_step(plan), which is called once per step before its layers run.
+
+    Raises:
+        ConfigError: the name is taken, or a function is missing or has other arguments.
     """
     where = "register_backend"
     check_op(where, op)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
         raise ConfigError(
-            f"{where}: name must be letters, digits, '_', '-' or '.', a letter first, got {name!r}."
+            f"{where}: name must begin with a letter and contain only letters, digits, '_', '-' "
+            f"and '.', got {name!r}."
         )
     if name in OWN or name == "auto":
-        raise ConfigError(f"{where}: name must not be one of openmla's own, got {name!r}.")
+        raise ConfigError(f"{where}: name {name!r} is used by openmla itself. Choose another name.")
     _check_module(where, op, module)
     with _CHANGING:
         if name in BACKENDS[op]:
             raise ConfigError(
-                f"{where}: {op} must not have a backend {name!r} already. "
-                f"Call unregister_backend({op!r}, {name!r}) first."
+                f"{where}: op {op} already has a backend {name!r}. Call "
+                f"unregister_backend({op!r}, {name!r}) first."
             )
         OTHERS[op, name] = module  # before the table names it
         BACKENDS[op] = (name, *BACKENDS[op])
@@ -53,15 +62,22 @@ def register_backend(op: str, name: str, module: Any) -> None:
 
 
 def unregister_backend(op: str, name: str) -> None:
-    """Take back what register_backend() put there. Plans that name it cannot run any more."""
+    """Remove a backend that register_backend() added. Plans that name it can no longer run.
+
+    Args:
+        op: name of the op.
+        name: name of the backend.
+
+    Raises:
+        ConfigError: the op has no registered backend of that name.
+    """
     where = "unregister_backend"
     check_op(where, op)
     with _CHANGING:
         if (op, name) not in OTHERS:
             known = [taken for known_op, taken in OTHERS if known_op == op]
             raise ConfigError(
-                f"{where}: {op} must have a registered backend {name!r}, got none."
-                f"{nearest(name, known)}"
+                f"{where}: op {op} has no registered backend {name!r}.{nearest(name, known)}"
             )
         BACKENDS[op] = tuple(kept for kept in BACKENDS[op] if kept != name)
         del OTHERS[op, name]
@@ -71,18 +87,26 @@ def unregister_backend(op: str, name: str) -> None:
 def _check_module(where: str, op: str, module: Any) -> None:
     for needed in ("why_not", "run"):
         if not callable(getattr(module, needed, None)):
-            raise ConfigError(f"{where}: module must have a function {needed}, got {module!r}.")
+            raise ConfigError(f"{where}: module must have a function {needed}(), got {module!r}.")
     for found in OPTIONAL:
         if hasattr(module, found) and not callable(getattr(module, found)):
-            raise ConfigError(f"{where}: module's {found} must be a function of a problem.")
+            raise ConfigError(
+                f"{where}: module's {found} must be a function of a problem, got "
+                f"{getattr(module, found)!r}."
+            )
     launches = getattr(module, "LAUNCHES", None)
     if launches is not None and (not isinstance(launches, int) or launches < 0):
-        raise ConfigError(f"{where}: module's LAUNCHES must be a number, got {launches!r}.")
+        raise ConfigError(
+            f"{where}: module's LAUNCHES must be an integer of at least 0, got {launches!r}."
+        )
     for asked in ("why_not", *(name for name in OPTIONAL if hasattr(module, name))):
         _check_call(where, asked, getattr(module, asked), ["problem"], [])
     if hasattr(module, "prepare_step"):
         if not callable(module.prepare_step):
-            raise ConfigError(f"{where}: module's prepare_step must be a function of a plan.")
+            raise ConfigError(
+                f"{where}: module's prepare_step must be a function of a plan, got "
+                f"{module.prepare_step!r}."
+            )
         _check_call(where, "prepare_step", module.prepare_step, ["plan"], [])
     parameters = inspect.signature(load(op, "reference").run).parameters.values()
     scalars = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]

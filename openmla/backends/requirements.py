@@ -117,7 +117,7 @@ def explain_failure(op: str, error: Exception) -> None:
         return
     if of_triton or isinstance(error, (ImportError, AttributeError, TypeError)):
         raise UnsupportedError(
-            f"{op}: a kernel failed with triton {version_of('triton')}, which is newer than those "
-            f"tested, {needed.oldest} to {needed.newest}: {error}. "
-            f'pip install "triton<={needed.newest}.*"'
+            f"{op}: a kernel failed with triton {version_of('triton')}, which is newer than the "
+            f"tested versions, {needed.oldest} to {needed.newest}: {error}. "
+            f'Run pip install "triton<={needed.newest}.*".'
         ) from error

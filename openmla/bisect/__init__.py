@@ -30,9 +30,10 @@ __all__ = [
 
 def reference_of(model: Any) -> Reference:
     """The weights and config of a transformers model that is not attached."""
-    from openmla.integrations.transformers.check import DEFAULTS, check_model
+    from openmla.integrations.options import AttachOptions
+    from openmla.integrations.transformers.check import check_model
 
-    attachment = check_model(model, DEFAULTS)
+    attachment = check_model(model, AttachOptions())
     reference = Reference(attachment.config, attachment.modules)
     reference.check()
     return reference

@@ -18,9 +18,9 @@ LONG = 512  # tokens from which on tensors make slots faster than Python does
 
 
 def as_integer(value: object) -> int | None:
-    """A whole number as Python's own, numpy's too; None for anything else.
+    """Convert an integer, also one of numpy, to int; return None for anything else.
 
-    A bool is no number, and a tensor may be on a device, which is never waited for.
+    bool is not accepted, nor is a tensor: reading it would wait for its device.
     """
     if type(value) is int:
         return value
@@ -40,15 +40,32 @@ def _integer(name: str, value: object) -> int:
 
 
 class BlockPool:
-    """Hands out cache blocks to requests, shares them by reference count, copies on write.
+    """Assigns cache blocks to requests; requests can share blocks, with copy-on-write.
 
-    A request is any hashable name. Its tokens fill its blocks in order. Every method either
-    does all it says or raises and changes nothing.
+    A request is any hashable name. Its tokens fill its blocks in order. A method that raises has
+    changed nothing. The pool holds integers only: it touches no tensor of a cache.
 
-    With a `window`, a request keeps only blocks that its next tokens can see, each its last
-    `window` positions; take() releases the others, of all requests but those in `busy`: their
-    tokens are still being computed. A request may then be cut by `rollback` tokens at most, counted
-    from the longest it has been.
+    Args:
+        num_blocks: blocks in the cache.
+        block_size: tokens per block.
+        window: for sliding-window rows, how many of its last positions a token sees. take() then
+            releases blocks that no later token can see, except those of requests in `busy`, whose
+            tokens are still being computed.
+        rollback: with a window, how many tokens truncate() can remove, counted from the longest a
+            request has been.
+
+    Raises:
+        ConfigError: a size is not a positive integer.
+
+    ```python
+    import openmla
+
+    pool = openmla.BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20, "b": 5})  # a prompt of 20 tokens and one of 5
+    assert pool.block_table(["a", "b"]).tolist() == [[0, 1], [2, -1]]
+    assert pool.slot_mapping([("b", 0, 5)]).tolist() == [32, 33, 34, 35, 36]
+    pool.free("a")
+    ```
     """
 
     def __init__(
@@ -59,7 +76,9 @@ class BlockPool:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"cache: {name} must be a positive integer, got {value!r}.")
         if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
-            raise ConfigError(f"cache: rollback must not be negative, got {rollback!r}.")
+            raise ConfigError(
+                f"cache: rollback must be an integer of at least 0, got {rollback!r}."
+            )
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.window = window
@@ -82,25 +101,34 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that no request holds."""
         return len(self._free)
 
     @property
     def requests(self) -> tuple[Hashable, ...]:
+        """The names of all requests, in the order of their first take() or share()."""
         return tuple(self._lens)
 
     def seq_len(self, request: Hashable) -> int:
-        """Tokens the request holds; 0 for a request the pool does not know."""
+        """Return the number of tokens of a request; 0 for one that is not in the pool."""
         return self._lens.get(request, 0)
 
     def blocks(self, request: Hashable) -> tuple[int, ...]:
-        """The request's physical blocks, in order; those it has released are not among them."""
+        """Return the physical blocks of a request in order, without those it has released."""
         return tuple(self._blocks.get(request, ()))
 
     def take(self, wanted: Mapping[Any, int]) -> list[tuple[int, int]]:
         """Append wanted[request] tokens to each request, for all of them or for none.
 
-        Returns (source, target) block pairs whose bytes the caller must copy before writing
-        (PagedCache.copy_blocks): a request that grows inside a block it shares gets its own.
+        Args:
+            wanted: new tokens by request. A request that is not in the pool is added.
+
+        Returns:
+            (source, target) block pairs to copy before the step writes, for
+            LayerCache.copy_blocks(). A request that grows inside a shared block gets its own.
+
+        Raises:
+            CacheFullError: there are not enough free blocks.
         """
         wanted = self._counts(wanted)
         self._check_room(wanted)
@@ -114,7 +142,7 @@ class BlockPool:
         return copies
 
     def check(self, wanted: Mapping[Any, int]) -> None:
-        """Raise what take() would, and do nothing else."""
+        """Raise the error that take() would raise, without taking anything."""
         self._check_room(self._counts(wanted))
 
     def _counts(self, wanted: Mapping[Any, int]) -> dict[Any, int]:
@@ -123,14 +151,14 @@ class BlockPool:
             num_tokens = as_integer(given)
             if num_tokens is None or num_tokens < 0:
                 raise ShapeError(
-                    f"cache: tokens for request {request!r} must be an integer of at least 0, "
-                    f"got {given!r}."
+                    f"cache: the number of tokens for request {request!r} must be an integer of "
+                    f"at least 0, got {given!r}."
                 )
             counts[request] = num_tokens
         return counts
 
     def missing(self, wanted: Mapping[Any, int]) -> int:
-        """How many blocks more take() would have to find; 0 where it has room."""
+        """Return how many free blocks take() lacks; 0 if it would succeed."""
         needed, free = self._needed(self._counts(wanted))
         return max(sum(needed.values()) - free, 0)
 
@@ -141,22 +169,22 @@ class BlockPool:
         for request, count in needed.items():
             if count > free:
                 raise CacheFullError(
-                    f"cache: request {request!r} needs {count} blocks, "
-                    f"{free} of {self.num_blocks} are free."
+                    f"cache: request {request!r} needs {count} more block{'s' * (count != 1)}, and "
+                    f"{free} of {self.num_blocks} are free. Free a request, or use a larger pool."
                 )
             free -= count
 
     def _needed(self, wanted: Mapping[Any, int]) -> tuple[dict[Any, int], int]:
-        """Blocks by request, and how many are free once those are released that have passed."""
+        """Blocks needed by request, and free blocks after those out of the window are released."""
         counts: dict[Any, int] = {}
-        left: dict[int, int] = {}  # users that leave a shared block within this call
+        left: dict[int, int] = {}  # users that leave a shared block during this call
         free = len(self._free)
         for request, passed in self._passed(wanted).items():
             for block in self._blocks[request][:passed]:
                 left[block] = left.get(block, 0) + 1
                 free += left[block] == self._users[block]
         BS, lens, first = self.block_size, self._lens, self._first
-        for request, num_tokens in wanted.items():  # of every step: few calls
+        for request, num_tokens in wanted.items():  # runs in every step: few calls
             length, held = lens.get(request, 0), self._blocks.get(request, [])
             needed = -(-(length + num_tokens) // BS) - first.get(request, 0) - len(held)
             needed = needed if needed > 0 else 0
@@ -169,7 +197,7 @@ class BlockPool:
         return counts, free
 
     def _passed(self, wanted: Mapping[Any, int]) -> dict[Hashable, int]:
-        """How many of each request's first blocks no token of it will see again."""
+        """How many of the first blocks of each request are out of the window for good."""
         if self.window is None:
             return {}
         passed = {}
@@ -209,25 +237,30 @@ class BlockPool:
         return block
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks behind the last one; the caller enlarges its caches to match."""
+        """Add free blocks after the last one; enlarge the caches to match with LayerCache.grown().
+
+        Args:
+            num_blocks: the new size of the pool, not the number of blocks to add.
+        """
         num_blocks = _integer("num_blocks", num_blocks)
         if num_blocks < self.num_blocks:
             raise ShapeError(
-                f"cache: a pool of {self.num_blocks} blocks can only grow, got {num_blocks}."
+                f"cache: num_blocks must be at least the {self.num_blocks} blocks of the pool, "
+                f"got {num_blocks}."
             )
         self._free = [*range(num_blocks - 1, self.num_blocks - 1, -1), *self._free]
         self._users += [0] * (num_blocks - self.num_blocks)
         self.num_blocks = num_blocks
 
     def free(self, request: Hashable) -> None:
-        """Forget a request; blocks nobody else uses become free."""
+        """Remove a request from the pool; blocks that no other request shares become free."""
         self._known(request)
         self._release(self._blocks.pop(request))
         for known in (self._first, self._lens, self._longest):
             del known[request]
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Keep the first num_tokens tokens of a request and release the blocks behind them."""
+        """Keep the first num_tokens tokens of a request and release the blocks after them."""
         num_tokens = self.check_truncate(request, num_tokens)
         if num_tokens == 0:
             self._first[request] = self._longest[request] = 0
@@ -239,12 +272,12 @@ class BlockPool:
         self._lens[request] = num_tokens
 
     def check_truncate(self, request: Hashable, num_tokens: int) -> int:
-        """Raise what truncate() would, and do nothing else. Returns num_tokens."""
+        """Raise the error that truncate() would raise, or return num_tokens as an int."""
         self._known(request)
         return self._check_length(request, num_tokens, "be cut to")
 
     def _check_length(self, request: Hashable, num_tokens: int, verb: str) -> int:
-        """A length a request can have: one it has had, and with a window not too long ago."""
+        """Raise unless a request had this length, and with a window had it recently enough."""
         num_tokens = _integer("num_tokens", num_tokens)
         length, least = self._lens[request], 0
         if self.window is not None:
@@ -254,15 +287,24 @@ class BlockPool:
             start = f"0 or {least}" if least else "0"
             raise ShapeError(
                 f"cache: request {request!r} can {verb} {start}..{length} tokens{reason}, "
-                f"got {num_tokens}."
+                f"got num_tokens={num_tokens}."
             )
         return num_tokens
 
     def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
-        """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
+        """Start request `target` with the first num_tokens tokens of `source`; nothing is copied.
+
+        Args:
+            source: a request in the pool.
+            target: the name of the new request.
+            num_tokens: defaults to all tokens of `source`.
+        """
         self._known(source)
         if target in self._lens:
-            raise ShapeError(f"cache: request {target!r} exists already. Free it first.")
+            raise ShapeError(
+                f"cache: request {target!r} is already in the pool. Call pool.free({target!r}) "
+                "first."
+            )
         length = self._lens[source] if num_tokens is None else num_tokens
         length = self._check_length(source, length, "share")
         first = self._first[source] if length else 0
@@ -282,12 +324,18 @@ class BlockPool:
 
     def _known(self, request: Hashable) -> None:
         if request not in self._lens:
-            raise ShapeError(f"cache: request {request!r} is not in the pool.")
+            raise ShapeError(
+                f"cache: request {request!r} is not in the pool. Call pool.take() for it first."
+            )
 
     def block_table(self, requests: Sequence[Hashable], *, num_columns: int = 0) -> Tensor:
-        """[B, M] i32 on the CPU; M is the longest row or num_columns. Unused columns are -1.
+        """Build the block table of some requests: [B, M] int32 on the CPU, unused columns -1.
 
-        With a window rows are rings: the k-th block of a request is in column k % M.
+        With a window, rows are ring buffers: the k-th block of a request is in column k % M.
+
+        Args:
+            requests: B names. The row of a request that is not in the pool is all -1.
+            num_columns: the least M. M is at least the number of blocks of the longest row.
         """
         rows = [self._blocks.get(request, []) for request in requests]
         M = max(_integer("num_columns", num_columns), max(map(len, rows), default=0))
@@ -303,14 +351,19 @@ class BlockPool:
     def slot_mapping(
         self, spans: Sequence[tuple[Hashable, int, int]], *, num_rows: int = 0
     ) -> Tensor:
-        """[T] i64 on the CPU: the slots of positions start..stop-1 of each (request, start, stop).
+        """Build the slots of positions start..stop-1 of each span: [T] int64 on the CPU.
 
-        T is the number of positions or num_rows; rows past the positions are -1, not written.
+        Args:
+            spans: (request, start, stop), one after another.
+            num_rows: the least T. Rows after the last position are -1, which is not written.
+
+        Raises:
+            ShapeError: a position has no slot, because take() was not called for it.
         """
-        slots = array("q")  # a tensor is made of it without looking at each
+        slots = array("q")  # becomes a tensor without a Python loop
         lens, firsts = self._lens, self._first
         parts: list[Tensor] = []
-        through: list[int] = []  # blocks of long spans, one behind another
+        through: list[int] = []  # blocks of long spans, one after another
         long: list[tuple[int, int]] = []
         BS, given = self.block_size, 0
         for request, start, stop in spans:
@@ -318,10 +371,7 @@ class BlockPool:
             if type(start) is not int or type(stop) is not int:
                 start, stop = _integer("start", start), _integer("stop", stop)
             if not first * BS <= start <= stop <= lens.get(request, 0):
-                raise ShapeError(
-                    f"cache: positions of request {request!r} must lie in "
-                    f"{first * BS}..{self.seq_len(request)}, got {start}..{stop}."
-                )
+                raise self._no_slots(request, start, stop)
             blocks = self._blocks.get(request, [])
             given += stop - start
             if stop - start > LONG:
@@ -337,7 +387,7 @@ class BlockPool:
             if stop - start == 1:  # decode
                 slots.append(blocks[start // BS - first] * BS + start % BS)
                 continue
-            while start < stop:  # a block at a time
+            while start < stop:  # one block at a time
                 block, offset = divmod(start, BS)
                 end = min(stop, start - offset + BS)
                 slot = blocks[block - first] * BS + offset
@@ -350,14 +400,30 @@ class BlockPool:
             parts.append(_tensor_of(slots))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _no_slots(self, request: Hashable, start: int, stop: int) -> ShapeError:
+        """Positions of a request without slots: usually take() was not called for them."""
+        length, oldest = self.seq_len(request), self._first.get(request, 0) * self.block_size
+        call = f"Call pool.take({{{request!r}: {stop - length}}}) before slot_mapping()."
+        if not oldest <= start <= stop:
+            return ShapeError(
+                f"cache: positions of request {request!r} must lie in {oldest}..{length}, got "
+                f"{start}..{stop}."
+            )
+        if request not in self._lens:
+            return ShapeError(f"cache: request {request!r} has no blocks in the pool. {call}")
+        return ShapeError(
+            f"cache: request {request!r} has {length} tokens in the pool, got positions "
+            f"{start}..{stop}. {call}"
+        )
+
 
 def _tensor_of(slots: array[int]) -> Tensor:
     return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0).long()
 
 
 def slots_of_blocks(blocks: Sequence[int], spans: Sequence[tuple[int, int]], BS: int) -> Tensor:
-    """[T] i64: slots one after another through blocks. A span is an offset into its first block,
-    and how many slots; the blocks of the next one follow its own."""
+    """[T] i64: consecutive slots through blocks. A span is an offset into its first block and a
+    number of slots; the blocks of the next span follow."""
     starts = _tensor_of(array("q", blocks)) * BS
     slots = (starts[:, None] + torch.arange(BS, device="cpu")).view(-1)
     if slots.shape[0] == sum(num for _, num in spans):  # whole blocks

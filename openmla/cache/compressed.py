@@ -1,4 +1,4 @@
-"""CompressedPool: the three kinds of blocks a V4 request holds, moved together."""
+"""CompressedPool: the three block pools of a DeepSeek V4 model, changed together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Copies(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What Batch takes of some requests, on the CPU."""
+    """The tables of some requests, on the CPU, under the names that Batch uses."""
 
     block_table: Tensor  # [B, M] i32
     window_table: Tensor  # [B, MW] i32
@@ -29,9 +29,24 @@ class Tables(NamedTuple):
 
 
 class CompressedPool:
-    """BlockPools of entries, of raw rows in the window and of compressor states.
+    """Assigns blocks of the three DeepSeek V4 caches: entries, recent rows, compressor states.
 
-    Like a BlockPool: every method does all it says, in all three, or raises and changes nothing.
+    It works like a BlockPool: a method changes all three pools, or raises and changes nothing.
+
+    Args:
+        geometry: the sizes of the caches, LayerCache.geometry of any layer of the model.
+
+    ```python
+    import openmla
+
+    config = openmla.PRESETS["tiny-v4"]
+    cache = openmla.allocate_cache(
+        config, num_blocks=4, block_size=256, format="fp32", max_requests=2, max_tokens=64
+    )
+    pool = openmla.CompressedPool(cache.geometry)
+    pool.take({"a": 20})
+    batch = openmla.Batch([20], [20], **pool.tables(["a"])._asdict())
+    ```
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -69,36 +84,51 @@ class CompressedPool:
         return self.entries.requests
 
     def seq_len(self, request: Hashable) -> int:
+        """Return the number of tokens of a request; 0 for one that is not in the pool."""
         return self.entries.seq_len(request)
 
     def take(self, wanted: Mapping[Any, int]) -> Copies:
-        """Append wanted[request] tokens to each request, for all of them or for none."""
+        """Append wanted[request] tokens to each request, for all of them or for none.
+
+        Returns:
+            The block copies to do before the step writes: LayerCache.copy_blocks(*copies).
+
+        Raises:
+            CacheFullError: one of the three pools does not have enough free blocks.
+        """
         for pool in self.pools:
             pool.check(wanted)
         return Copies(*(pool.take(wanted) for pool in self.pools))
 
     def free(self, request: Hashable) -> None:
+        """Remove a request from the pool; blocks that no other request shares become free."""
         for pool in self.pools:
             pool.free(request)
 
     def truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Keep the first num_tokens tokens: none, or at most `rollback` fewer than there were."""
+        """Keep the first num_tokens tokens: 0, or at most `rollback` fewer than there were."""
         self.check_truncate(request, num_tokens)
         for pool in self.pools:
             pool.truncate(request, num_tokens)
 
     def check_truncate(self, request: Hashable, num_tokens: int) -> None:
-        """Raise what truncate() would, and do nothing else."""
+        """Raise the error that truncate() would raise, without changing anything."""
         for pool in self.pools:
             pool.check_truncate(request, num_tokens)
 
     def share(self, source: Hashable, target: Hashable, num_tokens: int | None = None) -> None:
-        """Start request `target` with the first num_tokens tokens of `source`; no byte moves."""
-        for pool in (self.rows, self.entries, self.states):  # the first one refuses
+        """Start request `target` with the first tokens of `source`; nothing is copied."""
+        for pool in (self.rows, self.entries, self.states):  # the first one raises
             pool.share(source, target, num_tokens)
 
     def tables(self, requests: Sequence[Hashable], *, window_columns: int = 0) -> Tables:
-        """Tables of some requests; a captured graph asks for as many window columns as it has."""
+        """Build the tables of some requests, for Batch.
+
+        Args:
+            requests: B names. A request that is not in the pool gets rows of -1.
+            window_columns: the least number of columns of window_table. A captured graph needs as
+                many as its buffers have.
+        """
         states = self.states.block_table(requests, num_columns=1)
         window = self.rows.block_table(requests, num_columns=window_columns)
         return Tables(self.entries.block_table(requests), window, states[:, 0].contiguous())

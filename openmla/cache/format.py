@@ -18,10 +18,16 @@ V4_ROPE = 64  # columns it keeps in bf16
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """One element per column: row (block, offset) of a cache [N, BS, W] holds D values, W = D.
+    """How rows of values are stored in a cache [N, BS, W]. openmla.FORMATS has all formats.
 
-    `scaled` formats store value / kv_scale and are read back times kv_scale; in the others
-    kv_scale is not looked at. `holds` says what rows are: latents, or indexer keys.
+    This class stores one element per value, W = D. Its subclasses pack rows of several dtypes into
+    bytes.
+
+    Attributes:
+        name: the key in FORMATS.
+        dtype: dtype of the cache tensor; uint8 for packed formats.
+        scaled: whether value / kv_scale is stored. Other formats ignore kv_scale.
+        holds: "latent" or "index", for latent rows or indexer keys.
     """
 
     name: str
@@ -31,52 +37,53 @@ class CacheFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether rows are bytes of several kinds, so that the dtype says nothing of the values."""
+        """Whether a row holds bytes of several dtypes."""
         return self.dtype == torch.uint8
 
     def width(self, D: int) -> int:
-        """W, the stored elements of a row of D values."""
+        """Return W, the stored elements of a row of D values."""
         return D
 
     def row_bytes(self, D: int) -> int:
-        """Bytes one cached token takes."""
+        """Return the bytes of one cached token."""
         return self.width(D) * self.dtype.itemsize
 
     def page_width(self, D: int, BS: int) -> int:
-        """Stored elements from one block to the next, padding included."""
+        """Return the stored elements from one block to the next, including padding."""
         return BS * self.width(D)
 
     def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
-        """Values [..., D] into stored elements [..., W], rounded to nearest even.
+        """Encode values [..., D] as stored elements [..., W], rounded to nearest even.
 
-        fp8: the fp32 quotient value / kv_scale, clamped to +-448 (infinities too), NaN kept.
+        The format fp8 stores the float32 quotient value / kv_scale, clamped to +-448 (infinities
+        too). NaN stays NaN.
         """
         if not self.scaled:
             return rows.to(self.dtype)
         return to_fp8(rows.to(torch.float32) / kv_scale)
 
     def num_clamped(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
-        """[] i64: how many values encode() cuts off: over the scale, more than rounds to 448.
+        """Count the values that encode() clips, those whose quotient rounds above 448: [] int64.
 
-        Formats without kv_scale cut nothing off: their scales follow the values.
+        Formats without kv_scale clip nothing: their scales follow the values.
         """
         if not self.scaled:
             return torch.zeros((), dtype=torch.int64, device=rows.device)
         return ((rows.to(torch.float32) / kv_scale).abs() > FP8_ROUNDED).sum()
 
     def decode(self, stored: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int) -> Tensor:
-        """Stored elements [..., W] into values [..., D]: one product, rounded to dtype once."""
+        """Decode elements [..., W] to values [..., D]: one product, rounded once to dtype."""
         if not self.scaled:
             return stored.to(dtype)
         wide = torch.promote_types(dtype, torch.float32)
         return (stored.to(wide) * kv_scale.to(wide)).to(dtype)
 
     def query_dtype(self, dtype: torch.dtype, DI: int) -> torch.dtype:
-        """What encode_query makes of index queries of a dtype."""
+        """Return the dtype of indexer queries after encode_query()."""
         return dtype
 
     def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Queries as keys of this format meet them, and what their products are short of."""
+        """Encode indexer queries for keys of this format; returns them and their scales or None."""
         return q_idx, None
 
     def write(self, cache: Tensor, slots: Tensor, rows: Tensor, kv_scale: Tensor) -> None:
@@ -98,11 +105,11 @@ class CacheFormat:
     def read(
         self, cache: Tensor, slots: Tensor, kv_scale: Tensor, dtype: torch.dtype, D: int
     ) -> Tensor:
-        """Rows [n, D] in dtype from slots [n], all valid."""
+        """Read and decode rows [n, D] from slots [n], all valid."""
         return self.decode(self.stored(cache, slots, D), kv_scale, dtype, D)
 
     def stored(self, cache: Tensor, slots: Tensor, D: int) -> Tensor:
-        """What is at slots [n], as encode() made it: [n, W]."""
+        """Read the stored elements at slots [n], as encode() returned them: [n, W]."""
         BS = cache.shape[1]
         return raw_view(cache)[slots // BS, slots % BS].view(self.dtype)
 
@@ -125,7 +132,7 @@ class PackedLatent(CacheFormat):
     def _latent_width(self, D: int) -> int:
         if D < GROUP:
             raise ConfigError(
-                f"cache: format {self.name} needs a latent of {GROUP} values or more, got {D}."
+                f"cache: format {self.name} needs latents of at least {GROUP} values, got {D}."
             )
         return D // GROUP * GROUP
 
@@ -209,8 +216,8 @@ class PackedV4(ScalesBehind):
     def value_bytes(self, D: int) -> int:
         if D <= V4_ROPE or D % V4_GROUP:
             raise ConfigError(
-                f"cache: format {self.name} needs rows of a multiple of {V4_GROUP} values, "
-                f"{V4_ROPE + V4_GROUP} or more, got {D}."
+                f"cache: format {self.name} needs rows of a multiple of {V4_GROUP} values, at "
+                f"least {V4_ROPE + V4_GROUP}, got {D}."
             )
         return D - V4_ROPE + 2 * V4_ROPE
 
@@ -259,8 +266,8 @@ class PackedIndex(ScalesBehind):
     def _num_scales(self, D: int) -> int:
         if D > GROUP and D % GROUP:
             raise ConfigError(
-                f"cache: format {self.name} needs keys of at most {GROUP} values or a multiple of "
-                f"it, got {D}."
+                f"cache: format {self.name} needs keys of at most {GROUP} values, or of a multiple "
+                f"of {GROUP}, got {D}."
             )
         return max(D // GROUP, 1)
 
@@ -368,7 +375,7 @@ FORMATS: dict[str, CacheFormat] = {
 
 
 def get_format(name: str, holds: str | None = None) -> CacheFormat:
-    """FORMATS[name], or a ConfigError that lists the names; `holds` asks for a kind of rows."""
+    """Return FORMATS[name], or raise a ConfigError that lists the names that hold such rows."""
     found = FORMATS.get(name) if isinstance(name, str) else None
     if found is None or holds not in (None, found.holds):
         known = [key for key, layout in FORMATS.items() if holds in (None, layout.holds)]
@@ -378,19 +385,19 @@ def get_format(name: str, holds: str | None = None) -> CacheFormat:
 
 
 def check_blocks_apart(where: str, name: str, cache: Tensor) -> None:
-    """No two rows of blocks [N, BS, W] that are written to may share memory."""
+    """Raise unless the rows of blocks [N, BS, W] are disjoint in memory."""
     N, BS, W = cache.shape
     # the nearer of two neighbours: in a block, or in the next block
     (near, count), (far, others) = sorted(((cache.stride(1), BS), (cache.stride(0), N)))
     if (count > 1 and near < W) or (others > 1 and far < (count - 1) * near + W):
         raise ShapeError(
-            f"{where}: {name} must have blocks that do not overlap, got strides "
+            f"{where}: blocks of {name} must not overlap in memory, got strides "
             f"{tuple(cache.stride())} for {tuple(cache.shape)}. Call .contiguous()."
         )
 
 
 def check_pages(where: str, cache: Tensor, format: str) -> None:
-    """A cache tensor [N, BS, W] has the dtype of its format, and pages as the format needs."""
+    """Raise unless a cache tensor [N, BS, W] has the dtype and strides of its format."""
     layout = get_format(format)
     if cache.dtype != layout.dtype:
         raise ShapeError(
@@ -398,9 +405,9 @@ def check_pages(where: str, cache: Tensor, format: str) -> None:
         )
     BS, W = cache.shape[1:]
     if BS < 1:
-        raise ShapeError(f"{where}: blocks must have at least one row, got BS={BS}.")
+        raise ShapeError(f"{where}: blocks must have at least 1 row, got BS={BS}.")
     if isinstance(layout, ScalesBehind) and cache.shape[1] > 1 and cache.stride(1) != W:
         raise ShapeError(
-            f"{where}: pages must be contiguous inside for format {format}, "
-            f"got strides {cache.stride()}."
+            f"{where}: each block must be contiguous for format {format}, got strides "
+            f"{cache.stride()}."
         )

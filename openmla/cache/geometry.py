@@ -1,4 +1,4 @@
-"""Geometry: how much V4's caches hold, and what that takes by kind of layer."""
+"""Geometry: the sizes of DeepSeek V4's caches, and their bytes by kind of layer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Geometry:
         format: str,
         index_format: str,
     ) -> Geometry:
-        """Room for max_requests requests and steps of max_tokens tokens."""
+        """The sizes for max_requests requests and steps of max_tokens tokens."""
         assert config.compressor is not None
         if block_size % LARGEST_RATIO:
             raise ConfigError(
@@ -60,7 +60,9 @@ class Geometry:
                     f"got {value!r}."
                 )
         if not isinstance(rollback, int) or isinstance(rollback, bool) or rollback < 0:
-            raise ConfigError(f"cache: rollback must not be negative, got {rollback!r}.")
+            raise ConfigError(
+                f"cache: rollback must be an integer of at least 0, got {rollback!r}."
+            )
         assert max_requests is not None and max_tokens is not None
         window = config.compressor.window
         # n consecutive positions touch up to n / BS + 2 blocks
@@ -78,11 +80,12 @@ class Geometry:
         )
 
     def serves(self, planned: Geometry) -> bool:
-        """Whether a plan made for other caches holds for these: alike, and no smaller."""
+        """Whether a plan made for caches of another geometry is valid for these: no smaller, and
+        otherwise equal."""
         return self == planned.grown(self.num_blocks, self.window_blocks, self.num_states)
 
     def alike(self, other: Geometry) -> bool:
-        """Whether blocks are of the same sizes, and windows hold as many, however many others."""
+        """Whether only num_blocks and num_states differ, if anything."""
         return self == replace(other, num_blocks=self.num_blocks, num_states=self.num_states)
 
     def grown(self, num_blocks: int, window_blocks: int, num_states: int) -> Geometry:

@@ -38,12 +38,18 @@ def shown_bytes(num_bytes: float) -> str:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Blocks of rows, data [N, BS, W]. Pages may be strided: a view into a larger allocation.
+    """A tensor of cache blocks and its format. Make one over memory that your engine allocated.
 
-    `kv_scale` is a device scalar, so that kernels read it without a host round trip. `rope_ratio`,
-    a power of two, is what k_pe was divided by before that; a step multiplies q_pe by it
-    (attention/ratio.py). `clamped` counts values too large for the scales, since the cache is.
-    `q_scale` is the one scale that a plan with query_dtype "fp8_static" quantizes queries with.
+    Attributes:
+        data: [N, BS, W] blocks of rows. Blocks may be strided, as in a view of larger memory.
+        format: a key of openmla.FORMATS.
+        kv_scale: [] float32 on the device of data, so that kernels read it without a host round
+            trip. 1 for formats that are not scaled.
+        rope_ratio: [] float32, a power of two that k_pe is divided by before it is stored; a step
+            multiplies q_pe by it. None for 1.
+        clamped: [] int64 counter of values that the scales clipped. None for no counting.
+        q_scale: [] float32, the scale of queries for query_dtype="fp8_static". None if it was not
+            calibrated.
     """
 
     data: Tensor  # [N, BS, W]
@@ -84,7 +90,9 @@ class PagedCache:
                     f"got {tuple(given.shape)} {given.dtype} on {given.device}."
                 )
         if self.rope_ratio is not None and not self.layout.scaled:
-            raise ConfigError(f"cache: rope_ratio must be None for format {self.format}.")
+            raise ConfigError(
+                f"cache: rope_ratio must be None for format {self.format}, which has no kv_scale."
+            )
         if self.kv_scale.device != self.data.device:
             raise ShapeError(
                 f"cache: kv_scale must be on {self.data.device}, got {self.kv_scale.device}."
@@ -99,6 +107,7 @@ class PagedCache:
 
     @property
     def layout(self) -> CacheFormat:
+        """The CacheFormat of `format`."""
         return get_format(self.format)
 
     @property
@@ -111,45 +120,45 @@ class PagedCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks, with the padding between them."""
+        """Bytes of all blocks, including padding between them."""
         return self.num_blocks * self.data.stride(0) * self.data.element_size()
 
     def check_width(self, where: str, name: str, D: int) -> None:
-        """Raise unless rows are those of D values."""
+        """Raise unless rows have the width of D values."""
         W = self.layout.width(D)
         if self.data.shape[2] != W:
             raise ConfigError(
                 f"{where}: {name} rows must be W={W} wide for {D} values in {self.format}, "
-                f"got {self.data.shape[2]}. A cache belongs to the config it was allocated for."
+                f"got {self.data.shape[2]}. Allocate the cache with the config of the plan."
             )
 
     def check_q_scale(self, where: str) -> None:
-        """Raise unless there is a scale for queries."""
+        """Raise unless the cache has a scale for queries."""
         if self.q_scale is None:
             raise ConfigError(
-                f"{where}: query_dtype 'fp8_static' needs a cache with a q_scale, got none. "
-                "Allocate it with scales that calibrate() found, or plan with query_dtype='fp8'."
+                f"{where}: query_dtype 'fp8_static' needs a q_scale, and the cache has none. "
+                "Call allocate_cache(kv_scale=calibrate(...)), or plan with query_dtype='fp8'."
             )
 
     def grown(self, num_blocks: int) -> PagedCache:
-        """A cache of more blocks, as far apart, with the same rows in the first ones."""
+        """Return a copy with more blocks, at the same stride; the first ones hold the old rows."""
         _, BS, W = self.data.shape
         data = _pages(num_blocks, BS, W, self.data.stride(0), self.data.dtype, self.data.device)
         data.view(torch.uint8)[: self.num_blocks] = self.data.view(torch.uint8)
         return replace(self, data=data)
 
     def page_bytes(self, D: int) -> int:
-        """Bytes of a block of rows of D values, padding included, as it is allocated."""
+        """Return the allocated bytes of a block of rows of D values, including padding."""
         return self.layout.page_width(D, self.block_size) * self.data.element_size()
 
     def over(self, pages: Tensor) -> PagedCache:
-        """A cache of this format in given memory, [n, page_bytes] u8."""
+        """Return a cache of this format over other memory, [n, page_bytes] uint8."""
         _, BS, W = self.data.shape
         data = pages.view(self.data.dtype)[:, : BS * W].unflatten(1, (BS, W))
         return replace(self, data=data)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Carry out the (source, target) copies that BlockPool.take asks for."""
+        """Copy blocks, as (source, target) pairs that BlockPool.take() returned."""
         for source, target in pairs:
             if not (0 <= source < self.num_blocks and 0 <= target < self.num_blocks):
                 raise ShapeError(
@@ -163,19 +172,24 @@ class PagedCache:
             data[list(targets)] = data[list(sources)]
 
     def move_rows(self, sources: Tensor, targets: Tensor, D: int) -> None:
-        """Copy rows of D values from slots to slots, [n] i64 on any device, bytes as they are."""
+        """Copy the bytes of rows of D values from slots to slots, [n] int64 on any device."""
         device = self.data.device
         self.layout.move(self.data, sources.to(device), targets.to(device), D)
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps between steps; absent parts are None.
+    """Everything that one layer caches. Parts that a layer does not have are None.
 
-    V4 layers have no `latent` part but a `window` of raw rows and, where `ratio` is not 0,
-    `compressed` entries, one per `ratio` tokens, and the `state` of the compressor, one block per
-    request: with an `index` also that of the indexer's, its columns behind the others. `geometry`
-    is what allocate_cache gave all layers of a V4 model.
+    Attributes:
+        latent: latent rows, of all models but DeepSeek V4.
+        index: indexer keys, of sparse layers with an indexer of their own.
+        window: DeepSeek V4: the buffer of recent rows.
+        compressed: DeepSeek V4: entries, one per `ratio` tokens, if `ratio` is not 0.
+        state: DeepSeek V4: compressor states, one block per request. With an `index`, the columns
+            of the indexer's compressor follow.
+        ratio: DeepSeek V4: the layer's compress ratio, 0, 4 or 128.
+        geometry: DeepSeek V4: the sizes that all layers of the model have in common.
     """
 
     latent: PagedCache | None = None
@@ -197,12 +211,13 @@ class LayerCache:
 
     @property
     def parts(self) -> tuple[PagedCache, ...]:
-        """Those that are there."""
+        """The parts that are not None."""
         all_parts = (self.latent, self.index, self.window, self.compressed, self.state)
         return tuple(part for part in all_parts if part is not None)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all parts."""
         return sum(part.num_bytes for part in self.parts)
 
     def copy_blocks(
@@ -211,7 +226,7 @@ class LayerCache:
         window: Sequence[tuple[int, int]] = (),
         states: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Carry out the copies that BlockPool.take, or all those CompressedPool.take, ask for."""
+        """Copy blocks, as BlockPool.take() returned them, or CompressedPool.take() unpacked."""
         for part, wanted in (
             (self.latent, pairs),
             (self.index, pairs),
@@ -223,7 +238,7 @@ class LayerCache:
                 part.copy_blocks(wanted)
 
     def grown(self, num_blocks: int, window_blocks: int = 0, num_states: int = 0) -> LayerCache:
-        """The same rows in parts of at least so many blocks."""
+        """Return a copy whose parts have at least these numbers of blocks, with the same rows."""
         wanted = {
             "latent": num_blocks,
             "index": num_blocks,
@@ -244,7 +259,7 @@ class LayerCache:
 
 
 def latent_formats(config: MLAConfig) -> tuple[str, ...]:
-    """The formats made for a model's rows: unpacked ones, and the packed ones of its kind."""
+    """Return the names of the formats that suit a model's rows."""
     C, D, R = config.kv_lora_rank, config.latent_dim, config.qk_rope_head_dim
     v4 = config.compressor is not None
 
@@ -259,14 +274,14 @@ def latent_formats(config: MLAConfig) -> tuple[str, ...]:
 
 
 def check_formats(config: MLAConfig, format: str, index_format: str) -> None:
-    """ConfigError unless these can hold a model's rows and, of a sparse one, its indexer keys."""
+    """Raise unless the formats can hold a model's rows and, if it is sparse, its indexer keys."""
     layout = get_format(format, "latent")
     index_layout = get_format(index_format, "index")
     if isinstance(layout, PackedLatent):
         if config.compressor is not None:
             raise ConfigError(
-                f"cache: format {format} would quantise the rotated columns of "
-                f"{config.model_type}. Use fp8_dsv4."
+                f"cache: format {format} would quantize the rotated columns of "
+                f"{config.model_type}. Use format='fp8_dsv4'."
             )
         if config.kv_lora_rank % GROUP:
             raise ConfigError(
@@ -293,19 +308,39 @@ def allocate_cache(
     rollback: int = 8,
     device: torch.device | str = "cpu",
 ) -> LayerCache:
-    """The cache of one layer: num_blocks * block_size rows, zeroed.
+    """Allocate the cache of one layer: num_blocks * block_size rows, zeroed.
 
-    `kv_scale` is of formats that are `scaled`, fp8: what values are divided by. LayerScales, as
-    calibrate() finds them, have k_pe scaled apart from the latent.
+    Args:
+        config: the model's dimensions.
+        num_blocks: blocks of the cache. For DeepSeek V4, blocks of entries and indexer keys.
+        block_size: tokens per block. For DeepSeek V4 a multiple of 128.
+        format: format of latent rows, a key of openmla.FORMATS. It must hold "latent" rows.
+        kv_scale: scale(s) of format "fp8", which values are divided by. A float, or the LayerScales
+            of calibrate(), which scale k_pe apart from the latent.
+        index_format: format of the indexer keys of a sparse model.
+        layer: number of the layer. Sparse layers that share the selection of an earlier layer keep
+            no indexer keys. DeepSeek V4's layers keep the caches of their compress ratio.
+        max_requests: DeepSeek V4 only: requests at a time. Sizes the buffer of recent rows, whose
+            blocks are recycled, and the compressor states, one per request.
+        max_tokens: DeepSeek V4 only: tokens in a step.
+        window_block_size: DeepSeek V4 only: rows per block of the buffer of recent rows.
+        rollback: DeepSeek V4 only: how many of its last tokens a request can take back.
+        device: where to allocate.
 
-    A sparse model's layers also keep indexer keys, in `index_format`; a `layer` that shares the
-    selection of an earlier one keeps none.
+    Returns:
+        A LayerCache. Parts that the layer does not need are None.
 
-    V4's compressed entries and indexer keys live as long as their request: num_blocks blocks of
-    block_size tokens hold them. Its raw rows are recycled once out of the window and its
-    compressor states belong to a request: these have room for `max_requests` requests and steps of
-    `max_tokens` tokens, of which a request may take back the last `rollback`. Other models keep
-    neither and do not look at these.
+    Raises:
+        ConfigError: a size is not positive, or the format does not suit the model.
+
+    ```python
+    import openmla
+
+    config = openmla.PRESETS["tiny-v3.2"]
+    cache = openmla.allocate_cache(config, num_blocks=8, block_size=64, format="fp8", kv_scale=0.5)
+    assert cache.latent.data.shape == (8, 64, config.latent_dim)
+    print(cache)  # formats, shapes and bytes of its parts
+    ```
     """
     layout = get_format(format, "latent")
     check_layer_number(layer)
@@ -345,15 +380,16 @@ UNSCALED = LayerScales(1.0, 1.0)
 def _checked_scales(kv_scale: float | LayerScales, layout: CacheFormat) -> LayerScales:
     if isinstance(kv_scale, str) and kv_scale == "first":
         raise ConfigError(
-            "cache: kv_scale 'first' is for attach(). Find the scales of a layer with "
-            "calibrate(layer, batches)."
+            "cache: kv_scale 'first' is supported by attach() only. Call calibrate(layer, batches) "
+            "to measure the scales of a layer."
         )
     if not isinstance(kv_scale, LayerScales):
         scale = check_scale("cache", "kv_scale", kv_scale)
         kv_scale = LayerScales(scale, scale)
     if not layout.scaled and (kv_scale.k, kv_scale.v, kv_scale.rope_ratio) != (1.0, 1.0, 1.0):
         raise ConfigError(
-            f"cache: kv_scale must be 1 for format {layout.name}, got {kv_scale.row!r}."
+            f"cache: kv_scale must be 1 for format {layout.name}, got {kv_scale.row!r}. Only "
+            "format 'fp8' has a kv_scale."
         )
     return kv_scale
 

@@ -1,4 +1,4 @@
-"""LayerScales: what one layer's rows and queries are divided by before they are rounded to fp8."""
+"""LayerScales: the scales of one layer's rows and queries in fp8."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def place_of(module_name: str) -> str | None:
 
 
 def check_scale(where: str, name: str, value: object) -> float:
-    """A positive number that float32 holds, as it holds it; or a sentence."""
+    """Return a scale rounded to float32, or raise unless it is positive and finite."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ConfigError(
-                f"{where}: {name} must be one number for the whole tensor, "
-                f"got shape {tuple(value.shape)}."
+                f"{where}: {name} must be one number for the whole tensor, got shape "
+                f"{tuple(value.shape)}. Scales per channel or block are not supported."
             )
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -69,8 +69,8 @@ def check_scale(where: str, name: str, value: object) -> float:
         raise ConfigError(f"{where}: {name} must be positive and finite, got {value!r}.")
     if held * FP8_MAX > torch.finfo(torch.float32).max:
         raise ConfigError(
-            f"{where}: {name} must be at most what float32 holds {FP8_MAX:g} times of, "
-            f"got {value!r}."
+            f"{where}: {name} must be at most {torch.finfo(torch.float32).max / FP8_MAX:g}, so "
+            f"that {FP8_MAX:g} times the scale fits float32, got {value!r}."
         )
     return held
 
@@ -83,12 +83,17 @@ def next_power_of_two(value: float) -> float:
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Per-tensor scales of one layer: a value is stored as value / scale, in e4m3.
+    """The fp8 scales of one layer: a value is stored as value / scale, in e4m3.
 
-    q is of the absorbed query, q_nope @ w_uk beside q_pe; k of a whole row, latent and k_pe; v of
-    the latent, which is what values are. k_pe is that of the rotated columns alone, None where it
-    is not known: then the row has the one scale k. q_nope and q_pe are those of the query's two
-    parts alone; the scales of queries are None where nobody measured them.
+    Scales of queries are None if they were not measured.
+
+    Attributes:
+        k: scale of a whole row, latent and k_pe.
+        v: scale of the latent, which holds the values.
+        q: scale of the absorbed query, q_nope @ w_uk with q_pe.
+        k_pe: scale of the rotated columns alone. If None, k is the scale of the whole row.
+        q_nope: scale of q_nope @ w_uk alone.
+        q_pe: scale of q_pe alone.
     """
 
     k: float
@@ -105,20 +110,22 @@ class LayerScales:
 
     @property
     def row(self) -> float:
-        """kv_scale of a cache that holds one: the latent's, where k_pe has its own."""
+        """The kv_scale of a cache: v if k_pe has a scale of its own, else k."""
         return self.k if self.k_pe is None else self.v
 
     @property
     def rope_ratio(self) -> float:
-        """The power of two that k_pe is divided by on its way into the cache, and q_pe multiplied
-        by: the least that leaves k_pe no larger, in units of `row`, than its own scale would."""
+        """The power of two that k_pe is divided by in the cache, and that q_pe is multiplied by.
+
+        It is the least that leaves k_pe, in units of `row`, no larger than its own scale would.
+        """
         if self.k_pe is None:
             return 1.0
         return next_power_of_two(self.k_pe / self.row)
 
     @property
     def query(self) -> float | None:
-        """q_scale of a cache: holds q_nope @ w_uk beside q_pe * rope_ratio. None: not measured."""
+        """The q_scale of a cache, which covers q_nope @ w_uk and q_pe * rope_ratio, or None."""
         if self.q is None:
             return None
         if self.q_nope is None or self.q_pe is None:
@@ -127,7 +134,8 @@ class LayerScales:
 
     @classmethod
     def of(cls, found: Mapping[str, object]) -> LayerScales | None:
-        """From scales by their kind: one of k and v stands for the other, neither is None."""
+        """Make LayerScales from scales by kind. If only one of k and v is given, it is used for
+        both; if neither is, the result is None."""
         k = found.get("k", found.get("kv", found.get("v")))
         v = found.get("v", found.get("kv", found.get("k")))
         if k is None or v is None:
@@ -136,5 +144,5 @@ class LayerScales:
         return cls(k, v, **others)  # type: ignore[arg-type]
 
     def by_kind(self) -> dict[str, float]:
-        """The inverse of of()."""
+        """Return the scales that are known, by kind: the inverse of of()."""
         return {kind: value for kind, value in vars(self).items() if value is not None}

@@ -71,7 +71,7 @@ class Step:
         W, H = self.ranks.size, self.config.num_heads
         if self.ranks.heads == "own" and H % W:
             raise ConfigError(
-                f"ranks: size must divide the model's {H} heads where each has its own, got {W}."
+                f"ranks: size must divide the model's {H} heads with heads='own', got {W}."
             )
 
     @property

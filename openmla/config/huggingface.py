@@ -60,11 +60,11 @@ V4_LAYER_RATIOS = {
 def read_config(
     source: Fields | str | os.PathLike[str] | Any, *, rotated: bool = False
 ) -> MLAConfig:
-    """See MLAConfig.from_hf. `rotated`: queries and keys come rotated, by any kind of rope."""
+    """Same as MLAConfig.from_hf(). `rotated`: the caller applies RoPE, of any kind."""
     fields, wrapper = text_fields(source)
     model_type = fields.get("model_type")
     if wrapper is None and model_type == "kimi_k25":
-        raise ConfigError("config: text_config must be given for kimi_k25, got None.")
+        raise ConfigError("config: text_config is missing for kimi_k25.")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         of = "" if wrapper is None else f", the text model of {wrapper!r},"
         raise ConfigError(
@@ -99,7 +99,7 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown and not foreign:
         raise ConfigError(
-            f"config: rope field {unknown[0]!r} is not understood, got {rope[unknown[0]]!r}."
+            f"config: RoPE field {unknown[0]!r} is not supported, got {rope[unknown[0]]!r}."
         )
     pairing = family.pairing
     if "rope_interleave" in fields:
@@ -192,7 +192,8 @@ def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
         known = all(isinstance(entry, str) and entry in names for entry in entries)
         if not known or len(entries) != num_layers:
             raise ConfigError(
-                f"config: indexer_types must be {num_layers} times full or shared, got {listed!r}."
+                f"config: indexer_types must list 'full' or 'shared' for each of {num_layers} "
+                f"layers, got {listed!r}."
             )
         return tuple(names[entry] for entry in entries)
     frequency = read_integer(fields, "index_topk_freq", 1)
@@ -203,7 +204,7 @@ def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def _refuse_other_attention(fields: Fields, family: Family) -> None:
-    """Fields that ask for attention of another kind, whatever the model type."""
+    """Raise for fields that request attention of another kind, in any model type."""
     expect(fields, "is_causal", True, "(bidirectional attention is not supported)")
     expect(fields, "use_bidirectional_attention", False, "(it is not supported)")
     expect(fields, "attn_logit_softcapping", None, "(soft-capped scores are not supported)")
@@ -225,8 +226,8 @@ def _refuse_other_bailing(fields: Fields) -> None:
     kda = fields.get("short_conv_kernel_size") is not None  # of KDA layers, in every Ling 3.0
     if not kda or "V2_5" in str(architectures):
         raise ConfigError(
-            "config: bailing_hybrid must be Ling 3.0 (short_conv_kernel_size given), "
-            f"got architectures {architectures!r}. Ling 2.5 is not supported."
+            "config: bailing_hybrid is supported for Ling 3.0 only, which has "
+            f"short_conv_kernel_size, got architectures {architectures!r}."
         )
     gate = "gated_attention_proj_granularity_type"
     expect(fields, gate, "head_wise", "(other gates are not supported)")
@@ -250,13 +251,13 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
     kv_lora_rank = read_integer(fields, "kv_lora_rank")
     q_lora_rank = None if fields.get("q_lora_rank") is None else read_integer(fields, "q_lora_rank")
     if family.needs_q_lora and q_lora_rank is None:
-        raise ConfigError(f"config: q_lora_rank must be an integer for {model_type}, got None.")
+        raise ConfigError(f"config: q_lora_rank is missing for {model_type}.")
     _refuse_foreign_fields(fields, num_heads)
     if family.needs_kda:
         _refuse_other_bailing(fields)
     rope_fields = _rope_fields(fields)
     if family.needs_rope_fields and "factor" not in rope_fields:
-        raise ConfigError(f"config: rope_parameters must be given for {model_type}, got None.")
+        raise ConfigError(f"config: rope_parameters is missing for {model_type}.")
     R = read_integer(fields, "qk_rope_head_dim")
     P = read_integer(fields, "qk_nope_head_dim")
     for name, value in (("qk_rope_head_dim", R), ("qk_nope_head_dim", P)):
@@ -387,7 +388,8 @@ def _v4_ratios(fields: Fields, num_layers: int) -> tuple[int, ...]:
         unknown = [name for name in types if name not in list(V4_LAYER_RATIOS)]
         if unknown:
             raise ConfigError(
-                f"config: layer_types must be of {', '.join(V4_LAYER_RATIOS)}, got {unknown[0]!r}."
+                f"config: layer_types must be some of {', '.join(V4_LAYER_RATIOS)}, got "
+                f"{unknown[0]!r}."
             )
         ratios = [V4_LAYER_RATIOS[name] for name in types]
     else:

@@ -1,4 +1,4 @@
-"""MLAConfig and its parts: frozen, checked when made, nothing derived is stored."""
+"""MLAConfig and its parts: frozen, checked when made; nothing derived is stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def require_size(field: str, value: Any, *, least: int = 1, most: int = MAX_WIDTH) -> None:
-    """A ConfigError unless a value is an integer in its bounds."""
+    """Raise unless a value is an integer within its bounds."""
     what = "a positive integer" if least == 1 else f"an integer of at least {least}"
     _require(_is_int(value) and value >= least, field, what, value)
     _require(value <= most, field, f"at most {most}", value)
@@ -56,11 +56,24 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """How positions rotate the R shared columns.
+    """RoPE settings: how positions rotate the R rotary columns of queries and keys.
 
-    `pairing`: "pairs" rotates columns (2i, 2i+1), "halves" columns (i, i + R/2).
-    `kind` "none" keeps the R columns but never rotates them (Kimi-Linear); "external" leaves it to
-    whoever projects, by a kind of rope that is not known here (an attached model's, an engine's).
+    Attributes:
+        kind: "default", "yarn" or "longrope". "none" keeps the R columns and never rotates them
+            (Kimi-Linear). "external" means that the caller rotates, as engines and attached models
+            do.
+        theta: the base of the rotation frequencies.
+        pairing: "pairs" rotates columns (2i, 2i+1), "halves" columns (i, i + R/2).
+        factor: context extension factor of yarn and longrope.
+        original_positions: positions the model was trained with, for yarn and longrope.
+        beta_fast: yarn.
+        beta_slow: yarn.
+        truncate: yarn: whether the ramp begins and ends at whole column pairs.
+        mscale: yarn: magnitude of cos and sin.
+        mscale_all_dim: yarn: magnitude of the softmax scale.
+        attention_factor: multiplies cos and sin, instead of the magnitude that `kind` implies.
+        short_factor: longrope: R/2 frequency divisors for short contexts.
+        long_factor: longrope: R/2 frequency divisors for long contexts.
     """
 
     kind: str = "default"
@@ -125,7 +138,7 @@ class RopeConfig:
 
     @property
     def cos_sin_scale(self) -> float:
-        """What cos and sin are multiplied with.
+        """The factor of cos and sin.
 
         YaRN with mscale_all_dim but no mscale follows the original model code (mscale counts
         as 1); transformers 5.17 drops the denominator there.
@@ -141,15 +154,15 @@ class RopeConfig:
 
     @property
     def logit_scale(self) -> float:
-        """What the softmax scale is multiplied with: m squared, m from mscale_all_dim."""
+        """The factor of the softmax scale: m squared, with m from mscale_all_dim."""
         if self.kind in ("none", "default"):
             return 1.0
         return yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
 
 def check_layer_number(layer: int, num_layers: int = 0) -> None:
-    """Raise unless a model may have such a layer, of num_layers where these are known. Draft (MTP)
-    layers come after its own."""
+    """Raise unless a model of num_layers (0: unknown) can have this layer. Draft (MTP) layers come
+    after its own."""
     _require(_is_int(layer) and layer >= 0, "layer", "an integer of at least 0", layer)
     most = num_layers + MOST_DRAFTS - 1
     if num_layers and layer > most:
@@ -159,10 +172,17 @@ def check_layer_number(layer: int, num_layers: int = 0) -> None:
 
 @dataclass(frozen=True)
 class IndexerConfig:
-    """The lightning indexer of sparse models: HI heads of width DI choose topk keys per query.
+    """The lightning indexer of sparse models, which selects the top-k keys of each query.
 
-    `rope_side` says which R of the DI channels are rotated. `shared[l]` is True where layer l
-    reuses the previous layer's selection and owns no indexer.
+    Attributes:
+        num_heads: HI, the indexer's heads.
+        head_dim: DI, the width of a head.
+        topk: K, how many keys are selected for a query.
+        pairing: "pairs" or "halves", as in RopeConfig.
+        rope_side: "first" or "last": which R of the DI columns are rotated.
+        norm_eps: epsilon of the LayerNorm of keys.
+        shared: per layer, True if it has no indexer and uses the previous layer's selection. Empty
+            if every layer has one.
     """
 
     num_heads: int
@@ -184,19 +204,25 @@ class IndexerConfig:
             _require(first == "full", "indexer_types[0]", "full (nothing to share yet)", first)
 
     def is_shared(self, layer: int) -> bool:
-        """Whether a layer reuses an earlier selection; layers past the list (drafts) do not."""
+        """Whether a layer uses an earlier layer's selection. Draft (MTP) layers do not."""
         check_layer_number(layer, len(self.shared))
         return layer < len(self.shared) and self.shared[layer]
 
 
 @dataclass(frozen=True)
 class CompressorConfig:
-    """What V4 adds: a window of raw rows, pooled rows per layer, a sink, a grouped output.
+    """The compressor settings of DeepSeek V4: window, entries, and grouped output projection.
 
-    `ratios[l]` is 0 or 1 (window only; kept as 0), 4 (overlapping pools, indexer) or 128 (all
-    pools). Layers past the list (draft layers) are window only. `rope` serves the layers with
-    ratio > 0, MLAConfig.rope the others: the reference model does not stretch theirs, and an
-    engine that does is matched by giving it YaRN there.
+    Attributes:
+        ratios: the compress ratio of each layer. 0 or 1 (kept as 0): window only; 4: overlapping
+            windows pooled into entries, of which an indexer selects; 128: all entries. Draft (MTP)
+            layers, past the list, are window only.
+        window: tokens in the sliding window.
+        output_groups: groups of heads in the output projection.
+        output_lora_rank: rank of the output projection per group.
+        rope: RoPE settings of the layers with a ratio above 0. MLAConfig.rope holds those of the
+            other layers, which the reference model does not extend with YaRN. To match an engine
+            that does, set YaRN there.
     """
 
     ratios: tuple[int, ...]
@@ -214,23 +240,43 @@ class CompressorConfig:
             require_size(name, getattr(self, name))
 
     def ratio(self, layer: int) -> int:
-        """Tokens per compressed entry of a layer, 0 where it has none."""
+        """Return the tokens per entry of a layer; 0 if it has no entries."""
         check_layer_number(layer, len(self.ratios))
         return self.ratios[layer] if layer < len(self.ratios) else 0
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """The dimensions of one model's attention. The alphabet is in docs/mla.md.
+    """The dimensions of a model's attention; frozen. docs/mla.md defines H, C, P, R and V.
 
-    `num_heads` is the count on this rank. `num_layers` counts attention layers (LongCat has two
-    per block). `q_factor` and `latent_factor` multiply the query and the latent (LongCat).
-    The whole query is multiplied by 1 + llama4_beta * ln(1 + floor(p / llama4_positions)) when
-    llama4_beta is not 0 (Mistral 4). With `head_gate` each head's output is multiplied by the
-    sigmoid of a number projected from the hidden state (Ling 3.0). `latent_eps` is the config's
-    rms_norm_eps, as engines use it; transformers fixes 1e-6 for the two latent norms of most
-    families. `softmax_scale` overrides what `scale` is otherwise worked out to be. A `hidden_size`
-    of 0 says that others project: such a config plans and attends, but makes no layer.
+    Make one with from_hf() or from_numbers(), or take one of openmla.PRESETS.
+
+    Attributes:
+        model_type: the model type, as in config.json.
+        hidden_size: width of the hidden state. 0 in configs of from_numbers(), which can plan and
+            attend but not make a layer.
+        num_layers: attention layers (LongCat has two per block).
+        num_heads: H, the query heads on this rank.
+        q_lora_rank: rank of the query projection, or None.
+        kv_lora_rank: C, the width of the latent.
+        qk_nope_head_dim: P, the columns of a head without RoPE.
+        qk_rope_head_dim: R, the rotated columns.
+        v_head_dim: V, the width of a value head.
+        max_positions: the longest sequence.
+        rope: the RoPE settings.
+        latent_eps: epsilon of the two latent norms: the config's rms_norm_eps, as engines use it.
+            transformers fixes 1e-6 for most families.
+        attention_bias: whether the projections have a bias.
+        q_factor: multiplies the query (LongCat).
+        latent_factor: multiplies the latent (LongCat).
+        llama4_beta: if not 0, the query at position p is multiplied by
+            1 + llama4_beta * ln(1 + floor(p / llama4_positions)) (Mistral 4).
+        llama4_positions: see llama4_beta.
+        head_gate: whether the output of each head is multiplied by the sigmoid of a projection of
+            the hidden state (Ling 3.0).
+        indexer: the indexer of a sparse model.
+        compressor: the compressor of DeepSeek V4.
+        softmax_scale: overrides the softmax scale that `scale` derives.
     """
 
     model_type: str
@@ -365,16 +411,17 @@ class MLAConfig:
         return f"MLAConfig({self.model_type}: {'; '.join(parts)})"
 
     def check_layer(self, where: str) -> None:
-        """Raise unless there is all a layer with parameters needs."""
+        """Raise unless the config has what a layer with parameters needs."""
         if self.hidden_size == 0:
             raise ConfigError(
-                f"{where}: config must say hidden_size and rope, got one of from_numbers(), with "
-                "which the caller projects and rotates. Use attend_step or attend_partial."
+                f"{where}: config has no hidden_size and no RoPE settings, as it was made by "
+                "from_numbers(). Project and rotate yourself and call attend_step(), or make the "
+                "config with from_hf()."
             )
 
     @property
     def is_external(self) -> bool:
-        """Whether others rotate, by a rope that is not known here."""
+        """Whether the caller applies RoPE."""
         return self.rope.kind == "external"
 
     @property
@@ -391,8 +438,7 @@ class MLAConfig:
 
     @property
     def scale(self) -> float:
-        """What multiplies the logits, in both forms: (P + R)^-0.5, times YaRN's m squared, unless
-        softmax_scale says it."""
+        """The softmax scale: softmax_scale, or else (P + R)^-0.5 times YaRN's m squared."""
         if self.softmax_scale is not None:
             return self.softmax_scale
         return self.qk_head_dim**-0.5 * self.rope.logit_scale
@@ -412,12 +458,36 @@ class MLAConfig:
         max_positions: int = MAX_POSITIONS,
         model_type: str = "engine",
     ) -> MLAConfig:
-        """From what an engine's attention layer knows: H, C, P, R and V of this rank, its softmax
-        scale (default: (P + R)^-0.5), its indexer's numbers. No rope and no file.
+        """Make a config from the dimensions of an engine's attention layer, without RoPE settings.
 
-        Such a config plans, allocates and attends: whoever calls has projected and rotated. It
-        makes no layer (MLAAttention, RopeTable), which needs hidden_size and rope. `max_positions`
-        bounds V4's sequences and, if it is small, the default workspace; nothing else looks at it.
+        Such a config can plan, allocate caches and attend. The caller projects and applies RoPE. It
+        cannot make a layer (MLAAttention, RopeTable).
+
+        Args:
+            num_heads: H, the query heads on this rank.
+            kv_lora_rank: C, the width of the latent.
+            qk_nope_head_dim: P, the columns of a head without RoPE.
+            qk_rope_head_dim: R, the rotated columns.
+            v_head_dim: V, the width of a value head.
+            scale: the softmax scale. Defaults to (P + R)^-0.5.
+            indexer: the indexer of a sparse model.
+            compressor: the compressor of DeepSeek V4.
+            max_positions: bounds the sequences of DeepSeek V4 and, if it is small, the default
+                workspace. Nothing else uses it.
+            model_type: a name for messages.
+
+        ```python
+        import openmla
+
+        config = openmla.MLAConfig.from_numbers(
+            num_heads=16,
+            kv_lora_rank=512,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
+        )
+        assert config.latent_dim == 576
+        ```
         """
         for name, part, kind in (
             ("indexer", indexer, IndexerConfig),
@@ -449,11 +519,25 @@ class MLAConfig:
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str] | Any) -> MLAConfig:
-        """From a config.json (its path, or its folder's), its dict, or a transformers config.
+        """Read the config of a Hugging Face model.
 
-        The same model gives the same MLAConfig whichever way it comes. The config of a model
-        around a text model (vision, audio) is read by its text part. Anything about attention that
-        is not understood raises ConfigError naming field and value.
+        Args:
+            source: the path of a config.json or of its folder, its contents as a dict, or a
+                transformers config. Of a model around a text model (vision, audio), the config of
+                the text model is read.
+
+        Raises:
+            ConfigError: the model type is not supported, or a field about attention has a value
+                that is not supported. The message names both.
+
+        ```python
+        from pathlib import Path
+
+        import openmla
+
+        config = openmla.MLAConfig.from_hf(Path(openmla.__file__).parent / "demo")
+        print(config)
+        ```
         """
         from openmla.config.huggingface import read_config
 

@@ -26,7 +26,7 @@ def text_fields(source: Any) -> tuple[Fields, str | None]:
         try:
             text = text_config()
         except ValueError as error:  # a model with more than one
-            raise ConfigError(f"config: text_config must be one, got several: {error}") from error
+            raise ConfigError(f"config: the model has several text models: {error}") from error
         if text is not source:
             wrapper, source = str(getattr(source, "model_type", None)), text
     fields = _fields(source)
@@ -35,7 +35,8 @@ def text_fields(source: Any) -> tuple[Fields, str | None]:
         if fields.get("model_type") is None and not any(part in fields for part in TEXT_PARTS):
             if wrapper not in UNSAID_TEXT:
                 raise ConfigError(
-                    f"config: {name} of {wrapper!r} must have a model_type, got None."
+                    f"config: {name} of {wrapper!r} has no model_type. Add it, or pass the "
+                    "config of the text model."
                 )
             fields = {**fields, "model_type": UNSAID_TEXT[wrapper]}
     return fields, wrapper
@@ -53,20 +54,21 @@ def _fields(source: Any) -> Fields:
                 loaded = json.load(file)
         except OSError as error:
             raise ConfigError(
-                f"config: cannot read {path!r}: {error.strerror}. Give a config.json or its folder."
+                f"config: cannot read {path!r}: {error.strerror}. Pass the path of a config.json "
+                "or of its folder."
             ) from error
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"config: {path!r} is not valid JSON: {error}.") from error
         if not isinstance(loaded, dict):
             raise ConfigError(
-                f"config: {path!r} must hold a JSON object, got a {type(loaded).__name__}."
+                f"config: {path!r} must contain a JSON object, got {type(loaded).__name__}."
             )
         return loaded
     to_dict: Callable[[], Fields] | None = getattr(source, "to_dict", None)
     if to_dict is None:
         raise ConfigError(
-            "config: source must be a dict, a path or a transformers config, "
-            f"got {type(source).__name__}."
+            "config: source must be a dict, a path or a transformers config, got "
+            f"{type(source).__name__}."
         )
     return to_dict()
 
@@ -93,7 +95,7 @@ def read_number(fields: Fields, name: str, default: float | None = None) -> floa
 def read_share(fields: Fields, name: str, default: float | None = None) -> float:
     value = read_number(fields, name, default)
     if not 0 <= value <= 1:
-        raise ConfigError(f"config: {name} must be from 0 to 1, got {value!r}.")
+        raise ConfigError(f"config: {name} must be in 0..1, got {value!r}.")
     return value
 
 
@@ -107,7 +109,7 @@ def read_flag(fields: Fields, name: str, default: bool) -> bool:
 
 
 def expect(fields: Fields, name: str, expected: object, reason: str) -> None:
-    """An absent field is fine; a present one must say what the model type means."""
+    """Raise if a field is given with another value than the one that is supported."""
     value = fields.get(name)
     if value is not None and value != expected:
         raise ConfigError(f"config: {name} must be {expected!r} {reason}, got {value!r}.")

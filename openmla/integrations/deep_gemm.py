@@ -231,8 +231,8 @@ def _fp8(where: str, given: Pair) -> Tensor:
 def _no_fp4(where: str, scales: Tensor | None) -> UnsupportedError:
     got = None if scales is None else scales.dtype
     return UnsupportedError(
-        f"{where}: values must be fp8, with scales of kv in float32 and none of q, got scales of "
-        f"{got}. fp4 is not supported."
+        f"{where}: fp4 is not supported: values must be fp8, with float32 scales for kv and none "
+        f"for q, got scales of {got}."
     )
 
 

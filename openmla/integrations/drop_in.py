@@ -27,12 +27,12 @@ Made = TypeVar("Made")
 
 
 class DropInError(ShapeError, RuntimeError, AssertionError):
-    """A call that cannot be served: caught by whoever catches what the original raises, which are
-    RuntimeErrors where its C++ looks at tensors and AssertionErrors where its Python does."""
+    """An invalid call. It is a RuntimeError and an AssertionError too, because the original raises
+    the former where its C++ checks tensors and the latter where its Python does."""
 
 
 def refused(where: str, error: OpenMLAError, names: Mapping[str, str]) -> OpenMLAError:
-    """An op's error as one of the drop-in's: of the original's class, with its argument names."""
+    """Convert an op's error to the class and the argument names of the original package."""
     if isinstance(error, DropInError):
         return error
     said = re.sub(r"^\w+: ", f"{where}: ", str(error))
@@ -77,7 +77,7 @@ def install(module: str, name: str, *submodules: str, force: bool) -> bool:
     taken = next((each for each in names if each in sys.modules), None)
     if taken is not None:
         raise ConfigError(
-            f"install: {name} must not be imported yet, got {sys.modules[taken]!r}. Call install() "
+            f"install: {name} is already imported, from {sys.modules[taken]!r}. Call install() "
             "before anything imports it."
         )
     if find_spec(name) is not None and not force:

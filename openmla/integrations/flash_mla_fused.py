@@ -27,6 +27,6 @@ def permute_wv_proj(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _not_here(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"flash_mla: fused_norm_rope_attn_rope_cast.{name} is not implemented in openmla's "
+        f"flash_mla: fused_norm_rope_attn_rope_cast.{name} is not supported by openmla's "
         "drop-in. Turn the engine's MegaAttention off."
     )

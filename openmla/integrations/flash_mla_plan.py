@@ -116,7 +116,7 @@ def _check_none(where: str, **given: object) -> None:
     for name, each in given.items():
         if each is not None and each is not False:
             raise DropInError(
-                f"flash_mla_with_kvcache: {name} must not be given {where}, got "
+                f"flash_mla_with_kvcache: {name} is not supported {where}, got "
                 f"{True if name == 'causal' else 'a tensor'}."
             )
 
@@ -132,7 +132,7 @@ def _check_dense(
     B, _, H, _ = q
     if table is None or seqlens is None:
         raise DropInError(
-            "flash_mla_with_kvcache: block_table and cache_seqlens must be given without indices."
+            "flash_mla_with_kvcache: without indices, pass block_table and cache_seqlens."
         )
     if table[:1] != (B,) or seqlens != (B,):
         raise DropInError(

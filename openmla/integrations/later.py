@@ -13,7 +13,7 @@ from openmla.errors import UnsupportedError
 
 
 class Later(Tensor):
-    """What an engine gets and throws away costs nothing; any operation on it computes it first.
+    """A tensor that costs nothing if it is never used; any operation on it computes it first.
 
     make(*sources, *rest) reads `sources`, which must be what they were. Outside inference mode,
     where torch counts writes, that is checked.
@@ -47,8 +47,8 @@ class Later(Tensor):
             make, sources, rest, versions = self._todo
             if versions is not None and _versions(sources) != versions:
                 raise UnsupportedError(
-                    "max_logits: its inputs must not be written to before it is read, for it is "
-                    "computed then. Read it first, or hand over copies."
+                    "max_logits: an input was written to before max_logits was read, which is when "
+                    "it is computed. Read it first, or pass copies."
                 )
             self._made, self._todo = make(*sources, *rest), None
         return self._made

@@ -1,4 +1,4 @@
-"""Scales: those of a model's layers, in safetensors under the names that checkpoints use."""
+"""Scales: the fp8 scales of a model, in safetensors under the names that checkpoints use."""
 
 from __future__ import annotations
 
@@ -20,24 +20,36 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Scales:
-    """Of every layer, by the place of its attention: "layers.3.self_attn"."""
+    """The fp8 scales of a model's layers, as calibrate() returns them.
+
+    Pass them to attach(cache_format="fp8", kv_scale=...), or save() them to a file and pass its
+    path.
+
+    Attributes:
+        layers: LayerScales by the name of the attention module, such as "layers.3.self_attn".
+    """
 
     layers: Mapping[str, LayerScales]
 
     def __post_init__(self) -> None:
         check_kind("scales", "layers", self.layers, Mapping)
         if not self.layers:
-            raise ConfigError("scales: layers must be one or more, got none.")
+            raise ConfigError("scales: layers is empty. Pass the LayerScales of at least 1 layer.")
         for place, scales in self.layers.items():
             if not isinstance(place, str) or place_of(place) != place:
                 raise ConfigError(
-                    f"scales: layers must be named as 'layers.0.self_attn', got {place!r}."
+                    f"scales: names of layers must look like 'layers.0.self_attn', got {place!r}."
                 )
             check_kind("scales", place, scales, LayerScales)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """One file of float32 scalars: `model.layers.0.self_attn.k_scale`, v_scale, q_scale and
-        k_pe_scale, which is ours, of each layer."""
+        """Write a safetensors file of float32 scalars, such as model.layers.0.self_attn.k_scale.
+
+        k_pe_scale, q_nope_scale and q_pe_scale are names that only openmla uses.
+
+        Args:
+            path: the file to write.
+        """
         from safetensors.torch import save_file
 
         tensors = {
@@ -52,13 +64,20 @@ class Scales:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Scales:
-        """From such a file, or from a checkpoint's folder."""
+        """Read scales from a file that save() wrote, or from the folder of a checkpoint.
+
+        Args:
+            path: the file or folder.
+        """
         found = read_scales(_files(Path(path)))
         if found is None:
             raise ConfigError(
-                f"scales: {os.fspath(path)!r} must hold k_scale or v_scale of layers, got none."
+                f"scales: {os.fspath(path)!r} has no k_scale or v_scale of any layer."
             )
         return found
+
+
+KvScale = float | LayerScales | Scales | str | os.PathLike[str]  # what attach(kv_scale=) takes
 
 
 def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
@@ -72,8 +91,8 @@ def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
         scale = check_scale(where, name, value)
         if mine.setdefault(known.kind, scale) != scale:
             raise ConfigError(
-                f"{where}: {known.place} must have one {known.kind}_scale, "
-                f"got {mine[known.kind]} and {scale}."
+                f"{where}: {known.place} has two values of {known.kind}_scale, "
+                f"{mine[known.kind]} and {scale}."
             )
     layers = {place: LayerScales.of(kinds) for place, kinds in found.items()}
     known_layers = {place: scales for place, scales in layers.items() if scales is not None}
@@ -86,7 +105,7 @@ def read_scales(files: Iterable[Path]) -> Scales | None:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise UnsupportedError(
-            f'scales: safetensors must be installed, got: {error}. Run: pip install "openmla[hf]".'
+            f'scales: safetensors cannot be imported: {error}. Run pip install "openmla[hf]".'
         ) from error
     tensors: list[tuple[str, Tensor]] = []
     for file in files:
@@ -96,7 +115,7 @@ def read_scales(files: Iterable[Path]) -> Scales | None:
                 tensors += [(name, opened.get_tensor(name)) for name in names]
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"scales: {file.name!r} must be a safetensors file: {error}."
+                f"scales: {file.name!r} is not a valid safetensors file: {error}."
             ) from error
     return scales_of(tensors, "scales")
 
@@ -108,13 +127,18 @@ def checkpoint_scales(folder: Path) -> Scales | None:
 
 
 def expect_scales(model_class: Any) -> None:
-    """Have a transformers class expect scales in its checkpoints: from_pretrained(), also an
-    AutoModel's, then lists them no more among the keys it does not know. attach() reads them with
-    or without this."""
+    """Make a transformers class expect fp8 scales in its checkpoints.
+
+    from_pretrained(), also of an AutoModel class, then no longer lists them as unexpected keys.
+    attach() reads them with or without this call.
+
+    Args:
+        model_class: the class of the model, such as DeepseekV3ForCausalLM.
+    """
     known = getattr(model_class, "_keys_to_ignore_on_load_unexpected", ())
     if not isinstance(model_class, type) or not hasattr(model_class, "from_pretrained"):
         raise ConfigError(
-            "expect_scales: model_class must be a class with from_pretrained(), as "
+            "expect_scales: model_class must be a class with from_pretrained(), such as "
             f"DeepseekV3ForCausalLM, got {model_class!r}."
         )
     told: Any = model_class
@@ -129,14 +153,14 @@ def _files(path: Path) -> list[Path]:
         return [path / SINGLE]
     if not (path / INDEX).is_file():
         raise ConfigError(
-            f"scales: {str(path)!r} must be a safetensors file, or a folder with {SINGLE} or "
-            f"{INDEX}, got neither."
+            f"scales: {str(path)!r} is neither a safetensors file nor a folder with {SINGLE} or "
+            f"{INDEX}."
         )
     try:
         weights = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
         named = {file for name, file in weights.items() if read_name(name)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"scales: {INDEX} must hold a weight_map of tensors to files: {error!r}."
+            f"scales: {INDEX} must contain a weight_map of tensors to files: {error!r}."
         ) from error
     return [path / file for file in sorted(named)]

@@ -1,4 +1,4 @@
-"""Compressor: V4's pooling of tokens into entries, and the indexer that chooses among them."""
+"""Compressor: V4's pooling of tokens into entries, and the indexer that selects entries."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class CompressedIndexer(Compressor):
         assert indexer is not None and q_lora_rank is not None
         HI, DI = indexer.num_heads, indexer.head_dim
         if hadamard and DI & (DI - 1):
-            raise UnsupportedError(f"Indexer: hadamard needs a power of two, got width {DI}.")
+            raise UnsupportedError(
+                f"Indexer: hadamard needs a head_dim of a power of two, got {DI}."
+            )
         super().__init__(config, ratio, DI, overlap=True)
         self.config, self.indexer, self.hadamard = config, indexer, hadamard
         self.q_b_proj = nn.Linear(q_lora_rank, HI * DI, bias=False)

@@ -127,7 +127,7 @@ def _own_scales(own: Own, config: MLAConfig) -> Tensor:  # [H, rows, columns] f3
     """Checked, and repeated to blocks that fit heads where they must be."""
     scale, H = own.scale.detach().float(), config.num_heads
     if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ShapeError(f"weights: {own.name} must be finite and above 0.")
+        raise ShapeError(f"weights: {own.name} of kv_b_proj must be positive and finite.")
     if own.blocks is None:
         return scale.reshape(1, 1, 1).expand(H, 1, 1)
     rows, columns = (len // n for len, n in zip(_head_shape(config), own.blocks, strict=True))
@@ -154,7 +154,7 @@ def quantize_heads(weight: Tensor, config: MLAConfig) -> Tensor:  # u8
         values = part.float()
         largest = values.abs().amax((1, 2))
         if not bool(largest.isfinite().all()):
-            raise ShapeError("weights: kv_b_proj's weight must be finite.")
+            raise ShapeError("weights: the weight of kv_b_proj must be finite.")
         # a true quotient: by a number, torch on a GPU multiplies by its reciprocal
         scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(TINIEST)
         scales[number] = scale

@@ -28,11 +28,13 @@ class Indexer(nn.Module):
         if indexer is None or q_lora_rank is None:
             raise UnsupportedError(f"Indexer: {config.model_type} has no indexer.")
         if config.rope.kind not in ("default", "yarn"):
-            raise UnsupportedError(f"Indexer: rope type {config.rope.kind!r} is not supported.")
+            raise UnsupportedError(f"Indexer: RoPE kind {config.rope.kind!r} is not supported.")
         self.config, self.indexer = config, indexer
         HI, DI = indexer.num_heads, indexer.head_dim
         if hadamard and DI & (DI - 1):
-            raise UnsupportedError(f"Indexer: hadamard needs a power of two, got width {DI}.")
+            raise UnsupportedError(
+                f"Indexer: hadamard needs a head_dim of a power of two, got {DI}."
+            )
         self.hadamard = hadamard
         self.wq_b = nn.Linear(q_lora_rank, HI * DI, bias=False)
         self.wk = nn.Linear(config.hidden_size, DI, bias=False)

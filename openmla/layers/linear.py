@@ -19,8 +19,8 @@ def apply_linear(linear: nn.Module, x: Tensor, plan: Plan, name: str) -> Tensor:
     hooked = linear._forward_hooks or linear._forward_pre_hooks
     if hooked or not is_plain(linear):
         raise UnsupportedError(
-            f"{name} must be a plain linear without hooks for a batch-invariant plan, "
-            f"got {type(linear).__name__}: it multiplies as it likes."
+            f"{name} must be a plain linear without hooks for a batch-invariant plan, got "
+            f"{type(linear).__name__}. Plan with batch_invariant=False."
         )
     weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
     assert weight is not None

@@ -59,7 +59,7 @@ class Measured:
         largest = {name: float(value) for name, value in self.largest.items()}
         for name, value in largest.items():
             if not math.isfinite(value):
-                raise ConfigError(f"{where}: {name} must be finite to be measured, got {value}.")
+                raise ConfigError(f"{where}: {name} must be finite, got {value}.")
 
         def scale(*names: str) -> float:
             held = max(largest.get(name, 0.0) for name in names) * headroom / FP8_MAX
@@ -74,7 +74,7 @@ def check_headroom(headroom: object) -> float:
     if isinstance(headroom, bool) or not isinstance(headroom, int | float):
         raise ConfigError(f"calibrate: headroom must be a number, got {headroom!r}.")
     if not 1 <= headroom < math.inf:
-        raise ConfigError(f"calibrate: headroom must be 1 or more, got {headroom!r}.")
+        raise ConfigError(f"calibrate: headroom must be at least 1, got {headroom!r}.")
     return float(headroom)
 
 
@@ -93,12 +93,13 @@ def calibrate_layer(
         hidden, positions, cache, plan = batch
         check_kind("calibrate", "cache", cache, LayerCache)
         check_kind("calibrate", "plan", plan, Plan)
-        check_tokens("calibrate", hidden, positions, cache, plan, layer.config, layer.dtype)
+        weight = layer.kv_a_layernorm.weight
+        check_tokens("calibrate", hidden, positions, cache, plan, layer.config, weight)
         projected, raw, _ = layer.project(hidden, positions, plan)
         finish(raw, plan)
         tokens = plan.num_tokens - plan.padding
         measured.see_step(Projected(*(part[:tokens] for part in projected)), layer.absorbed)
         seen = seen or tokens > 0
     if not seen:
-        raise ConfigError("calibrate: batches must have at least one token, got none.")
+        raise ConfigError("calibrate: batches must contain at least 1 token, got 0.")
     return measured.scales("calibrate", headroom)

@@ -1,4 +1,4 @@
-"""MLAAttention: of V2, V3, R1, V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4."""
+"""MLAAttention: DeepSeek V2, V3, R1, V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4."""
 
 from __future__ import annotations
 
@@ -76,46 +76,93 @@ def check_tokens(
     cache: LayerCache,
     plan: Plan,
     config: MLAConfig,
-    dtype: torch.dtype,
+    weight: Tensor,
 ) -> None:
-    """A layer's tokens are as planned, and of its own dtype."""
+    """Raise unless a layer's tokens fit the plan, and the layer, one of whose weights is given."""
+    if isinstance(cache, Plan) and isinstance(plan, LayerCache):
+        raise ConfigError(
+            f"{where}: cache and plan are swapped, got a Plan as cache. Pass (hidden, positions, "
+            "cache, plan)."
+        )
     check_kind(where, "cache", cache, LayerCache)
     check_kind(where, "plan", plan, Plan)
     T, width = plan.num_tokens, config.hidden_size
     for name, given in (("hidden", hidden), ("positions", positions)):
         if not isinstance(given, Tensor):
             raise ShapeError(f"{where}: {name} must be a tensor, got {type(given).__name__}.")
-    if hidden.shape != (T, width):
+    if plan.config is not config and plan.config != config:
         raise ShapeError(
-            f"{where}: hidden must be [T, {width}] with T={T} as planned, "
-            f"got {tuple(hidden.shape)}."
+            f"{where}: plan must be made for this layer's config, got one for {plan.config}. Call "
+            "make_plan(batch, layer.config, cache)."
         )
-    if hidden.dtype != dtype:
+    for name, given, letters, shape in (
+        ("hidden", hidden, "[T, hidden_size]", (T, width)),
+        ("positions", positions, "[T]", (T,)),
+    ):
+        if given.shape != shape:
+            raise ShapeError(
+                f"{where}: {name} must be {letters} = {shape} for this plan, "
+                f"got {tuple(given.shape)}."
+            )
+    if hidden.dtype != weight.dtype:
         raise ShapeError(
-            f"{where}: hidden must be {dtype} like the layer, got {hidden.dtype}. "
+            f"{where}: hidden must be {weight.dtype} like the layer, got {hidden.dtype}. "
             "Convert one of them."
         )
-    if positions.shape != (T,):
-        raise ShapeError(
-            f"{where}: positions must be [T] with T={T} as planned, got {tuple(positions.shape)}."
-        )
-    if plan.config is not config and plan.config != config:
-        raise ShapeError(f"{where}: plan must be made for this layer's config.")
+    if positions.dtype != torch.int64:
+        raise ShapeError(f"{where}: positions must be torch.int64, got {positions.dtype}.")
+    device = plan.slot_mapping.device
+    for name, given in (
+        ("hidden", hidden),
+        ("positions", positions),
+        ("the layer", weight),
+        *(("cache", part.data) for part in cache.parts[:1]),
+    ):
+        if given.device != device:
+            raise ShapeError(
+                f"{where}: {name} must be on {device} like the plan, got {given.device}. Call "
+                ".to(), or plan with the cache of that device."
+            )
 
 
 class MLAAttention(nn.Module):
-    """One attention layer; parameter names are those of Hugging Face checkpoints.
+    """An MLA attention layer for inference, with the parameter names of Hugging Face checkpoints.
 
-    Weights are for inference: no parameter requires grad. `kv_b_proj` may be replaced by a
-    quantised linear; call refresh_weights() after that, and after changing its weight in any way
-    but load_state_dict(). Attention multiplies by a decoded copy of it, of `copied_bytes`; prefill
-    calls the linear itself where that is cheaper, by `expand_by`: "auto", or "linear" or "copy" to
-    have it so. With absorbed_format="fp8" absorbed rows multiply by w_uk and w_uv in e4m3: an fp8
-    kv_b_proj's own, or a copy with one scale per head, also of `copied_bytes`, whose weights are
-    off by `absorbed_error`. `layer` is its number in the model, which decides whether a sparse
-    layer has an indexer of its own or shares the selection of an earlier one. `rope_table` is
-    another layer's, to share it. `scales` are what a checkpoint has of them, for
-    allocate_cache(format="fp8", kv_scale=layer.scales).
+    No parameter requires grad. Load weights with load_state_dict(). You can replace kv_b_proj by a
+    quantized linear: then call refresh_weights(), as after any other change of its weight.
+    Attention multiplies by a decoded copy of it, of `copied_bytes`. Prefill calls the linear itself
+    where that is cheaper; set `expand_by` to "linear" or "copy" to override that. Scales in a
+    checkpoint are loaded into `scales`, for allocate_cache(format="fp8", kv_scale=layer.scales).
+
+    Args:
+        config: the model's dimensions.
+        layer: number of the layer in the model. It decides whether a sparse layer has an indexer,
+            or shares the selection of an earlier layer.
+        hadamard: whether the indexer rotates queries and keys by a Hadamard matrix. Read a cache
+            the way it was written.
+        rope_table: the RopeTable of another layer, to share its memory.
+        absorbed_format: "fp8" multiplies absorbed tokens by w_uk and w_uv in e4m3. They are the
+            weights of an fp8 kv_b_proj, or a copy with one scale per head, whose relative error is
+            `absorbed_error`.
+
+    Raises:
+        ConfigError: the config has no hidden_size, or the layer number is not valid.
+        UnsupportedError: the model needs MLAAttentionV4 or attach().
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    layer = openmla.MLAAttention(config)
+    cache = openmla.allocate_cache(config, num_blocks=8, block_size=16, format="fp32")
+    pool = openmla.BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20})
+    table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 0, 20)])
+    plan = openmla.make_plan(openmla.Batch([20], [20], table, slots), config, cache)
+    with torch.inference_mode():
+        out = layer(torch.randn(20, config.hidden_size), torch.arange(20), cache, plan)
+    assert out.shape == (20, config.hidden_size)
+    ```
     """
 
     def __init__(
@@ -133,13 +180,13 @@ class MLAAttention(nn.Module):
         check_layer_number(layer)
         if config.compressor is not None:
             raise UnsupportedError(
-                f"MLAAttention: {config.model_type} needs another layer. Use MLAAttentionV4."
+                f"MLAAttention: {config.model_type} has a compressor. Use MLAAttentionV4."
             )
         family = FAMILIES.get(config.model_type)
         if family is not None and family.output_gate:
             raise UnsupportedError(
-                f"MLAAttention: {config.model_type} gates its output, this layer does not. "
-                "attach() runs it."
+                f"MLAAttention: the output gate of {config.model_type} is not supported. Use "
+                "attach()."
             )
         self.config = config
         self.indexer: Indexer | None = None
@@ -175,17 +222,18 @@ class MLAAttention(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layer computes in: its norms', for any of its linears may be quantised."""
+        """The dtype that the layer computes in, that of its norms: its linears may be quantized."""
         return self.kv_a_layernorm.weight.dtype
 
     @property
     def output_format(self) -> str | None:
-        """What o_proj quantises its input to, for make_plan(output=): attention then hands it over
-        quantised. None where it takes 16 bits, as a plain one does."""
+        """The format that o_proj quantizes its input to, for make_plan(output=layer.output_format).
+        None if it takes 16 bits, as a plain linear does."""
         return output_format(self.o_proj)
 
     def refresh_weights(self) -> None:
-        """Decode a quantised kv_b_proj again, or put any into eight bits; a copy stays in place."""
+        """Update the copies of kv_b_proj, decoded or in fp8, after its weight changed. They stay at
+        the same address if they fit."""
         check_absorbed_format("MLAAttention", self.absorbed_format)
         if self.absorbed_format is not None:
             eight = keep_eight_bits(self.kv_b_proj, self.config, self.dtype)
@@ -200,8 +248,7 @@ class MLAAttention(nn.Module):
 
     @property
     def absorbed(self) -> AbsorbedWeights:
-        """kv_b_proj as attention uses it: views of its weight, or of the decoded one, or of eight
-        bits."""
+        """The weights of kv_b_proj as attention uses them: views of its weight or of a copy."""
         refuse_unabsorbable(self.kv_b_proj, "MLAAttention: kv_b_proj")
         if self.absorbed_format is not None:
             return self._eight_bits()
@@ -229,7 +276,7 @@ class MLAAttention(nn.Module):
         """Whether prefill calls a kv_b_proj that is not plain, or multiplies by its copy."""
         if self.expand_by not in EXPAND_BY:
             raise ConfigError(
-                f"MLAAttention: expand_by must be one of {', '.join(EXPAND_BY)}, "
+                f"MLAAttention: expand_by must be one of {', '.join(map(repr, EXPAND_BY))}, "
                 f"got {self.expand_by!r}."
             )
         if self.expand_by == "auto":
@@ -238,15 +285,14 @@ class MLAAttention(nn.Module):
 
     @property
     def copied_bytes(self) -> int:
-        """What is kept beside kv_b_proj: the decoded copy of a quantised one, or the one in eight
-        bits; 0 where its own weight is read. Absorbed rows need it, so it is made with the first
-        step at the latest."""
+        """Bytes of the copy of kv_b_proj, decoded or in fp8; 0 if its own weight is read. The copy
+        is made with the first step at the latest."""
         return sum(copy.nbytes for copy in (self.kv_b_dense, self.kv_b_eight) if copy is not None)
 
     @property
     def absorbed_error(self) -> float:
-        """How far a copy in eight bits is off: the relative error (Frobenius) of the head that is
-        furthest off. 0 where there is none. Waits for the device."""
+        """The largest relative error (Frobenius norm) of a head's weights in an fp8 copy; 0 if
+        there is no copy. Reading it waits for the device."""
         return 0.0 if self.kv_b_eight is None else largest_error(self.kv_b_eight, self.config)
 
     def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
@@ -256,7 +302,8 @@ class MLAAttention(nn.Module):
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan
     ) -> tuple[Projected, RawProjections, Tensor | None]:
-        """What attention takes, what is still to be done to it, and the low-rank query if any."""
+        """Return the projections as views, the raw tensors they view, and the low-rank query, if
+        the model has one. The write normalizes and rotates the raw tensors."""
         config = self.config
         T, P = hidden.shape[0], config.qk_nope_head_dim
         q_resid = None
@@ -290,8 +337,23 @@ class MLAAttention(nn.Module):
         cache: LayerCache,
         plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
-        """Project, write the cache, attend, project back; T is the plan's. Over ranks, every one
-        of them calls it with the same tokens, and its own share of the cache."""
+        """Project, write the cache, attend, and project back.
+
+        Over ranks, every rank calls this with the same tokens and its own share of the cache.
+
+        Args:
+            hidden: [T, hidden_size] hidden states of the plan's tokens, in the layer's dtype.
+            positions: [T] int64 position of each token in its sequence.
+            cache: the layer's cache.
+            plan: the plan of the step.
+
+        Returns:
+            [T, hidden_size].
+
+        Raises:
+            ShapeError: a tensor has a wrong shape, dtype or device. Nothing is written.
+            ConfigError: cache, plan and layer do not match. Nothing is written.
+        """
         return self.attend(hidden, positions, cache, plan)[0]
 
     def attend(
@@ -302,23 +364,34 @@ class MLAAttention(nn.Module):
         plan: Plan,
         selection: Selection | None = None,
     ) -> tuple[Tensor, Selection | None]:
-        """forward(), and the selection it used, for the layers after it that share it.
+        """Same as forward(), and return the selection too, for later layers that share it.
 
-        A layer without an indexer of its own takes that of the layer before as `selection`.
+        Args:
+            hidden: same as in forward().
+            positions: same as in forward().
+            cache: same as in forward().
+            plan: same as in forward().
+            selection: the selection of an earlier layer, for a layer without an indexer.
         """
-        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, self.dtype)
+        weight = self.kv_a_layernorm.weight
+        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, weight)
         if self.indexer is not None and cache.index is None:
-            raise ConfigError("MLAAttention: cache must have index rows for this layer, got none.")
+            raise ConfigError(
+                "MLAAttention: cache has no index rows, and this layer has an indexer. Call "
+                "allocate_cache(layer=...) with the layer's number."
+            )
         if self.indexer is None and plan.chooses and selection is None:
             raise ConfigError(
-                "MLAAttention: selection must be given, this layer has no indexer of its own."
+                "MLAAttention: selection is missing: this layer has no indexer. Call "
+                "layer.attend(selection=...) with the selection that an earlier layer's attend() "
+                "returned."
             )
         if plan.output is not None:
             check_taken(self.o_proj, plan.output)
             if plan.batch_invariant:
                 raise UnsupportedError(
-                    "MLAAttention: plan must have no output with batch_invariant: how o_proj "
-                    "multiplies quantised rows depends on how many there are."
+                    "MLAAttention: output must be None with batch_invariant: the product of o_proj "
+                    f"with quantized rows depends on the batch, got output={plan.output!r}."
                 )
         absorbed = self.absorbed
         projected, raw, q_resid = self.project(hidden, positions, plan)

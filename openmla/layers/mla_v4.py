@@ -1,4 +1,4 @@
-"""MLAAttentionV4: DeepSeek V4's layer: a latent that is key and value, window, entries, sink."""
+"""MLAAttentionV4: DeepSeek V4's attention layer, with window, compressed entries and sink."""
 
 from __future__ import annotations
 
@@ -38,13 +38,39 @@ class GroupedLinear(nn.Module):
 
 
 class MLAAttentionV4(nn.Module):
-    """One attention layer; parameter names are those of transformers' deepseek_v4.
+    """A DeepSeek V4 attention layer for inference, with the parameter names of transformers.
 
-    `layer` is its number in the model, which decides its compress ratio: 0, 4 or 128. Draft (MTP)
-    layers, numbered past the model's, have none. Weights are for inference: no parameter requires
-    grad. `hadamard` rotates indexer queries and keys, as the reference model does; caches must be
-    read as they were written. `rope_table` is that of another layer with the same rope, to share
-    it: layers of ratio 0 have one, all others another.
+    No parameter requires grad. Load weights with load_state_dict().
+
+    Args:
+        config: the model's dimensions.
+        layer: number of the layer in the model. It decides the compress ratio: 0, 4 or 128. Draft
+            (MTP) layers, numbered past the model's layers, have ratio 0.
+        hadamard: whether the indexer rotates queries and keys by a Hadamard matrix, as the
+            reference model does. Read a cache the way it was written.
+        rope_table: the RopeTable of another layer, to share its memory. Layers of ratio 0 share
+            one, all other layers another.
+
+    Raises:
+        ConfigError: the config has no hidden_size, or the layer number is not valid.
+        UnsupportedError: the model is not DeepSeek V4, or has an attention bias.
+
+    ```python
+    import openmla, torch
+
+    config = openmla.PRESETS["tiny-v4"]
+    layer = openmla.MLAAttentionV4(config, layer=0)
+    cache = openmla.allocate_cache(
+        config, num_blocks=4, block_size=256, format="fp32", max_requests=2, max_tokens=64
+    )
+    pool = openmla.CompressedPool(cache.geometry)
+    pool.take({"a": 20})
+    batch = openmla.Batch([20], [20], **pool.tables(["a"])._asdict())
+    plan = openmla.make_plan(batch, config, cache)
+    with torch.inference_mode():
+        out = layer(torch.randn(20, config.hidden_size), torch.arange(20), cache, plan)
+    assert out.shape == (20, config.hidden_size)
+    ```
     """
 
     def __init__(
@@ -68,7 +94,7 @@ class MLAAttentionV4(nn.Module):
         self.rope = compressor.rope if self.ratio else config.rope
         if self.rope.kind not in ("default", "yarn"):
             raise UnsupportedError(
-                f"MLAAttentionV4: rope type {self.rope.kind!r} is not supported."
+                f"MLAAttentionV4: RoPE kind {self.rope.kind!r} is not supported."
             )
         R, positions = config.qk_rope_head_dim, config.max_positions
         self.rope_table = RopeTable.shared(rope_table, self.rope, R, positions)
@@ -93,7 +119,7 @@ class MLAAttentionV4(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the layer computes in: its norms', for any of its linears may be quantised."""
+        """The dtype that the layer computes in, that of its norms: its linears may be quantized."""
         return self.kv_norm.weight.dtype
 
     def forward(
@@ -103,7 +129,21 @@ class MLAAttentionV4(nn.Module):
         cache: LayerCache,
         plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
-        """Project, write the caches, attend, rotate back, project; T is the plan's."""
+        """Project, write the caches, attend, rotate back, and project.
+
+        Args:
+            hidden: [T, hidden_size] hidden states of the plan's tokens, in the layer's dtype.
+            positions: [T] int64 position of each token in its sequence.
+            cache: the layer's cache, of its compress ratio.
+            plan: the plan of the step for layers of this ratio.
+
+        Returns:
+            [T, hidden_size].
+
+        Raises:
+            ShapeError: a tensor has a wrong shape, dtype, device or value. Nothing is written.
+            ConfigError: cache, plan and layer do not match. Nothing is written.
+        """
         self._check(hidden, positions, cache, plan)
         config = self.config
         T, H = plan.num_tokens, config.num_heads
@@ -168,17 +208,20 @@ class MLAAttentionV4(nn.Module):
         cache: LayerCache,
         plan: Plan,
     ) -> None:
-        check_tokens("MLAAttentionV4", hidden, positions, cache, plan, self.config, self.dtype)
+        weight = self.kv_norm.weight
+        check_tokens("MLAAttentionV4", hidden, positions, cache, plan, self.config, weight)
         if plan.output is not None:
             raise UnsupportedError(
-                "MLAAttentionV4: plan must have no output, got one: o_a_proj multiplies rows that "
-                "are not quantized. attend_compressed(out=) quantizes for a projection of your own."
+                f"MLAAttentionV4: output must be None in the plan, got {plan.output!r}: o_a_proj "
+                "multiplies rows that are not quantized. For a projection of your own, call "
+                "attend_compressed(out=...)."
             )
         shared = plan.shared
         if shared is None or plan.ratio != self.ratio or cache.ratio != self.ratio:
             raise ConfigError(
-                f"MLAAttentionV4: plan and cache must be of this layer's ratio {self.ratio}, "
-                f"got {None if shared is None else plan.ratio} and {cache.ratio}."
+                f"MLAAttentionV4: plan and cache must have this layer's compress ratio "
+                f"{self.ratio}, got {None if shared is None else plan.ratio} and {cache.ratio}. "
+                "Make one plan for each ratio."
             )
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -187,6 +230,7 @@ class MLAAttentionV4(nn.Module):
         planned, given = shared.positions[counted], positions[counted]
         if bool(((planned >= 0) & (given != planned)).any()):
             raise ShapeError(
-                "MLAAttentionV4: positions must count each sequence's own tokens from 0, as the "
-                "plan does: entries are made and seen by them."
+                "MLAAttentionV4: positions must count the tokens of each sequence from 0, as the "
+                f"plan does, got {int(given[given != planned][0])} instead of "
+                f"{int(planned[given != planned][0])}."
             )

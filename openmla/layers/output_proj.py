@@ -47,10 +47,9 @@ def check_taken(linear: nn.Module, format: str) -> None:
     """Raise unless a linear reads this format."""
     taken = output_format(linear)
     if taken != format:
-        wanted = "outputs of 16 bits" if taken is None else f"output={taken!r}"
         raise ConfigError(
-            f"MLAAttention: o_proj must take the plan's output={format!r}, it takes {wanted}. "
-            "Make the plan with output=layer.output_format."
+            f"MLAAttention: output must be the format of o_proj, {taken!r}, got {format!r} in the "
+            "plan. Call make_plan(output=layer.output_format)."
         )
 
 

@@ -14,10 +14,15 @@ from openmla.errors import ConfigError
 
 
 class RopeTable(nn.Module):
-    """A rope table that moves with the layers it is given to, stays float32 and is not saved.
+    """A table of cos and sin per position. It moves with its layers, stays float32, is not saved.
 
-    Layers make their own unless they are given one. Those of one model rotate alike, so one may
-    serve all that are on one device: a table of 163,840 positions is 42 MB, V4's are 268 MB.
+    A layer makes its own unless you pass one. All layers of a model that are on one device can
+    share a table: one of 163,840 positions takes 42 MB, those of DeepSeek V4 take 268 MB.
+
+    Args:
+        rope: the RoPE settings.
+        R: the rotated columns.
+        num_positions: rows of the table; longrope has twice as many.
     """
 
     table: Tensor  # [num_positions, R] f32, longrope: twice as many rows
@@ -35,14 +40,15 @@ class RopeTable(nn.Module):
     def shared(
         cls, given: RopeTable | None, rope: RopeConfig, R: int, num_positions: int
     ) -> RopeTable:
-        """A table that was given, if it is the right one, or a new one."""
+        """Return the table that was passed, if it fits, or a new one."""
         if given is None:
             return cls(rope, R, num_positions)
         if given.made_of != (rope, R, num_positions):
             raise ConfigError(
-                f"rope: rope_table must be of {rope.kind!r} with R={R} and {num_positions} "
-                f"positions as the config says, got {given.made_of[0].kind!r} with "
-                f"R={given.made_of[1]} and {given.made_of[2]}, or other factors."
+                f"rope: rope_table must have the RoPE settings of the layer, {rope.kind!r} with "
+                f"R={R} and {num_positions} positions, got {given.made_of[0].kind!r} with "
+                f"R={given.made_of[1]} and {given.made_of[2]}, or other factors. Share a table "
+                "only between layers with equal settings."
             )
         return given
 
@@ -77,7 +83,10 @@ def _cos_sin(frequencies: Tensor, num_positions: int, scale: float) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, R: int) -> list[Tensor]:
     """[R/2] f32 radians per position; for longrope the short and the long variant."""
     if rope.kind == "external":
-        raise ConfigError("rope: there is no table of a rope that others rotate by.")
+        raise ConfigError(
+            "rope: a config of kind 'external' has no RoPE table. Apply RoPE yourself, or make the "
+            "config with from_hf()."
+        )
     exponents = torch.arange(0, R, 2, dtype=torch.int64).float() / R
     powers = rope.theta**exponents
     if rope.kind == "longrope":

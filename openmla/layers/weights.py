@@ -46,8 +46,16 @@ class Known(NamedTuple):
 def absorb(
     weight: Tensor, config: MLAConfig, linear: Callable[[Tensor], Tensor] | None = None
 ) -> AbsorbedWeights:
-    """The three shapes of a dense kv_b weight [H * (P + V), C], all over its own storage, and what
-    expands in its place, if anything does."""
+    """Split the weight of kv_b_proj into the shapes that attention uses, as views of it.
+
+    Args:
+        weight: [H * (P + V), C], not quantized.
+        config: the model's dimensions.
+        linear: a callable that expands latents, if that is cheaper than the weight.
+
+    Raises:
+        ShapeError: the weight does not have the shape of the config.
+    """
     check_kind("weights", "kv_b_proj's weight", weight, Tensor)
     H, P, V, C = config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     if weight.shape != (H * (P + V), C):
@@ -102,11 +110,11 @@ def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
     parts = parts_of(linear)
     if any(module._forward_hooks or module._forward_pre_hooks for module in parts):
         raise UnsupportedError(
-            f"{name} must have no forward hooks, which its weight cannot stand for (an adapter per "
-            "row, peft's adapter_names, is one). Remove them."
+            f"{name} has forward hooks, and attention reads its weight without calling it. Remove "
+            "the hooks (peft adds some for adapter_names)."
         )
     if isinstance(getattr(linear, "bias", None), Tensor):
-        raise UnsupportedError(f"{name} must have no bias: keys and values are its weight alone.")
+        raise UnsupportedError(f"{name} has a bias, which is not supported in attention.")
 
 
 def state_of(linear: nn.Module) -> tuple[Any, ...]:
@@ -157,14 +165,15 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
             if isinstance(scale, Tensor):
                 return (weight.float() * spread_scale(scale.float(), weight, name)).to(dtype)
         raise ShapeError(
-            "weights: an fp8 kv_b_proj must have weight_scale_inv or weight_scale, got neither."
+            "weights: the fp8 kv_b_proj has neither weight_scale_inv nor weight_scale. Load the "
+            "scales of its checkpoint."
         )
     device = next((t.device for t in (*linear.parameters(), *linear.buffers())), None)
     pushed = linear(torch.eye(C + 1, C, dtype=dtype, device=device))
     if bool(pushed[C].any()):  # what comes out where nothing went in
         raise UnsupportedError(
-            "weights: kv_b_proj must have no bias, its adapters' included: keys and values are "
-            "its weight alone."
+            "weights: kv_b_proj or one of its adapters has a bias, which is not supported in "
+            "attention."
         )
     return pushed[:C].T.to(dtype).contiguous()
 
@@ -180,6 +189,6 @@ def spread_scale(scale: Tensor, weight: Tensor, name: str) -> Tensor:
         spread = scale.repeat_interleave(128, dim=0).repeat_interleave(128, dim=1)
         return spread[:rows, :columns]
     raise ShapeError(
-        f"weights: {name} must be one scale, one per row or one per block of 128 x 128 for "
-        f"{tuple(weight.shape)}, got {tuple(scale.shape)}."
+        f"weights: {name} must have 1 scale, 1 per row or 1 per block of 128 x 128 for a weight of "
+        f"{tuple(weight.shape)}, got shape {tuple(scale.shape)}."
     )

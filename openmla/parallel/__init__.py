@@ -1,7 +1,7 @@
-"""Context parallelism: a cache sharded by position over ranks, partial attentions merged.
+"""Context parallelism: the cache is sharded by position across ranks.
 
-Plans over ranks are make_plan(ranks=), and attend_step() and select_step() run them. The names
-below are those of engines that were written before.
+Call make_plan(ranks=...), and run the plan with attend_step() and select_step(). The functions
+whose names end in _over_ranks, except merge_over_ranks, are older names and work for one release.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ select_over_ranks = select_step
 def plan_over_ranks(
     batch: Batch, config: MLAConfig, cache: LayerCache, ranks: Ranks, **options: Any
 ) -> Plan:
-    """make_plan(batch, config, cache, ranks=ranks, ...)."""
+    """Call make_plan(batch, config, cache, ranks=ranks, ...) instead; works for one release."""
     check_kind("plan", "ranks", ranks, Ranks)
     return make_plan(batch, config, cache, ranks=ranks, **options)
 
@@ -50,7 +50,7 @@ def attend_over_ranks(
     raw: RawProjections | None = None,
     write: bool = True,
 ) -> Any:
-    """attend_step(), or for CompressedInputs attend_compressed(), over the plan's ranks."""
+    """Call attend_step() or attend_compressed() instead; works for one release."""
     check_kind("step", "plan", plan, Plan)
     kind = Projected if plan.config.compressor is None else CompressedInputs
     check_kind("step", "projected", projected, kind)
@@ -59,7 +59,7 @@ def attend_over_ranks(
         return attend_step(projected, absorbed, cache, plan, **given)  # type: ignore[arg-type]
     for name, other in (("absorbed", absorbed), ("selection", selection), ("raw", raw)):
         if other is not None:
-            raise ConfigError(f"step: {name} must not be given beside CompressedInputs.")
+            raise ConfigError(f"step: {name} must be None with CompressedInputs.")
     return attend_segments(projected, cache, plan, sink=sink, write=write)[0]
 
 
@@ -72,8 +72,17 @@ def rank_cache(
     layer: int = 0,
     **options: Any,
 ) -> LayerCache:
-    """allocate_cache() of a layer's share: each of num_blocks blocks has block_size tokens on every
-    rank, or, of V4's layers that every rank has whole, all of their block_size * W."""
+    """Allocate this rank's share of a layer's cache.
+
+    Args:
+        config: the model's dimensions.
+        ranks: the ranks that share the cache.
+        num_blocks: blocks of the cache.
+        block_size: tokens of a block on each rank. DeepSeek V4's layers without an indexer are not
+            sharded: their blocks have block_size * W tokens on every rank.
+        layer: number of the layer.
+        options: other arguments of allocate_cache().
+    """
     check_kind("parallel", "config", config, MLAConfig)
     check_kind("parallel", "ranks", ranks, Ranks)
     compressor = config.compressor

@@ -215,8 +215,8 @@ def has_room_to_gather(workspace: Workspace | None, context: str, wide: int) -> 
     if context == "gather" and not fits:
         assert workspace is not None
         raise ConfigError(
-            f"parallel: a workspace must have at least {wide} rows, a block on every rank, to "
-            f"gather context, got {workspace.num_rows}. Give warmup() a larger workspace_tokens."
+            f"parallel: workspace must have at least {wide} rows, 1 block of every rank, to gather "
+            f"context, got {workspace.num_rows}. Call warmup() with a larger workspace_tokens."
         )
     return fits
 

@@ -73,7 +73,7 @@ def _check_interleave(config: MLAConfig, ranks: Ranks, BS: int) -> None:
     if ranks.interleave not in (1, BS):
         raise ConfigError(
             f"parallel: interleave must be 1 or the block size of {BS} for {config.model_type}, "
-            f"whose entries stay with their block, got {ranks.interleave}."
+            f"which keeps the tokens of an entry on one rank, got {ranks.interleave}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Batch: what this step asks for, in host integers: lengths, block table, slots."""
+"""Batch: the input of one step, in host integers: lengths, block table, slots."""
 
 from __future__ import annotations
 
@@ -25,30 +25,51 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """B requests, in the caller's order; request b brings query_lens[b] new tokens.
+    """The requests of one step, in the caller's order. Make a plan of it with make_plan().
 
-    `seq_lens` counts a request's tokens including the new ones. Lengths are lists, numpy arrays or
-    CPU tensors.
-    `block_table` and `slot_mapping` may be on the CPU, where their values are checked and from
-    where they are uploaded with the plan, or on the device, where they are taken as they are.
+    B is the number of requests and T the number of tokens in the step. Tables and slots may be on
+    the CPU or on the cache's device. On the CPU, their values are checked, and they are uploaded
+    with the plan. On the device, they are used as they are.
 
-    A caller whose true lengths exist on the device only gives them as `device_seq_lens`, of every
-    request, and upper bounds as `seq_lens`. `exact` says of which requests `seq_lens` is the true
-    length all the same: those are checked and planned as ever. The others, drafted tokens behind
-    an unknown number of accepted ones, are not checked against their lengths and decode only.
+    Attributes:
+        query_lens: B numbers of new tokens: a list, a numpy array or a CPU tensor. 0 is allowed and
+            costs nothing.
+        seq_lens: B lengths of the requests, including the new tokens.
+        block_table: [B, M] int32 blocks of each request. For DeepSeek V4, blocks of entries and
+            indexer keys, one column per block_size tokens.
+        slot_mapping: [T] int64 slots of the new tokens; -1 is not written. None for DeepSeek V4.
+        device_seq_lens: [B] int32 lengths on the device, for callers that do not know them on the
+            host. `seq_lens` are then upper bounds.
+        window_table: [B, M] int32, DeepSeek V4 only: blocks of recent rows. A row is a ring buffer:
+            position p is in block window_table[b, (p // BS) % M]. It must have room for the tokens
+            of the step and the window before them.
+        state_slots: [B] int32, DeepSeek V4 only: compressor states; -1 for a request without tokens
+            in this step.
+        exact: B booleans: the requests whose `seq_lens` is the true length in spite of
+            `device_seq_lens`. They are checked and planned as usual. The other requests are not
+            checked against their lengths and can only decode (for example draft tokens after an
+            unknown number of accepted ones). None: no length is exact.
+        padding: tokens that belong to no request, the last ones of the T. Their slots are -1, and
+            their outputs are 0.
+        causal: False for a part of the keys (attend_partial): every token sees all seq_lens keys of
+            its request, which may be fewer than its new tokens, or none. Nothing is written, so
+            slot_mapping is None.
 
-    `padding` tokens stand behind those of the requests and belong to none: nothing is written or
-    read for them, their slots are -1 and their outputs 0. A request of no tokens costs nothing
-    either, whatever its length.
+    Raises:
+        ShapeError: lengths, shapes, dtypes or values do not fit each other.
 
-    V4 takes no slot_mapping but a `window_table`, whose rows are rings: position p of a request is
-    in block window_table[b, (p // BS) % M] of raw rows, which so need room for a step's tokens and
-    the window before them; and `state_slots`, the compressor states of the requests. block_table
-    is that of entries and indexer keys, a column per block_size tokens.
+    ```python
+    import openmla
 
-    `causal=False` is of a part of the keys (attend_partial): every token sees all seq_lens of its
-    request, be they fewer than the new tokens or none, and none of them is new. Nothing is written,
-    so there is no slot_mapping.
+    pool = openmla.BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20, "b": 33})
+    batch = openmla.Batch(
+        query_lens=[20, 1],  # a prompt of 20 tokens, and a decode step at length 33
+        seq_lens=[20, 33],
+        block_table=pool.block_table(["a", "b"]),
+        slot_mapping=pool.slot_mapping([("a", 0, 20), ("b", 32, 33)]),
+    )
+    ```
     """
 
     query_lens: Sequence[int]  # B of them
@@ -77,7 +98,9 @@ class Batch:
         object.__setattr__(self, "padding", padding)
         B, T = len(query_lens), sum(query_lens) + padding
         if len(seq_lens) != B:
-            raise ShapeError(f"batch: seq_lens must be B={B} lengths, got {len(seq_lens)}.")
+            raise ShapeError(
+                f"batch: seq_lens must have B={B} lengths like query_lens, got {len(seq_lens)}."
+            )
         if min(query_lens, default=0) < 0:
             b = next(b for b, n in enumerate(query_lens) if n < 0)
             raise ShapeError(f"batch: query_lens[{b}] must not be negative, got {query_lens[b]}.")
@@ -85,13 +108,13 @@ class Batch:
         if self.causal and min(map(sub, seq_lens, query_lens), default=0) < 0:
             b = next(b for b in range(B) if seq_lens[b] < query_lens[b])
             raise ShapeError(
-                f"batch: seq_lens[{b}] must be at least its {query_lens[b]} query tokens, "
+                f"batch: seq_lens[{b}] must include its {query_lens[b]} new tokens, "
                 f"got {seq_lens[b]}."
             )
         if max(seq_lens, default=0) > MOST_POSITIONS:
             b = next(b for b in range(B) if seq_lens[b] > MOST_POSITIONS)
             raise ShapeError(
-                f"batch: seq_lens[{b}] must fit int32, {MOST_POSITIONS} at most, got {seq_lens[b]}."
+                f"batch: seq_lens[{b}] must be at most {MOST_POSITIONS} (int32), got {seq_lens[b]}."
             )
         for name in _TENSORS:
             given = getattr(self, name)
@@ -121,8 +144,18 @@ class Batch:
         if self.exact is not None:
             object.__setattr__(self, "exact", _flags(self.exact, B))
             if self.device_seq_lens is None:
-                raise ShapeError("batch: exact must not be given without device_seq_lens.")
+                raise ShapeError(
+                    "batch: exact must be None without device_seq_lens: all seq_lens are exact."
+                )
         ring = self.window_table
+        blocks = table if ring is None else ring
+        if self.causal and max(query_lens, default=0) and blocks.dim() == 2 and not blocks.shape[1]:
+            b = next(b for b, n in enumerate(query_lens) if n)
+            name, tables = ("block_table",) * 2 if ring is None else ("window_table", "tables")
+            raise ShapeError(
+                f"batch: {name} has no blocks for the {query_lens[b]} new tokens of request {b}. "
+                f"Call pool.take() for them before pool.{tables}()."
+            )
         if ring is not None and (
             ring.dim() != 2 or ring.shape[0] != B or ring.dtype != torch.int32
         ):
@@ -131,22 +164,26 @@ class Batch:
                 f"got {tuple(ring.shape)} {ring.dtype}."
             )
         if (ring is None) != (self.state_slots is None):
-            raise ShapeError("batch: window_table and state_slots must be given together.")
+            missing = "window_table" if ring is None else "state_slots"
+            raise ShapeError(
+                f"batch: {missing} is missing: DeepSeek V4 needs window_table and state_slots. "
+                "Pass those of CompressedPool.tables()."
+            )
         if ring is not None and slots is not None:
             raise ShapeError(
-                "batch: slot_mapping must not be given with a window_table, which says it all."
+                "batch: slot_mapping must be None with a window_table, which determines the slots."
             )
 
     def _check_part(self, T: int) -> None:
-        """What holds without causality; gives such a batch slots that write nothing."""
+        """Check a batch with causal=False, and give it slots that write nothing."""
         if not isinstance(self.causal, bool):
             raise ShapeError(f"batch: causal must be True or False, got {self.causal!r}.")
         if self.causal:
             return
         for name in ("slot_mapping", "window_table"):
             if getattr(self, name) is not None:
-                why = "of which nothing is written" if name == "slot_mapping" else "V4 has no parts"
-                raise ShapeError(f"batch: {name} must not be given with causal=False: {why}.")
+                why = "which writes nothing" if name == "slot_mapping" else "not used with V4"
+                raise ShapeError(f"batch: {name} must be None with causal=False, {why}.")
         if min(self.seq_lens, default=0) < 0:
             b = next(b for b, S in enumerate(self.seq_lens) if S < 0)
             raise ShapeError(f"batch: seq_lens[{b}] must not be negative, got {self.seq_lens[b]}.")
@@ -166,19 +203,19 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """T, padding included."""
+        """T, including padding."""
         return sum(self.query_lens) + self.padding
 
     @cached_property
     def read_lens(self) -> Sequence[int]:
-        """Most keys a step reads of each request: none of one without tokens."""
+        """The most keys that a step reads of each request: 0 for a request without new tokens."""
         if 0 not in self.query_lens:
             return self.seq_lens
         return [S if n else 0 for n, S in zip(self.query_lens, self.seq_lens, strict=True)]
 
     @cached_property
     def bounded(self) -> frozenset[int]:
-        """Requests whose seq_lens are upper bounds: only the device knows their lengths."""
+        """The requests whose seq_lens are upper bounds."""
         if self.device_seq_lens is None:
             return frozenset()
         flags = self.exact or [False] * len(self.query_lens)
@@ -208,7 +245,7 @@ def _flags(values: Sequence[bool] | Tensor, B: int) -> tuple[bool, ...]:
     on_device = isinstance(values, Tensor) and values.device.type != "cpu"
     given = values.tolist() if hasattr(values, "tolist") and not on_device else values
     if not isinstance(given, list | tuple) or set(map(type, given)) - {bool}:
-        raise ShapeError(f"batch: exact must be a list of B={B} booleans, got {values!r}.")
+        raise ShapeError(f"batch: exact must be a list of booleans, got {values!r}.")
     if len(given) != B:
-        raise ShapeError(f"batch: exact must be B={B} booleans, got {len(given)}.")
+        raise ShapeError(f"batch: exact must have B={B} booleans, got {len(given)}.")
     return tuple(given)

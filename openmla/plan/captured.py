@@ -61,12 +61,39 @@ def plan_buffers(
     max_blocks: int,
     beside: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Device tensors for make_plan(into=): the largest step a captured graph will replay.
+    """Allocate the tensors of the largest step of a CUDA graph, for make_plan(into=...).
 
-    Empty requests and tokens fill up smaller steps: they see no key and write no row. V4 needs a
-    set for each kind of layer, from a cache of that kind; `beside` is another kind's of the same
-    sizes, which then has tensors in common with this one: see make_plan(beside=). slice_buffers()
-    makes smaller ones of the same memory.
+    Smaller steps are padded with empty requests and tokens, which see no key and write no row.
+    slice_buffers() makes smaller buffers of the same memory. DeepSeek V4 needs buffers for each
+    compress ratio, from a cache of that ratio.
+
+    Args:
+        config: the model's dimensions.
+        cache: the cache of any of the layers.
+        max_requests: requests in a step.
+        max_tokens: tokens in a step. A request can have max_tokens // max_requests of them.
+        max_blocks: columns of the block table.
+        beside: DeepSeek V4: the buffers for another compress ratio, of the same sizes, to share
+            tensors with. See make_plan(beside=...).
+
+    Returns:
+        Tensors by name, on the cache's device.
+
+    Raises:
+        ConfigError: a size is not positive, or `beside` has other sizes.
+
+    ```python
+    import openmla
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=8, block_size=16, format="bf16")
+    buffers = openmla.plan_buffers(config, cache, max_requests=4, max_tokens=4, max_blocks=8)
+    pool = openmla.BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20})
+    table, slots = pool.block_table(["a"]), pool.slot_mapping([("a", 19, 20)])
+    plan = openmla.make_plan(openmla.Batch([1], [20], table, slots), config, cache, into=buffers)
+    assert plan.num_tokens == 4  # the step, and 3 tokens of padding
+    ```
     """
     sizes = {"max_requests": max_requests, "max_blocks": max_blocks, "max_tokens": max_tokens}
     for name, size in sizes.items():
@@ -135,10 +162,18 @@ def rank_buffers(
     max_blocks: int,
     max_requests: int | None = None,
 ) -> dict[str, Tensor]:
-    """plan_buffers() for make_plan(into=, ranks=): a table has a column for each block_size * W
-    positions. Every token counts as a request there; only V4 takes max_requests of several, by
-    default of one token each. Entries that are a rank's own have buffers beside those, named with
-    WRITES in front, of what every rank writes."""
+    """Allocate the tensors of a captured step over ranks, for make_plan(into=..., ranks=...).
+
+    Sharded entries of DeepSeek V4 have additional buffers for what every rank writes.
+
+    Args:
+        config: the model's dimensions.
+        cache: this rank's cache of any of the layers.
+        ranks: the ranks that share the cache.
+        max_tokens: tokens in a step. Each counts as a request, except for DeepSeek V4.
+        max_blocks: columns of the block table. A column covers block_size * W positions.
+        max_requests: DeepSeek V4 only: requests in a step. Defaults to max_tokens.
+    """
     check_kind("plan_buffers", "ranks", ranks, Ranks)
     check_kind("plan_buffers", "config", config, MLAConfig)
     check_kind("plan_buffers", "cache", cache, LayerCache)
@@ -160,18 +195,23 @@ def rank_buffers(
 def slice_buffers(
     buffers: dict[str, Tensor], *, max_requests: int, max_tokens: int
 ) -> dict[str, Tensor]:
-    """Views of plan_buffers()'s tensors, for a graph of fewer requests and tokens.
+    """Take views of plan_buffers() tensors, for a graph of fewer requests and tokens.
 
-    One set, made for the largest step, so serves graphs of every size, one step at a time: each
-    step fills the buffers of its graph before that graph is replayed. No memory is taken.
+    One set of buffers can serve graphs of all sizes, one step at a time: a step fills the buffers
+    of its graph, and then that graph is replayed. No memory is allocated.
+
+    Args:
+        buffers: the result of plan_buffers().
+        max_requests: requests in a step of the smaller graph.
+        max_tokens: tokens in a step of the smaller graph.
     """
     check_buffers("slice_buffers", "buffers", buffers)
     sizes = (max_requests, buffers["block_table"]), (max_tokens, buffers["slot_mapping"])
     for name, (value, rows) in zip(("max_requests", "max_tokens"), sizes, strict=True):
         if as_integer(value) is None or not 1 <= value <= rows.shape[0]:
             raise ConfigError(
-                f"slice_buffers: {name} must be within 1..{rows.shape[0]} as these buffers have "
-                f"room for, got {value!r}."
+                f"slice_buffers: {name} must be in 1..{rows.shape[0]}, the size of these buffers, "
+                f"got {value!r}."
             )
     if max_tokens < max_requests:
         raise ConfigError(
@@ -193,11 +233,13 @@ def slice_buffers(
 
 def _common(beside: Buffers, buffers: Buffers) -> Buffers:
     for name in SHARED:
-        given, due = (each[name].shape if name in each else None for each in (beside, buffers))
+        given, due = (
+            tuple(each[name].shape) if name in each else None for each in (beside, buffers)
+        )
         if given is None or given != due:
             raise ConfigError(
-                f"plan_buffers: beside must be of V4's layers and the same sizes, its {name} must "
-                f"be {due}, got {given}."
+                f"plan_buffers: beside must be DeepSeek V4 buffers of the same sizes, with {name} "
+                f"{due}, got {given}."
             )
     return {name: beside[name] for name in SHARED}
 
@@ -291,7 +333,7 @@ def check_roles(names: Iterable[str], buffers: Buffers) -> None:
     for name in names:
         if name not in buffers:
             raise ConfigError(
-                f"plan: into must be plan_buffers() of this config and cache, got some without "
+                f"plan: into must be plan_buffers() of this config and cache, got buffers without "
                 f"{name}."
             )
 
@@ -301,15 +343,15 @@ def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
     check_roles(("ratio",), buffers)
     if int(buffers["ratio"]) != cache.ratio:
         raise ConfigError(
-            f"plan: buffers must be of layers of ratio {cache.ratio}, got {int(buffers['ratio'])}. "
-            "Each kind of layer needs its own plan_buffers()."
+            f"plan: into must be made for compress ratio {cache.ratio}, got "
+            f"{int(buffers['ratio'])}. Call plan_buffers() with a cache of each ratio."
         )
     assert batch.window_table is not None
     rings, columns = buffers["window_table"].shape[1], batch.window_table.shape[1]
     if columns != rings:
         raise ConfigError(
-            f"plan: window_table must have {rings} columns to replay, got {columns}. A ring's "
-            "columns decide where its rows are."
+            f"plan: window_table must have {rings} columns like the buffers, got {columns}. Call "
+            f"pool.tables(requests, window_columns={rings})."
         )
     check_fit(batch, buffers)
 
@@ -317,7 +359,7 @@ def check_ring(batch: Batch, cache: LayerCache, buffers: Buffers) -> None:
 def check_fit_tokens(batch: Batch, buffers: Buffers) -> None:
     most = buffers["slot_mapping"].shape[0]
     if batch.num_tokens > most:
-        raise ConfigError(f"plan: tokens must be at most {most} to replay, got {batch.num_tokens}.")
+        raise _too_large("tokens", batch.num_tokens, most)
 
 
 def check_fit(batch: Batch, buffers: Buffers) -> None:
@@ -332,7 +374,14 @@ def check_fit(batch: Batch, buffers: Buffers) -> None:
         ("query tokens of one request", longest, max_tokens // max_requests),
     ):
         if value > most:
-            raise ConfigError(f"plan: {name} must be at most {most} to replay, got {value}.")
+            raise _too_large(name, value, most)
+
+
+def _too_large(name: str, value: int, most: int) -> ConfigError:
+    return ConfigError(
+        f"plan: the number of {name} must be at most {most} with these buffers, got {value}. Call "
+        "plan_buffers() with larger sizes."
+    )
 
 
 def fill(buffers: Buffers, values: Buffers) -> None:

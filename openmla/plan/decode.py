@@ -39,12 +39,24 @@ MOST_PLANS = 4096  # kept at a time; an engine has as many sizes as it has graph
 
 
 class DecodePlanner:
-    """Plans decode steps of up to `max_tokens` tokens without a loop over requests.
+    """Plans decode steps over tensors that an engine updates in place, without host lengths.
 
-    Every request of a step brings the same number of tokens: one, or one and its draft tokens.
-    Requests that pad a step come last, bring no tokens (query_start_loc repeats its last value) and
-    have length 0. `dtype`, `backend`, `batch_invariant`, `query_dtype` and `output` are the same as
-    in make_plan(). In a sparse model every token selects its keys, however short its context.
+    Every request of a step has the same number of tokens: one, or one and its draft tokens. Padding
+    requests come last, have no tokens (query_start_loc repeats its last value) and length 0. In a
+    sparse model every token selects keys, however short its context is.
+
+    Args:
+        config: the model's dimensions. DeepSeek V4 and longrope are not supported.
+        cache: the cache of any of the layers.
+        max_tokens: the most tokens in a step.
+        dtype: same as in make_plan().
+        backend: same as in make_plan().
+        batch_invariant: same as in make_plan().
+        query_dtype: same as in make_plan().
+        output: same as in make_plan().
+
+    Raises:
+        ConfigError: the model is not supported, or the options contradict each other.
     """
 
     def __init__(
@@ -64,7 +76,7 @@ class DecodePlanner:
         if config.compressor is not None or config.rope.kind == "longrope":
             what = "DeepSeek V4" if config.compressor is not None else "longrope"
             raise ConfigError(
-                f"decode_planner: {what} models are not supported. Use make_plan(into=)."
+                f"decode_planner: {what} models are not supported. Call make_plan(into=...)."
             )
         if as_integer(max_tokens) is None or max_tokens < 1:
             raise ConfigError(
@@ -98,11 +110,19 @@ class DecodePlanner:
         num_requests: int | None = None,
         num_tokens: int | None = None,
     ) -> Plan:
-        """The plan of a step over these tensors, the same object whenever they are at the same
-        addresses. Call it before every step: a sparse plan is brought up to date here.
+        """Plan a step over these tensors. Call it before every step: it updates a sparse plan.
 
-        `num_requests` and `num_tokens` are B and T where the tensors have room for more; slicing
-        them yourself does the same, but costs more than the rest of this call."""
+        The result is the same object whenever the tensors are at the same addresses.
+
+        Args:
+            block_table: [B, M] int32.
+            seq_lens: [B] int32, including the new tokens.
+            query_start_loc: [B+1] int32.
+            slot_mapping: [T] int64.
+            num_requests: B, if the tensors have room for more. Slicing them yourself costs more
+                than the rest of this call.
+            num_tokens: T, if slot_mapping has room for more.
+        """
         key = (
             num_requests, num_tokens, block_table.shape, block_table.stride(), seq_lens.shape,
             query_start_loc.shape, slot_mapping.shape, block_table.data_ptr(), seq_lens.data_ptr(),
@@ -196,8 +216,8 @@ class DecodePlanner:
                 )
         if not 0 < T <= self.max_tokens or B == 0 or T % B:
             raise ShapeError(
-                f"decode_planner: a step must have B requests of equally many tokens, at most "
-                f"{self.max_tokens} in all, got {T} tokens of {B} requests."
+                f"decode_planner: a step must have the same number of tokens for each of its B "
+                f"requests, and at most {self.max_tokens} in total, got B={B} and T={T}."
             )
 
     def _make(

@@ -42,7 +42,7 @@ class PlanOptions:
 
 
 def frozen(backend: BackendChoice) -> FrozenChoice:
-    """The options in hashable form."""
+    """The requested backends in a hashable form."""
     check_backend_choice("plan", backend)
     return backend if isinstance(backend, str) else frozenset(backend.items())
 
@@ -52,7 +52,7 @@ def thawed(backend: FrozenChoice) -> BackendChoice:
 
 
 class Combination(NamedTuple):
-    """The options of a call together with what else it is given."""
+    """The options of one plan, and which resources it has."""
 
     options: PlanOptions
     config: MLAConfig
@@ -79,13 +79,13 @@ REFUSALS = (
         "compiled",
         "compiled with into=",
         lambda asked: asked.options.compiled and asked.captured,
-        lambda asked: "must not be given with into=, which fixes all sizes.",
+        lambda asked: "must be False with into=, whose sizes never change.",
     ),
     Refusal(
         "workspace_tokens",
         "workspace_tokens for V4",
         lambda asked: asked.v4 and asked.options.workspace_tokens is not None,
-        lambda asked: f"must not be given for {asked.config.model_type}, which expands nothing.",
+        lambda asked: f"must be None for {asked.config.model_type}, which expands nothing.",
     ),
     Refusal(
         "form",
@@ -123,15 +123,13 @@ REFUSALS = (
         "beside",
         "beside= for models other than V4",
         lambda asked: asked.beside and not asked.v4,
-        lambda asked: (
-            f"must not be given for {asked.config.model_type}: one plan serves all layers."
-        ),
+        lambda asked: f"must be None for {asked.config.model_type}: one plan serves all layers.",
     ),
     Refusal(
         "beside",
         "beside= over ranks",
         lambda asked: asked.beside and asked.over_ranks,
-        lambda asked: "must not be given over ranks: block tables differ by compress ratio.",
+        lambda asked: "must be None over ranks: block tables differ by compress ratio.",
     ),
     Refusal(
         "query_dtype",
@@ -167,7 +165,7 @@ def _is_plain(options: PlanOptions) -> bool:
 
 
 def check_combination(where: str, asked: Combination) -> None:
-    """Raise for the first refusal that applies."""
+    """Raise for the first unsupported combination."""
     options = asked.options
     if not asked.v4 and asked[2:] == NOTHING_ELSE and _is_plain(options):
         return  # decode, at every step

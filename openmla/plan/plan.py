@@ -1,4 +1,4 @@
-"""make_plan: which request runs in which form, by which backend, cut where."""
+"""make_plan: the form, the backends and the chunks of each request of a step."""
 
 from __future__ import annotations
 
@@ -97,48 +97,79 @@ def make_plan(
     ranks: Ranks | None = None,
     context: str = "auto",
 ) -> Plan:
-    """Decide one step, for every layer that shares this cache geometry.
+    """Plan one step for all layers that have a cache of this geometry.
 
-    `dtype` is the queries'; by default the cache's, or bf16 for a packed cache. `backend` is a name
-    for all ops that have it, or a name per op, such as {"mha_ragged": "sdpa"}; ops that are not
-    named choose. `form` "absorbed" or "expanded" forces one form on all requests; "auto" takes the
-    cheaper per request. "chosen", of a model with an indexer, has every token attend, absorbed, to
-    keys that are chosen for it, however few there are; make_selection() brings an engine's own
-    choice, and then the cache needs no index rows.
-    `workspace` comes from warmup(); without one, `workspace_tokens` (default: the rule of
-    default_workspace_tokens) bounds the context rows gathered at once. `into` takes the buffers of
-    plan_buffers() and fills them, so that addresses stay for graph replay; such a plan is absorbed
-    only.
+    A plan is decided from host integers and then frozen. Run it with attend_step() or a layer.
+    print(plan.explain()) shows what runs where, and why. DeepSeek V4 has three kinds of layers, by
+    compress ratio: make one plan for each, with a cache of that kind.
 
-    `batch_invariant`: given equal inputs, a row's output, lse and chosen keys have the same bits
-    alone, in any batch, at any place in it, captured or not. Keys of absorbed rows are split at
-    fixed places of the row's own, contexts of expanded ones are cut every `workspace_tokens` (or
-    rows of the workspace) of the request's own, and ops run by kernels that sum in one order
-    whatever the batch; explain() names them. With form="absorbed" a prompt in any chunks and token
-    by token gives the same bits, too. Between the expanded and the absorbed form they differ.
-    MLAAttention and MLAAttentionV4 project so as well; under attach() the model's other linears are
-    the caller's. docs/batch-invariance.md has what it costs.
+    Args:
+        batch: the requests of the step.
+        config: the model's dimensions.
+        cache: the cache of any of these layers.
+        dtype: dtype of the queries. Defaults to the dtype of the cache, or to bf16 if it is fp8 or
+            packed.
+        backend: "auto", a backend name for all ops that it implements, or a name per op, such as
+            {"mha_ragged": "sdpa"}. Ops that are not named use "auto".
+        form: "auto" uses the cheaper form for each request. "absorbed" and "expanded" force one
+            form on all requests. "chosen", for models with an indexer, makes every token attend to
+            selected keys, however few keys there are; with make_selection() the selection can be
+            your own, and the cache needs no index rows.
+        workspace: the result of warmup().
+        workspace_tokens: without a workspace, the most context rows to gather at once. Defaults to
+            the rule of openmla.plan.default_workspace_tokens().
+        batch_invariant: make the output, lse and selected keys of a row bitwise equal in any batch,
+            at any place in it, captured or not, given equal inputs. Keys are split and contexts are
+            cut at fixed places of the request, and ops use kernels that sum in one order. With
+            form="absorbed", a prompt in any chunks and token by token has equal bits too. The
+            expanded and the absorbed form differ. MLAAttention and MLAAttentionV4 project
+            batch-invariantly; under attach() the model's other linears do not. See
+            docs/batch-invariance.md for the cost.
+        into: buffers of plan_buffers() to fill, so that addresses stay the same for CUDA graph
+            replay. Such a plan is absorbed only.
+        beside: DeepSeek V4: the plan of this batch for another compress ratio. Positions, tables
+            and slots are reused.
+        compiled: plan for a step inside torch.compile. Sizes become symbols, so that one graph
+            serves all lengths. In a sparse model every absorbed token then selects keys, even one
+            that sees at most topk keys and selects all of them.
+        output: a key of openmla.OUTPUT_FORMATS, for attend_step(out=make_output(...)).
+        query_dtype: "fp8" quantizes absorbed queries to e4m3 with a scale per token and head, over
+            fp8 and fp8_ds_mla caches. "fp8_static" uses the cache's q_scale
+            (docs/fp8-queries.md). GPUs need SM89 or newer.
+        prefill_dtype: "fp8" quantizes expanded queries and keys to e4m3, with scales found on the
+            device, and gathers rows of an fp8 cache as stored (docs/fp8-prefill.md). GPUs need SM89
+            or newer.
+        ranks: the ranks that share the cache. Every rank plans the same batch, with global lengths,
+            and with tables and slots of blocks that hold block_size * W tokens, of which each rank
+            stores block_size (docs/context-parallel.md).
+        context: over ranks, how to attend to the earlier keys of expanded tokens, and to DeepSeek
+            V4's entries. "place" leaves them on their ranks, "gather" gathers them from all ranks,
+            and "auto" uses the cheaper of the two.
 
-    V4 has three kinds of layers, by compress ratio: one plan for each, from a cache of that kind.
-    `beside` is another kind's plan of this batch: positions, tables and slots are taken from it.
+    Returns:
+        A frozen Plan, for this step only.
 
-    `compiled` is for a step inside torch.compile. Sizes are symbols there, so that one graph serves
-    all lengths, and decoding calls the same ops for all: in a sparse model every absorbed token
-    chooses its keys, also where it sees no more than K and takes all of them.
+    Raises:
+        ShapeError: the batch's tables, slots or lengths do not fit the cache.
+        ConfigError: options contradict each other, the model or the cache.
+        UnsupportedError: a named backend cannot run an op; the message says why.
 
-    `output` is one of OUTPUT_FORMATS, for attend_step(out=make_output(...)): the plan picks the op
-    that ends each form in it, explain() says which.
+    ```python
+    import openmla
 
-    `query_dtype` "fp8": absorbed queries are quantised to e4m3 over rows of fp8 or fp8_ds_mla, with
-    a scale per token and head; "fp8_static": with the cache's q_scale (docs/fp8-queries.md).
-    `prefill_dtype` "fp8": expanded queries and keys are e4m3, under scales found on the device, and
-    rows of an fp8 cache gathered as they are stored (docs/fp8-prefill.md). Both need SM89.
-
-    `ranks` share the cache: every one of them plans the same batch, of global lengths, and tables
-    and slots of blocks that hold block_size * W tokens, of which its own cache holds block_size
-    each. `context` says what becomes of expanded tokens' earlier keys then, and of V4's entries:
-    attended to in "place", "gather"ed from all ranks, or by "auto" whichever is cheaper
-    (docs/context-parallel.md).
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=8, block_size=16, format="bf16")
+    pool = openmla.BlockPool(num_blocks=8, block_size=16)
+    pool.take({"a": 20, "b": 33})
+    batch = openmla.Batch(
+        query_lens=[20, 1],
+        seq_lens=[20, 33],
+        block_table=pool.block_table(["a", "b"]),
+        slot_mapping=pool.slot_mapping([("a", 0, 20), ("b", 32, 33)]),
+    )
+    plan = openmla.make_plan(batch, config, cache)
+    print(plan.explain())
+    ```
     """
     given = dtype, backend, form, workspace_tokens, batch_invariant, compiled, output, query_dtype
     resources = workspace, into, beside, ranks
@@ -509,15 +540,15 @@ def _rows_at_once(
     rows_at_once = _most_rows(config, latent, workspace, options, B)
     if rows_at_once < BS:
         raise ConfigError(
-            f"plan: workspace_tokens must be at least one block of {BS}, got {rows_at_once}."
+            f"plan: workspace_tokens must be at least 1 block of {BS} rows, got {rows_at_once}."
         )
     if workspace is not None:
         new_tokens = sum(batch.query_lens[b] for b in routes["expanded"])
         most = workspace.expanded.shape[0]
         if new_tokens > most:
             raise ConfigError(
-                f"plan: a step may expand at most {most} new tokens in this workspace, "
-                f"got {new_tokens}. Call warmup() with a larger max_tokens, or split the step."
+                f"plan: the workspace has room to expand {most} new tokens, got {new_tokens}. Call "
+                "warmup() with a larger max_tokens, or split the step."
             )
     return rows_at_once
 

@@ -60,7 +60,9 @@ PROMPT = 4096  # tokens: any large number
 
 def latent_of(cache: LayerCache) -> PagedCache:
     if cache.latent is None:
-        raise ConfigError("plan: cache must have latent rows, got none.")
+        raise ConfigError(
+            "plan: cache has no latent rows. Call allocate_cache() with the config of the plan."
+        )
     return cache.latent
 
 

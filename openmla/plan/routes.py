@@ -63,8 +63,8 @@ def _find_absorbed(
     assert dtype is not None
     if form == "expanded" and bounded:
         raise ConfigError(
-            f"plan: form must not be expanded with device_seq_lens that are not exact, as those of "
-            f"request {min(bounded)}."
+            "plan: form must not be 'expanded' for requests whose length only the device knows, "
+            f"got request {min(bounded)}. Set exact=True for it in the batch, or use form='auto'."
         )
     if form == "auto" and max(batch.query_lens, default=0) <= 1:  # decode, at every step
         return [True] * len(batch.query_lens)

@@ -297,7 +297,37 @@ def num_words(num_keys: int) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, complete when made. Integers change only when a launch shape does."""
+    """One step, made by make_plan(); frozen. explain() shows what runs where, and why.
+
+    Integers change only when a launch shape changes; everything else is a tensor.
+
+    Attributes:
+        config: the model's dimensions.
+        options: the options of make_plan().
+        num_tokens: T, the tokens of the step, including padding.
+        slot_mapping: [T] int64 slots that are written; -1 for none.
+        groups: tokens that attend in the same form; every token of a request is in one group.
+        calls: by op, its problem and its backend.
+        select: the tokens that select keys.
+        pool: DeepSeek V4: the tokens that are pooled into entries.
+        bring: DeepSeek V4 over ranks: the blocks of entries that are gathered.
+        ranks: the ranks that share the cache.
+        workspace: the workspace of warmup().
+        rope_offsets: [T] int64 offsets to the long factors in a longrope table.
+        ratio: DeepSeek V4: the compress ratio of the layers.
+        geometry: DeepSeek V4: the sizes of the caches.
+        shared: DeepSeek V4: what the plans of all ratios have in common.
+        num_blocks: blocks of the cache.
+        block_size: tokens per block.
+        padding: tokens of no request, the last ones.
+        run_length: rows per run of latent attention in a batch-invariant plan, else 0.
+        causal: False for a plan over part of the keys, none of them new.
+        captured: whether the tensors are buffers whose addresses stay the same.
+        preparing: functions of registered backends to call before each step.
+        query_lens: for explain().
+        seq_lens: for explain().
+        bounded: requests whose seq_lens are upper bounds.
+    """
 
     config: MLAConfig
     options: PlanOptions
@@ -329,27 +359,27 @@ class Plan:
 
     @property
     def output(self) -> str | None:
-        """The format that outputs are quantized to."""
+        """The format of quantized outputs, or None."""
         return self.options.output
 
     @property
     def query_dtype(self) -> str | None:
-        """What absorbed queries are quantized to: "fp8" or "fp8_static"."""
+        """The quantization of absorbed queries: "fp8", "fp8_static" or None."""
         return self.options.query_dtype
 
     @property
     def prefill_dtype(self) -> str | None:
-        """ "fp8" where expanded queries and keys are e4m3."""
+        """The quantization of expanded queries and keys: "fp8" or None."""
         return self.options.prefill_dtype
 
     def prepare(self) -> Plan:
-        """Call prepare_step of the backends that have one, before the step's layers run."""
+        """Call prepare_step() of the backends that have one, before the step's layers run."""
         for prepare in self.preparing:
             prepare(self)
         return self
 
     def group(self, form: str) -> Group | None:
-        """The tokens of a form, if there are any."""
+        """Return the group of a form ("absorbed", "expanded", "chosen" or "masked"), or None."""
         for group in self.groups:
             if group.form == form:
                 return group
@@ -362,8 +392,7 @@ class Plan:
         return group if group is None or group.across is None else group.across.groups[0]
 
     def check_cache(self, where: str, cache: LayerCache) -> None:
-        """Raise unless the plan's slots and tables mean the same in this cache, and its rows are as
-        wide."""
+        """Raise unless this cache has the geometry and row width of the plan's cache."""
         config = self.config
         for name, part in (
             ("latent", cache.latent),
@@ -379,12 +408,18 @@ class Plan:
         if config.compressor is not None:
             if cache.ratio != self.ratio:
                 raise ConfigError(
-                    f"{where}: cache must be of ratio {self.ratio}, got {cache.ratio}."
+                    f"{where}: cache must have the plan's compress ratio {self.ratio}, got "
+                    f"{cache.ratio}. Make one plan for each ratio."
                 )
             here, planned = cache.geometry, self.geometry
             if here is not None and planned is not None and not here.serves(planned):
+                wanted = planned.grown(here.num_blocks, here.window_blocks, here.num_states)
+                name = next(
+                    name for name, value in vars(wanted).items() if getattr(here, name) != value
+                )
                 raise ConfigError(
-                    f"{where}: cache must have the geometry the plan was made for, got another."
+                    f"{where}: cache must have {name}={getattr(wanted, name)!r} like the cache of "
+                    f"the plan, got {getattr(here, name)!r}."
                 )
             return
         for part in (cache.latent, cache.index):
@@ -393,7 +428,8 @@ class Plan:
             ):
                 raise ConfigError(
                     f"{where}: cache must have {self.num_blocks} blocks of {self.block_size} "
-                    f"tokens as planned, got {part.num_blocks} of {part.block_size}."
+                    f"tokens like the cache of the plan, got {part.num_blocks} of "
+                    f"{part.block_size}."
                 )
 
     @property
@@ -403,17 +439,17 @@ class Plan:
 
     @property
     def chooses(self) -> bool:
-        """Whether some of its tokens attend to keys that are selected for them."""
+        """Whether some tokens attend to selected keys."""
         return self.select is not None
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a row's bits are its own, whatever else is in the step."""
+        """Whether results of a row are bitwise independent of the batch."""
         return self.run_length > 0
 
     @property
     def fixed_by(self) -> str | None:
-        """What project_heads is called with if a row's bits are its own; None: torch multiplies."""
+        """The backend of project_heads in a batch-invariant plan; None: torch multiplies."""
         return self.backend("project_heads") if self.batch_invariant else None
 
     @property
@@ -422,18 +458,17 @@ class Plan:
         return "map_slots" in self.calls
 
     def backend(self, op: str) -> str:
-        """The backend= to call an op with. For an op that the plan has no call of, the one that was
-        requested."""
+        """Return the backend= to call an op with: the plan's, or else the requested one."""
         call = self.calls.get(op)
         return backend_for(op, thawed(self.options.backend)) if call is None else call.passed
 
     @property
     def backends(self) -> dict[str, str]:
-        """The backend of each op; where each call chooses, of its largest call."""
+        """The backend of each op. For ops that choose at every call, that of the largest call."""
         return {op: call.backend for op, call in self.calls.items()}
 
     def problem(self, op: str) -> Problem:
-        """How backends were asked about an op of this plan."""
+        """Return the Problem of an op of this plan, as backends see it."""
         return self.calls[op].problem
 
     def __repr__(self) -> str:
@@ -449,23 +484,26 @@ class Plan:
         )
 
     def sent_bytes(self, dtype: torch.dtype) -> int:
-        """What this rank sends in one layer's attention, of outputs and queries in `dtype`."""
+        """Return the bytes that this rank sends in one layer's attention, for queries of dtype."""
         from openmla.plan.across import bytes_sent
 
         return bytes_sent(self, dtype)
 
     def selection_bytes(self, scores: torch.dtype = torch.float32) -> int:
-        """What this rank sends where a layer selects keys: candidates, with their scores."""
+        """Return the bytes of candidate keys and scores that this rank sends in a selection."""
         if self.ranks is None or self.select is None:
             return 0
         each = self.select.offered * (scores.itemsize + 4)
         return (self.ranks.shard.size - 1) * self.select.num_rows * each
 
     def explain(self, *, finished: bool = False) -> Explanation:
-        """What runs where, why so and why not something better, in how many bytes.
+        """Explain what runs where, why, why not a faster backend, and in how many bytes.
 
-        Text for print(); a table where a terminal or a notebook shows the value itself.
-        `finished`: of rows that come normalized and rotated, as an attached model's do.
+        Args:
+            finished: whether rows come normalized and rotated, as those of an attached model do.
+
+        Returns:
+            Text to print. A terminal or a notebook shows the value as a table.
         """
         from openmla.plan.explain import explain  # which is about this class
 

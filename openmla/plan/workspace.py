@@ -1,4 +1,4 @@
-"""Workspace: the buffers of chunked prefill, allocated once so that the peak is known."""
+"""Workspace: the buffers of chunked prefill, allocated once so that peak memory is known."""
 
 from __future__ import annotations
 
@@ -18,8 +18,16 @@ MASK_BYTES = 128 << 20  # bytes of a bit mask held at once: 32768 queries and as
 
 
 class Workspace(NamedTuple):
-    """Memory for gathered latent rows and one chunk's expanded keys and values. V4 expands nothing;
-    its workspace holds the entries selected for a step's tokens."""
+    """The buffers that warmup() allocates once, for make_plan(workspace=...).
+
+    DeepSeek V4, which expands nothing, has only the selected entries.
+
+    Attributes:
+        rows: [n, D] gathered latent rows.
+        expanded: [m, H * (P + V)] expanded keys and values, m >= n.
+        keys: [m, H, P + R] whole keys, e4m3 in fp8 prefill. No rows if keys are read in two parts.
+        selection: [T, K] int32 selected entries of DeepSeek V4.
+    """
 
     rows: Tensor  # [n, D]
     expanded: Tensor  # [m, H * (P + V)], m >= n
@@ -35,16 +43,21 @@ class Workspace(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """Context rows that can be gathered at once."""
         return self.rows.shape[0]
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(part.numel() * part.element_size() for part in self)
 
 
 def default_workspace_tokens(config: MLAConfig, *, max_requests: int, block_size: int) -> int:
-    """Context rows held at once: eight whole contexts or four blocks per request, whichever is
-    more, but at most 65536, rounded to whole blocks."""
+    """Return the default number of context rows that prefill gathers at once.
+
+    It is room for eight contexts of max_positions, or for four blocks per request if that is more,
+    at most 65536, rounded up to whole blocks.
+    """
     tokens = min(max(8 * config.max_positions, 4 * max_requests * block_size), MOST_TOKENS)
     return -(-max(tokens, block_size) // block_size) * block_size
 
@@ -79,17 +92,30 @@ def reserve(
     keys_apart: bool = False,
     prefill_dtype: str | None = None,
 ) -> Workspace:
-    """The memory that warmup() reserves: what prefill steps of up to max_tokens new tokens need,
-    shared by all layers. `keys_apart`: dense prefill reads keys in two parts, so whole keys are not
-    stored. With `prefill_dtype` "fp8", whole keys are e4m3."""
+    """Allocate the workspace of prefill steps of up to max_tokens new tokens, for all layers.
+
+    warmup() calls this and compiles kernels too.
+
+    Args:
+        config: the model's dimensions.
+        cache: the cache of any of the layers.
+        max_requests: requests in a step.
+        max_tokens: new tokens in a step.
+        workspace_tokens: context rows gathered at once. Defaults to default_workspace_tokens().
+        dtype: dtype of the queries.
+        keys_apart: whether dense prefill reads keys in two parts, so that no whole keys are stored.
+        prefill_dtype: "fp8" stores whole keys in e4m3.
+    """
     for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens)):
         if value < 1:
-            raise ConfigError(f"warmup: {name} must be positive, got {value}.")
+            raise ConfigError(f"warmup: {name} must be at least 1, got {value}.")
     if config.compressor is not None:
         return _reserve_compressed(config, cache, max_tokens, dtype)
     latent = cache.latent
     if latent is None:
-        raise ConfigError("warmup: cache must have latent rows, got none.")
+        raise ConfigError(
+            "warmup: cache has no latent rows. Call allocate_cache() with the config of the model."
+        )
     BS = latent.block_size
     if workspace_tokens is None:
         workspace_tokens = default_workspace_tokens(
@@ -97,7 +123,8 @@ def reserve(
         )
     if workspace_tokens < BS:
         raise ConfigError(
-            f"warmup: workspace_tokens must be at least one block of {BS}, got {workspace_tokens}."
+            f"warmup: workspace_tokens must be at least 1 block of {BS} rows, got "
+            f"{workspace_tokens}."
         )
     H, device = config.num_heads, latent.data.device
     most = max(workspace_tokens, max_tokens)
@@ -116,7 +143,9 @@ def _reserve_compressed(
     config: MLAConfig, cache: LayerCache, max_tokens: int, dtype: torch.dtype
 ) -> Workspace:
     if cache.window is None:
-        raise ConfigError("warmup: cache must have window rows, got none.")
+        raise ConfigError(
+            "warmup: cache has no window rows. Call allocate_cache() with the config of the model."
+        )
     device = cache.window.data.device
     nothing = torch.empty((0, 0), dtype=dtype, device=device)
     if cache.index is None or config.indexer is None:

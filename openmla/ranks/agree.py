@@ -55,15 +55,14 @@ def check_agreement(fields: Mapping[str, Any], link: Link, device: torch.device)
     for rank, theirs in enumerate(every):
         if theirs[0] != fine:
             raise ConfigError(
-                f"parallel: every rank must be able to plan this step, got an error on rank "
-                f"{rank}. It says there what is wrong."
+                f"parallel: rank {rank} could not plan this step. See the error that it raised."
             )
     for rank, theirs in enumerate(every):
         for name, first, other in zip(FIELDS, every[0], theirs, strict=True):
             if first != other:
                 raise ConfigError(
-                    f"parallel: {name} must be the same on every rank, got another on rank {rank} "
-                    f"than on rank 0. Here it is {_shown(fields[name])}."
+                    f"parallel: {name} must be the same on every rank, but ranks 0 and {rank} "
+                    f"differ. On this rank it is {_shown(fields[name])}."
                 )
 
 

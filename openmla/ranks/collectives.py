@@ -21,20 +21,20 @@ def group_of(group: Any) -> Any:
     """The process group that was given, or that of a device mesh of one dimension."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            "parallel: torch.distributed must be initialised before a group is used, got none. "
-            "Call torch.distributed.init_process_group()."
+            "parallel: torch.distributed is not initialized. Call "
+            "torch.distributed.init_process_group() first."
         )
     mesh = getattr(group, "get_group", None)
     if mesh is not None:
         if group.ndim != 1:
             raise ConfigError(
-                f"parallel: group must be a mesh of one dimension, got {group.ndim}. "
-                "Take one of them by its name: mesh['cp']."
+                f"parallel: group must be a device mesh of 1 dimension, got {group.ndim}. Select "
+                "one by its name, such as mesh['cp']."
             )
         return mesh()
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError(
-            "parallel: group must be a process group or a device mesh this rank is in, "
+            "parallel: group must be a process group or a device mesh that contains this rank, "
             f"got {type(group).__name__}."
         )
     return group

@@ -25,7 +25,13 @@ Integers = TypeVar("Integers", int, Tensor)
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's share of all positions; `interleave` is I, the positions in a run."""
+    """Which positions of a sequence a rank stores, and where. Pure arithmetic.
+
+    Attributes:
+        size: W, the number of ranks.
+        rank: this rank.
+        interleave: I, the consecutive positions that are on one rank. It divides the block size.
+    """
 
     size: int = 1
     rank: int = 0
@@ -39,7 +45,7 @@ class Shard:
                     f"shard: {name} must be an integer of at least {least}, got {value!r}."
                 )
         if self.rank >= self.size:
-            raise ConfigError(f"shard: rank must be within 0..{self.size - 1}, got {self.rank}.")
+            raise ConfigError(f"shard: rank must be in 0..{self.size - 1}, got {self.rank}.")
 
     def check_block_size(self, BS: int) -> None:
         """Raise unless blocks hold whole runs."""

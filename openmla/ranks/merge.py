@@ -44,10 +44,20 @@ def merge_over_ranks(
     heads: str = "all",
     schedule: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]; of heads="own": [T, H / W, ...]
-    """Merge; see the module's text for the contract. Every rank calls it, with the same shapes.
+    """Merge partial attentions over the keys of several ranks. Every rank calls it.
 
-    `heads` says what comes back: "all" of them to every rank, or to each its "own", of which rank r
-    has the r-th H / W. `schedule` "auto" takes whichever sends fewer bytes.
+    Shapes must be the same on all ranks.
+
+    Args:
+        out: [T, H, V] output over this rank's keys.
+        lse: [T, H] float32 logsumexp over this rank's keys, natural logarithm.
+        group: a process group or a device mesh of one dimension.
+        heads: "all" returns all heads on every rank; "own" returns the r-th H / W heads on rank r.
+        schedule: "gather" or "exchange", which give the same sums; "auto" uses the one that sends
+            fewer bytes.
+
+    Returns:
+        The merged out and lse: [T, H, V] and [T, H], or with heads="own" of H / W heads.
     """
     return merge(out, lse, link_of(group), heads=heads, schedule=schedule)
 
@@ -160,10 +170,10 @@ def check_merge(out: Tensor, lse: Tensor, size: int, heads: str, schedule: str) 
             f"merge: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}."
         )
     if heads not in HEADS:
-        raise ConfigError(f"merge: heads must be all or own, got {heads!r}.")
+        raise ConfigError(f"merge: heads must be 'all' or 'own', got {heads!r}.")
     if out.dim() != 3 or lse.shape != out.shape[:2]:
         raise ShapeError(
-            f"merge: out must be [T, H, V] and lse [T, H] of it, got {tuple(out.shape)} and "
+            f"merge: out must be [T, H, V] and lse [T, H], got {tuple(out.shape)} and "
             f"{tuple(lse.shape)}."
         )
     if not out.is_floating_point() or lse.dtype not in (torch.float32, torch.float64):
@@ -173,6 +183,5 @@ def check_merge(out: Tensor, lse: Tensor, size: int, heads: str, schedule: str) 
         )
     if heads == "own" and out.shape[1] % size:
         raise ShapeError(
-            f"merge: H must be a multiple of {size} ranks for each to get its own, "
-            f"got {out.shape[1]}."
+            f"merge: H must be a multiple of the {size} ranks with heads='own', got {out.shape[1]}."
         )

@@ -15,20 +15,24 @@ from openmla.ranks.workspace import GatherWorkspace
 
 @dataclass(frozen=True)
 class Ranks:
-    """Made once, with the same values on every rank of `group`: a process group of
-    torch.distributed, or a device mesh of one dimension.
+    """The ranks that share a cache, for make_plan(ranks=...) and attach(group=...).
 
-    `interleave` positions in a row are on one rank; it divides the block size. `heads`: "all" where
-    every rank projects all heads, and gets them all back; "own" where ranks are a tensor-parallel
-    group as well: a config then has this rank's heads, queries are gathered and each rank gets its
-    own back. `schedule` is merge_over_ranks'.
+    Make it once, with the same values on every rank.
 
-    `check` has ranks compare what they plan for each step, in one small all-gather that is read on
-    the host; an error on any of them is one on all. Without it, ranks that differ wait for the
-    group's timeout, or compute nonsense.
-
-    `workspace` holds context that steps gather from all ranks. All plans over these ranks share it:
-    run their layers on one stream per device.
+    Attributes:
+        group: a process group of torch.distributed, or a device mesh of one dimension.
+        interleave: consecutive positions that are on one rank. It divides the block size.
+        heads: "all": every rank projects all heads, and gets all of them back. "own": the ranks are
+            a tensor-parallel group too. The config then has this rank's heads, queries are
+            gathered, and each rank gets its own heads back.
+        schedule: same as in merge_over_ranks().
+        check: compare the plans of all ranks at each step, in one small all-gather that is read on
+            the host. An error on one rank is then raised on all of them. Without it, ranks that
+            differ wait until the group times out, or compute wrong results.
+        shard: which positions this rank holds.
+        link: the group as collectives use it.
+        workspace: buffers for context that steps gather from all ranks. All plans over these ranks
+            share it: run their layers on one stream per device.
     """
 
     group: Any
@@ -60,8 +64,7 @@ class Ranks:
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(
-            "ranks: a group must stay in its process, got an attempt to pickle it. Call "
-            "detach(model) before the model is saved."
+            "ranks: a process group cannot be pickled. Call detach(model) before saving the model."
         )
 
 

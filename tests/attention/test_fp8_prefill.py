@@ -331,19 +331,6 @@ def test_explain() -> None:
     assert "fp8  " in text and "nothing is expanded" in text
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"prefill_dtype": "fp16"}, "plan: prefill_dtype must be 'fp8' or None, got 'fp16'."),
-        ({"prefill_dtype": 8}, "plan: prefill_dtype must be 'fp8' or None, got 8."),
-    ],
-)
-def test_refused(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as found:
-        plan_of(**asked)
-    assert message in str(found.value)
-
-
 def test_chips_without_products_of_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     from openmla.plan import checks
 

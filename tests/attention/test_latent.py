@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from openmla import (
-    ConfigError,
-    LayerCache,
     MLAConfig,
-    OpenMLAError,
     attend_latent,
     make_plan,
     make_selection,
@@ -105,30 +100,3 @@ def test_no_tokens() -> None:
     plan = make_plan(batch, DENSE, cache, dtype=torch.float64, form="absorbed")
     out, lse = attend_latent(requests.q_latent, cache, plan)
     assert out.shape == (0, H, C) and lse.shape == (0, H)
-
-
-def test_refusals() -> None:
-    requests = Requests(*MIXED)
-    cache, batch = requests.part(written=True)
-    plan = make_plan(batch, DENSE, cache, dtype=torch.float64, form="absorbed")
-    q = requests.q_latent
-    expanded = make_plan(batch, DENSE, cache, dtype=torch.float64, form="expanded")
-    for given, message in (
-        ((q[:-1], cache, plan), r"q_latent must be \[T, H, C \+ R\] with \(25, 4, 40\) as planned"),
-        ((q[..., :C], cache, plan), r"q_latent must be \[T, H, C \+ R\] with \(25, 4, 40\) as pl"),
-        ((q.to("meta"), cache, plan), "q_latent must be on cpu, got meta"),
-        ((None, cache, plan), "q_latent must be of type Tensor, got NoneType"),
-        ((q, LayerCache(), plan), "cache must have latent rows, got none"),
-        ((q, cache, expanded), "plan must have every request absorbed, got some expanded. m"),
-    ):
-        with pytest.raises(OpenMLAError, match=f"^latent: {message}"):
-            attend_latent(*given)
-    sparse = Requests(*MIXED, SPARSE)
-    cache, batch = sparse.part(written=True)
-    usual: dict[str, Any] = {"dtype": torch.float64, "form": "absorbed"}
-    plan, other = (make_plan(batch, SPARSE, cache, **usual) for _ in range(2))
-    with pytest.raises(ConfigError, match=r"^step: selection must be given, the plan has tokens t"):
-        attend_latent(sparse.q_latent, cache, plan)
-    selection = make_selection(sparse.listed(sparse.choices()), cache, other)
-    with pytest.raises(ConfigError, match=r"^step: selection must be of this step's 24 sparse to"):
-        attend_latent(sparse.q_latent, cache, plan, selection=selection)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from openmla import ConfigError, attend_compressed, decode_output, make_output, ops
+from openmla import attend_compressed, decode_output, make_output, ops
 from openmla.outputs import QuantizedOutput
 from tests.layers.v4 import RATIOS, Server, make_layer, sequence, tiny_config
 from tests.parallel.v4 import inputs_of
@@ -49,21 +49,3 @@ def test_outputs_are_those_of_two_ops(ratio: int, format: str) -> None:
         first, second = found
         assert torch.equal(first.values.view(torch.uint8), second.values.view(torch.uint8))
         assert torch.equal(decode_output(first), decode_output(second))
-
-
-def test_what_is_refused() -> None:
-    layer = make_layer(tiny_config(), 0)
-    server = Server(layer, {"a": sequence(9)})
-    plan = server.plan(server.batch([("a", 3)]), output="fp8")
-    hidden, positions = server.tokens([("a", 3)])
-    inputs = vars(inputs_of(layer, hidden, positions, plan, slice(None)))
-    inputs |= {"cache": server.cache, "plan": plan, "sink": layer.sinks.float()}
-    width = layer.config.num_heads * layer.config.latent_dim
-    out = make_output("fp8", 3, width, global_scale=1.0, device="cpu")
-    with pytest.raises(ConfigError, match="table must be given to rotate quantized outputs"):
-        attend_compressed(**inputs | {"table": None}, out=out)
-    other = make_output("nvfp4", 3, width, global_scale=1.0, device="cpu")
-    with pytest.raises(ConfigError, match="out must be in the format that the plan was made for"):
-        attend_compressed(**inputs | {"table": layer.rope_table.table}, out=other)
-    with pytest.raises(Exception, match="MLAAttentionV4: plan must have no output"):
-        layer(hidden, positions, server.cache, plan)

@@ -115,9 +115,7 @@ def test_an_error_of_its_own_names_it(name: str) -> None:
         raise KeyError("rows")
 
     openmla.register_backend("merge_states", "mine", without(**{name: lost}))
-    said = (
-        f"merge_states: {name} of backend 'mine' must answer .* got KeyError: 'rows'.* unregister_"
-    )
+    said = f"merge_states: {name}.. of backend 'mine' raised KeyError: 'rows'.* unregister_"
     with pytest.raises(ConfigError, match=said) as caught:
         merge_states(*states())
     assert isinstance(caught.value.__cause__, KeyError)
@@ -125,7 +123,7 @@ def test_an_error_of_its_own_names_it(name: str) -> None:
 
 def test_a_reason_is_a_sentence() -> None:
     openmla.register_backend("merge_states", "mine", without(why_not=lambda problem: False))
-    with pytest.raises(ConfigError, match=r"why_not of backend 'mine' must return .* got False"):
+    with pytest.raises(ConfigError, match=r"why_not.* of backend 'mine' must return .* got False"):
         choose_backend(ASKED)
 
 
@@ -198,7 +196,7 @@ def test_a_backend_that_cannot_prepare_is_named() -> None:
     broken = SimpleNamespace(why_not=lambda problem: None, run=Refusing.run)
     broken.prepare_step = lambda plan: plan.nothing
     openmla.register_backend("mqa_paged", "broken", broken)
-    with pytest.raises(ConfigError, match="mqa_paged: prepare_step of backend 'broken' raised"):
+    with pytest.raises(ConfigError, match=r"mqa_paged: prepare_step.* of backend 'broken' raised"):
         paged_plan()
     broken.prepare_step = lambda: None
     openmla.unregister_backend("mqa_paged", "broken")
@@ -243,16 +241,16 @@ def without(*names: str, **changes: Any) -> SimpleNamespace:
 REFUSED: dict[str, tuple[tuple[Any, Any, Any], str]] = {
     "op": (("merge_state", "mine", without()), "op 'merge_state' is not known. Did you mean 'merg"),
     "op is no name": ((3, "mine", without()), "op 3 is not known."),
-    "own name": (("merge_states", "sdpa", without()), "must not be one of openmla's own, got 'sdp"),
-    "auto": (("merge_states", "auto", without()), "must not be one of openmla's own, got 'auto'"),
-    "odd name": (("merge_states", "a,b", without()), "name must be letters, digits, .* got 'a,b'"),
-    "no name": (("merge_states", None, without()), "name must be letters, digits, .* got None"),
-    "taken": (("merge_states", "taken", without()), "must not have a backend 'taken' already. Cal"),
+    "own name": (("merge_states", "sdpa", without()), "name 'sdpa' is used by openmla itself"),
+    "auto": (("merge_states", "auto", without()), "name 'auto' is used by openmla itself"),
+    "odd name": (("merge_states", "a,b", without()), "name must begin with a letter .* got 'a,b'"),
+    "no name": (("merge_states", None, without()), "name must begin with a letter .* got None"),
+    "taken": (("merge_states", "taken", without()), "already has a backend 'taken'. Cal"),
     "no why_not": (("merge_states", "m", without("why_not")), "must have a function why_not"),
     "no run": (("merge_states", "m", without("run")), "module must have a function run"),
-    "nothing": (("merge_states", "m", None), "module must have a function why_not, got None"),
+    "nothing": (("merge_states", "m", None), "module must have a function why_not.*, got None"),
     "slower": (("merge_states", "m", without(slower=1)), "module's slower must be a function of a"),
-    "launches": (("merge_states", "m", without(LAUNCHES="1")), "must be a number, got '1'"),
+    "launches": (("merge_states", "m", without(LAUNCHES="1")), "must be an integer .* got '1'"),
     "why_not of nothing": (
         ("merge_states", "m", without(why_not=lambda: None)),
         r"module's why_not must take \(problem\), got why_not\(\)",
@@ -282,9 +280,9 @@ def test_refusals(name: str) -> None:
 def test_nothing_else_can_be_taken_back() -> None:
     openmla.register_backend("merge_states", "mine", without())
     for op, name, sentence in (
-        ("merge_states", "reference", "must have a registered backend 'reference', got none"),
-        ("merge_states", "mina", "got none. Did you mean 'mine'?"),
-        ("rope", "mine", "rope must have a registered backend 'mine', got none"),
+        ("merge_states", "reference", "op merge_states has no registered backend 'reference'"),
+        ("merge_states", "mina", "no registered backend 'mina'. Did you mean 'mine'?"),
+        ("rope", "mine", "op rope has no registered backend 'mine'"),
         ("ropes", "mine", "op 'ropes' is not known. Did you mean 'rope'?"),
     ):
         with pytest.raises(ConfigError, match=re.escape(sentence)):
@@ -314,8 +312,8 @@ def test_a_backend_per_op() -> None:
         ({"rope": None}, "plan: backend of rope must be auto or one of .*, got None"),
         ({3: "sdpa"}, "plan: op 3 is not known."),
         ("referense", "is not known. Known: auto, .* Did you mean 'reference'?"),
-        (3, "plan: backend must be a name or a name per op, such as .*, got 3."),
-        (["sdpa"], "plan: backend must be a name or a name per op, such as .*, got "),
+        (3, "plan: backend must be a name, or a dict of names per op .*, got 3."),
+        (["sdpa"], "plan: backend must be a name, or a dict of names per op .*, got "),
     ],
 )  # fmt: skip
 def test_what_is_asked_is_checked(asked: Any, sentence: str) -> None:

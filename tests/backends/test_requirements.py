@@ -118,8 +118,8 @@ def test_a_kernel_that_fails_with_a_newer_triton(
     with pytest.raises(UnsupportedError) as told:
         started(torch.zeros(1))
     assert str(told.value) == (
-        "mqa_paged: a kernel failed with triton 3.11.2, which is newer than those tested, 3.6 to "
-        f'3.9: {error}. pip install "triton<=3.9.*"'
+        "mqa_paged: a kernel failed with triton 3.11.2, which is newer than the tested versions, "
+        f'3.6 to 3.9: {error}. Run pip install "triton<=3.9.*".'
     )
     assert told.value.__cause__ is error
 

@@ -53,7 +53,9 @@ def test_a_full_pool_changes_nothing() -> None:
     pool = BlockPool(num_blocks=3, block_size=4)
     pool.take({17: 9})
     before = pool.blocks(17), pool.num_free
-    with pytest.raises(CacheFullError, match="cache: request 18 needs 2 blocks, 0 of 3 are free"):
+    with pytest.raises(
+        CacheFullError, match="cache: request 18 needs 2 more blocks, and 0 of 3 are free"
+    ):
         pool.take({17: 3, 18: 8})
     assert (pool.blocks(17), pool.num_free) == before and pool.seq_len(18) == 0
     assert pool.seq_len(17) == 9 and pool.requests == (17,)
@@ -126,7 +128,9 @@ def test_growing() -> None:
     assert pool.num_blocks == 5 and pool.num_free == 3
     pool.take({"b": 9})
     assert pool.blocks("a") == (0, 1) and pool.blocks("b") == (2, 3, 4)
-    with pytest.raises(ShapeError, match="cache: a pool of 5 blocks can only grow, got 4"):
+    with pytest.raises(
+        ShapeError, match="cache: num_blocks must be at least the 5 blocks of the pool, got 4"
+    ):
         pool.grow(4)
 
 
@@ -136,12 +140,36 @@ def test_growing() -> None:
         (lambda pool: pool.free("x"), "request 'x' is not in the pool"),
         (lambda pool: pool.truncate("x", 0), "request 'x' is not in the pool"),
         (lambda pool: pool.share("x", "y"), "request 'x' is not in the pool"),
-        (lambda pool: pool.share("a", "a"), "request 'a' exists already. Free it first"),
-        (lambda pool: pool.share("a", "b", 6), "request 'a' can share 0..5 tokens, got 6"),
-        (lambda pool: pool.truncate("a", 6), "request 'a' can be cut to 0..5 tokens, got 6"),
-        (lambda pool: pool.take({"b": 1, "a": -1}), "tokens for request 'a' must be an integer"),
-        (lambda pool: pool.slot_mapping([("a", 0, 6)]), "positions of request 'a' must lie in"),
-        (lambda pool: pool.slot_mapping([("x", 0, 1)]), "positions of request 'x' must lie in"),
+        (
+            lambda pool: pool.share("a", "a"),
+            "request 'a' is already in the pool. Call pool.free('a')",
+        ),
+        (
+            lambda pool: pool.share("a", "b", 6),
+            "request 'a' can share 0..5 tokens, got num_tokens=6",
+        ),
+        (
+            lambda pool: pool.truncate("a", 6),
+            "request 'a' can be cut to 0..5 tokens, got num_tokens=6",
+        ),
+        (
+            lambda pool: pool.take({"b": 1, "a": -1}),
+            "the number of tokens for request 'a' must be an integer",
+        ),
+        (
+            lambda pool: pool.slot_mapping([("a", 3, 2)]),
+            "positions of request 'a' must lie in 0..5",
+        ),
+        (
+            lambda pool: pool.slot_mapping([("a", 0, 6)]),
+            "request 'a' has 5 tokens in the pool, got positions 0..6. "
+            "Call pool.take({'a': 1}) before slot_mapping().",
+        ),
+        (
+            lambda pool: pool.slot_mapping([("x", 0, 5)]),
+            "request 'x' has no blocks in the pool. "
+            "Call pool.take({'x': 5}) before slot_mapping().",
+        ),
         (lambda pool: pool.slot_mapping([("a", 0.0, 1)]), "start must be an integer, got 0.0"),
         (lambda pool: pool.slot_mapping([("a", 0, 2.5)]), "stop must be an integer, got 2.5"),
         (lambda pool: pool.slot_mapping([], num_rows=2.0), "num_rows must be an integer, got 2.0"),

@@ -166,7 +166,7 @@ def test_power_of_two_is_the_next_one() -> None:
 
 def test_packed_formats_say_what_they_need() -> None:
     with pytest.raises(
-        ConfigError, match="fp8_ds_mla needs a latent of 128 values or more, got 96"
+        ConfigError, match="fp8_ds_mla needs latents of at least 128 values, got 96"
     ):
         FORMATS["fp8_ds_mla"].width(96)
     with pytest.raises(ConfigError, match="index_fp8 needs keys of at most 128 values"):
@@ -176,9 +176,7 @@ def test_packed_formats_say_what_they_need() -> None:
     ):
         get_format("index_fp8", "latent")
     pages = torch.zeros(2, 4, 40, dtype=torch.uint8)[:, :, :36]
-    with pytest.raises(
-        ShapeError, match="cache: pages must be contiguous inside for format index_"
-    ):
+    with pytest.raises(ShapeError, match="cache: each block must be contiguous for format index_"):
         check_pages("cache", pages, "index_fp8")
 
 

@@ -330,7 +330,7 @@ def test_widths_that_are_refused(D: int) -> None:
     for asked in (V4.width, V4.row_bytes, lambda D: V4.page_width(D, 16)):
         with pytest.raises(ConfigError) as error:
             asked(D)
-        message = "cache: format fp8_dsv4 needs rows of a multiple of 64 values, 128 or more, got"
+        message = "cache: format fp8_dsv4 needs rows of a multiple of 64 values, at least 128, got"
         assert f"{message} {D}." in str(error.value)
 
 
@@ -341,7 +341,7 @@ def test_widths_that_are_refused(D: int) -> None:
         (lambda data: data[:1, :584][:, None], None),  # one entry has no neighbour
         (
             lambda data: data[:, :1200].unflatten(1, (2, -1))[:, :, :584],
-            "plan: pages must be contiguous inside for format fp8_dsv4, got strides (1728, 600, 1",
+            "plan: each block must be contiguous for format fp8_dsv4, got strides (1728, 600, 1",
         ),
         (
             lambda data: data[:, :1168].unflatten(1, (2, -1)).view(torch.int8),

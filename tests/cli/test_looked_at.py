@@ -15,7 +15,8 @@ from openmla.cli.__main__ import main
 from openmla.cli.checkpoint import open_checkpoint
 from openmla.cli.looked_at import CELLS, Looked, heat, look
 from openmla.cli.models import load_model
-from openmla.integrations.transformers.check import DEFAULTS, check_model
+from openmla.integrations.options import AttachOptions
+from openmla.integrations.transformers.check import check_model
 from tests.integrations.models import SPARSE, make_sparse
 
 T = 150  # the tiny models choose 32 keys, or entries of 4 tokens
@@ -55,7 +56,7 @@ def test_shares_are_those_of_transformers_own_attention(tiny: dict[str, Path]) -
 def test_every_sparse_family(family: str) -> None:
     """Layers that share a choice have the one that was made; a choice is better than chance."""
     model = make_sparse(family, vocab_size=256)
-    config = check_model(model, DEFAULTS).config
+    config = check_model(model, AttachOptions()).config
     tokens = torch.randint(0, 256, (T,), generator=torch.Generator().manual_seed(0))
     found = look(model, tokens, config)
     assert [looked.layer for looked in found] == [0, 1, 2] and config.indexer is not None

@@ -335,5 +335,5 @@ def test_what_cannot_be_recorded_is_told() -> None:
     assert not hasattr(bare.layers[0].self_attn, "openmla")
     mixed = make_model("kimi_linear")
     attach(mixed, capture=True)
-    with pytest.raises(UnsupportedError, match="other layers than MLA's keep a state"):
+    with pytest.raises(UnsupportedError, match="other layers keep a state"):
         generate(mixed, torch.arange(2, 12).view(1, 10), max_new_tokens=4)

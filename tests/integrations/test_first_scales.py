@@ -13,8 +13,9 @@ pytest.importorskip("transformers")
 
 from openmla import ConfigError, OpenMLAError, Scales, allocate_cache, attach, calibrate, detach
 from openmla.errors import UnsupportedError
+from openmla.integrations.options import AttachOptions
 from openmla.integrations.transformers import attachment_of
-from openmla.integrations.transformers.check import DEFAULTS, _first_scales
+from openmla.integrations.transformers.check import _first_scales
 from openmla.integrations.transformers.scales import places
 from tests.integrations.generation import captured, new_tokens, prompts
 from tests.integrations.models import MODELS, SPARSE, make_model, make_v4, model_of
@@ -137,7 +138,7 @@ def test_values_that_are_not_finite() -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[5] = torch.nan
         broken = torch.full_like(ids, 5)
-        with pytest.raises(ConfigError, match="attach: layer 0: latent must be finite to be meas"):
+        with pytest.raises(ConfigError, match="attach: layer 0: latent must be finite"):
             model(broken, use_cache=True)
         ids[ids == 5] = 6
         assert model(ids, use_cache=True).logits.isfinite().all()
@@ -146,8 +147,8 @@ def test_values_that_are_not_finite() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (make_model, {"cache_format": "bf16"}, "kv_scale must not be given for cache_format bf16"),
-        (make_model, {}, "kv_scale must not be given for cache_format of the model"),
+        (make_model, {"cache_format": "bf16"}, "kv_scale must be None with cache_format='bf16'"),
+        (make_model, {}, "kv_scale must be None with cache_format=None"),
         (
             lambda name: make_v4(),
             {"cache_format": "fp8"},
@@ -165,7 +166,7 @@ def test_attach_raises(make: Any, options: dict[str, Any], message: str) -> None
 
 def test_a_group_is_not_supported() -> None:
     config = attachment_of(attach(make_model("deepseek_v3"))).config
-    options = DEFAULTS._replace(cache_format="fp8", kv_scale="first", group=object())
+    options = AttachOptions(cache_format="fp8", kv_scale="first", group=object())
     with pytest.raises(UnsupportedError, match="'first' is not supported with a group"):
         _first_scales(options, config)
 
@@ -174,6 +175,6 @@ def test_a_layers_cache_cannot_find_its_own() -> None:
     model = make_model("deepseek_v3")
     config = attachment_of(attach(model)).config
     with pytest.raises(
-        ConfigError, match=r"'first' is for attach\(\)\. Find the scales of a layer"
+        ConfigError, match=r"'first' is supported by attach\(\) only\. Call calibrate"
     ):
         allocate_cache(config, num_blocks=2, block_size=4, format="fp8", kv_scale="first")  # type: ignore[arg-type]

@@ -328,7 +328,9 @@ def test_largest_logits_are_computed_when_read() -> None:
     assert unread is not None
     q.zero_()
     torch.testing.assert_close(largest.clone(), exact)
-    with pytest.raises(UnsupportedError, match="must not be written to before it is read"):
+    with pytest.raises(
+        UnsupportedError, match="an input was written to before max_logits was read"
+    ):
         unread.sum()
     with torch.inference_mode():
         inside = flash_mla_sparse_fwd(q, kv, indices, 0.05)[1]
@@ -561,10 +563,10 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     # what their Python asserts
     ("must be what get_mla_metadata", dense_call(tile_scheduler_metadata=None), AssertionError),
     ("num_splits must be None", dense_call(num_splits=torch.zeros(3)), AssertionError),
-    ("causal must not be given with", listed_call(causal=True), AssertionError),
+    ("causal is not supported with indices", listed_call(causal=True), AssertionError),
     ("is_fp8_kvcache must be True", listed_call(is_fp8_kvcache=False), AssertionError),
-    ("attn_sink must not be given without", dense_call(attn_sink=torch.zeros(8)), AssertionError),
-    ("block_table and cache_seqlens must", dense_call(block_table=None), AssertionError),
+    ("attn_sink is not supported without", dense_call(attn_sink=torch.zeros(8)), AssertionError),
+    ("pass block_table and cache_seqlens", dense_call(block_table=None), AssertionError),
     ("descale_q must be None for q", dense_call(descale_q=torch.ones(1)), AssertionError),
     ("descale_k must be None for rows of bf16", dense_call(descale_k=torch.ones(1)),
      AssertionError),
@@ -583,7 +585,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception]]] = [
     ("with b=2 and s_q=1", listed_call(indices=torch.zeros(1, 2, 4, dtype=I32)), RuntimeError),
     ("topk_length must be", listed_call(topk_length=torch.zeros(3, dtype=I32)), RuntimeError),
     ("attn_sink must be", listed_call(attn_sink=torch.zeros(9)), RuntimeError),
-    ("extra_topk_length must not be given without extra_k_cache",
+    ("extra_topk_length is not supported without extra_k_cache",
      listed_call(extra_topk_length=torch.zeros(2, dtype=I32)), RuntimeError),
     ("extra_indices_in_kvcache must be",
      listed_call(extra_k_cache=stored("fp8_dsv4", 1, 8, 512)[0]), RuntimeError),

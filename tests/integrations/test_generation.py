@@ -117,7 +117,7 @@ def test_a_failed_pass_frees_its_blocks(kind: str, capture: bool, device: str) -
         model(input_ids=ids[:, :1], **step)
     handle.remove()
     assert all(pool.num_free == pool.num_blocks for pool in attachment.pools)
-    with pytest.raises(ConfigError, match="the last pass over this cache failed half-way"):
+    with pytest.raises(ConfigError, match="the last forward pass with this cache failed"):
         model(input_ids=ids[:, :1], **step)
     past.reset()
     assert relative(model(ids, past_key_values=past).logits, expected) < 1e-5

@@ -171,7 +171,7 @@ def test_a_pool_that_a_recording_failed_in_is_left(cuda: FakeCuda) -> None:
     model = make_model("deepseek_v3")
     attach(model, block_size=4, num_blocks=400, capture=True)
     cuda.failures = 2
-    with pytest.raises(UnsupportedError, match="cannot be recorded: operation not permitted when"):
+    with pytest.raises(UnsupportedError, match="cannot be captured: operation not permitted when"):
         decode(model, rows=2)
     assert captured(model).memory is None
     decode(model, rows=2)
@@ -194,7 +194,7 @@ def test_a_capture_that_failed_is_tried_once_more(
     assert cuda.replays == 1 + 3 and cuda.alive(cuda.pools[-1]) == 1
     assert gc.isenabled()
     cuda.failures = 2
-    with pytest.warns(UserWarning, match="cannot be recorded: operation not permitted when"):
+    with pytest.warns(UserWarning, match="cannot be captured: operation not permitted when"):
         decode(model, rows=1)
     assert not captured(model).recordable and gc.isenabled()
 

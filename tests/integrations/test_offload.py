@@ -55,5 +55,5 @@ def test_offloaded_weights(kind: str, where: str, device: str, tmp_path: Path) -
 
 def test_a_graph_needs_its_weights(tmp_path: Path) -> None:
     model = offloaded(MAKERS["dense"](), "cpu", tmp_path)
-    with pytest.raises(ConfigError, match="some are offloaded by accelerate"):
+    with pytest.raises(ConfigError, match="accelerate has offloaded some"):
         attach(model, capture=True)

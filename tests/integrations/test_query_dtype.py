@@ -77,7 +77,7 @@ def test_static_queries_need_calibrated_scales() -> None:
     assert isinstance(scales, Scales)
     layers = {place: replace(each, q=None) for place, each in scales.layers.items()}
     for kv_scale in (1.0, Scales(layers), LayerScales(0.1, 0.1), None):
-        with pytest.raises(ConfigError, match="'fp8_static' needs a q_scale for every layer, got"):
+        with pytest.raises(ConfigError, match="'fp8_static' needs a q_scale for every layer, and"):
             attach(model, cache_format="fp8", kv_scale=kv_scale, query_dtype="fp8_static")
     packed = make_model("deepseek_v3", kv_lora_rank=128)
     with pytest.raises(ConfigError, match="needs cache_format 'fp8', got 'fp8_ds_mla'"):

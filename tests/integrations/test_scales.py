@@ -302,14 +302,20 @@ def layers(*numbers: int, **kinds: Any) -> Scales:
         ({"kv_scale": [1.0]}, "kv_scale must be a number, got list"),
         (
             {"kv_scale": layers(0, 1)},
-            "scales of the model's 3 MLA layers, got 2, none for layers.2",
+            "scales for the 3 MLA layers of the model, got 2, none for layers.2",
         ),
-        ({"kv_scale": layers(0, 1, 2, 3)}, "scales of the model's 3 MLA layers, got 4"),
-        ({"kv_scale": layers(0, 1, 3)}, "scales of the model's 3 MLA layers, got 3, none for lay"),
-        ({"kv_scale": "nowhere.safetensors"}, "'nowhere.safetensors' must be a safetensors file"),
-        ({"kv_scale": 2.0, "cache_format": "bf16"}, "kv_scale must not be given for cache_format"),
-        ({"kv_scale": layers(0), "cache_format": None}, "kv_scale must not be given for cache_for"),
-        ({"kv_scale": 2.0, "cache_format": "fp8_ds_mla"}, "kv_scale must not be given for cache_f"),
+        ({"kv_scale": layers(0, 1, 2, 3)}, "scales for the 3 MLA layers of the model, got 4"),
+        (
+            {"kv_scale": layers(0, 1, 3)},
+            "scales for the 3 MLA layers of the model, got 3, none for lay",
+        ),
+        (
+            {"kv_scale": "nowhere.safetensors"},
+            "'nowhere.safetensors' is neither a safetensors file",
+        ),
+        ({"kv_scale": 2.0, "cache_format": "bf16"}, "kv_scale must be None with cache_format"),
+        ({"kv_scale": layers(0), "cache_format": None}, "kv_scale must be None with cache_for"),
+        ({"kv_scale": 2.0, "cache_format": "fp8_ds_mla"}, "kv_scale must be None with cache_f"),
     ],
 )
 def test_attach_refuses(options: dict[str, Any], message: str) -> None:
@@ -326,8 +332,8 @@ def test_attach_refuses(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({}, "must hold k_scale or v_scale of layers, got none"),
-        ({"model.layers.0.self_attn.q_scale": torch.ones(())}, "must hold k_scale or v_scale"),
+        ({}, "has no k_scale or v_scale of any layer"),
+        ({"model.layers.0.self_attn.q_scale": torch.ones(())}, "has no k_scale or v_scale"),
         ({"model.layers.0.self_attn.k_scale": torch.ones(2)}, "k_scale must be one number for the"),
         ({"model.layers.0.self_attn.k_scale": torch.zeros(())}, "k_scale must be positive and fin"),
         (
@@ -335,7 +341,7 @@ def test_attach_refuses(options: dict[str, Any], message: str) -> None:
                 "model.layers.0.self_attn.k_scale": torch.tensor(1.0),
                 "model.layers.0.self_attn.attn.k_scale": torch.tensor(2.0),
             },
-            "layers.0.self_attn must have one k_scale, got",
+            "layers.0.self_attn has two values of k_scale, 2.0 and",
         ),
     ],
 )
@@ -347,27 +353,27 @@ def test_bad_files(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(ConfigError, match="'text' must be a safetensors file"):
+    with pytest.raises(ConfigError, match="'text' is not a valid safetensors file"):
         Scales.load(tmp_path / "text")
     with pytest.raises(ConfigError, match=r"or a folder with model\.safetensors"):
         Scales.load(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ConfigError, match="must hold a weight_map of tensors to files"):
+    with pytest.raises(ConfigError, match="must contain a weight_map of tensors to files"):
         Scales.load(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written"):
         layers(0).save(tmp_path / "missing" / "scales.safetensors")
-    with pytest.raises(ConfigError, match=r"must be named as 'layers\.0\.self_attn', got 'x'"):
+    with pytest.raises(ConfigError, match=r"must look like 'layers\.0\.self_attn', got 'x'"):
         Scales({"x": LayerScales(1.0, 1.0)})
 
 
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ([], "batches must be one or more, got none"),
-        ([[1, 2]], "a batch must be a tensor of tokens, or arguments of the model"),
-        ([{"input_ids": [1]}], "a batch must be a tensor of tokens, or arguments of the model"),
-        ([torch.ones(2, 3)], "input_ids must be whole numbers"),
-        ([torch.ones(1, 0, dtype=torch.int64)], "input_ids must be whole numbers"),
+        ([], "batches is empty"),
+        ([[1, 2]], "a batch must be a tensor of tokens, or a dict of forward.. arg"),
+        ([{"input_ids": [1]}], "a batch must be a tensor of tokens, or a dict of forward.. arg"),
+        ([torch.ones(2, 3)], "input_ids must be integers .B, S."),
+        ([torch.ones(1, 0, dtype=torch.int64)], "input_ids must be integers .B, S."),
     ],
 )
 def test_calibrate_refuses(batches: Any, message: str) -> None:
@@ -375,7 +381,7 @@ def test_calibrate_refuses(batches: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=f"calibrate: {message}"):
         calibrate(model, batches)
     attach(model)
-    with pytest.raises(ConfigError, match="attached already"):
+    with pytest.raises(ConfigError, match="already attached"):
         calibrate(model, [IDS])
     assert attachment_of(model)
 

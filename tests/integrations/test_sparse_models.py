@@ -305,13 +305,13 @@ def test_refusals() -> None:
     assert not hasattr(model.model.layers[0].self_attn, "openmla")
     attach(model)
     ids, _ = prompts((30,))
-    with pytest.raises(ConfigError, match="'openmla_sparse' was chosen without attach"):
+    with pytest.raises(ConfigError, match="'openmla_sparse' but is not attached"):
         type(model)(model.config).eval().requires_grad_(False)(ids)
     square = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
     key = "deepseek_sparse_attention"
     if not transformers.__version__.startswith("5.17."):
         key = "indexed_attention"
-    with pytest.raises(UnsupportedError, match="Square masks are not supported"):
+    with pytest.raises(UnsupportedError, match="masks per query are not supported"):
         model(ids, attention_mask={key: square}, use_cache=False)
     detach(model)
     assert "expand_kv" not in vars(model.model.layers[0].self_attn)

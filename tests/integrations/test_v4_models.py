@@ -215,11 +215,11 @@ def test_a_pass_that_failed() -> None:
     assert relative(model(ids).logits, expected) < 1e-5
     model.model(ids, use_cache=False)
     assert attachment_of(model).current.own_cache is None
-    with pytest.raises(ConfigError, match="the last pass over this cache failed half-way"):
+    with pytest.raises(ConfigError, match="the last forward pass with this cache failed"):
         model(ids[:, 12:], past_key_values=past)
     past.reset()
     assert relative(model(ids, past_key_values=past).logits, expected) < 1e-5
-    with pytest.raises(ShapeError, match=r"the cache has rows 0\.\.1, got 5"):
+    with pytest.raises(ShapeError, match=r"rows of the cache must be in 0\.\.1, got 5"):
         past.reorder_cache(torch.tensor([0, 5]))
     del past
     assert not attachment_of(model).pool.requests
@@ -275,19 +275,19 @@ def test_bad_input() -> None:
         attach(model, workspace=512)
     attach(model, num_blocks=2)
     ids, mask = prompts((20, 12))
-    with pytest.raises(ShapeError, match=r"row 0 goes on at 0 with 20 tokens, got \[1, 2, 3, 4"):
+    with pytest.raises(ShapeError, match=r"row 0 continues at 0 with 20 tokens, got \[1, 2, 3, 4"):
         model(ids, position_ids=torch.arange(1, 21)[None].expand(2, -1))
-    with pytest.raises(CacheFullError, match="needs 1 blocks, 0 of 2 are free"):
+    with pytest.raises(CacheFullError, match="needs 1 more block, and 0 of 2 are free"):
         model(prompts((9, 9, 9))[0])
     assert attachment_of(model).pool.num_free == 2
     past = model(ids, attention_mask=mask).past_key_values
-    with pytest.raises(ShapeError, match="the cache holds 2 sequences, got a batch of 1"):
+    with pytest.raises(ShapeError, match="must have as many rows as the cache, 2, got 1"):
         model(ids[:1, :1], past_key_values=past)
     full = transformers.DynamicCache(config=model.config)
     detach(model)
     model(ids, past_key_values=full)
     attach(model)
-    with pytest.raises(ConfigError, match="must be empty or made after attach"):
+    with pytest.raises(ConfigError, match="this cache has 20 tokens from before attach"):
         model(ids[:, :1], past_key_values=full)
     detach(model)
     assert "forward" not in vars(model.model.layers[1].self_attn.compressor)

@@ -246,10 +246,22 @@ def test_extreme_heads() -> None:
     ("change", "message"),
     [
         (lambda layer: setattr(layer, "absorbed_format", "int8"), "absorbed_format must be None"),
-        (lambda layer: layer.kv_b_proj.weight.fill_(torch.nan), "kv_b_proj's weight must be fini"),
-        (lambda layer: own_scale(layer, 0.0), "weight_scale_inv must be finite and above 0."),
-        (lambda layer: own_scale(layer, -1.0), "weight_scale_inv must be finite and above 0."),
-        (lambda layer: own_scale(layer, torch.nan), "weight_scale_inv must be finite and above"),
+        (
+            lambda layer: layer.kv_b_proj.weight.fill_(torch.nan),
+            "the weight of kv_b_proj must be fini",
+        ),
+        (
+            lambda layer: own_scale(layer, 0.0),
+            "weight_scale_inv of kv_b_proj must be positive and finite.",
+        ),
+        (
+            lambda layer: own_scale(layer, -1.0),
+            "weight_scale_inv of kv_b_proj must be positive and finite.",
+        ),
+        (
+            lambda layer: own_scale(layer, torch.nan),
+            "weight_scale_inv of kv_b_proj must be positive",
+        ),
     ],
 )
 def test_bad_weights_are_refused_before_a_row_is_written(change: Any, message: str) -> None:

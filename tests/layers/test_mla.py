@@ -450,10 +450,12 @@ def test_reloading_keeps_addresses() -> None:
 def test_bad_weights() -> None:
     linear = fp8_linear(torch.randn(160, 32), "tensor")
     linear.weight_scale = torch.ones(3)
-    with pytest.raises(ShapeError, match="weights: weight_scale must be one scale, one per row"):
+    with pytest.raises(ShapeError, match="weights: weight_scale must have 1 scale, 1 per row"):
         decode_weight(linear, 32, torch.float32)
     del linear.weight_scale
-    with pytest.raises(ShapeError, match="an fp8 kv_b_proj must have weight_scale_inv or weight"):
+    with pytest.raises(
+        ShapeError, match="the fp8 kv_b_proj has neither weight_scale_inv nor weight"
+    ):
         decode_weight(linear, 32, torch.float32)
     layer = MLAAttention(PRESETS["tiny-v3"])
     layer.kv_b_proj = nn.Linear(32, 161, bias=False)
@@ -467,10 +469,14 @@ def test_parameters_want_no_grad() -> None:
 
 
 def test_other_layers_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"MLAAttention: deepseek_v4 needs another layer"):
+    with pytest.raises(
+        UnsupportedError, match=r"MLAAttention: deepseek_v4 has a compressor. Use MLAAttentionV4"
+    ):
         MLAAttention(PRESETS["deepseek-v4-flash"])
     gated = replace(PRESETS["tiny-v3.2"], model_type="axk2")
-    with pytest.raises(UnsupportedError, match=r"MLAAttention: axk2 gates its output"):
+    with pytest.raises(
+        UnsupportedError, match=r"MLAAttention: the output gate of axk2 is not supported"
+    ):
         MLAAttention(gated)
     with pytest.raises(ConfigError, match="layer must be an integer of at least 0, got -1"):
         MLAAttention(PRESETS["tiny-v3"], layer=-1)
@@ -484,9 +490,17 @@ def test_bad_calls_write_nothing() -> None:
     before = server.cache.latent.data.clone()
     positions = torch.arange(8)
     wrong: list[tuple[Any, Any, str]] = [
-        (torch.zeros(7, 64), positions, "hidden must be [T, 64] with T=8 as planned, got (7, 64)"),
-        (torch.zeros(8, 63), positions, "hidden must be [T, 64] with T=8 as planned, got (8, 63)"),
-        (torch.zeros(8, 64), positions[:7], "positions must be [T] with T=8 as planned, got (7,)"),
+        (
+            torch.zeros(7, 64),
+            positions,
+            "hidden must be [T, hidden_size] = (8, 64) for this plan, got (7, 64)",
+        ),
+        (
+            torch.zeros(8, 63),
+            positions,
+            "hidden must be [T, hidden_size] = (8, 64) for this plan, got (8, 63)",
+        ),
+        (torch.zeros(8, 64), positions[:7], "positions must be [T] = (8,) for this plan, got (7,)"),
         (
             torch.zeros(8, 64).half(),
             positions,

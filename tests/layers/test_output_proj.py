@@ -173,9 +173,9 @@ def test_transformers_own_class_is_known() -> None:
 @pytest.mark.parametrize(
     ("linear", "output", "message"),
     [
-        (None, "fp8_128", "o_proj must take the plan's output='fp8_128', it takes outputs of 16"),
-        ("static", "fp8_128", "it takes output='fp8'. Make the plan with output=layer.output_f"),
-        ("dynamic", "nvfp4", "it takes output='fp8_128'"),
+        (None, "fp8_128", "output must be the format of o_proj, None, got 'fp8_128'"),
+        ("static", "fp8_128", "output must be the format of o_proj, 'fp8', got 'fp8_128'"),
+        ("dynamic", "nvfp4", "output must be the format of o_proj, 'fp8_128', got 'nvfp4'"),
     ],
 )
 def test_other_formats_are_refused_before_a_row_is_written(

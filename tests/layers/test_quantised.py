@@ -81,7 +81,7 @@ def test_another_value_is_refused_before_a_row_is_written(layer: MLAAttention) -
     before = server.cache.latent.data.clone()
     layer.expand_by = "both"
     with pytest.raises(
-        ConfigError, match="expand_by must be one of auto, linear, copy, got 'both'"
+        ConfigError, match="expand_by must be one of 'auto', 'linear', 'copy', got 'both'"
     ):
         server.step([("r", 30)])
     assert torch.equal(server.cache.latent.data.view(torch.uint8), before.view(torch.uint8))

@@ -107,7 +107,10 @@ def test_layers_may_share_one() -> None:
     assert both[0].rope_table.table is both[1].rope_table.table  # type: ignore[union-attr]
     torch.testing.assert_close(step(second)[0], step(first)[0], rtol=0, atol=0)
     other = RopeTable(PRESETS["tiny-v2-lite"].rope, 4, 32)
-    with pytest.raises(ConfigError, match="rope: rope_table must be of 'yarn' with R="):
+    with pytest.raises(
+        ConfigError,
+        match="rope: rope_table must have the RoPE settings of the layer, 'yarn' with R=",
+    ):
         filled(rope_table=other)
 
 

@@ -306,11 +306,11 @@ def absorbed_query(
 @pytest.mark.parametrize(
     ("batches", "options", "message"),
     [
-        ([], {}, "batches must have at least one token, got none"),
+        ([], {}, "batches must contain at least 1 token, got 0"),
         ([sequence(3)], {}, r"a layer's batch must be the arguments of its forward\(\)"),
         ([(1, 2, 3, 4)], {}, "cache must be of type LayerCache, got int"),
-        ([], {"headroom": 0.5}, "headroom must be 1 or more, got 0.5"),
-        ([], {"headroom": torch.nan}, "headroom must be 1 or more, got nan"),
+        ([], {"headroom": 0.5}, "headroom must be at least 1, got 0.5"),
+        ([], {"headroom": torch.nan}, "headroom must be at least 1, got nan"),
         ([], {"headroom": "2"}, "headroom must be a number, got '2'"),
     ],
 )
@@ -323,7 +323,5 @@ def test_calibrate_refuses_what_is_not_finite() -> None:
     layer = make_peer("deepseek_v3").ours
     hidden = sequence(4)
     hidden[2] = torch.nan
-    with pytest.raises(
-        ConfigError, match="calibrate: latent must be finite to be measured, got nan"
-    ):
+    with pytest.raises(ConfigError, match="calibrate: latent must be finite, got nan"):
         calibrate(layer, [calibration(layer, hidden)])

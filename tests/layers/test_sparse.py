@@ -226,7 +226,7 @@ def test_layers_share_a_selection() -> None:
     twin.load_state_dict({**full.state_dict(), **shared.state_dict()})
     twin_out, _ = twin.attend(hidden, positions, server.cache, plan)
     assert relative_error(shared_out, twin_out) < 1e-6
-    with pytest.raises(ConfigError, match="MLAAttention: selection must be given, this layer has"):
+    with pytest.raises(ConfigError, match="MLAAttention: selection is missing: this layer has"):
         shared(hidden, positions, own, plan)
     later = make_plan(
         Batch([60], [60], server.pool.block_table(["r"]), torch.arange(60)),
@@ -234,7 +234,9 @@ def test_layers_share_a_selection() -> None:
         server.cache,
         dtype=torch.float32,
     )
-    with pytest.raises(ConfigError, match="selection must be of this step's 60 sparse tokens"):
+    with pytest.raises(
+        ConfigError, match=r"selection must be made with this plan .60 selecting tokens"
+    ):
         shared.attend(hidden, positions, own, later, selection)
 
 
@@ -304,8 +306,8 @@ def test_index_keys_wait_for_everything_else() -> None:
 
     for owner, name, wrong, message in (
         (layer, "kv_b_proj", nn.Linear(32, 161, bias=False), "weights: kv_b_proj must be"),
-        (layer, "kv_b_proj", nn.Linear(32, 160), "kv_b_proj must have no bias"),
-        (layer, "kv_a_proj_with_mqa", nn.Linear(64, 41), r"step: k_pe must be \[T, R\] with \(30"),
+        (layer, "kv_b_proj", nn.Linear(32, 160), "kv_b_proj has a bias"),
+        (layer, "kv_a_proj_with_mqa", nn.Linear(64, 41), r"step: k_pe must be \[T, R\] = \(30"),
         (layer.indexer, "wq_b", nn.Linear(15, 256), "mat1 and mat2 shapes cannot be multiplied"),
         (layer.indexer, "weights_proj", nn.Linear(63, 16), "mat1 and mat2 shapes"),
     ):
@@ -347,13 +349,15 @@ def test_missing_parts_are_told_and_nothing_is_written() -> None:
     wide = allocate_cache(
         config, num_blocks=200, block_size=8, format="fp32", index_format="index_fp32"
     )
-    with pytest.raises(ConfigError, match="must have 200 blocks of 4 tokens as planned, got 200"):
+    with pytest.raises(
+        ConfigError, match="must have 200 blocks of 4 tokens like the cache of the plan, got 200"
+    ):
         peer.ours(hidden, torch.arange(30), wide, plan)
     assert not any(part.data.any() for part in wide.parts)
     plan = make_plan(batch, config, cache, dtype=torch.float32)
     before = [part.data.view(torch.uint8).clone() for part in (cache.latent, cache.index)]
     positions = torch.arange(30)
-    with pytest.raises(ConfigError, match="MLAAttention: cache must have index rows for this"):
+    with pytest.raises(ConfigError, match="MLAAttention: cache has no index rows"):
         peer.ours(hidden, positions, LayerCache(latent=cache.latent), plan)
     after = [part.data.view(torch.uint8) for part in (cache.latent, cache.index)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

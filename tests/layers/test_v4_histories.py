@@ -231,12 +231,16 @@ def test_captured_steps_that_do_not_fit() -> None:
     before = {name: tensor.clone() for name, tensor in buffers.items()}
     columns = buffers["window_table"].shape[1]
     for wanted, more, message in (
-        ([("r", 1)], 1, rf"window_table must have {columns} columns to replay, got {columns + 1}"),
-        ([("r", 4)], 0, "query tokens of one request must be at most 3 to replay, got 4"),
-        ([("r", 0), ("s", 0), ("t", 0)], 0, "requests must be at most 2 to replay, got 3"),
-        ([("r", 3), ("s", 4)], 0, "tokens must be at most 6 to replay, got 7"),
-        ([("r", 3), ("s", 130)], 0, "window_table must have 4 columns to replay, got 9"),
-        ([("s", 1)], 0, "block table columns must be at most 1 to replay, got 2"),
+        (
+            [("r", 1)],
+            1,
+            rf"window_table must have {columns} columns like the buffers, got {columns + 1}",
+        ),
+        ([("r", 4)], 0, "the number of query tokens of one request must be at most 3"),
+        ([("r", 0), ("s", 0), ("t", 0)], 0, "the number of requests must be at most 2"),
+        ([("r", 3), ("s", 4)], 0, "the number of tokens must be at most 6"),
+        ([("r", 3), ("s", 130)], 0, "window_table must have 4 columns like the buffers, got 9"),
+        ([("s", 1)], 0, "the number of block table columns must be at most 1"),
     ):
         batch = server.batch(wanted, window_columns=columns + more)
         with pytest.raises(ConfigError, match=message):

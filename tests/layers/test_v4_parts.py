@@ -184,11 +184,11 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
     positions = torch.full((40, TOPK), -1, dtype=torch.int32)
     selection = make_selection(positions, cache, plan)
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((inputs, None), {"keys": "raw"}, "keys must be all, window or entries, got 'raw'"),
-        ((inputs, None), {"write": False}, "raw must not be given where nothing is written"),
+        ((inputs, None), {"keys": "raw"}, "keys must be 'all', 'window' or 'entries', got 'raw'"),
+        ((inputs, None), {"write": False}, "raw must be None where no row is written"),
         ((inputs, None), {"write": 1}, "write must be True or False, got 1"),
-        ((inputs, weights), {}, "absorbed must not be given beside CompressedInputs"),
-        ((finished, None), {"raw": inputs.raw}, "raw must not be given beside CompressedInputs"),
+        ((inputs, weights), {}, "absorbed must be None with CompressedInputs, got AbsorbedWeights"),
+        ((finished, None), {"raw": inputs.raw}, "raw must be None with CompressedInputs"),
         ((projected, weights), {}, "projected must be CompressedInputs for deepseek_v4, got Pro"),
         ((replace(finished, rows=None), None), {}, r"rows must be \(40, 32\) as planned, got None"),
         ((replace(finished, q=q[:9]), None), {"write": False}, r"q must be \(40, 4, 32\) as plan"),
@@ -198,14 +198,12 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
         bare = CompressedInputs(finished.q)
         cases += [
             ((bare, None), {"write": False}, "index must be given for ratio 4, its tokens choose"),
-            ((finished, None), {"selection": selection}, "selection must not be given beside ind"),
+            ((finished, None), {"selection": selection}, "selection must be None beside ind"),
             ((bare, None), {"write": False, "selection": other}, "selection must be of this step"),
             ((bare, None), {"write": False, "selection": selection, "keys": "window"},
-             "selection must not be given where no token chooses"),
+             "selection must be None where no token chooses"),
         ]  # fmt: skip
-        with pytest.raises(
-            OpenMLAError, match=r"^selection: positions must be -1 or one of the 25"
-        ):
+        with pytest.raises(OpenMLAError, match=r"^selection: positions of a token that sees 25"):
             make_selection(torch.full_like(positions, 99), cache, plan)
     else:
         assert selection is None
@@ -213,7 +211,7 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
             (
                 (finished, None),
                 {"selection": unasked(plan)},
-                "selection must not be given where no token chooses",
+                "selection must be None where no token chooses",
             )
         )
     for given, options, message in cases:

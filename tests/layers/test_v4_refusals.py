@@ -118,9 +118,9 @@ def test_bad_block_tables() -> None:
 def test_bad_batches() -> None:
     _, batch = ready()
     for changes, message in (
-        ({"state_slots": None}, "window_table and state_slots must be given together"),
-        ({"window_table": None}, "window_table and state_slots must be given together"),
-        ({"slot_mapping": torch.arange(4)}, "slot_mapping must not be given with a window_table"),
+        ({"state_slots": None}, "state_slots is missing: DeepSeek V4 needs"),
+        ({"window_table": None}, "window_table is missing: DeepSeek V4 needs"),
+        ({"slot_mapping": torch.arange(4)}, "slot_mapping must be None with a window_table"),
         ({"window_table": torch.zeros(3, 2, dtype=torch.int32)}, "must be [B, M] int32 with B=2"),
         ({"window_table": torch.zeros(2, 2)}, "window_table must be [B, M] int32 with B=2"),
         ({"state_slots": torch.zeros(2)}, "state_slots must be [B] int32 with B=2"),
@@ -174,13 +174,23 @@ def test_bad_calls_write_nothing(ratio: int) -> None:
     hidden, positions = server.tokens([("a", 3), ("b", 1)])
     before = server.bytes()
     wrong = [
-        (hidden[:3], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got (3"),
+        (
+            hidden[:3],
+            positions,
+            ShapeError,
+            "hidden must be [T, hidden_size] = (4, 64) for this plan, got (3",
+        ),
         (hidden.half(), positions, ShapeError, "hidden must be torch.float32 like the layer, got"),
         (hidden.tolist(), positions, ShapeError, "hidden must be a tensor, got list"),
-        (hidden[:, :63], positions, ShapeError, "hidden must be [T, 64] with T=4 as planned, got"),
-        (hidden, positions[:3], ShapeError, "positions must be [T] with T=4 as planned, got (3,)"),
-        (hidden, positions + 1, ShapeError, "positions must count each sequence's own tokens fro"),
-        (hidden, positions.flip(0), ShapeError, "positions must count each sequence's own tokens"),
+        (
+            hidden[:, :63],
+            positions,
+            ShapeError,
+            "hidden must be [T, hidden_size] = (4, 64) for this plan, got",
+        ),
+        (hidden, positions[:3], ShapeError, "positions must be [T] = (4,) for this plan, got (3,)"),
+        (hidden, positions + 1, ShapeError, "positions must count the tokens of each sequence fro"),
+        (hidden, positions.flip(0), ShapeError, "positions must count the tokens of each sequence"),
     ]
     for rows, places, kind, message in wrong:
         with pytest.raises(kind) as error:
@@ -190,7 +200,7 @@ def test_bad_calls_write_nothing(ratio: int) -> None:
         if other == ratio:
             continue
         another, its_batch = ready(other)
-        message = f"plan and cache must be of this layer's ratio {ratio}, got"
+        message = f"plan and cache must have this layer's compress ratio {ratio}, got"
         with pytest.raises(ConfigError, match=f"{message} {other} and {ratio}"):
             layer(hidden, positions, server.cache, another.plan(its_batch))
         with pytest.raises(ConfigError, match=f"{message} {ratio} and {other}"):
@@ -225,35 +235,42 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
             attend_compressed(*ordered, **given)
         assert str(error.value).startswith(f"step: {message}")
 
-    refused("q must be (4, 4, 32) as planned, got (3, 4, 32)", q=q[:3])
-    refused("q must be (4, 4, 32) as planned, got (4, 3, 32)", q=q[:, :3])
-    refused("rows must be (4, 32) as planned, got (4, 31)", rows=rows[:, :31])
-    refused("plan must be of a compressed layer", plan=replace(plan, config=PRESETS["tiny-v3"]))
-    refused("cache must have window rows", cache=LayerCache())
+    refused("q must be (4, 4, 32) for this plan, got (3, 4, 32)", q=q[:3])
+    refused("q must be (4, 4, 32) for this plan, got (4, 3, 32)", q=q[:, :3])
+    refused("rows must be (4, 32) for this plan, got (4, 31)", rows=rows[:, :31])
+    refused(
+        "the plan's config (deepseek_v3) has no compressor",
+        plan=replace(plan, config=PRESETS["tiny-v3"]),
+    )
+    refused("cache has no window rows", cache=LayerCache())
     other = ready(RATIOS[RATIOS.index(ratio) - 1])[0].cache
-    refused(f"cache must be of ratio {ratio}, got {other.ratio}", cache=other)
+    refused(f"cache must have the plan's compress ratio {ratio}, got {other.ratio}", cache=other)
     width = 64 if ratio == 4 else 32
     pools = torch.zeros(4, width)
     pool_inputs = PoolInputs(pools, pools, torch.zeros(max(ratio, 1), width), torch.ones(32))
     if not ratio:
-        refused("pool_inputs must not be given for ratio 0", pool_inputs=pool_inputs)
-        refused("sink must be [H] with (4,), got (3,)", sink=torch.zeros(3))
+        refused("pool_inputs must be None for ratio 0", pool_inputs=pool_inputs)
+        refused("sink must be [H] = (4,), got (3,)", sink=torch.zeros(3))
         refused("sink must be torch.float32 like the", sink=torch.zeros(4, dtype=torch.float64))
-        refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
+        refused("q must be torch.float32 like the other inputs, got torch.float16", q=q.half())
         assert server.unchanged(before)
         return
-    refused(f"pool_inputs must be given for ratio {ratio}.")
+    refused(f"pool_inputs is missing for ratio {ratio}.")
     usual["pool_inputs"] = pool_inputs
     if ratio == 4:
-        refused("index_pool_inputs must be given for ratio 4.")
+        refused("index_pool_inputs is missing for ratio 4.")
         keys = torch.zeros(4, 2 * 16)
         usual["index_pool_inputs"] = PoolInputs(keys, keys, torch.zeros(4, 32), torch.ones(16))
         usual["index"] = IndexInputs(torch.zeros(4, 16, 16), torch.zeros(4, 16), None)
         refused("q_idx must be", index=IndexInputs(torch.zeros(4, 16, 8), torch.zeros(4, 16), None))
         halves = usual["index"]._replace(w_idx=torch.zeros(4, 16).half())
-        refused("w_idx must be torch.float32 like the others, got torch.float16", index=halves)
+        refused(
+            "w_idx must be torch.float32 like the other inputs, got torch.float16", index=halves
+        )
         wide = usual["index_pool_inputs"]._replace(kv=keys.double(), score=keys.double())
-        refused("state must be torch.float64 with torch.float64 tokens", index_pool_inputs=wide)
+        refused(
+            "cache.state must be torch.float64 for torch.float64 tokens", index_pool_inputs=wide
+        )
         wide = usual["index_pool_inputs"]._replace(score=keys.double())
         refused(
             "index_pool_inputs.score must be torch.float32 like the oth", index_pool_inputs=wide
@@ -262,17 +279,17 @@ def test_bad_steps_write_nothing(ratio: int) -> None:
         part = server.cache.index
         narrow = PagedCache(part.data[:, :, :-1], part.format, part.kv_scale)
         refused("index rows must be W=16 wide", cache=replace(server.cache, index=narrow))
-    refused("sink must be [H] with (4,), got (3,)", sink=torch.zeros(3))
+    refused("sink must be [H] = (4,), got (3,)", sink=torch.zeros(3))
     refused("pool_inputs.kv must be", pool_inputs=pool_inputs._replace(kv=pools[:3]))
     refused("pool_inputs.bias must be", pool_inputs=pool_inputs._replace(bias=pool_inputs.bias[1:]))
     refused("table must have a row for", table=table[:50])
-    refused("table must be torch.float32 like the others", table=table.half())
+    refused("table must be torch.float32 like the other inputs", table=table.half())
     refused(
         "pool_inputs.bias must be on cpu, got meta",
         pool_inputs=pool_inputs._replace(bias=pool_inputs.bias.to("meta")),
     )
-    refused("sink must be torch.float32 like the others", sink=torch.zeros(4).double())
-    refused("q must be torch.float32 like the others, got torch.float16", q=q.half())
+    refused("sink must be torch.float32 like the other inputs", sink=torch.zeros(4).double())
+    refused("q must be torch.float32 like the other inputs, got torch.float16", q=q.half())
     assert server.unchanged(before)
 
 
@@ -289,15 +306,15 @@ def test_positions_past_the_model_write_nothing(ratio: int) -> None:
 
 def test_what_a_plan_cannot_do() -> None:
     server, batch = ready(4)
-    with pytest.raises(OpenMLAError, match="workspace_tokens must not be given for deepseek_v4"):
+    with pytest.raises(OpenMLAError, match="workspace_tokens must be None for deepseek_v4"):
         make_plan(batch, server.layer.config, server.cache, workspace_tokens=64)
     sizes: dict[str, Any] = {"max_requests": 4, "max_tokens": 16, "max_blocks": 8}
     others = plan_buffers(ready(128)[0].layer.config, ready(128)[0].cache, **sizes)
     kept = {name: buffer.clone() for name, buffer in others.items()}
-    with pytest.raises(ConfigError, match="buffers must be of layers of ratio 4, got 128"):
+    with pytest.raises(ConfigError, match="into must be made for compress ratio 4, got 128"):
         make_plan(batch, server.layer.config, server.cache, into=others)
     assert all(torch.equal(others[name], buffer) for name, buffer in kept.items())
-    with pytest.raises(ConfigError, match="would quantise the rotated columns"):
+    with pytest.raises(ConfigError, match="would quantize the rotated columns"):
         allocate_cache(
             server.layer.config, num_blocks=1, block_size=128, format="fp8_ds_mla",
             max_requests=1, max_tokens=1,
@@ -312,7 +329,7 @@ def test_what_a_plan_cannot_do() -> None:
         ({"max_requests": None}, "max_requests must be a positive integer for deepseek_v4, got N"),
         ({"max_tokens": 0}, "max_tokens must be a positive integer for deepseek_v4, got 0"),
         ({"window_block_size": 1.5}, "window_block_size must be a positive integer for deepseek"),
-        ({"rollback": -1}, "rollback must not be negative, got -1"),
+        ({"rollback": -1}, "rollback must be an integer of at least 0, got -1"),
         ({"format": "fp8_dsv4"}, "format fp8_dsv4 needs rows of a multiple of 64 values"),
         ({"index_format": "bf16"}, "format 'bf16' is not known for index rows"),
         ({"layer": -1}, "layer must be an integer of at least 0, got -1"),
@@ -328,7 +345,9 @@ def test_bad_caches(changes: dict[str, Any], message: str) -> None:
 
 def test_other_models_are_refused_by_name() -> None:
     config = tiny_config()
-    with pytest.raises(UnsupportedError, match="MLAAttention: deepseek_v4 needs another layer"):
+    with pytest.raises(
+        UnsupportedError, match=r"MLAAttention: deepseek_v4 has a compressor. Use MLAAttentionV4"
+    ):
         MLAAttention(config)
     for name in ("tiny-v3", "tiny-v3.2"):
         with pytest.raises(UnsupportedError, match=r"has no compressor\. Use MLAAttention"):
@@ -340,11 +359,13 @@ def test_other_models_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="attention_bias is not supported"):
         MLAAttentionV4(replace(config, attention_bias=True), layer=0)
     nope = replace(config, rope=replace(config.rope, kind="none"))
-    with pytest.raises(UnsupportedError, match="rope type 'none' is not supported"):
+    with pytest.raises(UnsupportedError, match="RoPE kind 'none' is not supported"):
         MLAAttentionV4(nope, layer=0)
     assert config.indexer is not None
     odd = replace(config, indexer=replace(config.indexer, head_dim=24))
-    with pytest.raises(UnsupportedError, match="hadamard needs a power of two, got width 24"):
+    with pytest.raises(
+        UnsupportedError, match="hadamard needs a head_dim of a power of two, got 24"
+    ):
         MLAAttentionV4(odd, layer=1)
     MLAAttentionV4(odd, layer=1, hadamard=False)
     for number in (11, 99):
@@ -362,7 +383,7 @@ def test_a_cache_of_another_kind() -> None:
     latent = LayerCache(latent=server.cache.window)
     with pytest.raises(ConfigError, match="plan: cache must have window rows for deepseek_v4"):
         make_plan(batch, config, latent)
-    with pytest.raises(ConfigError, match="warmup: cache must have window rows, got none"):
+    with pytest.raises(ConfigError, match="warmup: cache has no window rows"):
         warmup(config, latent, max_requests=1, max_tokens=1)
 
 

@@ -225,7 +225,7 @@ def refused(rank: int) -> None:
             make_v4(),
             {"group": Ranks(group, 64)},
             ConfigError,
-            "whose entries stay with their block",
+            "which keeps the tokens of an entry on one rank",
         ),
         (
             make_model("deepseek_v3"),
@@ -233,7 +233,12 @@ def refused(rank: int) -> None:
             ConfigError,
             "divide the block size",
         ),
-        (make_model("deepseek_v3"), {"group": Ranks(group, heads="own")}, ConfigError, "all heads"),
+        (
+            make_model("deepseek_v3"),
+            {"group": Ranks(group, heads="own")},
+            ConfigError,
+            "heads=.all",
+        ),
         (make_model("deepseek_v3"), {"group": 2}, ConfigError, "group must be a process group"),
     ):
         with pytest.raises(kind, match=sentence):
@@ -244,7 +249,7 @@ def refused(rank: int) -> None:
     mask = torch.ones((1, 9), dtype=torch.long)
     past = model(ids, use_cache=True).past_key_values
     mask[0, 3] = 0
-    with pytest.raises(UnsupportedError, match="must show the tokens that are cached where ranks"):
+    with pytest.raises(UnsupportedError, match="must be 1 for cached tokens with a group"):
         model(ids[:, :1], attention_mask=mask, past_key_values=past)
 
 

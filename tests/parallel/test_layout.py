@@ -92,7 +92,7 @@ def test_a_prefix_of_positions_is_a_prefix_of_local_keys() -> None:
     ("arguments", "sentence"),
     [
         ((0, 0, 1), "size must be an integer of at least 1, got 0"),
-        ((2, 2, 1), "rank must be within 0..1, got 2"),
+        ((2, 2, 1), "rank must be in 0..1, got 2"),
         ((2, -1, 1), "rank must be an integer of at least 0, got -1"),
         ((2, 0, 0), "interleave must be an integer of at least 1, got 0"),
         ((2.0, 0, 1), "size must be an integer of at least 1, got 2.0"),

@@ -316,7 +316,7 @@ def refused(rank: int) -> None:
         (replace(given, index=None), {}, ConfigError, "index must be given for ratio 4"),
         (replace(given, q=given.q[:, :1]), {}, ShapeError, "q must be"),
         (given, {"sink": sink[:1]}, ShapeError, r"sink must be \[H\]"),
-        (given, {"raw": given.raw}, ConfigError, "raw must not be given beside CompressedInputs"),
+        (given, {"raw": given.raw}, ConfigError, "raw must be None with CompressedInputs"),
         (None, {}, ConfigError, "projected must be of type CompressedInputs"),
     )
     for inputs, options, kind, sentence in wrong:

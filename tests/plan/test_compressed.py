@@ -354,12 +354,14 @@ def test_plans_that_do_not_belong_beside_one_another() -> None:
     into = plan_buffers(CONFIG, fours, **sizes)
     with pytest.raises(ConfigError, match=r"beside must have 9 rows, got 4\. Pass into= to both"):
         make_plan(batch, CONFIG, fours, beside=plan, into=into)
-    with pytest.raises(ConfigError, match="plan_buffers: beside must be of V4's layers and the sa"):
+    with pytest.raises(
+        ConfigError, match="plan_buffers: beside must be DeepSeek V4 buffers of the sa"
+    ):
         plan_buffers(CONFIG, fours, **{**sizes, "max_blocks": 7}, beside=into)
     dense = PRESETS["tiny-v3"]
     cache = allocate_cache(dense, num_blocks=4, block_size=4, format="fp32")
     one = Batch([1], [1], torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="beside must not be given for deepseek_v3: one plan ser"):
+    with pytest.raises(ConfigError, match="beside must be None for deepseek_v3: one plan ser"):
         make_plan(one, dense, cache, beside=plan)
 
 
@@ -382,7 +384,7 @@ def test_workspace() -> None:
         make_plan(make_batch(fours, [11], [400]), CONFIG, fours, workspace=space)
     for name in ("max_requests", "max_tokens"):
         sizes: dict[str, Any] = {"max_requests": 1, "max_tokens": 1, name: 0}
-        with pytest.raises(ConfigError, match=f"warmup: {name} must be positive, got 0"):
+        with pytest.raises(ConfigError, match=f"warmup: {name} must be at least 1, got 0"):
             warmup(CONFIG, fours, **sizes)
     flash = warmup(FLASH, million(4)[0], max_requests=8, max_tokens=8192)
     assert flash.num_bytes == 8192 * 512 * 4

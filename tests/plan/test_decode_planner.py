@@ -210,7 +210,7 @@ def test_what_is_refused() -> None:
         } | {name: wrong}
         with pytest.raises(ShapeError, match=f"decode_planner: {name} must be"):
             engine.planner.plan(**given)
-    with pytest.raises(ShapeError, match="equally many tokens"):
+    with pytest.raises(ShapeError, match="same number of tokens"):
         engine.planner.plan(
             block_table=engine.block_table[:2], seq_lens=engine.seq_lens[:2],
             query_start_loc=engine.query_start_loc[:3], slot_mapping=engine.slot_mapping[:3],
@@ -225,7 +225,7 @@ def test_what_is_refused() -> None:
         DecodePlanner(engine.config, engine.cache, max_tokens=0)
     v4 = openmla.PRESETS["tiny-v4"]
     with pytest.raises(
-        ConfigError, match=r"DeepSeek V4 models are not supported. Use make_plan\(into=\)"
+        ConfigError, match=r"DeepSeek V4 models are not supported. Call make_plan\(into="
     ):
         DecodePlanner(v4, engine.cache, max_tokens=4)
     long = openmla.PRESETS["tiny-minicpm3"]

@@ -108,11 +108,14 @@ GOOD = mixed([1, 2], [12, 8], [False, True])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"exact": [True]}, "exact must be B=2 booleans, got 1."),
-        ({"exact": [True, 1]}, "exact must be a list of B=2 booleans, got [True, 1]."),
-        ({"exact": True}, "exact must be a list of B=2 booleans, got True."),
-        ({"exact": torch.ones(2)}, "exact must be a list of B=2 booleans, got tensor([1., 1.])."),
-        ({"device_seq_lens": None}, "exact must not be given without device_seq_lens."),
+        ({"exact": [True]}, "exact must have B=2 booleans, got 1."),
+        ({"exact": [True, 1]}, "exact must be a list of booleans, got [True, 1]."),
+        ({"exact": True}, "exact must be a list of booleans, got True."),
+        ({"exact": torch.ones(2)}, "exact must be a list of booleans, got tensor([1., 1.])."),
+        (
+            {"device_seq_lens": None},
+            "exact must be None without device_seq_lens: all seq_lens are exact.",
+        ),
     ],
 )
 def test_bad_flags(changes: dict[str, Any], message: str) -> None:
@@ -153,8 +156,8 @@ def test_expanded_needs_exact_lengths() -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(mixed([1, 2], [8, 12], [True, False]), CONFIG, CACHE, form="expanded")
     assert str(error.value) == (
-        "plan: form must not be expanded with device_seq_lens that are not exact, as those of "
-        "request 1."
+        "plan: form must not be 'expanded' for requests whose length only the device knows, got "
+        "request 1. Set exact=True for it in the batch, or use form='auto'."
     )
     plan = make_plan(mixed([2, 2], [8, 12], [True, True]), CONFIG, CACHE, form="expanded")
     assert forms_of(plan) == {"expanded"}

@@ -37,7 +37,7 @@ def planned(output: str | None, *, config: MLAConfig = DENSE, **options: Any) ->
 def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="output: format 'fp9' is not known"):
         planned("fp9")
-    with pytest.raises(ShapeError, match=r"plan: a row must be a multiple of 128 values .* got 96"):
+    with pytest.raises(ShapeError, match=r"plan: columns must be a multiple of 128 .* got 96"):
         planned("fp8_128")
 
 

@@ -291,13 +291,13 @@ def test_workspace_of_fp8_prefill() -> None:
         absorbed = asked | {"form": "absorbed"}  # which expands nothing
         make_plan(batch, CONFIG, CACHE, **absorbed, workspace=space, prefill_dtype=prefill_dtype)
     for changes, message in (
-        ({"max_tokens": 0}, "max_tokens must be positive, got 0"),
-        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least 1 block of 4 rows, got 3"),
     ):
         with pytest.raises(ConfigError, match=f"warmup: {message}"):
             options: dict[str, Any] = {"max_requests": 1, "max_tokens": 8, **changes}
             warmup(CONFIG, CACHE, **options)
-    with pytest.raises(ConfigError, match="warmup: cache must have latent rows"):
+    with pytest.raises(ConfigError, match="warmup: cache has no latent rows"):
         warmup(CONFIG, LayerCache(), max_requests=1, max_tokens=1)
 
 
@@ -306,7 +306,7 @@ def test_a_workspace_that_does_not_fit_is_refused() -> None:
         CONFIG, CACHE, max_requests=2, max_tokens=20, workspace_tokens=8, dtype=torch.float32
     )
     batch = make_batch([21], [30])
-    with pytest.raises(ConfigError, match="plan: a step may expand at most 20 new tokens"):
+    with pytest.raises(ConfigError, match="plan: the workspace has room to expand 20 new tokens"):
         make_plan(batch, CONFIG, CACHE, workspace=space, form="expanded")
     with pytest.raises(ConfigError, match=r"plan: workspace must be torch\.bfloat16"):
         make_plan(batch, CONFIG, CACHE, workspace=space, dtype=torch.bfloat16)
@@ -427,9 +427,9 @@ def test_captured_plans_keep_their_addresses() -> None:
 @pytest.mark.parametrize(
     ("query_lens", "seq_lens", "message"),
     [
-        ([1] * 5, [1] * 5, "requests must be at most 4 to replay, got 5"),
-        ([3], [3], "query tokens of one request must be at most 2 to replay, got 3"),
-        ([1], [25], "block table columns must be at most 6 to replay, got 7"),
+        ([1] * 5, [1] * 5, "the number of requests must be at most 4 with these buffers, got 5"),
+        ([3], [3], "the number of query tokens of one request must be at most 2 with"),
+        ([1], [25], "the number of block table columns must be at most 6 with"),
     ],
 )
 def test_what_does_not_fit_a_graph_raises_first(
@@ -460,7 +460,9 @@ def test_lengths_known_to_the_device_only() -> None:
     assert forms_of(plan) == {"absorbed"}
     lens = absorbed_of(plan).reads[0].lens
     assert lens is not None and lens.data_ptr() == true_lens.data_ptr()
-    with pytest.raises(ConfigError, match="form must not be expanded with device_seq_lens"):
+    with pytest.raises(
+        ConfigError, match="form must not be 'expanded' for requests whose length only"
+    ):
         make_plan(bounded, CONFIG, CACHE, form="expanded")
 
 
@@ -495,8 +497,8 @@ def test_numpys_integers_are_lengths() -> None:
         ({"query_lens": [1, 2.0]}, "query_lens must be integers, got 2.0"),
         ({"query_lens": [1, True]}, "query_lens must be integers, got True"),
         ({"query_lens": [-1, 4]}, "query_lens[0] must not be negative, got -1"),
-        ({"seq_lens": [4]}, "seq_lens must be B=2 lengths, got 1"),
-        ({"seq_lens": [4, 1]}, "seq_lens[1] must be at least its 2 query tokens, got 1"),
+        ({"seq_lens": [4]}, "seq_lens must have B=2 lengths like query_lens, got 1"),
+        ({"seq_lens": [4, 1]}, "seq_lens[1] must include its 2 new tokens, got 1"),
         ({"seq_lens": torch.zeros(2)}, "seq_lens must be a list or a 1-D integer CPU tensor"),
         ({"block_table": TABLE[0]}, "block_table must be [B, M] int32 with B=2, got (3,)"),
         ({"block_table": TABLE.long()}, "block_table must be [B, M] int32 with B=2, got (2, 3)"),
@@ -505,7 +507,7 @@ def test_numpys_integers_are_lengths() -> None:
         ({"device_seq_lens": SLOTS}, "device_seq_lens must be [B] int32 with B=2, got (3,)"),
         ({"query_lens": 3}, "query_lens must be a list of integers, got 3"),
         ({"query_lens": [1, torch.tensor(2)]}, "query_lens must be integers, got tensor(2)"),
-        ({"seq_lens": [4, 2**31]}, "seq_lens[1] must fit int32, 2147483647 at most, got 2147483"),
+        ({"seq_lens": [4, 2**31]}, "seq_lens[1] must be at most 2147483647 (int32), got 2147483"),
         ({"block_table": [[0, 1], [2, 3]]}, "block_table must be a [B, M] int32 tensor, got list"),
         ({"block_table": None}, "block_table must be a [B, M] int32 tensor, got NoneType"),
         ({"slot_mapping": [1, 2, 3]}, "slot_mapping must be a [T] int64 tensor, got list"),
@@ -554,12 +556,12 @@ def test_bad_values(changes: dict[str, Any], message: str) -> None:
         ({"dtype": torch.float8_e4m3fn}, "dtype must be one of float16, bfloat16, float32, float"),
         ({"dtype": "bf16"}, "dtype must be one of float16, bfloat16, float32, float64, got 'bf16'"),
         ({"workspace": 8}, "workspace must be of type Workspace, got int"),
-        ({"workspace_tokens": 3}, "workspace_tokens must be at least one block of 4, got 3"),
+        ({"workspace_tokens": 3}, "workspace_tokens must be at least 1 block of 4 rows, got 3"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_plan(make_batch([1], [5]), CONFIG, CACHE, **options)
     assert f"plan: {message}" in str(error.value)
-    with pytest.raises(ConfigError, match="plan: cache must have latent rows, got none"):
+    with pytest.raises(ConfigError, match="plan: cache has no latent rows"):
         make_plan(make_batch([1], [5]), CONFIG, LayerCache())

@@ -165,7 +165,7 @@ def test_static_queries_need_a_scale() -> None:
     cache, (_, batch) = calibrated(requests), requests.part(written=True)
     assert cache.latent is not None
     bare = LayerCache(latent=replace(cache.latent, q_scale=None))
-    message = "query_dtype 'fp8_static' needs a cache with a q_scale, got none"
+    message = "query_dtype 'fp8_static' needs a q_scale, and the cache has none"
     with pytest.raises(ConfigError, match=f"plan: {message}"):
         make_plan(batch, DENSE, bare, dtype=torch.float32, query_dtype="fp8_static")
     plan = make_plan(batch, DENSE, cache, dtype=torch.float32, query_dtype="fp8_static")

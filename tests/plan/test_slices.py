@@ -101,11 +101,11 @@ def test_chunks_of_scores_are_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((5, 8), "max_requests must be within 1..4 as these buffers have room for, got 5."),
-        ((0, 8), "max_requests must be within 1..4 as these buffers have room for, got 0."),
-        ((True, 8), "max_requests must be within 1..4 as these buffers have room for, got True."),
-        ((2.0, 8), "max_requests must be within 1..4 as these buffers have room for, got 2.0."),
-        ((4, 9), "max_tokens must be within 1..8 as these buffers have room for, got 9."),
+        ((5, 8), "max_requests must be in 1..4, the size of these buffers, got 5."),
+        ((0, 8), "max_requests must be in 1..4, the size of these buffers, got 0."),
+        ((True, 8), "max_requests must be in 1..4, the size of these buffers, got True."),
+        ((2.0, 8), "max_requests must be in 1..4, the size of these buffers, got 2.0."),
+        ((4, 9), "max_tokens must be in 1..8, the size of these buffers, got 9."),
         ((4, 3), "max_tokens must be at least max_requests=4, got 3."),
     ],
 )
@@ -123,7 +123,10 @@ def test_bad_sizes(sizes: tuple[Any, Any], message: str) -> None:
 def test_a_step_too_large_for_its_slice_is_refused() -> None:
     batch, config, cache, whole = make_step("tiny-v3", [1, 2], [9, 20])
     before = {name: tensor.clone() for name, tensor in whole.items()}
-    for requests, tokens, said in ((1, 8, "requests must be at most 1"), (2, 2, "tokens must be")):
+    for requests, tokens, said in (
+        (1, 8, "the number of requests"),
+        (2, 2, "the number of tokens"),
+    ):
         part = slice_buffers(whole, max_requests=requests, max_tokens=tokens)
         with pytest.raises(ConfigError, match=f"plan: {said}"):
             make_plan(batch, config, cache, into=part)

@@ -134,7 +134,7 @@ def test_buffers_are_not_for_compiled_plans() -> None:
     cache, batch = make_cache(SPARSE), make_batch([1, 1], [50, 60])
     buffers = plan_buffers(SPARSE, cache, max_requests=2, max_tokens=2, max_blocks=8)
     before = {name: buffer.clone() for name, buffer in buffers.items()}
-    with pytest.raises(ConfigError, match="compiled must not be given with into="):
+    with pytest.raises(ConfigError, match="compiled must be False with into="):
         make_plan(batch, SPARSE, cache, into=buffers, compiled=True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in buffers.items())
 

@@ -79,11 +79,11 @@ def same_scaling(scaling: Any, config: MLAConfig) -> bool:
 
 
 def check_scaling(scaling: Any, config: MLAConfig) -> None:
-    """An error where an attention module has another softmax scale than steps are planned with."""
+    """Raise if an attention module has another softmax scale than its config."""
     if not same_scaling(scaling, config):
         raise ConfigError(
-            f"attach: softmax scale must be {config.scale} by the config, "
-            f"got {scaling} in the model."
+            f"attach: the softmax scale of an attention module must be {config.scale}, as in the "
+            f"config, got {scaling}."
         )
 
 
@@ -105,7 +105,11 @@ class Pass:
 
 @dataclass(eq=False, repr=False)
 class Attachment:
-    """Everything attach() set up on one model: the shared block pool, caches per layer, options."""
+    """What attach() set up on a model: config, options, block pool and caches.
+
+    Get it with openmla.attachment_of(model). explain() shows what the last pass ran, and memory()
+    what the caches, workspaces and captured graphs take.
+    """
 
     config: MLAConfig
     modules: list[nn.Module]
@@ -293,7 +297,7 @@ class Attachment:
         format = self.format or NATURAL_FORMATS.get(dtype)
         if format is None:
             raise UnsupportedError(
-                f"attach: a {dtype} model has no cache format of its own. Give cache_format."
+                f"attach: there is no default cache format for a {dtype} model. Pass cache_format."
             )
         with self.lock:
             kept = self.caches.get(layer)
@@ -304,9 +308,9 @@ class Attachment:
             if rows.format != format or rows.data.device != device:
                 if not self._holds_nothing():
                     raise ConfigError(
-                        f"attach: the cache is {rows.format} on {rows.data.device}, the model "
-                        f"wants {format} on {device} now. Delete every past_key_values that was "
-                        "made before."
+                        f"attach: the model now needs {format} on {device}, and its caches are "
+                        f"{rows.format} on {rows.data.device}. Delete every past_key_values made "
+                        "before."
                     )
                 if self.captured is not None:
                     self.captured._drop()  # they read what goes
@@ -370,7 +374,7 @@ class Attachment:
             external = compressor.rope.kind == "external" and any(compressor.ratios)
             if external and self._entry_rotary().rope_type["compress"] == "dynamic":
                 raise UnsupportedError(
-                    f"attach: deepseek_v4 with a dynamic rope takes at most "
+                    f"attach: deepseek_v4 with a dynamic RoPE supports at most "
                     f"{self.config.max_positions} tokens, got {length}."
                 )
             longer = max(2 * self.config.max_positions, length)
@@ -404,7 +408,7 @@ class Attachment:
         return torch.cat([angles.cos(), angles.sin()], dim=1) * rotary.compress_attention_scaling
 
     def explain(self) -> Explanation:
-        """What the last pass did in each layer and why, in lines for people."""
+        """Explain what the last forward pass ran in each layer, and why. Print the result."""
         if self.last_plan is None:
             return Explanation([Line("", "no pass has run yet")])
         lines = [*self.last_plan.explain(finished=True).lines]
@@ -451,7 +455,7 @@ class Attachment:
             return kept
 
     def memory(self) -> MemoryReport:
-        """What all this takes beside the model's weights."""
+        """Report the memory that attach() takes besides the model's weights. Print the result."""
         with self.lock:
             captured = self.captured
             graphs = captured.memory if captured is not None else None

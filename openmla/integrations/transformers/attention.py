@@ -48,14 +48,15 @@ def openmla_attention(
     _refuse_keywords(module, attachment, **others)
     if torch.is_grad_enabled() and query.requires_grad:
         raise UnsupportedError(
-            "attach: there is no backward here. Run under torch.no_grad() or inference_mode()."
+            "attach: openmla is inference-only and has no backward pass. Wrap the call in "
+            "torch.inference_mode(), or call detach(model) to train."
         )
     B, _, S, _ = query.shape
     if not isinstance(attachment, Attachment):  # a layer made from an attached model's config
         if hasattr(attention_mask, "openmla_padding"):
             raise ConfigError(
-                "attach: attention 'openmla_sparse' was chosen without attach(model). A model made "
-                "from an attached one's config must be attached, too."
+                "attach: the model uses attention 'openmla_sparse' but is not attached: its config "
+                "was copied from an attached model. Call openmla.attach(model)."
             )
         _refuse_sink(s_aux)
         return _expanded(query, key, value, attention_mask, None, float(scaling)), None
@@ -93,13 +94,15 @@ def _refuse_keywords(
     **others: Any,
 ) -> None:
     if dropout:
-        raise UnsupportedError("attach: attention dropout is for training. Call model.eval().")
+        raise UnsupportedError(
+            f"attach: attention dropout must be 0, got {dropout}. Call model.eval()."
+        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
         raise UnsupportedError(
             "attach: is_causal must be True, got False: bidirectional attention is not supported. "
-            "Call detach(model) to run it."
+            "Call detach(model) to use it."
         )
     compressor = attachment.config.compressor if isinstance(attachment, Attachment) else None
     if compressor is None or sliding_window != compressor.window:
@@ -108,14 +111,14 @@ def _refuse_keywords(
         if given is not None and given is not False and name not in UNREAD:
             shown = type(given).__name__ if isinstance(given, Tensor) else repr(given)
             raise UnsupportedError(
-                f"attach: attention keyword {name} must not be given, got {shown}: it is not "
-                "supported. Leave it out, or call detach(model)."
+                f"attach: attention keyword {name} is not supported, got {shown}. Remove it, or "
+                "call detach(model)."
             )
 
 
 def _refuse_sink(s_aux: Tensor | None) -> None:
     if s_aux is not None:
-        raise UnsupportedError("attach: attention sinks (s_aux) need a cache. Give use_cache=True.")
+        raise UnsupportedError("attach: attention sinks (s_aux) need a cache. Pass use_cache=True.")
 
 
 def _attend(
@@ -171,8 +174,8 @@ def _padding_of(mask: Tensor | None) -> Tensor | None:
         ):  # the one that openmla_sparse_mask makes has one bit
             refuse_square(mask)
         raise UnsupportedError(
-            "attach: the attention mask was copied or replaced on its way to the layers, and the "
-            "padding with it. Layers on several devices are not supported here."
+            "attach: the attention mask was copied or replaced before it reached the layers, and "
+            "its padding is lost. Put all layers on one device."
         )
     padding: Tensor | None = mask.openmla_padding
     return padding

@@ -300,11 +300,13 @@ class CapturedDecode:
         except RuntimeError as reason:
             self._drop()
             said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
-            message = f"attach: this model's decode step cannot be recorded: {said} "
+            message = (
+                f"attach: the decode step of this model cannot be captured: {said.rstrip('.')}. "
+            )
             if self.asked:
-                message += "Leave capture=True out (openmla generate: --no-capture)."
+                message += "Remove capture=True (openmla generate: --no-capture)."
                 raise UnsupportedError(message) from reason
-            warnings.warn(f"{message}It runs as it is.", stacklevel=2)
+            warnings.warn(f"{message}It runs without a graph.", stacklevel=2)
             self.recordable = False
             return None, step()
         graph.replay()
@@ -356,7 +358,8 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
         if not strict:
             return []
         raise UnsupportedError(
-            "attach: capture is not supported where other layers than MLA's keep a state."
+            "attach: capture is not supported for models whose other layers keep a state. Remove "
+            "capture=True."
         )
     session = layers[0].session
     if session.attachment is not attachment or attachment.detached:
@@ -372,8 +375,8 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
         if not strict:
             return []
         raise UnsupportedError(
-            f"attach: capture is not supported for layers on several devices, these are on "
-            f"{', '.join(sorted(map(str, devices)))}."
+            f"attach: capture is not supported for layers on several devices, got "
+            f"{', '.join(sorted(map(str, devices)))}. Remove capture=True."
         )
     return layers if devices else []  # a copied cache has no pass of its own yet
 

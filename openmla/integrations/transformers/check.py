@@ -1,23 +1,24 @@
-"""What attach() refuses, all of it looked at before anything is changed."""
+"""The checks of attach(), all of them before anything is changed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from openmla.backends.choice import BackendChoice, check_backend_choice
+from openmla.backends.choice import check_backend_choice
 from openmla.backends.requirements import warn_of_reference
 from openmla.cache.format import get_format
 from openmla.config import MLAConfig
 from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
 from openmla.config.huggingface import read_config
 from openmla.errors import ConfigError, UnsupportedError, check_kind
+from openmla.integrations.options import AttachOptions
 from openmla.integrations.transformers.attachment import Attachment, check_scaling
 from openmla.integrations.transformers.offload import is_away
-from openmla.integrations.transformers.scales import FIRST, KvScale, chosen_scales
+from openmla.integrations.transformers.scales import FIRST, chosen_scales
 from openmla.layers.eight_bits import check_absorbed_format
 from openmla.parallel import Ranks
 from openmla.plan.checks import (
@@ -30,33 +31,13 @@ from openmla.plan.options import Combination, PlanOptions, check_combination
 FIRST_BLOCKS = 64  # of a pool that may grow
 
 
-class Options(NamedTuple):
-    """attach()'s, as they were given."""
-
-    cache_format: str | None
-    kv_scale: KvScale | None
-    index_format: str
-    block_size: int | None
-    num_blocks: int | None
-    backend: BackendChoice
-    workspace: int | None
-    capture: bool | None
-    absorbed_format: str | None = None
-    group: Any = None
-    batch_invariant: bool = False
-    query_dtype: str | None = None
-    prefill_dtype: str | None = None
-
-
-DEFAULTS = Options(None, None, "index_fp32", None, None, "auto", None, None)
-
-
-def check_model(model: nn.Module, options: Options) -> Attachment:
-    """What attach() will set up on a model, if it can be; the model itself is not touched."""
+def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
+    """Run all checks and return what attach() will set up. The model itself is not changed."""
     text_config = getattr(model, "config", None)
     if not isinstance(text_config, PreTrainedConfig):
         raise UnsupportedError(
-            f"attach: the model must be one of transformers, got {type(model).__name__}."
+            f"attach: expected a loaded Hugging Face model, got {type(model).__name__}. Load it "
+            "first with AutoModelForCausalLM.from_pretrained(...)."
         )
     text_config = supported_text_config(text_config, "attach")
     modules = _attention_modules(model, str(text_config.model_type))
@@ -103,7 +84,7 @@ def check_model(model: nn.Module, options: Options) -> Attachment:
     return attachment
 
 
-def _first_scales(options: Options, config: MLAConfig) -> bool:
+def _first_scales(options: AttachOptions, config: MLAConfig) -> bool:
     """Whether the first pass finds the scales."""
     if not isinstance(options.kv_scale, str) or options.kv_scale != FIRST:
         return False
@@ -112,7 +93,7 @@ def _first_scales(options: Options, config: MLAConfig) -> bool:
         if config.compressor is not None:
             reason = f"for {config.model_type}, whose entries are pooled as they are written"
         raise UnsupportedError(
-            f"attach: kv_scale 'first' is not supported {reason}. Give "
+            f"attach: kv_scale 'first' is not supported {reason}. Pass "
             "kv_scale=calibrate(model, batches)."
         )
     return True
@@ -124,8 +105,8 @@ def _check_static_queries(attachment: Attachment) -> None:
         return
     if attachment.format != "fp8":
         raise ConfigError(
-            "attach: query_dtype 'fp8_static' needs cache_format 'fp8', "
-            f"got {attachment.format!r}. Use query_dtype='fp8'."
+            "attach: query_dtype 'fp8_static' needs cache_format 'fp8', got "
+            f"{attachment.format!r}. Use query_dtype='fp8'."
         )
     if attachment.first_scales:
         return
@@ -133,8 +114,8 @@ def _check_static_queries(attachment: Attachment) -> None:
         scales = attachment.scales.get(module.layer_idx)  # type: ignore[call-overload]
         if scales is None or scales.q is None:
             raise ConfigError(
-                f"attach: query_dtype 'fp8_static' needs a q_scale for every layer, got none for "
-                f"layer {module.layer_idx}. Give kv_scale=calibrate(model, batches), or use "
+                f"attach: query_dtype 'fp8_static' needs a q_scale for every layer, and layer "
+                f"{module.layer_idx} has none. Pass kv_scale=calibrate(model, batches), or use "
                 "query_dtype='fp8'."
             )
 
@@ -144,14 +125,15 @@ def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
     modules = [module for module in model.modules() if hasattr(module, mark)]
     if not modules:
         raise UnsupportedError(
-            f"attach: the model must have {model_type} attention modules of transformers, got none."
+            f"attach: the model has no {model_type} attention modules of transformers. Load it "
+            "without remote code (trust_remote_code=False)."
         )
     if any(hasattr(module, "openmla") for module in modules):
-        raise ConfigError("attach: the model is attached already. Call detach(model) first.")
+        raise ConfigError("attach: the model is already attached. Call detach(model) first.")
     return modules
 
 
-def _check_options(options: Options, config: MLAConfig, block_size: int) -> None:
+def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -> None:
     if options.cache_format is not None:
         get_format(options.cache_format, "latent").width(config.latent_dim)  # or its error
     index_layout = get_format(options.index_format, "index")
@@ -169,15 +151,16 @@ def _check_options(options: Options, config: MLAConfig, block_size: int) -> None
     workspace = options.workspace
     if workspace is not None and config.compressor is not None:
         raise ConfigError(
-            f"attach: workspace must not be given for {config.model_type}: it expands nothing."
+            f"attach: workspace must be None for {config.model_type}, which expands nothing, got "
+            f"{workspace}."
         )
     if workspace is not None and workspace < block_size:
         raise ConfigError(
-            f"attach: workspace must be at least one block of {block_size} rows, got {workspace}."
+            f"attach: workspace must be at least 1 block of {block_size} rows, got {workspace}."
         )
 
 
-def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | None:
+def _ranks_of(options: AttachOptions, config: MLAConfig, block_size: int) -> Ranks | None:
     """How the cache is spread over a group that was given, as it is or as Ranks."""
     group = options.group
     if group is None:
@@ -185,33 +168,38 @@ def _ranks_of(options: Options, config: MLAConfig, block_size: int) -> Ranks | N
     ranks = group if isinstance(group, Ranks) else Ranks(group)
     if ranks.heads != "all":
         raise ConfigError(
-            f"attach: ranks must have all heads, as every rank runs the whole model, "
-            f"got heads={ranks.heads!r}."
+            f"attach: group must be Ranks(heads='all'), as every rank runs the whole model, got "
+            f"heads={ranks.heads!r}."
         )
     ranks.shard.check_block_size(block_size)
     if config.compressor is not None and ranks.interleave not in (1, block_size):
         raise ConfigError(
             f"attach: interleave must be 1 or the block size of {block_size} for "
-            f"{config.model_type}, whose entries stay with their block, got {ranks.interleave}."
+            f"{config.model_type}, which keeps the tokens of an entry on one rank, got "
+            f"{ranks.interleave}."
         )
     return ranks
 
 
-def _check_capture(model: nn.Module, options: Options) -> None:
+def _check_capture(model: nn.Module, options: AttachOptions) -> None:
     if options.capture and not hasattr(model, "lm_head"):
-        raise ConfigError("attach: capture needs a model with a language head.")
+        raise ConfigError(
+            f"attach: capture needs a model with a language head (lm_head), got "
+            f"{type(model).__name__}. Remove capture=True."
+        )
     if options.capture and any(map(is_away, model.modules())):
         raise ConfigError(
-            "attach: capture needs all weights on the device, some are offloaded by accelerate."
+            "attach: capture needs all weights on the device, and accelerate has offloaded some. "
+            "Remove capture=True, or load the model without offloading."
         )
 
 
 def supported_text_config(config: Any, who: str) -> Any:
-    """The config of a model's text model, which may be all of it, if attach() takes that."""
+    """Return the config of a model's text model, or raise if attach() does not support it."""
     try:
         text_config = config.get_text_config(decoder=True)
     except ValueError as error:  # it has several
-        raise UnsupportedError(f"{who}: the model must have one text model: {error}") from error
+        raise UnsupportedError(f"{who}: the model has several text models: {error}") from error
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
@@ -220,8 +208,8 @@ def supported_text_config(config: Any, who: str) -> Any:
         raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(
-            f"{who}: {model_type!r}{around} is not an MLA model known here. "
-            f"Known: {', '.join(SUPPORTED)}."
+            f"{who}: model type {model_type!r}{around} is not supported. Supported: "
+            f"{', '.join(SUPPORTED)}."
         )
     return text_config
 

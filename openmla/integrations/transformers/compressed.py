@@ -187,6 +187,6 @@ def check_positions(
         first = before + (b in late)
         if given != list(range(first, first + len(given))):
             raise ShapeError(
-                f"attach: position_ids must count each sequence's own tokens for deepseek_v4, "
-                f"row {b} goes on at {before} with {len(given)} tokens, got {given[:4]}..."
+                f"attach: position_ids must count the tokens of each sequence for deepseek_v4, and "
+                f"row {b} continues at {before} with {len(given)} tokens, got {given[:4]}."
             )

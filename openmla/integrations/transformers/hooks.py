@@ -27,8 +27,8 @@ def before_forward(
     implementation = module.config._attn_implementation
     if implementation != attachment.name:
         raise ConfigError(
-            f"attach: the model's attention was set to {implementation!r} while attached. "
-            "Call detach(model) first."
+            f"attach: the model's attention implementation was set to {implementation!r} after "
+            "attach(). Call detach(model) first."
         )
     past = kwargs.get("past_key_values")
     if past is not None or module is attachment.modules[0]:
@@ -122,6 +122,6 @@ def refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     asked = kwargs.get("output_attentions")
     if asked or (asked is None and getattr(model.config, "output_attentions", False)):
         raise UnsupportedError(
-            "attach: output_attentions=True is not supported: attention weights are never all in "
-            "memory. Call detach(model) to see them."
+            "attach: output_attentions=True is not supported: attention weights are not stored. "
+            "Call detach(model) to get them."
         )

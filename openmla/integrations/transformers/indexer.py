@@ -71,7 +71,8 @@ class IndexerWatch:
         weights = current.index_weights
         if rotation is None or query is None or weights is None:
             raise UnsupportedError(
-                "attach: this model's indexer is not called as it is in transformers 5.17 to 5.22."
+                "attach: this version of transformers calls the indexer in another way than the "
+                "supported versions, 5.17 to 5.22. Install one of these."
             )
         HI, DI = indexer.num_heads, indexer.head_dim
         q_idx = self._rotated(query.unflatten(-1, (HI, DI)), rotation).flatten(0, 1)

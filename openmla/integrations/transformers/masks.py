@@ -44,8 +44,8 @@ def read_mask(
     past = sum(length for _, length in cached[0]) if cached else 0
     if mask.shape[0] != B or mask.shape[1] not in (S, past + S):
         raise ShapeError(
-            f"attach: attention_mask must be [{B}, {past + S}] with {past} columns cached, "
-            f"got {tuple(mask.shape)}."
+            f"attach: attention_mask must be [{B}, {past + S}], as {past} columns are cached, got "
+            f"{tuple(mask.shape)}."
         )
     whole = mask.shape[1] > S  # or of the new columns only
     sums_before = _sums_before(_table_len(mask.shape[1]))
@@ -57,7 +57,7 @@ def read_mask(
         real = mask.to(torch.bool).cpu()
     if generating and B > 1 and bool((~real[:, -1] & real.any(dim=1)).any()):
         raise ShapeError(
-            "attach: prompts must be padded on the left to generate, got padding on the right. "
+            "attach: generate() needs prompts that are padded on the left, got right padding. "
             'Set tokenizer.padding_side = "left".'
         )
     hidden = _hidden(real[:, :past], cached) if whole else [[] for _ in cached]
@@ -65,10 +65,10 @@ def read_mask(
 
 
 def refuse_square(mask: Tensor) -> NoReturn:
-    """Of a mask that says more than which columns are tokens."""
+    """Raise for a mask that is not one flag per column."""
     raise UnsupportedError(
-        f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}. "
-        "Square masks are not supported."
+        f"attach: attention_mask must be [batch, columns], got {tuple(mask.shape)}: masks per "
+        "query are not supported. Call detach(model) to use one."
     )
 
 
@@ -151,8 +151,8 @@ def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
         if bool((shown & ~tokens).any()):
             column = int((shown & ~tokens).nonzero()[0])
             raise ShapeError(
-                f"attach: attention_mask must not show what is not cached, column {column} of row "
-                f"{b} was not a token when it came."
+                f"attach: attention_mask[{b}, {column}] must be 0: the column was masked when it "
+                "was cached, so its token has no cached row."
             )
         hidden.append((~shown)[tokens].nonzero().flatten().tolist())
     return hidden

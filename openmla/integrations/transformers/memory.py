@@ -1,4 +1,4 @@
-"""MemoryReport: what an attached model takes beside its weights, by what it is for."""
+"""MemoryReport: the memory of an attached model besides its weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes, over all layers and devices; str() is for people.
+    """Bytes over all layers and devices. Print it for a summary.
 
-    Blocks, copied weights, graphs and gathered context are held; a workspace is taken while a layer
-    attends to a prompt, and then torch's allocator has it again.
+    Blocks, copied weights, graphs and gathered context stay allocated. The workspace is allocated
+    while a layer attends to a prompt, and then returned to torch's allocator.
     """
 
     block_bytes: int  # of the block pool; of V4, with its windows and states

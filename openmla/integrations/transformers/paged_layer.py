@@ -44,8 +44,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "attach: the cache of an attached model cannot be pickled: its rows are in the model's "
-            "block pool. Save the tokens and run them again."
+            "attach: the cache of an attached model cannot be pickled, because its rows are in the "
+            "model's block pool. Save the tokens and run them again."
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,12 +61,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """
         attachment = self.session.attachment
         if attachment.detached:
-            raise ConfigError("attach: this cache was lost with detach(model). Make a new one.")
+            raise ConfigError(
+                "attach: this cache was made before detach(model) and can no longer be used. Make "
+                "a new one."
+            )
         current = attachment.current
         if current.awaited is not self:
             raise ConfigError(
-                "attach: this cache belongs to an attached model, and the model it was given to is "
-                "not attached. Give that one a cache of its own."
+                "attach: this cache belongs to an attached model, but it was passed to a model "
+                "that is not attached. Make a new cache for that model."
             )
         self.latents = (key_states, value_states)  # [B, 1, S, C], [B, 1, S, R]
         current.awaited, current.storing = None, self
@@ -120,7 +123,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self.columns = 0
 
     def offload(self) -> None:
-        raise UnsupportedError("attach: the paged cache cannot be offloaded.")
+        raise UnsupportedError(
+            "attach: offloading is not supported for the cache of an attached model."
+        )
 
 
 def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
@@ -131,19 +136,24 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
     present = layers[layer]
     if isinstance(present, PagedLayer):
         if present.session.attachment is not attachment:
-            raise ConfigError("attach: this cache belongs to another attached model.")
+            raise ConfigError(
+                "attach: this cache belongs to another attached model. Make a new one."
+            )
         attachment.current.awaited = present
         return
     if present.is_initialized and present.get_seq_length() > 0:
-        raise ConfigError("attach: the cache must be empty or made after attach(), got a full one.")
+        raise ConfigError(
+            f"attach: this cache has {present.get_seq_length()} tokens from before attach(). Make "
+            "a new one."
+        )
     # V4's own layers are windows with a compressor's state beside them
     windowed = attachment.config.compressor is not None
     usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
     if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
         raise UnsupportedError(
-            f"attach: caches of {type(present).__name__} are not supported. Leave "
-            "cache_implementation out or give a DynamicCache(): its rows go to a paged pool, whose "
-            "size attach(num_blocks=...) fixes."
+            f"attach: caches of {type(present).__name__} are not supported. Remove "
+            "cache_implementation, or pass a DynamicCache(): its rows go to a paged pool, whose "
+            "size you can set with attach(num_blocks=...)."
         )
     session = next((entry.session for entry in past.layers if isinstance(entry, PagedLayer)), None)
     fresh = PagedLayer(session or Session(attachment), layer)

@@ -16,13 +16,12 @@ from openmla.backends.requirements import say_once
 from openmla.cache.format import get_format
 from openmla.cache.scales import LayerScales, check_scale, place_of
 from openmla.errors import ConfigError
-from openmla.integrations.scales import Scales, checkpoint_scales, scales_of
+from openmla.integrations.scales import KvScale, Scales, checkpoint_scales, scales_of
 from openmla.layers.measure import HEADROOM, Measured
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.session import Session
 
-KvScale = float | LayerScales | Scales | str | os.PathLike[str]
 FIRST = "first"  # as kv_scale: what calibrate() would find in the first pass
 
 
@@ -44,8 +43,8 @@ def chosen_scales(
         if kv_scale is None or (isinstance(kv_scale, int | float) and kv_scale == 1):
             return {}
         raise ConfigError(
-            f"attach: kv_scale must not be given for cache_format {format or 'of the model'}, only "
-            f"for fp8: other formats have none, or one for every few values."
+            f"attach: kv_scale must be None with cache_format={format!r}: only 'fp8' has one. Pass "
+            "cache_format='fp8'."
         )
     layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
     if kv_scale is None:
@@ -87,8 +86,8 @@ def _by_layer(
     if missing or (not more and len(scales.layers) != len(wanted)):
         first = f", none for {missing[0]}" if missing else ""
         raise ConfigError(
-            f"attach: kv_scale must have scales of the model's {len(wanted)} MLA layers, "
-            f"got {len(scales.layers)}{first}."
+            f"attach: kv_scale must have scales for the {len(wanted)} MLA layers of the model, got "
+            f"{len(scales.layers)}{first}. Call calibrate(model, batches)."
         )
     return {layer: scales.layers[place] for layer, place in wanted.items()}
 
@@ -117,9 +116,8 @@ def measure_step(
 
 @torch.no_grad()
 def calibrate_model(model: Any, batches: Iterable[Any], headroom: float) -> Scales:
-    """Whole sequences through the model, attached for that long with a cache that rounds nothing
-    but to the model's own precision."""
-    from openmla.integrations.transformers import attach, attachment_of, detach
+    """Run whole sequences through the model, attached with a cache of the model's own precision."""
+    from openmla.integrations import attach, attachment_of, detach
 
     attach(model, capture=False)
     attachment = attachment_of(model)
@@ -138,7 +136,7 @@ def calibrate_model(model: Any, batches: Iterable[Any], headroom: float) -> Scal
                         measured[layer].see("latent", part.data)
             seen = True
         if not seen:
-            raise ConfigError("calibrate: batches must be one or more, got none.")
+            raise ConfigError("calibrate: batches is empty. Pass at least 1 batch of tokens.")
         found = {
             place: measured[layer].scales(f"calibrate: {place}", headroom)
             for layer, place in where.items()
@@ -153,7 +151,7 @@ def _arguments(batch: Any, device: torch.device) -> dict[str, Any]:
     given = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if not isinstance(given, Mapping) or not isinstance(given.get("input_ids"), Tensor):
         raise ConfigError(
-            "calibrate: a batch must be a tensor of tokens, or arguments of the model with "
+            "calibrate: a batch must be a tensor of tokens, or a dict of forward() arguments with "
             f"input_ids, got {type(batch).__name__}."
         )
     ids = given["input_ids"]
@@ -161,8 +159,8 @@ def _arguments(batch: Any, device: torch.device) -> dict[str, Any]:
         ids = ids[None]
     if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
         raise ConfigError(
-            f"calibrate: input_ids must be whole numbers [B, S], not empty, "
-            f"got {tuple(ids.shape)} {ids.dtype}."
+            f"calibrate: input_ids must be integers [B, S], not empty, got {tuple(ids.shape)} "
+            f"{ids.dtype}."
         )
     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
     return {**moved, "input_ids": ids.to(device)}

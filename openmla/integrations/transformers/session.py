@@ -89,7 +89,7 @@ class Session:
         for row in rows:
             if not 0 <= row < len(self.requests):
                 raise ShapeError(
-                    f"attach: the cache has rows 0..{len(self.requests) - 1}, got {row}."
+                    f"attach: rows of the cache must be in 0..{len(self.requests) - 1}, got {row}."
                 )
         fresh = [next(self.attachment.request_ids) for _ in rows]
         with self.attachment.bookkeeping() as pool:
@@ -199,8 +199,8 @@ class Session:
         self._end_interrupted()
         if self.unfinished:
             raise ConfigError(
-                "attach: the last pass over this cache failed half-way, so layers disagree on what "
-                "it holds. Make a new one."
+                "attach: the last forward pass with this cache failed midway, and its layers hold "
+                "different tokens. Make a new cache."
             )
         attachment, fresh = self.attachment, not self.requests
         if packed is not None:
@@ -208,7 +208,7 @@ class Session:
         cached = [[] for _ in range(B)] if fresh else self.columns
         if len(cached) != B:
             raise ShapeError(
-                f"attach: the cache holds {len(cached)} sequences, got a batch of {B}."
+                f"attach: the batch must have as many rows as the cache, {len(cached)}, got {B}."
             )
         generating = attachment.current.generating
         found = read_mask(B, S, mask, cached, generating=generating)
@@ -230,8 +230,8 @@ class Session:
                 for n, runs in zip(lens, new, strict=True):
                     if not runs[-1][0] and (n or (generating and num_tokens(runs))):
                         raise ShapeError(
-                            "attach: attention_mask must show the last column of every row for "
-                            "deepseek_v4 when it generates or something is cached. Pad on the left."
+                            "attach: attention_mask must be 1 in the last column of every row for "
+                            "deepseek_v4, when generating or with cached tokens. Pad on the left."
                         )
             self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
             # from here on an exception costs the cache, and its blocks are given back
@@ -277,13 +277,13 @@ class Session:
         """
         if isinstance(pool, CompressedPool) and any(hidden):
             raise ShapeError(
-                "attach: attention_mask must show the tokens that are cached: deepseek_v4's "
-                "entries are made of several, and none can be taken out again."
+                "attach: attention_mask must be 1 for cached tokens of deepseek_v4: an entry pools "
+                "several tokens, and none can be removed. Run the tokens again with a new cache."
             )
         if self.attachment.ranks is not None and any(hidden):
             raise UnsupportedError(
-                "attach: attention_mask must show the tokens that are cached where ranks share the "
-                "cache: those behind a hidden one would move to other ranks."
+                "attach: attention_mask must be 1 for cached tokens with a group: later tokens "
+                "would have to move to other ranks. Run the tokens again with a new cache."
             )
         wanted, held = dict(zip(requests, new_lens, strict=True)), {}
         old, new = [], []  # of the rows that move: (request, start, stop)
@@ -395,7 +395,8 @@ class Session:
             config = self.attachment.config
             if config.indexer is not None and config.compressor is None and cache.index is None:
                 raise UnsupportedError(
-                    f"attach: the first layer on {device} must have an indexer of its own."
+                    f"attach: the first layer on {device} must have its own indexer. Move it to "
+                    "the device of the layer whose selection it shares."
                 )
             self.plans[key] = self._planned(cache, device, dtype, into)
             self.attachment.planned(self.plans[key])

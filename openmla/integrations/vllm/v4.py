@@ -40,7 +40,9 @@ class DeepseekV4ForCausalLM(deepseek_v4.DeepseekV4ForCausalLM):
             return
         for name in ("query_dtype", "prefill_dtype", "index_format", "fp8_per_tensor"):
             if option(vllm_config, name, None) is not None:
-                raise ConfigError(f"openmla: {name} must not be given for DeepSeek V4.")
+                raise ConfigError(
+                    f"openmla: option {name} is not supported for DeepSeek V4. Remove it."
+                )
         backend = option(vllm_config, "backend", "auto")
         if current_platform.is_cpu():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -55,8 +57,8 @@ class DeepseekV4ForCausalLM(deepseek_v4.DeepseekV4ForCausalLM):
                 v4_cuda.take_over(layer)
         else:
             raise ConfigError(
-                "openmla: DeepSeek V4 runs on CUDA and on CPUs with --attention-backend CUSTOM, "
-                f"got {current_platform.device_type}. Leave the option out."
+                "openmla: DeepSeek V4 with --attention-backend CUSTOM needs CUDA or a CPU, got "
+                f"{current_platform.device_type}. Remove the option."
             )
 
 

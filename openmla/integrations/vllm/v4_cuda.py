@@ -80,7 +80,7 @@ def take_over(layer: Any) -> None:
     """Replace what one layer cannot run with what is installed."""
     if layer.indexer is not None and layer.indexer.use_fp4_kv:
         raise ConfigError(
-            "openmla: index keys of DeepSeek V4 must be fp8, got MXFP4. Leave out indexer_kv_dtype."
+            "openmla: indexer keys of DeepSeek V4 must be fp8, got MXFP4. Remove indexer_kv_dtype."
         )
     if layer.compressor is not None and not uses_cute_dsl():
         if not hasattr(layer.compressor, "_compress_norm_rope_store"):
