@@ -1,4 +1,4 @@
-"""What ops that attend to expanded heads share where these are e4m3: dtypes, scales, strides."""
+"""Checks shared by ops that attend to e4m3 expanded heads: dtypes, scales, strides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_eight_bits(
     op: str, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None, k_scale: Tensor | None,
     v_scale: Tensor | None, out_dtype: torch.dtype | None, k_pe: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Raise unless heads are of one dtype, and have scales and an out_dtype where it is e4m3."""
+    """Raise unless heads share a dtype and, if it is e4m3, have scales and an out_dtype."""
     for name, tensor in (("k", k), ("v", v), ("k_pe", k_pe)):
         wide = name == "v" and q.dtype == E4M3 and out_dtype in OUT_DTYPES
         if wide and tensor is not None and tensor.dtype not in (E4M3, out_dtype):
@@ -53,7 +53,7 @@ def check_eight_bits(
 def results(
     q: Tensor, out_dtype: torch.dtype | None, T: int, H: int, V: int
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, without values."""
+    """Return uninitialized out and lse."""
     dtype = q.dtype if out_dtype is None else out_dtype
     lse_dtype = torch.promote_types(dtype, torch.float32)
     return q.new_empty((T, H, V), dtype=dtype), q.new_empty((T, H), dtype=lse_dtype)
@@ -62,7 +62,7 @@ def results(
 def call_with_scales(
     run: Callable[..., Any], *args: Any, out_dtype: torch.dtype | None = None, **scalars: Any
 ) -> Any:
-    """An implementation without e4m3 heads has no argument for their scales."""
+    """Call `run`, with scales only if given: implementations without e4m3 heads lack them."""
     *tensors, q_scale, k_scale, v_scale = args
     if q_scale is not None:
         scalars.update(scales=(q_scale, k_scale, v_scale), out_dtype=out_dtype)

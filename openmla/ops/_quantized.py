@@ -1,4 +1,4 @@
-"""What the ops that write quantised outputs check alike: buffers, target rows, the global scale."""
+"""Checks shared by ops that write quantized outputs: buffers, target rows, the global scale."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def check_target(
     op: str, values: Tensor, scales: Tensor | None, global_scale: Tensor | None,
     rows: Tensor | None, first_row: int, format: str, n: int, H: int, V: int, traced: bool,
 ) -> None:  # fmt: skip
-    """Buffers are as their format has them, with room for n rows. While tracing, tensors have no
-    address, and how far rows reach is not compared."""
+    """Check that buffers match their format and have room for n rows. While tracing, tensors have
+    no address, and the range of rows is not checked."""
     buffers = QuantizedOutput(values, scales, global_scale, format)
     if traced:
         check_output_shapes(op, buffers, H * V)
@@ -51,14 +51,14 @@ def _check_rows(op: str, rows: Tensor | None, n: int, device: torch.device) -> N
 def check_target_values(
     op: str, values: Tensor, global_scale: Tensor | None, rows: Tensor | None
 ) -> None:
-    """Rows are distinct and there, the scale is one."""
+    """Check that rows are distinct and within range, and that the global scale is valid."""
     check_scale_value(op, global_scale)
     if rows is not None:
         check_slots(op, rows, values.shape[0], "rows")
 
 
 def row_bytes(columns: int, format: str) -> int:
-    """Bytes that one quantised row of O values takes, padding not counted."""
+    """Return the bytes of one quantized row of O values, without padding."""
     layout = get_output_format(format)
     groups = columns // layout.group if layout.group else 0
     return layout.width(columns) + groups * (1 if layout.packed else 4)

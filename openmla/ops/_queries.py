@@ -1,4 +1,4 @@
-"""e4m3 queries: what goes with them, and what comes out."""
+"""e4m3 queries: checks of their scales and cache formats, and the outputs they give."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from openmla.errors import ShapeError, UnsupportedError
 from openmla.hardware import capability
 
 E4M3 = torch.float8_e4m3fn
-EIGHT_BITS = ("fp8", "fp8_ds_mla")  # formats of rows that they multiply
+EIGHT_BITS = ("fp8", "fp8_ds_mla")  # cache formats that e4m3 queries support
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether a device is a GPU that has products of fp8."""
+    """Whether a device is a GPU that multiplies fp8 in hardware."""
     found = capability(device)
     return device.type == "cuda" and found is not None and found >= (8, 9)
 
 
 def check_chip(where: str, device: torch.device) -> None:
-    """Raise on a GPU that has no products of fp8: widening queries there would only lose bits."""
+    """Raise on a GPU without fp8 products: queries would lose bits in fp8 for no speedup."""
     found = capability(device)
     if device.type == "cuda" and found is not None and not multiplies_fp8(device):
         raise UnsupportedError(
@@ -31,19 +31,19 @@ def check_chip(where: str, device: torch.device) -> None:
 
 
 def out_dtype(queries: torch.dtype) -> torch.dtype:
-    """Of outputs: the queries', for e4m3 ones bf16."""
+    """Return the dtype of outputs: that of the queries, or bf16 for e4m3 queries."""
     return torch.bfloat16 if queries == E4M3 else queries
 
 
 def results(q_latent: Tensor, T: int, H: int, C: int) -> tuple[Tensor, Tensor]:
-    """out and lse of attention in latent space, without values."""
+    """Return uninitialized out and lse of attention in latent space."""
     dtype = out_dtype(q_latent.dtype)
     lse_dtype = torch.promote_types(dtype, torch.float32)
     return q_latent.new_empty((T, H, C), dtype=dtype), q_latent.new_empty((T, H), dtype=lse_dtype)
 
 
 def check_products(op: str, C: int, D: int, run_length: int) -> None:
-    """Scalars of attention in latent space."""
+    """Check the scalars of attention in latent space."""
     if not 0 < C <= D:
         raise ShapeError(f"{op}: C must be within 1..D={D}, got {C}.")
     if run_length < 0:
@@ -51,7 +51,7 @@ def check_products(op: str, C: int, D: int, run_length: int) -> None:
 
 
 def check_queries(op: str, q: Tensor, q_scale: Tensor | None, formats: Sequence[str]) -> None:
-    """Raise unless e4m3 queries, and no others, come with their scale, over rows of eight bits."""
+    """Raise unless q_scale is given for e4m3 queries only, and these read an fp8 cache."""
     if q.dtype != E4M3:
         if q_scale is not None:
             raise ShapeError(f"{op}: q_scale must be None for queries of {q.dtype}, got a tensor.")

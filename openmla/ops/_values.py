@@ -1,7 +1,7 @@
-"""Checks of index values; an op calls them only where looking is free, on CPU tensors.
+"""Checks of index values; ops run them only on CPU tensors, where reading is free.
 
-Device tensors are never read back. A step on a GPU has its values checked once, on the host,
-when the batch is made.
+Device tensors are never read back. The values of a step on a GPU are checked once, on the host,
+when the batch is built.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openmla.errors import ShapeError
 
 
 def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str) -> list[int]:
-    """Cumulative lengths [B+1]: from 0, never falling, within the rows there are. Returns them."""
+    """Check and return cumulative lengths [B+1]: from 0, never decreasing, at most `total`."""
     values: list[int] = start_loc.tolist()
     if not values or values[0] != 0:
         raise ShapeError(f"{op}: {name} must start with 0, got {_head(values)}.")
@@ -35,7 +35,7 @@ def check_start_loc(op: str, name: str, start_loc: Tensor, total: int, rows: str
 def check_query_lens(
     op: str, starts: list[int], seq_lens: Tensor, max_query_len: int, causal: bool
 ) -> None:
-    """Requests have their query tokens among their keys if causal, and no more than were told."""
+    """Check that no request exceeds max_query_len or, if causal, its number of keys."""
     query_lens = [end - start for start, end in pairwise(starts)]
     for request, (n, S) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
         least = n if causal else 0
@@ -51,7 +51,7 @@ def check_query_lens(
 def check_slots(
     op: str, slots: Tensor | list[int], num_slots: int, name: str = "slot_mapping"
 ) -> None:
-    """Slots to write: inside the cache, each at most once; negative ones are skipped."""
+    """Check slots to write: inside the cache, each at most once; negative ones are skipped."""
     values: list[int] = slots if isinstance(slots, list) else slots.tolist()
     largest = max(values, default=-1)
     if largest >= num_slots:
@@ -73,7 +73,7 @@ def check_block_table(
     N: int,
     BS: int,
 ) -> None:
-    """Blocks that hold keys starts[b]..ends[b]-1 exist; columns outside may hold anything."""
+    """Check that the blocks of keys starts[b]..ends[b]-1 exist; other columns may hold anything."""
     if block_table.shape[0] == 0:
         return
     M, lengths = block_table.shape[1], ends.tolist() if isinstance(ends, Tensor) else ends
@@ -90,13 +90,13 @@ def check_block_table(
     if within(table, N):
         return
     columns = torch.arange(most, dtype=torch.int32, device="cpu")
-    # an array takes a list at once, where torch.tensor() looks at each of its values by itself
+    # array converts a list at once; torch.tensor() converts each value separately
     counts = torch.frombuffer(array("i", [-(-S // BS) for S in lengths]), dtype=torch.int32)
     used = columns < counts[:, None]
     if starts is not None:
         some = torch.tensor(lengths) > starts
         used &= (columns >= (starts // BS)[:, None]) & some[:, None]
-    table = table * used  # as if the others were a block that exists
+    table = table * used  # unused columns become 0, a valid block
     if not within(table, N):
         row, column = ((table < 0) | (table >= N)).nonzero()[0].tolist()
         raise ShapeError(
@@ -106,7 +106,7 @@ def check_block_table(
 
 
 def within(blocks: Tensor, N: int) -> bool:
-    """Whether all of them, and there are some, are blocks of the cache."""
+    """Whether all of one or more block numbers are blocks of the cache."""
     low, high = blocks.aminmax()
     return int(low) >= 0 and int(high) < N
 
@@ -117,7 +117,7 @@ def _head(values: list[int]) -> str:
 
 
 def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:
-    """How many keys each token sees: none at least, `most` at most."""
+    """Check that each token sees between 0 and `most` keys."""
     if row_lens.numel() == 0:
         return
     low, high = (int(value) for value in row_lens.aminmax())
@@ -126,7 +126,7 @@ def check_row_lens(op: str, row_lens: Tensor, most: int) -> None:
 
 
 def check_positions(op: str, positions: Tensor, Q: int | None = None) -> None:
-    """Positions are rows of a rope table [Q, R], if there is one."""
+    """Check that positions are rows of a RoPE table [Q, R], if there is one."""
     if Q is None or not positions.numel():
         return
     low, high = (int(value) for value in positions.aminmax())
@@ -137,7 +137,7 @@ def check_positions(op: str, positions: Tensor, Q: int | None = None) -> None:
 
 
 def check_positive(op: str, name: str, scales: Tensor) -> None:
-    """Scales by which bytes become numbers: finite, above 0."""
+    """Check that dequantization scales are finite and above 0."""
     wrong = ~(scales.isfinite() & (scales > 0))
     if bool(wrong.any()):
         got = scales[wrong].flatten()[0].item()

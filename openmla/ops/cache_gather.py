@@ -6,8 +6,8 @@
 
 `starts` need not be a multiple of BS. Rows of out past row_start_loc[B] are not touched, so out
 may be a workspace larger than this call needs. Columns of block_table outside the gathered
-positions are never read. out is [n, D] in any floating dtype; or, of the fp8 format, e4m3: codes as
-they are stored, and kv_scale is the caller's to multiply by.
+positions are never read. out is [n, D] in any floating dtype. For the fp8 format it may also be
+e4m3: it then receives the stored codes, and the caller must multiply them by kv_scale.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def check_values(
     if (starts < 0).any():
         raise ShapeError(f"{op}: starts must not be negative, got {int(starts.min())}.")
     num_rows = row_start_loc.diff()
-    # a request with no rows asks for no column, wherever it starts
+    # a request with no rows needs no column, wherever it starts
     ends = (starts.long() + num_rows).where(num_rows > 0, 0)
     check_block_table(op, block_table, starts, ends, N, BS)
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "cache_gather", dtype=dtype, format=format)
 
 
@@ -72,7 +72,7 @@ def cache_gather(
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Gather row_start_loc[B] rows into out; see the module's text for the contract."""
+    """Gather row_start_loc[B] rows into out; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

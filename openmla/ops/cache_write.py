@@ -3,12 +3,12 @@
     for i < T', slot_mapping[i] >= 0:
         cache[slot // BS, slot % BS] = encode(concat(kv_c[i], k_pe[i]))
 
-Rows kv_c [T, C] and k_pe [T, R] may be more than slots [T'] (graph padding): the surplus is not
-looked at. A negative slot skips its row. Two rows never share a slot. Bytes of other slots and
-of padding between pages do not change. R may be 0.
-Encoding is cache/format.py's: bit copy or round to nearest even; fp8 saturates.
-With `rope_ratio`, a power of two, rows under one scale store k_pe / rope_ratio in k_pe's place.
-`clamped`, where it is given, grows by the number of values that did (CacheFormat.num_clamped).
+kv_c [T, C] and k_pe [T, R] may have more rows than there are slots [T'] (graph padding); surplus
+rows are ignored. A negative slot skips its row. No two rows may share a slot. Bytes of other slots
+and of padding between pages do not change. R may be 0.
+cache/format.py defines the encoding: a bit copy or rounding to nearest even; fp8 saturates.
+With `rope_ratio`, a power of two, rows with a single scale store k_pe / rope_ratio instead of k_pe.
+`clamped`, if given, grows by the number of values that saturated (CacheFormat.num_clamped).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check(op: str, kv_c: Tensor, k_pe: Tensor) -> None:
 def check_written(
     op: str, cache: Tensor, format: str, S: int, T: int, rope_ratio: Tensor | None = None
 ) -> None:
-    """Metadata of an op that writes a token's row per slot."""
+    """Check the metadata of an op that writes one token's row per slot."""
     check_pages(op, cache, format)
     check_blocks_apart(op, "cache", cache)
     if S > T:
@@ -53,7 +53,7 @@ def check_slot_mapping(op: str, slot_mapping: Tensor, N: int, BS: int) -> None:
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "cache_write", dtype=dtype, format=format)
 
 
@@ -78,7 +78,7 @@ def cache_write(
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Write T' rows; see the module's text for the contract."""
+    """Write T' rows; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, D: int, format: str, itemsize: int) -> Cost:

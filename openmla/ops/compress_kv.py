@@ -9,23 +9,25 @@
     v        = v / sqrt(mean(v * v) + eps) * norm_weight
     v[D-R:]  rotated in pairs to position ratio * i, as ops/rope does
     v        = v @ H / sqrt(D) if hadamard: H the D-point Hadamard matrix, D a power of two
-    cache[b, i] = encode(v), looked up in block_table[b]; for packed formats of v rounded to bf16
+    cache[b, i] = encode(v), looked up in block_table[b]; packed formats encode v rounded to bf16
 
-Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1, consecutive positions; rows past
-query_start_loc[B] are not looked at. Tokens of earlier steps are in `state`, where request b has
-the V rows of state_slots[b], position p in row p % V:
+Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1, at consecutive positions; rows
+past query_start_loc[B] are ignored. `state` holds tokens of earlier steps: request b owns the V
+rows of state_slots[b], with position p in row p % V:
     overlap      [kv | z], 4 D values: the token itself
     otherwise    [max of z | sum | sum of kv], 3 D values: window p // ratio up to p, the sums
                  weighted with exp(z - max)
-Rows of this step's last V tokens are written after all reads. So a step may start over at an
-earlier position (rejected drafts): up to V - 2 * ratio + 1 tokens back from the furthest ever
-written with overlap, V - 1 without; entries the lost tokens finished are written again by the true
-ones. A request whose state_slots is negative is skipped. An entry whose block is -1 in the table,
-another rank's, is not written; its tokens' state is. No two requests write the same entry.
-`clamped` is cache_write's: it counts values of entries that fp8 cuts off.
-Everything up to that is float32 (float64 for float64 inputs); kv and score are of one
-floating dtype. With batch_invariant an entry's bits and the state's do not depend on how its tokens
-were cut into steps: a window's sums are rounded after each of its tokens, as the state holds them.
+Rows of this step's last V tokens are written after all reads. A step may therefore restart at an
+earlier position (rejected draft tokens): up to V - 2 * ratio + 1 tokens back from the furthest ever
+written with overlap, V - 1 without. Entries that rejected tokens completed are written again by the
+tokens that replace them. A request with a negative state_slots is skipped. An entry whose block is
+-1 in the table (owned by another rank) is not written, but the state of its tokens is. No two
+requests may write the same entry. `clamped` counts values of entries that fp8 saturates, as in
+cache_write.
+Everything before the encoding is float32 (float64 for float64 inputs); kv and score share one
+floating dtype. With batch_invariant, the bits of an entry and of the state do not depend on how its
+tokens were split into steps: a window's sums are rounded after each token, as the state stores
+them.
 """
 
 from __future__ import annotations
@@ -126,7 +128,7 @@ def check_values(
 def problem(
     device: torch.device, dtype: torch.dtype, format: str, *, D: int, batch_invariant: bool = False
 ) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(
         device, "compress_kv", dtype=dtype, format=format, D=D, batch_invariant=batch_invariant
     )
@@ -165,7 +167,7 @@ def compress_kv(
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Pool a step's tokens; see the module's text for the contract."""
+    """Pool a step's tokens; see the module docstring for the contract."""
 
 
 def cost(

@@ -4,13 +4,13 @@
     out[t, j] = sum over heads h of w_idx[t, h] * relu(q_idx[t, h] . keys[j]),  -inf elsewhere
 
 Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1; rows past query_start_loc[B]
-(graph padding) and columns from row_lens[t] on are -inf. `row_lens` says what each token may see,
-so any number of speculative tokens is a row each. All scales are in w_idx: the query's if it is
-fp8, DI^-0.5 and HI^-0.5. `num_keys` is the width of out and bounds row_lens.
-Arithmetic and out are float32 (float64 for float64 queries), but for products of fp8 queries and
-fp8 keys: a backend may leave those to matrix units that add them up with fewer bits, out then being
-off by at most 2^-12 * sum over h of |w_idx| * (|q_idx| . |keys|). Columns of block_table past the
-longest row are not read. With batch_invariant a score's bits depend on its token and its key alone.
+(graph padding) and columns from row_lens[t] on are -inf. `row_lens` sets how many keys each token
+sees, so any number of speculative tokens is one row each. w_idx includes all scales: that of the
+query if it is fp8, DI^-0.5 and HI^-0.5. `num_keys` is the width of out and bounds row_lens.
+Arithmetic and out are float32 (float64 for float64 queries). For products of fp8 queries and fp8
+keys, a backend may use matrix units that accumulate with fewer bits; out then has an error of at
+most 2^-12 * sum over h of |w_idx| * (|q_idx| . |keys|). Columns of block_table past the longest
+row are not read. With batch_invariant, a score's bits depend only on its token and its key.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def problem(
     device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int,
     batch_invariant: bool = False,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(
         device, "index_logits", dtype=dtype, format=format, H=HI, D=DI,
         batch_invariant=batch_invariant,
@@ -99,7 +99,7 @@ def index_logits(
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> Tensor:  # [T, num_keys] f32
-    """Score cached keys; see the module's text for the contract."""
+    """Score cached keys; see the module docstring for the contract."""
 
 
 def cost(

@@ -3,10 +3,10 @@
     out[t, j] = k_scale[j] * sum over h of w_idx[t, h] * relu(q_idx[t, h] . k_idx[j])
                 for starts[t] <= j < ends[t],  -inf elsewhere
 
-Keys of several requests stand one after another in k_idx [S, DI]; each token's row names its own
-range, empty where ends <= starts. k_scale is positive, so it commutes with relu: 1 for keys that
-are not quantised. Arithmetic and out are float32 (float64 for float64 queries); products of fp8
-and fp8 as in index_logits.
+Keys of several requests are packed one after another in k_idx [S, DI]; each token has its own
+range, empty where ends <= starts. k_scale is positive, so it commutes with relu; it is 1 for keys
+that are not quantized. Arithmetic and out are float32 (float64 for float64 queries); products of
+fp8 queries and fp8 keys are as in index_logits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fake(q_idx: Tensor, T: int, S: int) -> Tensor:
 
 
 def problem(device: torch.device, dtype: torch.dtype, *, HI: int, DI: int) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "index_logits_ragged", dtype=dtype, H=HI, D=DI)
 
 
@@ -58,11 +58,11 @@ def index_logits_ragged(
     *,
     backend: str = "auto",
 ) -> Tensor:  # [T, S] f32
-    """Score packed keys; see the module's text for the contract."""
+    """Score packed keys; see the module docstring for the contract."""
 
 
 def cost(lens: Sequence[int], *, S: int, HI: int, DI: int, itemsize: int) -> Cost:
-    """Keys and queries once, logits written once; lens is the keys each token sees."""
+    """Keys and queries once, logits written once; lens holds the number of keys per token."""
     T, pairs = len(lens), sum(lens)
     return Cost(
         S * (DI * itemsize + 4) + T * HI * (DI * itemsize + 4) + 4 * pairs,

@@ -24,7 +24,7 @@ from openmla.ops.index_topk import fake
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str, *, HI: int, DI: int) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "index_select", dtype=dtype, format=format, H=HI, D=DI)
 
 
@@ -50,7 +50,7 @@ def index_select(
     sorted: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # topk_positions [T, K] i32, topk_lens [T] i32
-    """Score and select; see the module's text for the contract."""
+    """Score and select; see the module docstring for the contract."""
 
 
 def cost(

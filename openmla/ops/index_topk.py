@@ -1,11 +1,10 @@
 """index_topk: select the K highest scores of each row, as positions.
 
-Row t's scores are logits[t, row_starts[t] : row_starts[t] + row_lens[t]]; what stands elsewhere is
-not looked at. positions[t] are relative to row_starts[t]. Of equal scores the lower position wins,
-so the answer is one set, on every backend and in every batch. topk_lens[t] = min(row_lens[t], K);
-entries from there on are -1. A row no longer than K is 0, 1, 2, ... without looking at its scores.
-NaN counts as -inf. Entries come in rising order of position if `sorted`, in any order
-otherwise.
+Row t's scores are logits[t, row_starts[t] : row_starts[t] + row_lens[t]]; all others are ignored.
+positions[t] are relative to row_starts[t]. Ties go to the lower position, so the selected set is
+the same on every backend and in every batch. topk_lens[t] = min(row_lens[t], K); entries from that
+index on are -1. A row no longer than K is 0, 1, 2, ... without reading its scores. NaN counts as
+-inf. Entries are in ascending order of position if `sorted`, in any order otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def fake(row_lens: Tensor, T: int, K: int) -> tuple[Tensor, Tensor]:
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "index_topk", dtype=dtype)
 
 
@@ -55,7 +54,7 @@ def index_topk(
     sorted: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # topk_positions [T, K] i32, topk_lens [T] i32
-    """Select; see the module's text for the contract."""
+    """Select the top K; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, num_scores: int, *, K: int, itemsize: int = 4) -> Cost:

@@ -6,7 +6,7 @@
     cache[slot] = encode(k)
 
 Everything up to the encoding is float32 (float64 for float64 keys), so a key is rounded once.
-Rows of k_raw past the slots [T'] are not looked at; a negative slot skips its row.
+Rows of k_raw past the slots [T'] are ignored; a negative slot skips its row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check(op: str, rope_start: int, hadamard: bool, DI: int, R: int) -> None:
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "index_write", dtype=dtype, format=format)
 
 
@@ -70,7 +70,7 @@ def index_write(
     hadamard: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Write keys; see the module's text for the contract."""
+    """Write keys; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, DI: int, R: int, format: str, itemsize: int) -> Cost:

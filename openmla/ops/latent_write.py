@@ -5,13 +5,13 @@
     the last R columns of kv[i] and of each q[i, h] rotated by position, as ops/rope does
     cache[slot] = encode(kv[i]), as ops/cache_write does
 
-kv and q are changed in place: both forms of attention go on with them. Each step is float32
-(float64 for float64 rows) and rounds once to kv's type: the norm, the weight, the factor where it
-is not 1, the rotation. C may be all of kv's columns (V4), then those R are normalised before they
-are turned. Without a table nothing turns: columns behind C are stored as they are (Kimi-Linear).
-Rows past the slots [T'] are not looked at; a negative slot skips only the write. Two rows never
-share a slot. `rope_ratio`, of the columns behind C, and `clamped` are cache_write's: of what is
-stored, not of kv.
+kv and q are modified in place, because both forms of attention use them afterwards. Each step
+(norm, weight, factor if it is not 1, rotation) is computed in float32 (float64 for float64 rows)
+and rounded once to kv's dtype. C may be all of kv's columns (V4); the last R are then normalized
+before they are rotated. Without a table nothing is rotated: columns after C are stored unchanged
+(Kimi-Linear). Rows past the slots [T'] are ignored; a negative slot skips only the write. No two
+rows may share a slot. `rope_ratio`, for the columns after C, and `clamped` work as in cache_write:
+they apply to what is stored, not to kv.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def check(
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str, *, D: int, E: int) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "latent_write", dtype=dtype, format=format, D=D, E=E)
 
 
@@ -82,7 +82,7 @@ def latent_write(
     norm_queries: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Normalise, rotate, write; see the module's text for the contract."""
+    """Normalize, rotate and write; see the module docstring for the contract."""
 
 
 def cost(

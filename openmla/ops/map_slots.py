@@ -4,10 +4,10 @@
     l     = (p // (cp_size * interleave)) * interleave + p % interleave
     slot  = block_table[b, l // BS] * BS + l % BS
 
--1 where p is negative, where l is past the table's columns, where the table names no block of the
-cache (0 .. num_blocks-1), where another rank owns p (owner != cp_rank), and in rows past
-query_start_loc[B]. slot_lens counts the others. With `compact` they are moved to the front, in
-order; without, every entry keeps its column. Positions may repeat.
+A slot is -1 where p is negative, where l is past the table's columns, where the table entry is not
+a block of the cache (0 .. num_blocks-1), where another rank owns p (owner != cp_rank), and in rows
+past query_start_loc[B]. slot_lens counts the others. With `compact` they are moved to the front, in
+order; without it, every entry keeps its column. Positions may repeat.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def fake(positions: Tensor, T: int) -> tuple[Tensor, Tensor]:
 
 
 def problem(device: torch.device) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "map_slots")
 
 
@@ -61,7 +61,7 @@ def map_slots(
     compact: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # slots [T, K] i32, slot_lens [T] i32
-    """Look positions up; see the module's text for the contract."""
+    """Look positions up; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, K: int) -> Cost:

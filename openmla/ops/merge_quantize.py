@@ -3,11 +3,12 @@
     x = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  m and z as in merge_states
     rows of values and scales = quantize_out of x
 
-x is what merge_states would leave in out, rounded to its dtype: of one backend, the two ops one
-after the other write the same bytes. But no x is written, and no lse. A side whose lse is -inf saw
-no key: its out is not looked at; both so: x is 0. A side whose lse is NaN or +inf makes its head's
-x NaN. lse may have any strides. The merge is in float32 (float64 if any input is). Buffers, rows
-and what NaN becomes: as in ops/quantize_out.py. With base=2 both lse are logarithms to base 2.
+x is what merge_states would write to out, rounded to its dtype: on one backend, the two ops in
+sequence write the same bytes. This op writes neither x nor lse. A side whose lse is -inf saw no
+key, and its out is ignored; if both are -inf, x is 0. A side whose lse is NaN or +inf makes x of
+its head NaN. lse may have any strides. The merge is in float32 (float64 if any input is). Buffers,
+rows and results for NaN are as in ops/quantize_out.py. With base=2 both lse are logarithms to
+base 2.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from openmla.ops.merge_states import check_lse, in_nats
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "merge_quantize", dtype=dtype, format=format)
 
 
@@ -51,10 +52,10 @@ def merge_quantize(
     rows: Tensor | None = None,  # [n] i64; negative: not written
     first_row: Size = 0,
     format: str,
-    base: float = math.e,  # of both lse: math.e or 2
+    base: float = math.e,  # base of both lse: math.e or 2
     backend: str = "auto",
 ) -> None:
-    """Merge and quantise n rows; see the module's text for the contract."""
+    """Merge and quantize n rows; see the module docstring for the contract."""
     lse, other_lse = in_nats("merge_quantize", base, lse, other_lse)
     torch.ops.openmla.merge_quantize.default(
         values, scales, out, lse, other_out, other_lse, global_scale, rows,

@@ -1,16 +1,16 @@
 """merge_states: merge two partial attentions over disjoint keys, in place.
 
     m   = max(lse, other_lse)
-    out = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  z = the two weights' sum
+    out = (exp(lse - m) * out + exp(other_lse - m) * other_out) / z,  z = the sum of both weights
     lse = m + log(z)
 
-A side whose lse is -inf saw no key: its out is not looked at, whatever it holds. Both sides empty:
-out 0, lse -inf. A side whose lse is NaN or +inf makes out and lse of its row NaN. Packages that
-write +inf for a query without keys need it converted to -inf first.
-The order of merging does not matter beyond rounding. other_out and other_lse may be the very
-tensors out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input is).
-With base=2 both lse are logarithms to base 2, as FlashInfer's are, and so is the one written:
-they are converted before and after, three small launches.
+A side whose lse is -inf saw no key: its out is ignored, whatever it holds. If both sides are empty,
+out is 0 and lse is -inf. A side whose lse is NaN or +inf makes out and lse of its row NaN. If a
+package writes +inf for a query without keys, convert it to -inf first.
+The order of merging does not matter beyond rounding. other_out and other_lse may be the same
+tensors as out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input
+is). With base=2, both lse and the one written are logarithms to base 2, as in FlashInfer; they are
+converted before and after, in three small launches.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_lse(op: str, lse: Tensor, other_lse: Tensor) -> None:
 
 
 def in_nats(op: str, base: float, lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two lse of a base as natural logarithms; base e as they are."""
+    """Convert both lse to natural logarithms; return them unchanged for base e."""
     if base == math.e:
         return lse, other_lse
     if base != 2:
@@ -46,7 +46,7 @@ def in_nats(op: str, base: float, lse: Tensor, other_lse: Tensor) -> tuple[Tenso
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "merge_states", dtype=dtype)
 
 
@@ -63,18 +63,18 @@ def merge_states(
     other_out: Annotated[Tensor, "[T, H, V] float row"],
     other_lse: Annotated[Tensor, "[T, H] float"],  # f32
     *,
-    base: float = math.e,  # of both lse: math.e or 2
+    base: float = math.e,  # base of both lse: math.e or 2
     backend: str = "auto",
 ) -> None:
-    """Merge the other partial into out and lse; see the module's text for the contract."""
+    """Merge the other partial into out and lse; see the module docstring for the contract."""
     own, other_lse = in_nats("merge_states", base, lse, other_lse)
     if own is not lse:
         merge_states(out, own, other_out, other_lse, backend=backend)
         lse.copy_(own / math.log(2))
         return
     if torch.compiler.is_compiling():
-        # Written in place, a slice would be compared with its tensor: a graph for those that are
-        # all of it, and one for the others.
+        # Merging a slice in place would compile two graphs: one for slices that cover their whole
+        # tensor, and one for the others.
         merged = out.clone(), lse.clone()
         _MERGE(*merged, other_out, other_lse, backend=backend)
         out.copy_(merged[0])

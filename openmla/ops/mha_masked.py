@@ -5,11 +5,11 @@
     out = exp(s - lse) @ v
 
 Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1 and key rows
-key_start_loc[b] .. key_start_loc[b+1]-1; bits from its number of keys on are not looked at. Words
-are pack_mask's. Nothing else restricts: causality is in the bits. A query that sees no key, and
+key_start_loc[b] .. key_start_loc[b+1]-1; bits past its last key are ignored. Words are as pack_mask
+writes them. There is no other mask: causality must be in the bits. A query that sees no key, and
 every query row past query_start_loc[B], gets out 0 and lse -inf. lse is natural-log, includes
 scale, and is float32 (float64 for float64 queries). max_query_len and max_key_len bound requests.
-Heads may be e4m3 with scales and an out_dtype, as mha_ragged's.
+Heads may be e4m3 with scales and an out_dtype, as in mha_ragged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_values(
 def problem(
     device: torch.device, dtype: torch.dtype, *, E: int, V: int, batch_invariant: bool = False
 ) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "mha_masked", dtype=dtype, E=E, V=V, batch_invariant=batch_invariant)
 
 
@@ -73,7 +73,7 @@ def mha_masked(
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     key_start_loc: Annotated[Tensor, "[B+1] i32"],
     mask: Annotated[Tensor, "[T, words] i32 row"],
-    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # of e4m3 heads
+    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # for e4m3 heads
     k_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     v_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     *,
@@ -84,10 +84,10 @@ def mha_masked(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
-    """Attend where bits are set; see the module's text for the contract."""
+    """Attend where bits are set; see the module docstring for the contract."""
 
 
 def cost(n: int, S: int, *, H: int, E: int, V: int, itemsize: int) -> Cost:
-    """Of one request: everything read once, every pair computed whatever its bit says."""
+    """Return the cost of one request: everything read once, every pair computed, masked or not."""
     num_bytes = H * itemsize * (n + S) * (E + V) + n * S // 8 + 4 * n * H
     return Cost(num_bytes, 2 * n * S * H * (E + V))

@@ -6,19 +6,19 @@
 
 Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1 and key rows
 key_start_loc[b] .. key_start_loc[b+1]-1. Causal is aligned at the end: the last query sees every
-key. K and V may differ in width. With k_pe [S, R], which all heads share, k has the first E - R
-columns of keys and k_pe the others: backends that can read them apart copy nothing. A query that
-sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows past
-key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64 for
-float64 queries).
+key. K and V may differ in width. With k_pe [S, R], which all heads share, k holds the first E - R
+columns of keys and k_pe the rest; backends that can read the two separately copy nothing. A query
+that sees no key, and every query row past query_start_loc[B], gets out 0 and lse -inf. Key rows
+past key_start_loc[B] are never read. lse is natural-log, includes scale, and is float32 (float64
+for float64 queries).
 Heads may be e4m3 with scales: q is multiplied by q_scale [T, H], k and v by their request's rows of
-k_scale [B, H] and v_scale [B, H], all in float32, and `out` is of out_dtype. v may be of that type,
-too. Keys come whole then, and v may have its keys contiguous instead of its columns (quantize_heads
-makes both).
-Backends may round exp(s - max), 256 times it, to e4m3; out is over the sum of what was rounded, lse
-has the sum before.
-max_query_len and max_key_len are the longest request's, exactly. With batch_invariant a request's
-bits are its own: only backends run that give it the same alone and beside any others.
+k_scale [B, H] and v_scale [B, H], all in float32, and `out` has out_dtype. v may also have that
+dtype. Keys are then given whole, without k_pe, and v may be contiguous along keys instead of
+columns (quantize_heads makes both).
+Backends may round 256 * exp(s - max) to e4m3; out is then divided by the sum of the rounded values,
+while lse uses the sum before rounding.
+max_query_len and max_key_len are exactly those of the longest request. With batch_invariant, a
+request's bits do not depend on the batch: only backends that guarantee this are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from openmla.backends import Problem, problem_on
-from openmla.backends.expanded import joined as joined  # for who calls this op
+from openmla.backends.expanded import joined as joined  # for callers of this op
 from openmla.errors import ShapeError
 from openmla.ops._declare import Size, op
 from openmla.ops._eight_bits import call_with_scales, check_eight_bits, results
@@ -63,7 +63,7 @@ def problem(
     device: torch.device, dtype: torch.dtype, *, E: int, R: int, V: int,
     batch_invariant: bool = False,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it; R is 0 where keys come whole."""
+    """Describe a call to the backends; R is 0 where keys are given whole."""
     return problem_on(
         device, "mha_ragged", dtype=dtype, E=E, R=R, V=V, batch_invariant=batch_invariant
     )
@@ -81,12 +81,12 @@ def problem(
 )
 def mha_ragged(
     q: Annotated[Tensor, "[T, H, E] float|e4m3 row"],
-    k: Annotated[Tensor, "[S, H, P] float|e4m3 row"],  # P = E, with k_pe E - R
+    k: Annotated[Tensor, "[S, H, P] float|e4m3 row"],  # P = E, or E - R with k_pe
     v: Annotated[Tensor, "[S, H, V] float|e4m3"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     key_start_loc: Annotated[Tensor, "[B+1] i32"],
     k_pe: Annotated[Tensor | None, "[S, R] float|e4m3 row"] = None,
-    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # of e4m3 heads
+    q_scale: Annotated[Tensor | None, "[T, H] f32"] = None,  # for e4m3 heads
     k_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     v_scale: Annotated[Tensor | None, "[B, H] f32"] = None,
     *,
@@ -98,7 +98,7 @@ def mha_ragged(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H] f32
-    """Attend over expanded keys and values; see the module's text for the contract."""
+    """Attend over expanded keys and values; see the module docstring for the contract."""
 
 
 def cost(

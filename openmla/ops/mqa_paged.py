@@ -5,20 +5,20 @@
     lse  = log(sum(exp(s)))                    (causal; all S rows otherwise)
     out  = exp(s - lse) @ rows[:, :C]
 
-Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1; causal, the last tokens of
-its sequence, whose own rows are in the cache already. A query that sees no row, and every query row
-past query_start_loc[B] (graph padding), gets out 0 and lse -inf.
+Request b owns query rows query_start_loc[b] .. query_start_loc[b+1]-1; if causal, they are the last
+tokens of its sequence, whose own rows are already in the cache. A query that sees no row, and every
+query row past query_start_loc[B] (graph padding), gets out 0 and lse -inf.
 lse is natural-log, includes scale, and is float32 (float64 for float64 queries).
-Read are only the rows above: page tails, unused blocks and block_table columns from
+Only the rows above are read: page tails, unused blocks and block_table columns from
 ceil(seq_len / BS) on may hold anything.
-max_query_len bounds the queries per request. Kernels split keys among programs as the lengths want;
-with run_length > 0 they are cut after every so many keys instead, so that a query's bits depend on
-nothing but its own row, whatever else is in the batch.
+max_query_len bounds the queries per request. Kernels split keys among programs depending on the
+lengths. With run_length > 0 they are split every run_length keys instead, so that a query's bits
+depend only on its own row, whatever else is in the batch.
 
-Queries may be e4m3, over rows of e4m3 (fp8, fp8_ds_mla): they stand for q_latent * q_scale, one
-scale for all or one per token and head, and out is bf16. Over fp8 kernels multiply fp8 by fp8 then,
-with the tensor cores' short sums: see openmla/testing/budgets.py for what that costs. Over
-fp8_ds_mla they widen queries, which is exact.
+Queries may be e4m3 over e4m3 rows (fp8, fp8_ds_mla): they represent q_latent * q_scale, with one
+scale for all or one per token and head, and out is bf16. Over fp8, kernels then multiply fp8 by fp8
+with the tensor cores' reduced-precision accumulation; openmla/testing/budgets.py has its cost in
+accuracy. Over fp8_ds_mla they widen queries, which is exact.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def problem(
     tokens: int, max_query_len: int, run_length: int, aligned: frozenset[str],
     head_scales: bool = True,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it; `head_scales` of e4m3 queries."""
+    """Describe a call to the backends; `head_scales` is for e4m3 queries."""
     return problem_on(
         device, "mqa_paged", dtype=dtype, format=format, H=H, D=D, C=C, BS=BS, aligned=aligned,
         tokens=bucketed(tokens), max_query_len=bucketed(max_query_len), run_length=run_length,
@@ -106,7 +106,7 @@ def mqa_paged(
     block_table: Annotated[Tensor, "[B, M] i32"],
     seq_lens: Annotated[Tensor, "[B] i32"],  # keys including this step's
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
-    q_scale: Tensor | None = None,  # [] or [T, H] f32, of e4m3 queries
+    q_scale: Tensor | None = None,  # [] or [T, H] f32, for e4m3 queries
     *,
     format: str,
     C: int,
@@ -116,7 +116,7 @@ def mqa_paged(
     run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
-    """Attend in latent space; see the module's text for the contract."""
+    """Attend in latent space; see the module docstring for the contract."""
 
 
 def cost(

@@ -1,25 +1,27 @@
 """mqa_sparse: latent attention of each query token over its own rows, in one or two segments.
 
-    rows(t) = the rows both segments name for token t, decoded, [n, D]
+    rows(t) = the rows that both segments list for token t, decoded, [n, D]
     s       = scale * q_latent[t] @ rows.T
     lse     = log(sum(exp(s)))
-    out     = exp(s - lse) @ rows[:, :C],  times sigmoid(lse - sink) where there is a sink
+    out     = exp(s - lse) @ rows[:, :C],  times sigmoid(lse - sink) if there is a sink
 
-A segment says which cached rows a token attends to:
+A segment lists the cached rows that a token attends to:
     slots       rows[t, j] for j < row_lens[t]; a slot is block * BS + offset
     positions   the same within the token's request, looked up in block_table
     window      the last `span` positions up to the token's own, positions[t]; a table with fewer
                 columns than the request is a ring of M * BS >= span positions: p is in column
                 (p // BS) % M
     prefix      entries 0 .. (positions[t] + 1) // span - 1, looked up in block_table
-An entry is skipped where it is negative, past the table's columns or the cache's slots, or where
-the table names no block of the cache. Repeated entries count as often as they stand. Causality is
-whoever chose the rows'. Request b owns rows query_start_loc[b] .. query_start_loc[b+1]-1 of
-q_latent; a token past query_start_loc[B], or with no row, gets out 0 and lse -inf.
+An entry is skipped if it is negative, past the table's columns or the cache's slots, or if its
+table entry is not a block of the cache. A repeated entry counts each time it occurs. Causality is
+up to the caller that selects the rows. Request b owns rows query_start_loc[b] ..
+query_start_loc[b+1]-1 of q_latent; a token past query_start_loc[B], or with no row, gets out 0 and
+lse -inf.
 lse is natural-log, includes scale, never the sink, and is float32 (float64 for float64 queries).
-A backend may cut a token's rows into runs that it works on side by side. With run_length > 0 it
-cuts them after every so many, whatever comes in the same batch: a token's bits are its own then.
-e4m3 queries, over rows of e4m3, stand for q_latent * q_scale: see ops/mqa_paged.py.
+A backend may split a token's rows into runs that it processes in parallel. With run_length > 0 it
+splits them every run_length rows, whatever else is in the batch, so that a token's bits do not
+depend on the batch.
+e4m3 queries over e4m3 rows represent q_latent * q_scale: see ops/mqa_paged.py.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ SHAPES = {
     "block_table": "[B, M] i32",
     "rows": "[T, K] i32 row",
     "row_lens": "[T] i32",
-}  # of a segment, on the device of q_latent
+}  # tensors of a segment, on the device of q_latent
 
 
 def segments_of(
     tensors: Sequence[Tensor | None], formats: list[str], kinds: list[str], spans: list[int]
 ) -> tuple[Segment, ...]:
-    """The segments of a call: five tensors each, from the fourth on."""
+    """Return the segments of a call: five tensors each, from the fourth on."""
     made = []
     for number, (format, kind, span) in enumerate(zip(formats, kinds, spans, strict=True)):
         cache, kv_scale, table, rows, row_lens = tensors[5 * number + 3 : 5 * number + 8]
@@ -128,7 +130,7 @@ def _flat(
     q_latent: Annotated[Tensor, "[T, H, D] float|e4m3 row"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
     positions: Annotated[Tensor, "[T] i64"],
-    cache: Tensor,  # of the first segment, as the four that follow
+    cache: Tensor,  # of the first segment, like the next four
     kv_scale: Tensor,
     block_table: Tensor | None,
     rows: Tensor | None,
@@ -149,24 +151,24 @@ def _flat(
     run_length: int,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The signature of torch.ops.openmla.mqa_sparse, which takes the tensors of the segments."""
+    """Signature of torch.ops.openmla.mqa_sparse, which takes the segments as tensors."""
 
 
 def mqa_sparse(
     q_latent: Tensor,  # [T, H, D]
     query_start_loc: Tensor,  # [B+1] i32
-    positions: Tensor,  # [T] i64, of the tokens in their requests
+    positions: Tensor,  # [T] i64, of tokens within their requests
     first: Segment,
     second: Segment | None = None,
     sink: Tensor | None = None,  # [H] f32
-    q_scale: Tensor | None = None,  # [] or [T, H] f32, of e4m3 queries
+    q_scale: Tensor | None = None,  # [] or [T, H] f32, for e4m3 queries
     *,
     C: int,
     scale: float,
     run_length: int = 0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # out_latent [T, H, C], lse [T, H] f32
-    """Attend to listed rows; see the module's text for the contract."""
+    """Attend to listed rows; see the module docstring for the contract."""
     check_is_tensor("mqa_sparse", "q_scale", q_scale)
     flat: list[Tensor | None] = []
     given = [segment for segment in (first, second) if segment is not None]

@@ -2,9 +2,9 @@
 
     bit j of mask[t] is set if some topk_positions[t, k] == key_starts[t] + j, 0 <= j < key_lens[t]
 
-Bit j is bit j % 32 of word j // 32, of `num_words` int32 words, which hold every key_lens. A
-selection may name keys outside the range (other chunks' keys, or -1): they set nothing. Repeated
-entries set their bit once.
+Bit j is bit j % 32 of word j // 32; a row has `num_words` int32 words, enough for every key_lens. A
+selection may contain keys outside the range (keys of other chunks, or -1), which set no bit.
+Repeated entries set their bit once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fake(topk_positions: Tensor, T: int, num_words: int) -> Tensor:
 
 
 def problem(device: torch.device) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "pack_mask")
 
 
@@ -52,7 +52,7 @@ def pack_mask(
     num_words: Size,
     backend: str = "auto",
 ) -> Tensor:  # [T, num_words] i32
-    """Pack selections; see the module's text for the contract."""
+    """Pack selections; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, K: int, num_words: int) -> Cost:

@@ -2,20 +2,20 @@
 
     out[t, h] = x[t, h] @ (w[h] * its scales)
 
-This is how queries get into latent space (w_uk) and outputs out of it (w_uv). w has x's dtype, or
-is e4m3 with w_scale [H, KB, NB]: w[h] is cut into KB x NB equal blocks of K / KB rows and N / NB
-columns, with one scale each. [H, 1, 1] is one scale per head; a quantised checkpoint's blocks of
-128 x 128 are [H, K / 128, N / 128]. Scales are finite and above 0.
+It projects queries into latent space (w_uk) and outputs out of it (w_uv). w has x's dtype, or is
+e4m3 with w_scale [H, KB, NB]: w[h] is split into KB x NB equal blocks of K / KB rows and N / NB
+columns, with one scale each. [H, 1, 1] is one scale per head; the 128 x 128 blocks of a quantized
+checkpoint are [H, K / 128, N / 128]. Scales are finite and above 0.
 
-Everything may be a view. out and x are contiguous along their last dimension, and heads of x may be
-one and the same (stride 0); w is contiguous along either of its last two, for w_uv is the transpose
-of what a checkpoint holds. out is rounded once, from sums in float32 (float64 for float64 x) over
-values that are exactly w's; a block's scale is multiplied by the sum over its rows. It has x's
-dtype, or is float32 under x of 16 bits. No tokens: nothing is written. out must not overlap x.
+All tensors may be views. out and x are contiguous along their last dimension, and x may repeat one
+head (stride 0); w is contiguous along either of its last two, because w_uv is the transpose of what
+a checkpoint stores. out is rounded once, from sums in float32 (float64 for float64 x) over the
+exact values of w; a block's scale is multiplied by the sum over its rows. out has x's dtype, or is
+float32 for 16-bit x. With no tokens, nothing is written. out must not overlap x.
 
-With batch_invariant a token's bits do not depend on how many others there are, nor on which of
-them it is: one order of sums on a GPU, row by row on a CPU. One head is a linear, w its weight
-transposed.
+With batch_invariant, a token's bits depend neither on the number of tokens nor on its place among
+them: a GPU uses one order of summation, a CPU computes row by row. With one head, the op is a
+linear layer and w its transposed weight.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def check(op: str, out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) ->
 
 
 def check_weight(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
-    """A weight [H, K, N] and its scales fit together and x."""
+    """Check that a weight [H, K, N] matches its scales and x."""
     if w.dtype not in (x.dtype, E4M3):
         raise ShapeError(f"{op}: {name} must be {x.dtype} or {E4M3}, got {w.dtype}.")
     if 1 not in w.stride()[1:]:
@@ -65,8 +65,8 @@ def check_weight(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tenso
 
 
 def check_weights(op: str, name: str, w: Tensor, w_scale: Tensor | None, x: Tensor) -> None:
-    """The same with the scales' values, where looking at them is free: for who writes before this
-    op is called. While a graph is traced the op's own check comes before any of it runs."""
+    """Also check the values of scales on the CPU, for callers that write before they call this op.
+    While a graph is traced, the op's own check runs before any part of the graph."""
     if torch.compiler.is_compiling():
         return
     check_weight(op, name, w, w_scale, x)
@@ -87,7 +87,7 @@ def problem(
     device: torch.device, dtype: torch.dtype, *, eight_bits: bool, block: int, K: int, N: int,
     batch_invariant: bool = False,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it: `block` rows of w share a scale, all without."""
+    """Describe a call to the backends; `block` rows of w share a scale (all if there is none)."""
     kinds = ("fp8",) if eight_bits else ()
     return problem_on(
         device, "project_heads", dtype=dtype, kinds=kinds, BS=block, E=K, V=N,
@@ -114,12 +114,12 @@ def project_heads(
     out: Annotated[Tensor, "[T, H, N] float row"],  # written
     x: Annotated[Tensor, "[T, H, K] float row"],
     w: Annotated[Tensor, "[H, K, N] float|e4m3"],  # x's dtype or e4m3
-    w_scale: Tensor | None = None,  # [H, KB, NB] f32, of e4m3
+    w_scale: Tensor | None = None,  # [H, KB, NB] f32, for e4m3
     *,
     batch_invariant: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Multiply each head by its own matrix; see the module's text for the contract."""
+    """Multiply each head by its own matrix; see the module docstring for the contract."""
 
 
 def cost(num_tokens: int, *, H: int, K: int, N: int, itemsize: int, w_itemsize: int) -> Cost:

@@ -3,10 +3,11 @@
     x[t, h] = out_latent[t, h] @ (w_uv[h] * its scales)
     rows of values and scales = quantize_out of x
 
-x has V columns a head, O = H * V in all. It is what project_heads gives, rounded to out_latent's
-dtype, and what quantize_out is given: wherever sums are the same, so are the bytes of the two ops
-one after the other. But no x is written. Weights and their scales are as in ops/project_heads.py;
-buffers, rows and what NaN becomes, as in ops/quantize_out.py. No tokens: nothing is written.
+x has V columns per head, O = H * V in total. It is the output of project_heads, rounded to
+out_latent's dtype, and the input of quantize_out: where sums are equal, the bytes equal those of
+the two ops in sequence. But x is not written. Weights and their scales are as in
+ops/project_heads.py; buffers, rows and results for NaN are as in ops/quantize_out.py. With no
+tokens, nothing is written.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def problem(
     device: torch.device, dtype: torch.dtype, format: str, *, eight_bits: bool, block: int, C: int,
     V: int,
 ) -> Problem:  # fmt: skip
-    """A call, as backends are asked about it: `format` is the output's; `block` rows of w_uv share
-    a scale, all without."""
+    """Describe a call to the backends; `format` is that of the output, and `block` rows of w_uv
+    share a scale (all if there is none)."""
     kinds = ("fp8",) if eight_bits else ()
     return problem_on(
         device, "project_quantize", dtype=dtype, format=format, kinds=kinds, BS=block, C=C, V=V
@@ -58,7 +59,7 @@ def project_quantize(
     scales: Tensor | None,  # [T, O/group] f32, swizzled e4m3, or None; written in place
     out_latent: Annotated[Tensor, "[n, H, C] float row"],
     w_uv: Annotated[Tensor, "[H, C, V] float|e4m3"],  # out_latent's dtype or e4m3
-    w_scale: Tensor | None = None,  # [H, KB, NB] f32, of e4m3
+    w_scale: Tensor | None = None,  # [H, KB, NB] f32, for e4m3
     global_scale: Tensor | None = None,  # [] f32
     *,
     rows: Tensor | None = None,  # [n] i64; negative: not written
@@ -66,7 +67,7 @@ def project_quantize(
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Project and quantise n rows; see the module's text for the contract."""
+    """Project and quantize n rows; see the module docstring for the contract."""
 
 
 def cost(

@@ -1,14 +1,14 @@
 """quantize_heads: quantize expanded heads to e4m3 with scales per row and head or request and head.
 
-    x      = [x, shared]: a head's own columns, then those that all heads share
+    x      = [x, shared]: the head's own columns, then those shared by all heads
     scale  = head_scale[requests[s], h] if given, else row_scale[s, h] = 2^ceil(log2(max(|x| of the
              row, 2^-60) / 448)), which is written
     values = e4m3(x * (1 / scale))
 
-All in float32; e4m3() rounds to nearest even and saturates at 448. `values` [S, H, P + R] may have
-its columns contiguous or, as values of attention are read, its rows: allocate_heads() makes both.
-`shared` may be e4m3 itself, in the units of x. Nothing but values and row_scale is written. A NaN
-is the byte 0x7f; it, or an infinity, makes a row_scale NaN. Every backend gives the same bytes.
+Arithmetic is in float32; e4m3() rounds to nearest even and saturates at 448. `values`
+[S, H, P + R] may be contiguous along columns or, as attention reads V, along rows; allocate_heads()
+makes both. `shared` may itself be e4m3, in the units of x. Only values and row_scale are written. A
+NaN is the byte 0x7f; a NaN or an infinity makes row_scale NaN. Every backend writes the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from openmla.ops._values import within
 def allocate_heads(
     S: int, H: int, E: int, device: torch.device, *, keys_contiguous: bool
 ) -> Tensor:
-    """[S, H, E] e4m3, uninitialised: a head's columns contiguous, or its keys, at a pitch of 16."""
+    """Return uninitialized [S, H, E] e4m3: columns contiguous, or keys at a pitch of 16."""
     if not keys_contiguous:
         return torch.empty((S, H, E), dtype=E4M3, device=device)
     rows = torch.empty((H, E, -(-S // 16) * 16), dtype=E4M3, device=device)
@@ -67,7 +67,7 @@ def check_requests(op: str, requests: Tensor | None, B: int = 0) -> None:
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "quantize_heads", dtype=dtype)
 
 
@@ -90,7 +90,7 @@ def quantize_heads(
     *,
     backend: str = "auto",
 ) -> None:
-    """Quantise all rows; see the module's text for the contract."""
+    """Quantize all rows; see the module docstring for the contract."""
 
 
 def cost(S: int, *, H: int, P: int, R: int = 0, itemsize: int) -> Cost:

@@ -1,6 +1,7 @@
 """quantize_out: quantize attention outputs [n, H, V] into the caller's buffers.
 
-A token's O = H * V values x go into row rows[i], or first_row + i without rows. All in float32:
+The O = H * V values x of token i are written to row rows[i], or first_row + i without rows. All
+arithmetic is in float32:
 
     fp8       values = e4m3(x * (1 / global_scale))
     groups    a = max(1e-10, max |x| of the group);  scale = a / 448
@@ -9,14 +10,14 @@ A token's O = H * V values x go into row rows[i], or first_row + i without rows.
     nvfp4     scale = e4m3(max |x| of 16 columns * global_scale / 6)
               values = e2m1(x * global_scale / scale), 0 where scale is 0
 
-e4m3() and e2m1() round to nearest even and saturate, at 448 and 6; the sign of 0 is kept. What the
-buffers are: openmla/outputs.py. Negative rows are not written, others at most once; nothing but
-these rows' values and scales is. Quotients and the reciprocal are rounded once: every backend gives
-the same bytes.
+e4m3() and e2m1() round to nearest even and saturate, at 448 and 6; the sign of 0 is kept. For the
+buffers, see openmla/outputs.py. Negative rows are not written, others at most once; only the values
+and scales of these rows are written. Quotients and the reciprocal are rounded once, so every
+backend writes the same bytes.
 
-A NaN stays one: byte 0x7f in fp8; in a group its scale is NaN and so are all its values; in NVFP4
-the scale is 0x7f, NaN, and the group's values are 0. An infinity saturates in fp8 and NVFP4; in a
-group the scale is infinite, so that all of it is NaN for a reader.
+A NaN is kept: in fp8 it is byte 0x7f; in a group, the scale and all values are NaN; in NVFP4 the
+scale is 0x7f (NaN) and the group's values are 0. An infinity saturates in fp8 and NVFP4; in a group
+the scale is infinite, so that the whole group is NaN when read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from openmla.ops._register import Cost
 
 
 def problem(device: torch.device, dtype: torch.dtype, format: str) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "quantize_out", dtype=dtype, format=format)
 
 
@@ -56,7 +57,7 @@ def quantize_out(
     format: str,
     backend: str = "auto",
 ) -> None:
-    """Quantise n rows; see the module's text for the contract."""
+    """Quantize n rows; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int, format: str) -> Cost:

@@ -1,14 +1,14 @@
 """quantize_queries: concatenate latent and RoPE parts of queries and quantize them to e4m3.
 
     x      = [latent, q_pe], [T, H, D], in float32
-    scale  = max(1e-10, max |x| of the token and head) / 448, or q_scale where that is given
-    q      = e4m3(x * (1 / scale)),  which stands for q * scale
+    scale  = max(1e-10, max |x| of the token and head) / 448, or q_scale if given
+    q      = e4m3(x * (1 / scale)),  which represents q * scale
 
 e4m3() rounds to nearest even and saturates at 448; the sign of 0 is kept. The quotients are rounded
-once: every backend gives the same bytes. A NaN makes the scale of its token and head NaN, and with
-it all that readers see of it; with q_scale it is byte 0x7f alone. An infinity does the same to a
-scale that is found, and saturates with q_scale.
-mqa_paged and mqa_sparse take both results.
+once, so every backend writes the same bytes. A NaN makes the scale of its token and head NaN, and
+with it every value that is read from them; with q_scale, only its own byte is 0x7f. An infinity
+does the same to a computed scale, and saturates with q_scale.
+mqa_paged and mqa_sparse accept both results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def fake(latent: Tensor, T: int, H: int, C: int, R: int) -> tuple[Tensor, Tensor
 
 
 def problem(device: torch.device, dtype: torch.dtype, *, D: int) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "quantize_queries", dtype=dtype, D=D)
 
 
@@ -47,9 +47,9 @@ def quantize_queries(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # q [T, H, D] e4m3, scale [T, H] f32
-    """Quantise queries; see the module's text for the contract."""
+    """Quantize queries; see the module docstring for the contract."""
 
 
 def cost(T: int, *, H: int, D: int, itemsize: int) -> Cost:
-    """Queries read once and written once, in a byte each."""
+    """Queries read once and written once, at one byte per value."""
     return Cost(T * H * (D * (itemsize + 1) + 4), 3 * T * H * D)

@@ -4,8 +4,8 @@
     pairs:   (x[2i], x[2i+1])   <- (x[2i] c_i - x[2i+1] s_i,  x[2i+1] c_i + x[2i] s_i)
     halves:  (x[i], x[i+R/2])   <- (x[i] c_i - x[i+R/2] s_i,  x[i+R/2] c_i + x[i] s_i)
 
-`inverse` rotates back (s negated). x is [T, H, R], usually a slice of wider heads: rotating part
-of a head means passing that part. Rotated columns stay where they are. The table holds cos and
+`inverse` rotates back (s negated). x is [T, H, R], usually a slice of wider heads: to rotate part
+of a head, pass that part. Rotated columns are not reordered. The table holds cos and
 sin, magnitude factors included. Arithmetic is in float32 (float64 if x or the table is), rounded
 once. Rows of x past the positions [T'], T' <= T, are not touched.
 """
@@ -34,7 +34,7 @@ def check(op: str, x: Tensor, R: int, S: int, T: int) -> None:
 
 
 def check_table(op: str, table: Tensor | None, pairing: str = "pairs") -> None:
-    """What ops that rotate check alike."""
+    """Run the checks shared by ops that rotate."""
     if table is not None and table.dtype.itemsize < 4:
         raise ShapeError(f"{op}: table must be float32 or float64, got {table.dtype}.")
     if pairing not in PAIRINGS:
@@ -42,7 +42,7 @@ def check_table(op: str, table: Tensor | None, pairing: str = "pairs") -> None:
 
 
 def problem(device: torch.device, dtype: torch.dtype) -> Problem:
-    """A call, as backends are asked about it."""
+    """Describe a call to the backends."""
     return problem_on(device, "rope", dtype=dtype)
 
 
@@ -62,7 +62,7 @@ def rope(
     inverse: bool = False,
     backend: str = "auto",
 ) -> None:
-    """Rotate T' rows; see the module's text for the contract."""
+    """Rotate T' rows; see the module docstring for the contract."""
 
 
 def cost(num_rows: int, *, H: int, R: int, itemsize: int) -> Cost:
