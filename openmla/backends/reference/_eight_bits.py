@@ -1,4 +1,4 @@
-"""Heads in e4m3, for the references of ops that attend to them."""
+"""Decoding of e4m3 heads, for the references of ops that attend to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 256.0  # what probability 1 is rounded as: a power of two, so that it is exact
+LARGEST = 256.0  # scale of probs before rounding: a power of two, so that 1 is exact
 
 Scales = tuple[Tensor, Tensor, Tensor]
 
@@ -14,8 +14,8 @@ Scales = tuple[Tensor, Tensor, Tensor]
 def decoded(
     q: Tensor, k: Tensor, v: Tensor, key_start_loc: Tensor, scales: Scales | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v times their scales, in float32, keys of requests alone; as they are without
-    scales."""
+    """Return q, k and v times their scales, in float32, without key rows past the last request;
+    return them unchanged without scales."""
     if scales is None:
         return q, k, v
     q_scale, k_scale, v_scale = scales
@@ -30,7 +30,7 @@ def decoded(
 
 
 def rounded_weights(logits: Tensor) -> Tensor:
-    """Softmax of logits [..., S] whose numerators are e4m3 at LARGEST times their value."""
+    """Softmax of logits [..., S] whose numerators are scaled by LARGEST and rounded to e4m3."""
     largest = logits.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -torch.inf, 0)
     rounded = ((logits - largest).exp() * LARGEST).to(E4M3).float()

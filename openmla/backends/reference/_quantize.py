@@ -1,7 +1,8 @@
-"""Quantisers of attention outputs: rows [n, O] into the values and scales of every format.
+"""Quantize attention outputs: rows [n, O] into the values and scales of every format.
 
-All of it in float32, quotients and not products with reciprocals unless the definition says so;
-specification: ops/quantize_out.py. NaN is the byte 0x7f in e4m3, whatever its sign.
+Arithmetic is in float32, with quotients instead of products with reciprocals unless the definition
+has a reciprocal. ops/quantize_out.py is the specification. In e4m3, NaN of either sign is the byte
+0x7f.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from torch import Tensor
 from openmla.cache.format import FP8_MAX, power_of_two, raw_view, to_fp8
 from openmla.outputs import FP4_GROUP, FP4_MAX, get_output_format, swizzled_offset
 
-SMALLEST = 1e-10  # of a group's largest value, and of a scale that becomes a power of two
-MIDDLES = ((0.25, 0.75), (1.25, 1.75), (2.5, 3.5), (5.0,))  # between e2m1's: down on ties, then up
+SMALLEST = 1e-10  # lower bound of a group's max and of a scale rounded to a power of two
+MIDDLES = ((0.25, 0.75), (1.25, 1.75), (2.5, 3.5), (5.0,))  # between e2m1 values; ties: down, up
 
 
 def write_quantized(
@@ -26,7 +27,7 @@ def write_quantized(
     first_row: int,
     format: str,
 ) -> None:
-    """Quantise x into rows of the buffers: `rows`, negative ones skipped, or first_row and on."""
+    """Quantize x into `rows` of the buffers (negative ones skipped), or from first_row on."""
     if rows is None:
         rows = torch.arange(first_row, first_row + x.shape[0], device=x.device)
     kept = rows >= 0
@@ -45,7 +46,7 @@ def write_quantized(
 def quantize(
     x: Tensor, global_scale: Tensor | None, *, format: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Bytes of the values [n, O or O/2] of x [n, O], and their scales [n, groups] if any."""
+    """Return the value bytes [n, O or O/2] of x [n, O], and the scales [n, groups] if any."""
     layout, x = get_output_format(format), x.to(torch.float32)
     if not layout.group:
         assert global_scale is not None
@@ -61,7 +62,7 @@ def quantize(
 
 
 def _quantize_fp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A block whose scale is 0 or NaN has zeros."""
+    """Quantize to e2m1; groups whose scale is 0 or NaN become zeros."""
     groups = x.unflatten(1, (-1, FP4_GROUP))
     stored = encode_fp8(_over(groups.abs().amax(-1) * global_scale, FP4_MAX))
     scales = stored.view(torch.float8_e4m3fn).to(torch.float32)[:, :, None]
@@ -71,12 +72,12 @@ def _quantize_fp4(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_fp8(values: Tensor) -> Tensor:
-    """float32 to e4m3 bytes: nearest even, saturated, NaN 0x7f."""
+    """Convert float32 to e4m3 bytes: nearest even, saturated, NaN as 0x7f."""
     return to_fp8(values).view(torch.uint8).where(~values.isnan(), 0x7F)
 
 
 def encode_fp4(values: Tensor) -> Tensor:
-    """float32 to e2m1 codes, a byte each: nearest, of two as near the even code, saturated."""
+    """Convert float32 to e2m1 codes, one byte each: nearest, ties to the even code, saturated."""
     codes = torch.zeros_like(values, dtype=torch.uint8)
     magnitudes = values.abs()
     for down, *up in MIDDLES:
@@ -87,5 +88,5 @@ def encode_fp4(values: Tensor) -> Tensor:
 
 
 def _over(values: Tensor, number: float) -> Tensor:
-    """A true quotient: torch on a GPU multiplies by the reciprocal of a Python number."""
+    """Divide exactly: torch on a GPU multiplies by the reciprocal of a Python number."""
     return values / torch.full((), number, dtype=values.dtype, device=values.device)

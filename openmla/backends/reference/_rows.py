@@ -1,4 +1,4 @@
-"""Which request a row belongs to, and where its positions are: shared by the sparse references."""
+"""Requests of rows and slots of positions, shared by the sparse references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def row_requests(query_start_loc: Tensor, T: int) -> Tensor:
-    """[T] i64: the request that owns each row, B for rows that belong to none."""
+    """Return the request that owns each row, [T] i64; B for rows without a request."""
     rows = torch.arange(T, dtype=torch.int32, device=query_start_loc.device)
     return torch.searchsorted(query_start_loc[1:].contiguous(), rows, right=True)
 
@@ -15,7 +15,7 @@ def row_requests(query_start_loc: Tensor, T: int) -> Tensor:
 def look_up(
     positions: Tensor, block_table: Tensor, requests: Tensor, BS: int, num_blocks: int
 ) -> Tensor:
-    """[T, K] i64 slots of positions [T, K] in the rows' requests, -1 where there is none."""
+    """Return slots [T, K] i64 of positions [T, K] in the rows' requests; -1 for none."""
     B, M = block_table.shape
     positions = positions.long()
     valid = (positions >= 0) & (positions < M * BS) & (requests < B)[:, None]

@@ -1,4 +1,4 @@
-"""Weights of a head as numbers: e4m3 times the scales of its blocks."""
+"""Dequantized head weights: e4m3 values times the scales of their blocks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from torch import Tensor
 
 
 def scaled(w: Tensor, w_scale: Tensor | None, dtype: torch.dtype) -> Tensor:  # [H, K, N]
-    """Multiplied out in `dtype`, float32 or wider, where a product of 4 and 24 bits rounds once or
-    not at all."""
+    """Dequantize in `dtype`, float32 or wider: a product of 4 and 24 bits rounds at most once."""
     wide = w.to(dtype)
     if w_scale is None:
         return wide

@@ -26,7 +26,7 @@ def run(
 ) -> None:
     slots, n = slot_mapping, slot_mapping.shape[0]
     rows = torch.cat([kv_c[:n], k_pe[:n]], dim=1)
-    if rope_ratio is not None:  # a scale per column
+    if rope_ratio is not None:  # one scale per column
         widths = torch.tensor([kv_c.shape[1], k_pe.shape[1]], device=rows.device)
         kv_scale = torch.stack([kv_scale, kv_scale * rope_ratio]).repeat_interleave(widths)
     written = slots >= 0

@@ -1,4 +1,4 @@
-"""compress_kv, reference: one request after another, its windows gathered or folded."""
+"""compress_kv, reference: one request after another, with its windows gathered or folded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kernel_of(problem: Problem) -> str:
 
 
 class Fold(NamedTuple):
-    """An online softmax of the tokens seen so far, weighted with exp(z - running_max)."""
+    """Online softmax over the tokens seen so far, weighted with exp(z - running_max)."""
 
     running_max: Tensor  # [D]
     running_sum: Tensor  # [D]
@@ -90,15 +90,15 @@ def run(
 def _pool_overlapping(
     state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int, *, alone: bool
 ) -> Tensor:
-    """[E, D] of the windows this step finishes; tokens of the two before come from the state.
-    `alone`: a window at a time, because torch sums several of them in another order."""
+    """Return [E, D] for the windows this step completes; older tokens come from the state.
+    `alone`: one window at a time, because torch sums several in another order."""
     V, n, D = state.shape[0], kv.shape[0], kv.shape[1] // 2
     first = max(start - (2 * ratio - 1), 0)
     kept = state[torch.arange(first, start, device=kv.device) % V]
     rows = torch.cat([kept, torch.cat([kv, z], dim=1)])  # positions first .. start + n - 1
     windows = torch.arange(start // ratio, (start + n) // ratio, device=kv.device)
     places = windows[:, None] * ratio + torch.arange(-ratio, ratio, device=kv.device) - first
-    valid = (places >= 0)[..., None]  # a first window has none before it
+    valid = (places >= 0)[..., None]  # the first window has no predecessor
     u, scores = rows[places.clamp_min(0)].chunk(2, dim=-1)  # [E, 2 ratio, 2 D]
     older, newer = slice(0, ratio), slice(ratio, 2 * ratio)
     u = torch.cat([u[:, older, :D], u[:, newer, D:]], dim=1).masked_fill(~valid, 0)
@@ -113,7 +113,7 @@ def _pool_overlapping(
 
 
 def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
-    """[E, D] of the windows this step finishes, folded on from what the state has of the first."""
+    """Return [E, D] for the windows this step completes; the first continues from the state."""
     V, n, D = state.shape[0], *kv.shape
     pooled, folds = [], {}
     carry = None
@@ -122,7 +122,7 @@ def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -
     for window in range(start // ratio, (start + n - 1) // ratio + 1):
         low = max(window * ratio - start, 0)
         high = min((window + 1) * ratio - start, n)
-        for k in range(max(low, n - V), high):  # rows the state will keep
+        for k in range(max(low, n - V), high):  # rows that the state keeps
             folds[k] = _fold(kv[low : k + 1], z[low : k + 1], carry)
         if high + start == (window + 1) * ratio:
             finished = _fold(kv[low:high], z[low:high], carry)
@@ -134,7 +134,7 @@ def _pool_folded(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -
 
 
 def _pool_alone(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) -> Tensor:
-    """The same a token at a time: no sum knows how many tokens a step has."""
+    """Pool one token at a time, so that no sum depends on the number of tokens in a step."""
     V, n, D = state.shape[0], *kv.shape
     pooled, folds = [], []
     carry = Fold(*state[(start - 1) % V].clone().chunk(3)) if start % ratio else None
@@ -150,7 +150,7 @@ def _pool_alone(state: Tensor, kv: Tensor, z: Tensor, start: int, ratio: int) ->
 
 
 def _fold(kv: Tensor, z: Tensor, carry: Fold | None) -> Fold:
-    """Rows [k, D] added to what was folded before them."""
+    """Add rows [k, D] to the fold of the tokens before them."""
     running_max = z.amax(0) if carry is None else z.amax(0).maximum(carry.running_max)
     weights = (z - running_max).exp()
     running_sum, accumulator = weights.sum(0), (weights * kv).sum(0)

@@ -1,4 +1,4 @@
-"""index_logits, reference: one request after another, its keys decoded at once."""
+"""index_logits, reference: one request after another, with its keys decoded at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from openmla.backends import Problem
 from openmla.backends.kernels import Variant
 from openmla.cache.format import get_format
 
-PRODUCTS = 2**22  # head products held at once; more queries are taken in chunks
+PRODUCTS = 2**22  # head products held at once; more queries are processed in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -52,7 +52,7 @@ def run(
         places = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[places // BS] * BS + places % BS
         keys = get_format(format).read(cache, slots, one, wide, DI)
-        if alone:  # no product with rows of other tokens, nor with keys that this one does not see
+        if alone:  # no product includes other tokens, or keys that this token does not see
             for t in range(start, stop):
                 products = (q_idx[t].to(wide, copy=True) @ keys[: lens[t]].T).relu_()  # [HI, S]
                 logits[t, : lens[t]] = w_idx[t].clone() @ products
@@ -66,7 +66,7 @@ def run(
 def score(
     out: Tensor, q_idx: Tensor, w_idx: Tensor, keys: Tensor, starts: Tensor, ends: Tensor
 ) -> None:
-    """out [n, S] = sum over heads of w * relu(q . k) from starts to ends, a few rows at a time."""
+    """Write the sum over heads of w * relu(q . k) from starts to ends to out [n, S], in chunks."""
     n, HI, _ = q_idx.shape
     places = torch.arange(keys.shape[0], device=keys.device)
     step = max(PRODUCTS // max(HI * keys.shape[0], 1), 1)

@@ -1,4 +1,4 @@
-"""index_logits_ragged, reference: all keys for all queries, then the ranges."""
+"""index_logits_ragged, reference: score all keys for all queries, then mask the ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""index_select, reference: the two steps, a few rows at a time."""
+"""index_select, reference: index_logits, then index_topk, a few rows at a time."""
 
 from __future__ import annotations
 

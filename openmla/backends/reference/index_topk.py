@@ -1,4 +1,4 @@
-"""index_topk, reference: everything above the K-th score, then its equals from the left."""
+"""index_topk, reference: all scores above the K-th, then ties with it from the left."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def run(
 
 
 def choose(positions: Tensor, logits: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """Fill positions [n, K], rising in every row."""
+    """Fill positions [n, K], ascending in every row."""
     K, S = positions.shape[1], logits.shape[1]
     columns = torch.arange(S, dtype=torch.int32, device=logits.device)
     inside = (columns >= starts) & (columns < starts + lens)
-    kept = inside & (lens <= K)  # short rows whole, without looking
+    kept = inside & (lens <= K)  # short rows whole, whatever their scores
     if S > K:
         scores = logits.masked_fill(~inside | logits.isnan(), -torch.inf)
         cut = scores.topk(K, dim=1).values[:, -1:]

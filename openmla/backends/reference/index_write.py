@@ -1,4 +1,4 @@
-"""index_write, reference: LayerNorm, rotation, Hadamard matrix, then the format's own write."""
+"""index_write, reference: LayerNorm, RoPE, Hadamard matrix, then the write of the format."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def run(
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Rows [T, n] times the orthonormal Hadamard matrix, n a power of two: sums and differences of
-    columns, so that a row's bits do not depend on how many rows there are."""
+    """Multiply rows [T, n] by the orthonormal Hadamard matrix, n a power of two. Sums and
+    differences of columns keep a row's bits independent of the number of rows."""
     n, width = x.shape[-1], 1
     while width < n:
         first, second = x.unflatten(-1, (n // (2 * width), 2, width)).unbind(-2)

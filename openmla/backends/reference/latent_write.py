@@ -1,4 +1,4 @@
-"""latent_write, reference: norm, rotation and write one after another."""
+"""latent_write, reference: norm, RoPE and cache write in sequence."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def run(
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, rounded to x's type."""
+    """RMSNorm over the last dimension without a weight, rounded to x's dtype."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)

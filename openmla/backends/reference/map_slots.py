@@ -1,4 +1,4 @@
-"""map_slots, reference: the formula, and a stable sort where entries are moved to the front."""
+"""map_slots, reference: the formula, and a stable sort to move entries to the front."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.reference._rows import look_up, row_requests
 
-ENTRIES = 2**20  # looked up at once
+ENTRIES = 2**20  # entries looked up at once
 
 
 def why_not(problem: Problem) -> str | None:

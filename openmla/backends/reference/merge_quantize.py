@@ -1,4 +1,4 @@
-"""merge_quantize, reference: the merge in out's dtype, then the quantiser."""
+"""merge_quantize, reference: merge, round to out's dtype, then quantize."""
 
 from __future__ import annotations
 

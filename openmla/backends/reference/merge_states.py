@@ -1,4 +1,4 @@
-"""merge_states, reference: weights first, empty sides replaced and not multiplied."""
+"""merge_states, reference: weights first; empty sides are replaced, not multiplied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def merge(
     wide = torch.promote_types(torch.promote_types(out.dtype, other_out.dtype), torch.float32)
     wide = torch.promote_types(torch.promote_types(lse.dtype, other_lse.dtype), wide)
     lses = torch.stack([lse.to(wide), other_lse.to(wide)])
-    empty = lses == -torch.inf  # NaN and +inf are not: they make the row NaN
+    empty = lses == -torch.inf  # NaN and +inf do not count as empty: they make the row NaN
     largest = lses.amax(dim=0)
     weights = (lses - largest).exp().masked_fill(empty, 0)
     total = weights.sum(dim=0)

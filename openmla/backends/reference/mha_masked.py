@@ -1,4 +1,4 @@
-"""mha_masked, reference: one request after another, a few queries at a time, bits spread out."""
+"""mha_masked, reference: one request after another, in chunks of queries with unpacked bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.backends.reference._eight_bits import Scales, decoded, rounded_weights
 
-LOGITS = 2**22  # held at once
+LOGITS = 2**22  # logits held at once
 
 
 def why_not(problem: Problem) -> str | None:
@@ -41,7 +41,7 @@ def run(
         S = keys.stop - keys.start
         if S == 0 or start == stop:
             continue
-        # copies: a product's bits may depend on addresses, a request's on its place then
+        # copies: a matmul's bits may depend on addresses, and so on the request's place
         wide_k, wide_v = k[keys].to(wide, copy=True), v[keys].to(wide, copy=True)
         step = max(LOGITS // (H * S), 1)
         for i in range(start, stop, step):
@@ -57,7 +57,7 @@ def run(
 
 
 def spread_bits(mask: Tensor, S: int) -> Tensor:
-    """[n, S] bool from [n, words] i32."""
+    """Unpack mask words [n, words] i32 to [n, S] bool."""
     places = torch.arange(32, dtype=torch.int32, device=mask.device)
     words = mask[:, : -(-S // 32), None]
     return ((words >> places) & 1).flatten(1)[:, :S].bool()

@@ -1,4 +1,4 @@
-"""mha_ragged, reference: one request after another, the formula as it is written."""
+"""mha_ragged, reference: the literal formula, one request after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openmla.backends import Problem
 from openmla.backends.expanded import joined
 from openmla.backends.reference._eight_bits import Scales, decoded, rounded_weights
 
-LOGITS = 2**26  # held at once; more queries are taken in chunks
+LOGITS = 2**26  # logits held at once; more queries are processed in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -41,12 +41,12 @@ def run(
         keys = slice(key_bounds[b], key_bounds[b + 1])
         S = keys.stop - keys.start
         n = query_bounds[b + 1] - query_bounds[b]
-        # aligned at the end, so with fewer keys than queries the first n - S queries see none
+        # causal is aligned at the end: with fewer keys than queries, the first n - S see none
         start = query_bounds[b] + (max(n - S, 0) if causal else 0)
         n = query_bounds[b + 1] - start
         if n == 0 or S == 0:
             continue
-        # copies: a product's bits may depend on addresses, a request's on its place then
+        # copies: a matmul's bits may depend on addresses, and so on the request's place
         wide_k, wide_v = k[keys].to(wide, copy=True), v[keys].to(wide, copy=True)
         positions = torch.arange(S, device=q.device)
         step = max(LOGITS // (H * S), 1)

@@ -1,4 +1,4 @@
-"""mqa_paged, reference: gather each request's rows, then the formula as it is written."""
+"""mqa_paged, reference: gather each request's rows, then apply the literal formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from openmla.backends import Problem
 from openmla.cache.format import get_format
 
-LOGITS = 2**26  # held at once; more queries are taken in chunks
+LOGITS = 2**26  # logits held at once; more queries are processed in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -46,7 +46,7 @@ def run(
         positions = torch.arange(S, device=cache.device)
         slots = block_table[b].long()[positions // BS] * BS + positions % BS
         rows = get_format(format).read(cache, slots, kv_scale, wide, D)  # [S, D]
-        if run_length:  # a query's bits are its own: one by one, over the keys it sees
+        if run_length:  # batch-invariant: one query at a time, over the keys it sees
             for t in range(start, stop):
                 seen = rows[: S - stop + 1 + t] if causal else rows
                 out[t], lse[t] = attend_alone(q_latent[t].to(wide, copy=True), seen, scale, C)
@@ -64,7 +64,7 @@ def run(
 
 
 def decoded_queries(q: Tensor, q_scale: Tensor | None) -> tuple[Tensor, torch.dtype]:
-    """e4m3 queries times their scale, and the dtype of outputs; others as they are."""
+    """Return queries, multiplied by their scale if they are e4m3, and the dtype of outputs."""
     if q_scale is None:
         return q, q.dtype
     return q.to(torch.float32) * (q_scale[..., None] if q_scale.dim() else q_scale), torch.bfloat16
@@ -76,7 +76,7 @@ def attend_alone(
     scale: float,
     C: int,
 ) -> tuple[Tensor, Tensor]:  # [H, C], [H]
-    """One query over its rows, in products whose shapes nothing else decides."""
+    """Attend with one query over its rows, in matmuls whose shapes depend on nothing else."""
     if rows.shape[0] == 0:
         return q.new_zeros((q.shape[0], C)), q.new_full((q.shape[0],), -torch.inf)
     logits = scale * (q @ rows.T)

@@ -1,4 +1,4 @@
-"""mqa_sparse, reference: the rows of a few tokens at a time, both segments side by side."""
+"""mqa_sparse, reference: the rows of a few tokens at a time, both segments concatenated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from openmla.backends.reference._rows import look_up, row_requests
 from openmla.backends.reference.mqa_paged import attend_alone, decoded_queries
 from openmla.cache.format import get_format
 
-ELEMENTS = 2**21  # of gathered rows held at once; more tokens are taken in chunks
+ELEMENTS = 2**21  # elements of gathered rows held at once; more tokens are processed in chunks
 
 
 def prefers_slots(problem: Problem) -> bool:
-    """As the kernels do, whose plans are the same then."""
+    """Decide as the Triton kernels do, so that plans are the same."""
     many = problem.tokens > 256 and not problem.run_length
     return many and problem.format != "fp8_ds_mla"
 
@@ -45,7 +45,7 @@ def run(
     lse = q_latent.new_full((T, H), -torch.inf, dtype=wide)
     requests = row_requests(query_start_loc, T)
     B = query_start_loc.shape[0] - 1
-    if run_length:  # a token's bits are its own
+    if run_length:  # batch-invariant: one token at a time
         for t in range(T):
             rows = named_rows(segments, slice(t, t + 1), positions, requests, B, D, wide)
             attended, lse[t] = attend_alone(q_latent[t].to(wide, copy=True), rows, scale, C)
@@ -81,7 +81,7 @@ def run(
 
 
 def kept_by(sink: Tensor, lse: Tensor) -> Tensor:
-    """What a sink leaves of outputs."""
+    """Return the factor by which a sink reduces outputs."""
     kept = (lse - sink.to(lse.dtype)).sigmoid()
     return kept.masked_fill(lse == -torch.inf, 0)
 
@@ -95,7 +95,7 @@ def named_rows(
     D: int,
     dtype: torch.dtype,
 ) -> Tensor:  # [n, D]
-    """The rows of one token, of both segments, and none of what only fills a table up."""
+    """Return the rows of one token from all segments, without skipped entries."""
     parts = []
     for segment in segments:
         slots = listed_slots(segment, token, positions[token], requests[token])[0]
@@ -106,7 +106,7 @@ def named_rows(
 
 
 def listed_slots(segment: Any, chunk: slice, positions: Tensor, requests: Tensor) -> Tensor:
-    """[n, width] i64: the slots a segment names for some tokens, -1 where there is none."""
+    """Return the slots that a segment lists for some tokens, [n, width] i64; -1 for none."""
     N, BS, _ = segment.cache.shape
     table = segment.block_table
     width = segment.width
@@ -120,6 +120,6 @@ def listed_slots(segment: Any, chunk: slice, positions: Tensor, requests: Tensor
     if segment.kind == "prefix":
         entries = columns.where(columns < (positions[:, None] + 1) // segment.span, -1)
         return look_up(entries, table, requests, BS, N)
-    last = positions[:, None] - columns  # the window, backwards from the token itself
+    last = positions[:, None] - columns  # window, backwards from the token itself
     ring = table.shape[1] * BS
     return look_up((last % ring).where(last >= 0, -1), table, requests, BS, N)

@@ -1,4 +1,4 @@
-"""pack_mask, reference: a byte per key, a few rows at a time, then 32 of them into a word."""
+"""pack_mask, reference: one byte per key, then 32 of them per word, a few rows at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 
-KEYS = 2**20  # held as bytes at once
+KEYS = 2**20  # keys held as bytes at once
 
 
 def why_not(problem: Problem) -> str | None:

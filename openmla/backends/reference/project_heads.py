@@ -1,8 +1,8 @@
-"""project_heads, reference: weights multiplied out, then one product a head.
+"""project_heads, reference: dequantized weights, then one matmul per head.
 
-A library's product of several rows may sum in another order for another number of them. Where bits
-must not depend on it, rows are multiplied one by one, each copied first: its address does not
-depend on its place, either.
+A library matmul may change its order of summation with the number of rows. Where bits must not
+depend on that, rows are multiplied one by one. Each is copied first, so that its address does not
+depend on its place either.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ def run_rows(out: Tensor, x: Tensor, w: Tensor, w_scale: Tensor | None) -> None:
 
 
 def product(x: Tensor, w: Tensor, w_scale: Tensor | None) -> Tensor:  # [T, H, N], wide
-    """In float32, float64 for float64 x."""
+    """Multiply in float32, or in float64 for float64 x."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return torch.bmm(x.transpose(0, 1).to(wide), scaled(w, w_scale, wide)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""project_quantize, reference: the product in the input's dtype, then the quantiser."""
+"""project_quantize, reference: project, round to the input's dtype, then quantize."""
 
 from __future__ import annotations
 

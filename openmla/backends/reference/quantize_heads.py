@@ -1,4 +1,4 @@
-"""quantize_heads, reference: whole heads in float32, a scale each, bytes."""
+"""quantize_heads, reference: widen heads to float32, scale, then encode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openmla.backends import Problem
 from openmla.backends.reference._quantize import encode_fp8
 from openmla.cache.format import FP8_MAX, power_of_two
 
-SMALLEST = 2.0**-60  # a row's largest magnitude, at least
+SMALLEST = 2.0**-60  # lower bound of a row's largest magnitude
 
 
 def why_not(problem: Problem) -> str | None:

@@ -1,4 +1,4 @@
-"""quantize_out, reference: rows as they are into the quantiser."""
+"""quantize_out, reference: quantize the flattened rows."""
 
 from __future__ import annotations
 

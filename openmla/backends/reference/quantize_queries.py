@@ -1,4 +1,4 @@
-"""quantize_queries, reference: the formula as it is written."""
+"""quantize_queries, reference: the literal formula."""
 
 from __future__ import annotations
 

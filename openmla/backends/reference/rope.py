@@ -1,4 +1,4 @@
-"""rope, reference: both pairings as a view of two columns per angle."""
+"""rope, reference: both pairings as views of two columns per angle."""
 
 from __future__ import annotations
 
