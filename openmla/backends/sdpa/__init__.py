@@ -1,1 +1,1 @@
-"""torch's own kernels: attention that returns the log-sum-exp, and on CPUs batched matmul."""
+"""PyTorch kernels: attention that returns the log-sum-exp, and batched matmul on CPUs."""

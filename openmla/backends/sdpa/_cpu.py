@@ -1,11 +1,11 @@
-"""Ordinary attention on CPUs by torch's flash kernel: request by request, and no mask is made.
+"""Ordinary attention on CPUs with torch's flash kernel, request by request and without masks.
 
-Where queries have context before them, it and their own rows are two calls, merged by their lse: a
-mask would be read for every head.
+If queries have context before them, the context and their own rows are two calls, merged by their
+lse: a mask would be read for every head.
 
-It runs in float32 at least: in 16 bits torch's kernel takes a shortcut in exp that puts lse outside
-the error budget. Heads lie apart, each one's rows together: the kernel is 2 % slower with rows of
-all heads side by side, a copy costs a tenth of that.
+Arithmetic is in float32 at least: in 16 bits, torch's kernel approximates exp in a way that puts
+lse outside the error budget. The rows of each head are contiguous: the kernel is 2 % slower with
+rows of all heads interleaved, and a copy costs a tenth of that.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def attend(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:  # [T, H, V], [T, H]
-    """The op, its start_locs as integers."""
+    """Run mha_ragged with its start_locs as integers."""
     T, H, _ = q.shape
     last_query, last_key = query_bounds[-1], key_bounds[-1]
-    if len(query_bounds) == 2 and last_query == T:  # all there is
+    if len(query_bounds) == 2 and last_query == T:  # one request without padding
         return _attend_request(q, *_rows(0, last_key, k, v, k_pe), scale, causal)
     out = q.new_empty((T, H, v.shape[2]))
     lse = q.new_empty((T, H), dtype=_wide(q))
@@ -56,7 +56,7 @@ def _rows(
 def _attend_request(
     q: Tensor, k: Tensor, v: Tensor, k_pe: Tensor | None, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:  # [n, H, V], [n, H]
-    (n, H, E), S, V = q.shape, k.shape[0], v.shape[2]  # E: of queries, k may have fewer
+    (n, H, E), S, V = q.shape, k.shape[0], v.shape[2]  # E: query width; k may be narrower
     blind = max(n - S, 0) if causal or S == 0 else 0  # queries that see no key
     if blind:
         out = q.new_zeros((n, H, V))
@@ -64,7 +64,7 @@ def _attend_request(
         if blind < n:
             out[blind:], lse[blind:] = _attend_request(q[blind:], k, v, k_pe, scale, causal)
         return out, lse
-    width, dtype = max(E, V), _wide(q)  # zero columns change neither products nor, cut off, output
+    width, dtype = max(E, V), _wide(q)  # zero columns change neither products nor the sliced output
     q_heads, v_heads = (_heads_apart(part, None, width, dtype) for part in (q, v))
     k_heads = _heads_apart(k, k_pe, width, dtype)
     out, lse = _attend_heads(q_heads, k_heads, v_heads, scale, causal)
@@ -78,8 +78,8 @@ def _attend_request(
 
 def _attend_heads(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:  # [1, H, n, E], rows of all heads side by side; [1, H, n]
-    """Of heads that are as wide and lie apart, every query with a key to see."""
+) -> tuple[Tensor, Tensor]:  # [1, H, n, E], rows of all heads interleaved; [1, H, n]
+    """Attend with contiguous heads of equal width, where every query sees a key."""
     context = k.shape[2] - q.shape[2] if causal else 0
     if not context:
         out, lse = flash(q, k, v, 0.0, causal, scale=scale)
@@ -93,7 +93,7 @@ def _attend_heads(
 def _heads_apart(
     rows: Tensor, shared: Tensor | None, width: int, dtype: torch.dtype
 ) -> Tensor:  # [1, H, n, width]
-    """Rows [n, H, E], then the columns that all heads share [n, R], filled up with zeros."""
+    """Return rows [n, H, E], then the columns [n, R] shared by all heads, padded with zeros."""
     n, H, E = rows.shape
     heads = rows.transpose(0, 1)
     if width == E and rows.dtype == dtype:  # a copy: bits may depend on addresses

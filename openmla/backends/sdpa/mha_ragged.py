@@ -1,9 +1,9 @@
-"""mha_ragged, sdpa: torch's own kernels. CPU flash per request; on CUDA flash or cuDNN.
+"""mha_ragged, sdpa: PyTorch's own kernels. CPU flash per request; on CUDA flash or cuDNN.
 
-CUDA needs no host read: flash takes the ragged batch as it is. One request alone, square or not
-causal, goes to cuDNN on SM90, the faster of the two there (docs/h200.md has what was seen).
-cuDNN's ragged form is not used: it plans anew on every call and aligns causal at the start.
-CPUs: _cpu.py.
+CUDA needs no host read: flash supports the ragged batch directly. A single request, square or not
+causal, runs on cuDNN on SM90, where it is the faster of the two (docs/h200.md has measurements).
+cuDNN's ragged form is not used: it builds a new plan on every call and aligns causal at the start.
+The CPU code is in _cpu.py.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run(
         return attend(q, k, v, k_pe, *bounds, scale, causal)
     k, V = joined(k, k_pe), v.shape[2]
     T, H, _ = q.shape
-    if min(max_query_len, max_key_len) == 0:  # nobody sees anything
+    if min(max_query_len, max_key_len) == 0:  # no query sees a key
         return q.new_zeros((T, H, V)), q.new_full((T, H), -torch.inf, dtype=torch.float32)
     q, k, v = (aligned(t) for t in (q, k, v))
     one_request = query_start_loc.shape[0] == 2
@@ -90,7 +90,7 @@ def run(
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero columns change neither the products nor, once sliced off, the output."""
+    """Pad with zero columns, which change neither the products nor the sliced output."""
     widest = max(q.shape[2], v.shape[2])
     width = -(-widest // 8) * 8
     q, k, v = (t if t.shape[2] == width else pad(t, (0, width - t.shape[2])) for t in (q, k, v))

@@ -1,12 +1,13 @@
-"""mqa_paged, sdpa: torch's batched matmul over parts of 512 keys, on CPUs, merged by their softmax.
+"""mqa_paged, sdpa: torch's batched matmul over parts of 512 keys on CPUs, merged by their softmax.
 
-A latent row is key and value at once and all heads share it, so heads become query rows. Two
-matmuls read each row, so a few parts at a time are brought into a float32 buffer that stays in the
-processor's cache; in 16 bits torch's matmul would round the logits. Whole pages are gathered, not
-rows; those that follow one another in the cache are a view, and float32 ones are not copied at all.
-Keys are cut at fixed positions, so a row's bits depend neither on where its blocks lie nor on other
-requests. With run_length > 0 they do not depend on its own request's other queries, either: each is
-multiplied by itself, with the keys it sees, a part at a time, all of it copied to one address.
+A latent row is both key and value and is shared by all heads, so heads become query rows. Two
+matmuls read each row, so a few parts at a time are copied to a float32 buffer that stays in the CPU
+cache; in 16 bits torch's matmul would round the logits. Whole pages are gathered, not rows;
+consecutive pages of the cache are a view, and float32 ones are not copied at all. Keys are split
+at fixed positions, so a row's bits depend neither on where its blocks are nor on other requests.
+With run_length > 0 they do not depend on the other queries of its request either: each query is
+multiplied separately with the keys it sees, one part at a time, with everything copied to one
+address.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from openmla.backends import Problem
 from openmla.cache.format import CacheFormat, ScalesBehind, get_format, raw_view
 
 PART = 512  # keys of a partial attention; parts run in parallel
-PARTS = 4  # read at once, or one per thread: 4.7 MB of float32 rows
-MOST_PARTS = 16  # read at once however many threads there are: bounds the logits held
+PARTS = 4  # parts read at once, or one per thread: 4.7 MB of float32 rows
+MOST_PARTS = 16  # parts read at once with any number of threads: bounds the logits held
 MERGED = 32  # parts merged at once: bounds the partial outputs held
-QUERY_ROWS = 512  # queries times heads at once; more are taken in chunks
+QUERY_ROWS = 512  # queries times heads at once; more are processed in chunks
 
 
 def why_not(problem: Problem) -> str | None:
@@ -67,7 +68,7 @@ def run(
             chunk = slice(first, min(first + step, stop))
             q = q_latent[chunk].to(wide, copy=alone).reshape(-1, D)
             seen = S - stop + chunk.stop if causal else S  # keys that the last query sees
-            fewest = S - stop + chunk.start + 1 if causal else S  # and the first
+            fewest = S - stop + chunk.start + 1 if causal else S  # keys that the first query sees
             merge = _Merge()
             for key, rows in pages.read(seen):
                 masked = key + rows.shape[0] * rows.shape[1] > fewest
@@ -80,7 +81,7 @@ def run(
 
 
 def _hidden(key: int, rows: Tensor, fewest: int, seen: int, H: int) -> Tensor:
-    """Which keys [X, n * H, m] the queries do not see; each sees one more than the one before."""
+    """Mask keys [X, n * H, m] that queries do not see; each sees one more than the one before."""
     X, m, _ = rows.shape
     positions = torch.arange(key, key + X * m).view(X, 1, m)
     return positions >= torch.arange(fewest, seen + 1).repeat_interleave(H)[:, None]
@@ -93,19 +94,19 @@ def _attend(
     scale: float,
     C: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Over each of X parts: max of the logits, sum of weights [X, n * H, 1], both times rows."""
+    """Return logits' max and sum of weights [X, n * H, 1] of X parts, and weights times rows."""
     logits = torch.bmm(q.expand(rows.shape[0], -1, -1), rows.transpose(1, 2)).mul_(scale)
     if hidden is not None:
         logits.masked_fill_(hidden, -torch.inf)
     largest = logits.amax(-1, keepdim=True)
-    if hidden is not None:  # a part that a query sees nothing of: weights 0, and not NaN
+    if hidden is not None:  # a part of which a query sees no key has weights 0, not NaN
         largest.clamp_(min=torch.finfo(largest.dtype).min)
     weights = logits.sub_(largest).exp_()
     return largest, weights.sum(-1, keepdim=True), torch.bmm(weights, rows[:, :, :C])
 
 
 class _Merge:
-    """Partial attentions into one, MERGED at a time in key order."""
+    """Merges partial attentions into one, MERGED at a time in key order."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -127,14 +128,14 @@ class _Merge:
         return top, total.mul_(rescale).sum(0, keepdim=True), out
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """out [n * H, C] and lse [n * H]."""
+        """Return out [n * H, C] and lse [n * H]."""
         largest, total, out = self._merged()
         return (out / total)[0], (total.log() + largest)[0, :, 0]
 
 
 class _Kept(threading.local):
-    """Buffers that a thread keeps from call to call. A fresh one is pages that the system maps one
-    by one when they are first written: 3 of the 7 ms of one request of 8192 keys and 8 heads."""
+    """Buffers that a thread keeps between calls. The system maps the pages of a new buffer one by
+    one on first write: 3 of the 7 ms of one request of 8192 keys and 8 heads."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
@@ -153,7 +154,7 @@ _KEPT = _Kept()
 
 
 class _Pages:
-    """The rows of a request, a few parts at a time, in buffers that all calls share."""
+    """Reads the rows of a request, a few parts at a time, into buffers that all calls share."""
 
     def __init__(
         self, cache: Tensor, kv_scale: Tensor, layout: CacheFormat, dtype: torch.dtype, D: int,
@@ -163,23 +164,23 @@ class _Pages:
         self.D, self.BS = D, cache.shape[1]
         at_once = 1 if alone else min(max(PARTS, torch.get_num_threads()), MOST_PARTS)
         self.keys, self.copied = PART * at_once, alone
-        self.in_rows = not isinstance(layout, ScalesBehind)  # a row's bytes are neighbours
+        self.in_rows = not isinstance(layout, ScalesBehind)  # a row's bytes are contiguous
         in_order = self.in_rows and cache.stride(0) == self.BS * cache.stride(1)
         self.flat = cache.flatten(0, 1) if in_order else None
         most = min(self.keys, longest)
         num_pages = 0 if self.keys < self.BS else most // self.BS + 2
         gathered = _KEPT.take("pages", (num_pages, *cache.shape[1:]), cache.dtype)
-        self.raw, self.gathered = raw_view(cache), raw_view(gathered)  # index_select knows no fp8
+        self.raw, self.gathered = raw_view(cache), raw_view(gathered)  # no fp8 index_select
         self.gathered_rows = gathered.flatten(0, 1)
         self.wide = _KEPT.take("wide", (most, D), dtype)
 
     def turn_to(self, table: Tensor, S: int) -> None:
-        """The request whose rows are read from now on."""
+        """Select the request whose rows are read next."""
         self.table = table[: -(-S // self.BS)]
         self.blocks: list[int] = self.table.tolist()
 
     def read(self, S: int) -> Iterator[tuple[int, Tensor]]:
-        """(first position, rows [X, m, D]): X parts of PART keys, or the last, shorter one."""
+        """Yield (first position, rows [X, m, D]): X parts of PART keys or the last, shorter one."""
         for first in range(0, S, self.keys):
             rows = self._rows(first, min(first + self.keys, S))
             end = rows.shape[0] // PART * PART
@@ -201,7 +202,7 @@ class _Pages:
         return self.wide[: end - first].copy_(stored)
 
     def _stored(self, first: int, end: int) -> Tensor | None:
-        """Rows [end - first, W] as stored: a view, or pages gathered; None where neither serves."""
+        """Return stored rows [end - first, W]: a view or gathered pages; None if neither works."""
         if not self.in_rows:
             return None
         begin, offset = divmod(first, self.BS)
@@ -211,7 +212,7 @@ class _Pages:
             return self.cache[blocks[0], rows]
         if self.flat is not None and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
             return self.flat[blocks[0] * self.BS :][rows]
-        if len(blocks) > self.gathered.shape[0]:  # blocks of more rows than are read at once
+        if len(blocks) > self.gathered.shape[0]:  # blocks have more rows than are read at once
             return None
         index = self.table[begin : begin + len(blocks)]
         torch.index_select(self.raw, 0, index, out=self.gathered[: len(blocks)])
