@@ -1,1 +1,1 @@
-"""FlashMLA's kernels, if the package flash_mla is installed: arguments converted, and back."""
+"""Adapter to FlashMLA's kernels, if the package flash_mla is installed."""

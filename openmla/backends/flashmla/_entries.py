@@ -1,4 +1,4 @@
-"""Segments as FlashMLA takes them: one list of slots a token, -1 for all that does not count."""
+"""Convert segments for FlashMLA: one list of slots per token, -1 for entries to skip."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openmla.backends.segments import Segment
 
 
 def owners(query_start_loc: Tensor, T: int) -> Tensor:
-    """[T] i64: the request of each token, B of those that belong to none."""
+    """Return the request of each token, [T] i64; B for tokens without a request."""
     tokens = torch.arange(T, dtype=torch.int32, device=query_start_loc.device)
     return torch.searchsorted(query_start_loc[1:].contiguous(), tokens, right=True)
 
@@ -17,11 +17,11 @@ def owners(query_start_loc: Tensor, T: int) -> Tensor:
 def entries(
     segment: Segment, query_start_loc: Tensor, positions: Tensor, multiple: int
 ) -> Tensor:  # [T, n] i32, n a multiple, not 0
-    """The slots that a segment names. Whatever is no slot of the cache is -1: the kernels look at
-    nothing else, and would read past the cache."""
+    """Return the slots that a segment lists. Anything that is not a slot of the cache becomes -1:
+    the kernels check nothing else and would read past the cache."""
     T, (N, BS, _) = positions.shape[0], segment.cache.shape
     listed, counts = _listed(segment, positions)
-    if segment.kind == "slots":  # decode: every launch counts, and nobody asks whose a token is
+    if segment.kind == "slots":  # decode: every launch counts, owners are not needed
         tokens = torch.arange(T, device=positions.device)
         counts &= (tokens < query_start_loc[-1])[:, None]
     else:
@@ -39,7 +39,7 @@ def entries(
 
 
 def _listed(segment: Segment, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, n] what a token names, and which of it counts."""
+    """Return the entries [T, n] that a token lists, and a mask of those that count."""
     columns = torch.arange(segment.width, device=positions.device)
     if segment.rows is not None:
         assert segment.row_lens is not None
@@ -53,7 +53,7 @@ def _listed(segment: Segment, positions: Tensor) -> tuple[Tensor, Tensor]:
 def _looked_up(
     segment: Segment, listed: Tensor, counts: Tensor, owner: Tensor, BS: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions within requests as slots."""
+    """Map positions within requests to slots."""
     assert segment.block_table is not None
     B, M = segment.block_table.shape
     if B == 0 or M == 0:
@@ -65,5 +65,5 @@ def _looked_up(
     counts = counts & (listed >= 0) & (columns < M)
     table = segment.block_table[owner.clamp_max(B - 1)].long()
     blocks = table.gather(1, columns.where(counts, 0))
-    # a block that is none must not become a slot by its offset
+    # the offset must not turn an invalid block into a slot
     return blocks * BS + listed % BS, counts & (blocks >= 0)

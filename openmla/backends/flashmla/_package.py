@@ -1,7 +1,7 @@
-"""The package flash_mla, of which there are several: what is asked of it, and its schedules.
+"""Variants of the flash_mla package: requirements and kept schedules.
 
-sgl-flash-mla keeps the kernels for Hopper and for V3.2's and V4's rows behind use_legacy=True.
-FlashMLA itself had them until its release of September 2026, which dropped them.
+sgl-flash-mla has the kernels for Hopper and for rows of V3.2 and V4 under use_legacy=True.
+FlashMLA itself dropped them in its release of September 2026.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-# The scheduler of its decode kernels keeps five integers a sequence in shared memory.
+# The scheduler of its decode kernels keeps five integers per sequence in shared memory.
 MAX_SEQUENCES = 8192
 CURE = "Install sgl-flash-mla"
 
-# A schedule of chosen rows follows from shapes alone, so it is made once. Those of prompts are not
-# kept: their shapes are too many, and their schedule is the least of it.
+# A schedule for selected rows depends on shapes only, so it is built once. Prefill schedules are
+# not kept: there are too many shapes, and the schedule is the smallest part of the work.
 MAX_TOKENS, MAX_KEPT = 1024, 4096
 _KEPT: dict[tuple[Any, ...], Any] = {}
 
@@ -33,19 +33,19 @@ def _takes(function: Any) -> frozenset[str]:
 
 
 def legacy(function: Any) -> dict[str, bool]:
-    """The switch to the kernels used here, where there is one."""
+    """Return the switch that enables the legacy kernels, if `function` has one."""
     return {"use_legacy": True} if "use_legacy" in _takes(function) else {}
 
 
 def why_not_installed() -> str | None:
-    """What the package that is installed lacks. Without a GPU it is not asked: it would load."""
+    """Return what the installed package lacks; not checked without a GPU, as it would load."""
     if not torch.cuda.is_available():
         return None
     package = flash_mla()
     taken = _takes(package.flash_mla_with_kvcache)
     if "use_legacy" not in taken and "enable_batch_invariant" in taken:
         return f"needs kernels that FlashMLA has dropped. {CURE}"
-    if "attn_sink" not in taken:  # with which lse became natural everywhere
+    if "attn_sink" not in taken:  # this release made lse natural-log everywhere
         return f"needs a FlashMLA that takes sinks, of 2026. {CURE}"
     if "use_legacy" in taken and not package.has_legacy():
         return "needs the legacy kernels, which this flash_mla was built without"
@@ -53,7 +53,7 @@ def why_not_installed() -> str | None:
 
 
 def fill_schedule(schedule: Any, lens: torch.Tensor, queries: int, H: int) -> None:
-    """Of its fp8 kernel over all keys, which its own call would make for 16 bits."""
+    """Fill the schedule of the dense fp8 kernel, which the call itself would build for 16 bits."""
     make = import_module("flash_mla.flash_mla_interface").get_mla_decoding_metadata
     schedule.tile_scheduler_metadata, schedule.num_splits = make(
         lens, queries * H, 1, H, True, **legacy(make)
@@ -65,11 +65,11 @@ def capturing() -> bool:
 
 
 class Schedule:
-    """FlashMLA's own object for a call of one shape, kept or new. `with` closes it after the call,
-    which is when it has been filled.
+    """FlashMLA's schedule object for a call of one shape, kept or new. Leaving the `with` block
+    stores it after the call, which fills it.
 
-    One that is filled while a graph is captured holds nothing until the graph runs, and is that
-    graph's own: it is not kept. One that was kept is never dropped: a graph may read it.
+    A schedule filled during graph capture is empty until the graph runs and belongs to that graph,
+    so it is not kept. A kept schedule is never dropped, because a graph may read it.
     """
 
     def __init__(self, tokens: int, *shape: Any) -> None:

@@ -1,13 +1,13 @@
-"""How a step's tokens stand in FlashMLA's batch, and its schedule: made once for all its layers.
+"""Layout of a step's tokens in FlashMLA's batch, and its schedule: built once for all layers.
 
-Both follow from the lengths, which are on the device and may change there. So they are made again
-unless everything says that this is the same step:
-- the very tensors of the last call, none written to since. Inference tensors do not tell, and what
-  a replayed graph writes is not told: such steps end with the next point at the latest;
-- another layer's cache than all before: a layer that comes again is the next step;
-- both in a graph's capture or both outside: a graph that is replayed makes its own again.
-A caller whose lengths change between the layers of one step, by a graph or a kernel of its own, has
-to hand over new tensors.
+Both depend on the lengths, which are on the device and may change there. They are therefore rebuilt
+unless all of this shows that it is the same step:
+- the same tensor objects as in the last call, not written to since. Inference tensors do not track
+  writes, nor are those of a replayed graph visible: the next point ends such steps at the latest;
+- a cache that no earlier layer used: a layer that appears again starts the next step;
+- both calls inside a graph capture or both outside: a replayed graph rebuilds its own.
+A caller whose lengths change between the layers of one step, through a graph or a kernel of its
+own, must pass new tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from openmla.backends.flashmla._package import capturing, fill_schedule, flash_m
 
 
 class Step(NamedTuple):
-    """Sequences of as many query tokens each."""
+    """Sequences with the same number of query tokens each."""
 
     table: Tensor  # [sequences, M] i32
     lens: Tensor  # [sequences] i32
-    taken: Tensor | None  # [sequences * queries] i64: their tokens; None: the tokens as they are
-    given: Tensor | None  # [T] i64: where each token went
-    none: Tensor  # [T] bool: of no request, or one without keys
+    taken: Tensor | None  # [sequences * queries] i64: their tokens; None: tokens in order
+    given: Tensor | None  # [T] i64: row of each token
+    none: Tensor  # [T] bool: token without a request or without keys
     schedule: Any
 
 
@@ -38,7 +38,7 @@ class _Kept(NamedTuple):
     tensors: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
     key: tuple[Any, ...]
-    served: set[int]  # addresses of caches
+    served: set[int]  # cache addresses
     step: Step
 
 
@@ -57,7 +57,7 @@ def step_of(
         return kept.step
     step = _make(block_table, seq_lens, query_start_loc, T, queries)
     if cache.dtype == torch.float8_e4m3fn:
-        # its fp8 kernel reads outside of the cache for sequences without keys: of these, one key
+        # the fp8 kernel reads outside the cache for sequences without keys: give these one key
         step = step._replace(lens=step.lens.clamp_min(1))
         fill_schedule(step.schedule, step.lens, queries, H)
     _LAST.kept = None
@@ -77,16 +77,16 @@ def _same(kept: _Kept, tensors: tuple[Tensor, ...], key: tuple[Any, ...]) -> boo
 def _make(
     block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, T: int, queries: int
 ) -> Step:
-    """With one token a request at most, tokens are sequences, and none is moved. With more, each
-    request's stand at the end of its sequence: FlashMLA's causal mask ends there too."""
+    """Build a step. With at most one token per request, tokens are the sequences and stay in order.
+    With more, each request's tokens end its sequence, where FlashMLA's causal mask ends too."""
     B = block_table.shape[0]
     owner = owners(query_start_loc, T)
-    padded_lens = torch.nn.functional.pad(seq_lens, (0, 1))  # of no request: no keys
+    padded_lens = torch.nn.functional.pad(seq_lens, (0, 1))  # no request: no keys
     none = padded_lens[owner] == 0
     schedule, _ = flash_mla().get_mla_metadata()
     if queries == 1:
         lens = padded_lens[owner]
-        # blocks of a request without keys may be anything
+        # the block table of a request without keys may hold anything
         table = block_table[owner.clamp_max(B - 1)].masked_fill(none[:, None], 0)
         return Step(table.contiguous(), lens, None, None, none, schedule)
     ends = query_start_loc[1:].long()

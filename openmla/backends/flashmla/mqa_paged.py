@@ -1,8 +1,8 @@
-"""mqa_paged through FlashMLA's dense decode: rows of V3 in 16 bits or fp8, pages of 64, on SM90.
+"""mqa_paged with FlashMLA's dense decode: V3 rows in 16 bits or fp8, pages of 64, on SM90.
 
-Its conventions, converted here: every sequence has as many queries, lse is [B, H, queries], and a
-query without keys has lse +inf. Its fp8 kernel takes e4m3 queries with one scale for all, and
-rounds probabilities to e4m3: out errs by 2 %, where ours does by 0.2 %.
+This file converts its conventions: every sequence has the same number of queries, lse is
+[B, H, queries], and a query without keys has lse +inf. Its fp8 kernel requires e4m3 queries with
+one scale for all and rounds probs to e4m3: out has an error of 2 %, compared with 0.2 % for ours.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def why_not(problem: Problem) -> str | None:
     return why_not_installed()
 
 
-# H200, bench/results/flashmla_adapter_h200.json: with its schedule kept, the time of the adapter
-# over ours is 1.06 to 2.4, since two launches mend out and lse. Only where keys are many and uneven
-# (64 requests of up to 32768) it is 0.90 to 0.99; that, only the device knows.
+# H200, bench/results/flashmla_adapter_h200.json: with its schedule kept, the adapter takes 1.06 to
+# 2.4 times as long as our kernel, because two launches correct out and lse. Only with many keys of
+# uneven lengths (64 requests of up to 32768) is it 0.90 to 0.99, but lengths are on the device.
 def slower(problem: Problem) -> str | None:
     return "mends its outputs, and is no faster then"
 
@@ -76,7 +76,7 @@ def run(
         lse = q_latent.new_full((T, H), -torch.inf, dtype=torch.float32)
         return q_latent.new_zeros((T, H, C), dtype=dtype), lse
     step = step_of(cache, block_table, seq_lens, query_start_loc, T, H, max_query_len)
-    queries = q_latent.view(torch.uint8) if eight_bits else q_latent  # fp8 has no index
+    queries = q_latent.view(torch.uint8) if eight_bits else q_latent  # no fp8 indexing
     queries = queries if step.taken is None else queries[step.taken]
     queries = queries.contiguous().view(q_latent.dtype)
     scales = {}
@@ -91,5 +91,5 @@ def run(
     out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
     if step.given is not None:
         out, lse = out[step.given], lse[step.given]
-    out = out.masked_fill(step.none[:, None, None], 0)  # queries of padding may be NaN
+    out = out.masked_fill(step.none[:, None, None], 0)  # padding queries may be NaN
     return out, lse.masked_fill(step.none[:, None], -torch.inf)

@@ -1,8 +1,8 @@
-"""mqa_sparse through FlashMLA: 64 or 128 heads, over V3.2's packed rows, V4's, and 16-bit ones.
+"""mqa_sparse with FlashMLA: 64 or 128 heads; packed V3.2 rows, V4 rows and 16-bit rows.
 
-Its conventions, converted here: every token is a sequence of one, skipped entries are exactly -1,
-the number of entries is a multiple of a tile, lse is [B, H, 1], and an empty row has lse +inf.
-Run on SM90; SM100 is taken by that package's own word, for all but V4's pages.
+This file converts its conventions: every token is a sequence of one, skipped entries are exactly
+-1, the number of entries is a multiple of a tile, lse is [B, H, 1], and an empty row has lse +inf.
+Run on SM90 only; for SM100, we rely on what that package claims, for all but V4 pages.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from openmla.backends.flashmla._package import (
 from openmla.backends.kernels import Kernel, choose, why_none
 from openmla.backends.segments import Segment, problem_of
 
-TILE = 64  # entries that a decode kernel reads at once; a prompt's two such
-MANY = 1024  # tokens of a prompt: from here on our own kernels decode packed rows once
+TILE = 64  # entries that a decode kernel reads at once; prefill kernels read two tiles
+MANY = 1024  # prefill tokens; above this, our own kernels decode packed rows only once
 
 
 def _why_not(
@@ -72,15 +72,14 @@ def why_not_16_bits(problem: Problem) -> str | None:
 def _why_not_pages(problem: Problem) -> str | None:
     if problem.tokens > MAX_SEQUENCES:
         return f"takes up to {MAX_SEQUENCES} tokens, this is {problem.tokens}"
-    # on SM100 pages lie at multiples of a row, which is so where nothing is between them
+    # SM100 needs pages at multiples of a row, which holds if there is no padding between them
     needed = {"pages", "tight"} if problem.capability == (9, 0) else {"rows", "tight"}
     return None if needed <= problem.aligned else "needs whole pages at multiples of 16 bytes"
 
 
-# H200, bench/results/flashmla_adapter_h200.json, the time of the adapter over ours: packed rows of
+# H200, bench/results/flashmla_adapter_h200.json, adapter time relative to ours: packed rows with
 # 128 heads 2.7, 2.0, 1.5, 1.09 and 0.99 for 1, 4, 16, 64 and 128 tokens, 1.38 for 4096; V4 1.8 to
-# 10; 16-bit rows 0.95 for 4096. On SM100, where ours have no kernel of 64 heads, nothing was
-# measured.
+# 10; 16-bit rows 0.95 for 4096. Not measured on SM100, where we have no kernel for 64 heads.
 def slower_packed(problem: Problem) -> str | None:
     if problem.capability != (9, 0):
         return None
@@ -153,7 +152,7 @@ def _prompt(
 
 
 def _natural(out: Tensor, lse: Tensor) -> Tensor:
-    """Their +inf as -inf where there is no row, where out is 0, and as NaN where out is NaN."""
+    """Convert +inf in lse: -inf where there is no row (out is 0), NaN where out is NaN."""
     return torch.where(lse == torch.inf, out[:, :, 0] - torch.inf, lse)
 
 
@@ -191,7 +190,7 @@ def efficiency(problem: Problem) -> float:
 
 
 def prefers_slots(problem: Problem) -> bool:
-    return True  # one launch of a kernel that maps them, against several of torch's
+    return True  # one launch of a kernel that maps them, instead of several by torch
 
 
 def run(
