@@ -1,8 +1,8 @@
-"""cache_gather, Triton: rows out of a paged cache, decoded, packed in request order.
+"""cache_gather, Triton: decode rows of a paged cache and pack them in request order.
 
 Computes  out[row_start_loc[b] + j] = decode(cache[block_table[b, p // BS], p % BS]), p = starts[b]
           + j, in float32 (float64 if out is), rounded once (specification: ops/cache_gather.py)
-Grid      (cdiv(n, BLOCK_N),): one program owns BLOCK_N rows of out; past the last it does nothing.
+Grid      (cdiv(n, BLOCK_N),): one program owns BLOCK_N rows of out; those past the last row idle.
 Reads     cache [N, BS, W], kv_scale [], block_table [B, M], starts [B], row_start_loc [B+1]
 Writes    out [n, D]
 Limits    see why_not()
@@ -51,8 +51,8 @@ from openmla.backends.triton._primitives import (
 from openmla.cache.format import get_format
 
 BLOCK_B = 32  # requests compared at once: fixed, so that B never recompiles the kernel
-ELEMENTS = 4096  # of a tile of rows, 32 per thread of 4 warps; wider rows take 8
-ROWS = 32  # of a tile, at most
+ELEMENTS = 4096  # elements per tile of rows, 32 per thread of 4 warps; wider rows use 8 warps
+ROWS = 32  # rows per tile, at most
 
 LAUNCHES = 1
 FP_FUSION = False  # a row's values must not depend on how the compiler contracts
@@ -60,7 +60,7 @@ FP_FUSION = False  # a row's values must not depend on how the compiler contract
 
 @triton.jit
 def dequantize(stored, scales, dtype: tl.constexpr, ASM: tl.constexpr):
-    """e4m3 bytes times their scales, rounded to dtype once; bytes as they are if dtype is that."""
+    """Return e4m3 bytes times their scales, rounded to dtype once; raw bytes if dtype is uint8."""
     if dtype == tl.uint8:
         return stored
     EXACT: tl.constexpr = tl.bfloat16 if ASM else tl.float32  # either holds e4m3 exactly
@@ -199,12 +199,12 @@ def launch_of(format: str, D: int, BS: int, *, aligned: bool) -> Launch:
 
 
 def cut_of(D: int) -> int:
-    """The largest power of two in a row; ROPE is the rest."""
+    """Return the largest power of two that fits in a row; ROPE is the rest."""
     return next_power_of_2(D + 1) // 2
 
 
 def constants_of(format: str, D: int, BS: int, *, aligned: bool) -> tuple[dict[str, Any], int]:
-    """Compile-time constants and warps."""
+    """Return compile-time constants and the number of warps."""
     constants = row_constants(layout_of(format, D, cut_of(D)), 0, BS, aligned=aligned)
     del constants["C"], constants["EXACT"]
     width = constants["BLOCK_G"] * constants["BLOCK_C"]
@@ -214,7 +214,7 @@ def constants_of(format: str, D: int, BS: int, *, aligned: bool) -> tuple[dict[s
 
 
 def builds() -> Iterator[Build]:
-    """One per format and target, into bf16; codes of fp8 as they are."""
+    """Build one kernel per format and target with bf16 outputs, and one that copies fp8 codes."""
     widths = {
         "bf16": 576,
         "fp8": 576,

@@ -1,7 +1,7 @@
-"""map_slots, Triton: positions within requests into physical slots of a paged cache.
+"""map_slots, Triton: map positions within requests to physical slots of a paged cache.
 
-Computes  slot = block_table[b, l // BS] * BS + l % BS, l being p's place among the positions this
-          rank owns; -1 where there is none (specification: ops/map_slots.py)
+Computes  slot = block_table[b, l // BS] * BS + l % BS, where l is the index of p among the
+          positions this rank owns; -1 if there is none (specification: ops/map_slots.py)
 Grid      (T,): one program owns one row.
 Reads     positions [T, K], block_table [B, M], query_start_loc [B+1]
 Writes    slots [T, K], slot_lens [T]
@@ -25,7 +25,7 @@ from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import request_of
 
 POINTERS = ("positions", "block_table", "query_start_loc", "slots", "slot_lens")
-POSITIONS = 2048  # of a tile, at most: 8 per thread of 8 warps
+POSITIONS = 2048  # positions per tile, at most: 8 per thread of 8 warps
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -46,7 +46,7 @@ def _map_slots_kernel(
     row = positions + t.to(tl.int64) * row_stride
     table = block_table + tl.minimum(b, B - 1).to(tl.int64) * table_stride
     out = slots + t.to(tl.int64) * out_stride
-    # no columns without a request; 3.9's interpreter takes no mask made of a scalar condition
+    # no columns without a request; Triton 3.9's interpreter rejects masks from scalar conditions
     columns = tl.where(b < B, M, 0)
     count = 0
     for first in range(0, K, BLOCK_K):
@@ -125,7 +125,7 @@ def launch_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> 
 
 def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) -> dict[str, Any]:
     return {
-        # clamped to their types: positions, of 31 bits, cannot tell the difference
+        # clamped to their types, which makes no difference for 31-bit positions
         "BS": min(BS, 2**31 - 1),
         "CP_SIZE": min(cp_size, 2**32 - 1),
         "INTERLEAVE": min(interleave, 2**32 - 1),
@@ -135,12 +135,12 @@ def constants_of(K: int, BS: int, cp_size: int, interleave: int, compact: bool) 
 
 
 def num_warps_of(constants: dict[str, Any]) -> int:
-    """Eight positions per thread, 256 a warp."""
+    """Return the number of warps for 8 positions per thread, 256 per warp."""
     return min(max(constants["BLOCK_K"] // 256, 1), 8)
 
 
 def builds() -> Iterator[Build]:
-    """A single rank, and one of eight that compacts its own, per target."""
+    """Build for a single rank, and for one of eight ranks with compaction, per target."""
     for capability in TARGETS:
         yield map_build(capability, 2048)
         yield map_build(capability, 2048, cp_size=8, compact=True)

@@ -1,17 +1,18 @@
-"""merge_quantize, Triton: the last merge of two partial attentions, quantised in registers.
+"""merge_quantize, Triton: the last merge of two partial attentions, quantized in registers.
 
 Computes  x = weight * out + other weight * other_out, rounded to out's dtype; values, scales of x
           (specification: ops/merge_quantize.py; numbers: backends/reference/_quantize.py)
-Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): a program owns BLOCK_T tokens' COLUMNS columns.
+Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): one program owns COLUMNS columns of BLOCK_T
+          tokens.
 Reads     out, other_out [n, H, V], lse, other_lse [n, H], global_scale [], rows [n]
 Writes    values [T, O], scales
 Limits    see why_not()
 
-A tile is cut into pieces of one head each, as long as a power of two can be: one weight serves all
-of a piece. The pieces of all tokens form one axis, so that neighbouring lanes of a warp hold
-neighbouring columns. If tokens and pieces were two axes, Triton 3.6 would place lanes of other
-tokens between the lanes of a group that spans heads. Its reductions assume neighbouring lanes and
-would return the maximum of the wrong values (_build.scattered_reductions).
+A tile is split into pieces of one head each, as long a power of two as possible: one weight applies
+to a whole piece. The pieces of all tokens form one axis, so that adjacent lanes of a warp hold
+adjacent columns. If tokens and pieces were two axes, Triton 3.6 would place lanes of other tokens
+between the lanes of a group that spans heads. Its reductions assume adjacent lanes and would return
+the maximum of the wrong values (_build.scattered_reductions).
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ from openmla.backends.triton._quantize import (
 )
 from openmla.outputs import OUTPUT_FORMATS
 
-ELEMENTS = 2048  # of a tile: 16 per thread and side
+ELEMENTS = 2048  # elements per tile: 16 per thread and side
 
 LAUNCHES = 1
-FP_FUSION = True  # as in merge_states, whose sums these are; the quantiser has none
+FP_FUSION = True  # as in merge_states, which has the same sums; quantization has none
 
 
 @triton.jit(
@@ -68,11 +69,11 @@ def _merge_quantize_kernel(
     BLOCK_T: tl.constexpr, COLUMNS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (H * V + COLUMNS - 1) // COLUMNS
-    PIECES: tl.constexpr = COLUMNS // EACH  # of a token
+    PIECES: tl.constexpr = COLUMNS // EACH  # per token
     program = tl.program_id(0).to(tl.int64)
     first_column = (program % TILES).to(tl.int32) * COLUMNS
     first_token = program // TILES * BLOCK_T
-    # EACH neighbouring columns are of one head: a weight for all of them
+    # EACH adjacent columns belong to one head and share a weight
     piece = tl.arange(0, BLOCK_T * PIECES)
     t = first_token + piece // PIECES
     first = first_column + piece % PIECES * EACH
@@ -99,8 +100,8 @@ def _merge_quantize_kernel(
 
 @triton.jit
 def weighted(at, valid, weight, dtype: tl.constexpr, EACH: tl.constexpr):
-    """EACH values of a side from each of `at` [N] on, [N, EACH], times their weight; 0 where the
-    side saw no key."""
+    """Return EACH values of a side from each of `at` [N] on, [N, EACH], times their weight; 0 where
+    the side saw no key."""
     columns = tl.load(at[:, None] + tl.arange(0, EACH)[None, :], mask=valid[:, None], other=0.0)
     return widen_to(columns, dtype) * weight[:, None]
 
@@ -160,7 +161,8 @@ def constants_of(
 
 
 def builds() -> Iterator[Build]:
-    """Every format's, per target; heads that are no power of two; groups of two heads."""
+    """Build every format per target, a head width that is not a power of two, and groups that span
+    two heads."""
     for capability in TARGETS:
         for format in OUTPUT_FORMATS:
             yield merge_build(capability, format, 128, 128)

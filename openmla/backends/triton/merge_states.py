@@ -1,9 +1,9 @@
-"""merge_states, Triton: two partial attentions over disjoint keys into one, in place.
+"""merge_states, Triton: merge two partial attentions over disjoint keys, in place.
 
 Computes  m = max(lse, other_lse);  weights = exp(lse - m), exp(other_lse - m);  z = their sum
           out = (weight * out + other weight * other_out) / z;  lse = m + log(z)
           (specification: ops/merge_states.py; numbers: backends/reference/merge_states.py)
-Grid      (cdiv(T * H, BLOCK_N),): one program owns BLOCK_N rows, all their columns.
+Grid      (cdiv(T * H, BLOCK_N),): one program owns BLOCK_N rows with all columns.
 Reads     out, other_out [T, H, V], lse, other_lse [T, H]
 Writes    out, lse
 Limits    see why_not()
@@ -32,14 +32,14 @@ from openmla.backends.triton._build import (
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import merge_weights, round_to, widen_to
 
-ELEMENTS = 2048  # of a tile: 16 per thread and side
-ROWS = 128  # of a tile, at most
+ELEMENTS = 2048  # elements per tile: 16 per thread and side
+ROWS = 128  # rows per tile, at most
 
 LAUNCHES = 1
 FP_FUSION = True
 
 
-# States of some of the tokens begin anywhere: with heads no multiple of 4, off 16 bytes.
+# States of some tokens may not start at 16 bytes: if the number of heads is no multiple of 4.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["lse", "other_lse"])
 def _merge_states_kernel(
     out, lse, other_out, other_lse,
@@ -110,7 +110,7 @@ def constants_of(H: int, V: int, *, double: bool) -> dict[str, Any]:
 
 
 def builds() -> Iterator[Build]:
-    """Latent outputs and expanded ones, per target."""
+    """Build for latent and expanded outputs, per target."""
     for capability in TARGETS:
         for H, V in ((128, 512), (128, 128)):
             yield merge_build(capability, H, V)

@@ -1,4 +1,4 @@
-"""mha_masked, Triton: only key tiles that some query of a tile selects, masked by its bits."""
+"""mha_masked, Triton: reads only key tiles that a query of the tile selects, masked by bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mqa_paged, Triton: a request's tokens folded into tiles, its keys split evenly among programs."""
+"""mqa_paged, Triton: folds a request's tokens into tiles and splits keys evenly among programs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from openmla.backends.triton._tiles import (
 )
 from openmla.hardware import multiprocessors
 
-LAUNCHES = 2  # the second merges what was split
+LAUNCHES = 2  # the second merges the splits
 
 
 def why_not(problem: Problem) -> str | None:
@@ -54,11 +54,11 @@ def why_not(problem: Problem) -> str | None:
 
 
 class Schedule(NamedTuple):
-    """What is fixed between calls of the same sizes."""
+    """Everything that is constant between calls of the same sizes."""
 
     launch: Launch
     grid: tuple[int, int]
-    unit: int  # keys of the finest cut
+    unit: int  # keys of the finest split
     merge: merge.Merge
 
 
@@ -79,7 +79,7 @@ def schedule_of(
     sizes: Sizes, dtype: torch.dtype, format: str, capability: int, units: int, *, causal: bool,
     aligned: bool, wide: bool, scales: int,
 ) -> Schedule:  # fmt: skip
-    """For so many multiprocessors."""
+    """Return the schedule for `units` multiprocessors."""
     T, H, D, C, BS, B, M, max_query_len, run_length = sizes
     shape = shape_of(dtype, [format], H, D, C)
     config, tokens = tile_of(shape, capability, format, max_query_len, run_length)
@@ -162,21 +162,22 @@ def run(
 def tile_of(
     shape: Shape, capability: int, format: str, max_query_len: int, run_length: int
 ) -> tuple[Config, int]:
-    """The tile, and how many query tokens share it: a power of two if they fit, so that few numbers
-    of tokens are kernels of their own. With fixed runs heads alone decide: a row's bits may not
-    depend on how many tokens other requests have."""
+    """Return the tile and the number of query tokens that share it: a power of two if they fit, so
+    that few token counts need their own kernel. With fixed runs only heads decide: a row's bits
+    must not depend on how many tokens other requests have."""
     rows = shape.H if run_length else shape.H * max_query_len
     config = config_of(shape._replace(H=rows), capability, [("paged", format)])
     return config, max(min(config.block_h // shape.H, next_power_of_2(max_query_len)), 1)
 
 
 def occupancy(config: Config) -> int:
-    """Programs of a multiprocessor at a time."""
+    """Return the number of resident programs per multiprocessor."""
     return 2 if config.block_h <= FEW_HEADS else 1
 
 
 def unit_of(config: Config) -> int:
-    """Keys of the finest cut: shorter runs cost more in prologue and merge than they save."""
+    """Return the keys of the finest split; shorter runs cost more in prologue and merge than they
+    save."""
     return 2 * config.block_n if config.block_n < 64 else config.block_n
 
 

@@ -1,4 +1,4 @@
-"""mqa_sparse, Triton: segments of any kind, rows split into runs when tokens are few."""
+"""mqa_sparse, Triton: segments of any kind; rows are split into runs when tokens are few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openmla.backends.triton._launch import run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
 LAUNCHES = 2  # the second merges runs; one more for every 65535 tokens
-# Tokens from which mapping positions to slots is a tenth of the attention: an estimate.
+# Number of tokens from which mapping positions to slots costs a tenth of the attention (estimate).
 MAPPED_TOKENS = 256
 
 
@@ -30,7 +30,7 @@ def efficiency(problem: Problem) -> float:
 def prefers_slots(problem: Problem) -> bool:
     """Whether slots, which save a load per row, are worth the launch that maps positions to them.
     Packed rows are decoded once for many tokens, which maps them anyway."""
-    many = problem.tokens > MAPPED_TOKENS and not problem.run_length  # or bits depend on the tokens
+    many = problem.tokens > MAPPED_TOKENS and not problem.run_length  # else bits depend on tokens
     return many and problem.format != "fp8_ds_mla"
 
 

@@ -1,8 +1,8 @@
-"""pack_mask, Triton: each query's selection as one bit per key.
+"""pack_mask, Triton: pack each query's selection into one bit per key.
 
 Computes  bit j of mask[t] set if some topk_positions[t, k] == key_starts[t] + j, 0 <= j <
           key_lens[t] (specification: ops/pack_mask.py)
-Grid      (T,): one program owns one row of the mask: it clears the words, then sets bits in them.
+Grid      (T,): one program owns one row of the mask; it clears the words, then sets their bits.
 Reads     topk_positions [T, K], key_starts [T], key_lens [T]
 Writes    mask [T, num_words]
 Limits    see why_not()
@@ -30,8 +30,8 @@ from openmla.backends.triton._build import (
 from openmla.backends.triton._prepare import prepare
 
 POINTERS = ("topk_positions", "key_starts", "key_lens", "mask")
-POSITIONS = 2048  # of a tile, at most: 8 per thread of 8 warps
-WORDS = 1024  # cleared at a time
+POSITIONS = 2048  # positions per tile, at most: 8 per thread of 8 warps
+WORDS = 1024  # words cleared at a time
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -50,7 +50,7 @@ def _pack_mask_kernel(
     for first in range(0, num_words, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         tl.store(words + w, tl.zeros([BLOCK_W], tl.int32), mask=w < num_words)
-    tl.debug_barrier()  # every word is cleared before a bit is set in it
+    tl.debug_barrier()  # clear every word before setting bits in it
     start = tl.load(key_starts + t)
     n = tl.load(key_lens + t)
     row = topk_positions + t * row_stride
@@ -95,17 +95,18 @@ def run(topk_positions: Tensor, key_starts: Tensor, key_lens: Tensor, *, num_wor
 
 
 def constants_of(K: int) -> dict[str, Any]:
-    """Independent of the words of a row: a longer context must not recompile the kernel."""
+    """Return constants that do not depend on the words per row: a longer context must not recompile
+    the kernel."""
     return {"BLOCK_K": min(next_power_of_2(max(K, 32)), POSITIONS), "BLOCK_W": WORDS}
 
 
 def num_warps_of(constants: dict[str, Any]) -> int:
-    """Eight positions per thread, 256 a warp."""
+    """Return the number of warps for 8 positions per thread, 256 per warp."""
     return min(max(constants["BLOCK_K"] // 256, 1), 8)
 
 
 def builds() -> Iterator[Build]:
-    """Selections of V3.2 and V4."""
+    """Build for the selections of V3.2 and V4."""
     for capability in TARGETS:
         for K in (2048, 512):
             yield pack_build(capability, K)

@@ -1,13 +1,13 @@
-"""quantize_heads, Triton: expanded heads into e4m3, one pass.
+"""quantize_heads, Triton: quantize expanded heads to e4m3 in one pass.
 
 Computes  values, row_scale (specification: ops/quantize_heads.py)
-Grid      (cdiv(S, BLOCK_S) * H,): a program owns BLOCK_S rows of a head; heads of the same rows run
-          side by side, as they lie in memory.
+Grid      (cdiv(S, BLOCK_S) * H,): one program owns BLOCK_S rows of a head; programs of the same
+          rows are adjacent, like their heads in memory.
 Reads     x [S, H, P], shared [S, R], head_scale [B, H], requests [S]
 Writes    values [S, H, P + R], row_scale [S, H]
 Limits    see why_not()
 
-P is cut into a power of two and the rest, so that 192 columns are 128 and 64.
+P is split into a power of two and the rest, so that 192 columns are 128 and 64.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from openmla.backends.triton._quantize import E4M3_MAX, FIRST_CVT, encode_fp8
 
 LAUNCHES = 1
 FP_FUSION = False  # bytes must not depend on how the compiler contracts
-BLOCK_S = 16  # rows of a program
-BLOCK_KEYS = 64  # where they are contiguous in values: so many bytes are stored together
-SMALLEST = tl.constexpr(2.0**-60)  # a row's largest magnitude, at least
+BLOCK_S = 16  # rows per program
+BLOCK_KEYS = 64  # rows per program if values are contiguous along rows: bytes stored together
+SMALLEST = tl.constexpr(2.0**-60)  # lower bound of a row's largest magnitude
 E4M3 = torch.float8_e4m3fn
 
 
 @triton.jit
 def load_columns(at, row_mask, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of rows at `at`, in float32; bytes are e4m3."""
+    """Load columns of rows at `at` as float32; bytes are e4m3."""
     c = tl.arange(0, BLOCK)
     mask = row_mask[:, None] & (c < USED)[None, :]
     stored = tl.load(at[:, None] + (FIRST + c)[None, :], mask=mask, other=0)
@@ -59,7 +59,7 @@ def load_columns(at, row_mask, FIRST: tl.constexpr, USED: tl.constexpr, BLOCK: t
 
 @triton.jit
 def largest(tile):
-    """Of each row; a NaN is the largest by its bits."""
+    """Return the largest magnitude of each row as bits, which order NaN above all."""
     magnitudes = tile.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
     return tl.max(magnitudes, 1)
 
@@ -145,7 +145,7 @@ def run(
     if shared is not None:
         same = Piece(shared, 0, torch.uint8) if shared.dtype == E4M3 else shared
     scale = row_scale if row_scale is not None else head_scale
-    assert scale is not None  # the op looked
+    assert scale is not None  # checked by the op
     launch(
         (cdiv(S, launch.fixed["BLOCK_S"]) * H,),
         Piece(values, 0, torch.uint8),
@@ -195,7 +195,7 @@ def constants_of(
 
 
 def builds() -> Iterator[Build]:
-    """Queries, keys and values of V3, keys of a cache in fp8, per target."""
+    """Build for queries, keys and values of V3, and for keys of an fp8 cache, per target."""
     for capability in TARGETS:
         yield heads_build(capability, "queries", 192, 0, by_row=True)
         yield heads_build(capability, "keys", 128, 64, by_row=False)

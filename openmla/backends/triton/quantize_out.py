@@ -1,8 +1,9 @@
-"""quantize_out, Triton: attention outputs into quantised rows, one pass.
+"""quantize_out, Triton: quantize attention outputs in one pass.
 
 Computes  values, scales of rows [n, O], O = H * V
           (specification: ops/quantize_out.py; numbers: backends/reference/_quantize.py)
-Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): a program owns BLOCK_T tokens' COLUMNS columns.
+Grid      (cdiv(n, BLOCK_T) * cdiv(O, COLUMNS),): one program owns COLUMNS columns of BLOCK_T
+          tokens.
 Reads     out [n, H, V], global_scale [], rows [n]
 Writes    values [T, O], scales
 Limits    see why_not()
@@ -41,7 +42,7 @@ from openmla.backends.triton._quantize import (
 )
 from openmla.outputs import OUTPUT_FORMATS
 
-ELEMENTS = 2048  # of a tile: 16 per thread
+ELEMENTS = 2048  # elements per tile: 16 per thread
 
 LAUNCHES = 1
 FP_FUSION = False  # bytes must not depend on how the compiler contracts
@@ -118,7 +119,7 @@ def constants_of(H: int, V: int, format: str, listed: bool, capability: int) -> 
 
 
 def builds() -> Iterator[Build]:
-    """Every format's, per target; rows that are listed."""
+    """Build every format per target, and one with listed rows."""
     for capability in TARGETS:
         for format in OUTPUT_FORMATS:
             yield quantize_build(capability, format, 128, 128, listed=False)

@@ -1,8 +1,8 @@
-"""quantize_queries, Triton: parts of queries side by side in e4m3, one pass.
+"""quantize_queries, Triton: concatenate parts of queries and quantize them to e4m3 in one pass.
 
 Computes  q [T, H, D] and scale [T, H] of latent and q_pe
           (specification: ops/quantize_queries.py)
-Grid      (cdiv(T * H, BLOCK_H),): a program owns BLOCK_H rows, a token and head each.
+Grid      (cdiv(T * H, BLOCK_H),): one program owns BLOCK_H rows, one per token and head.
 Reads     latent [T, H, C], q_pe [T, H, R], q_scale []
 Writes    q, scale
 Limits    see why_not()
@@ -31,12 +31,12 @@ WIDEST = 4096  # columns of a row, held in registers
 BLOCK_H = 4
 NUM_WARPS = 4
 E4M3_MAX = tl.constexpr(448.0)
-SMALLEST = tl.constexpr(1e-10)  # of a row's largest value
+SMALLEST = tl.constexpr(1e-10)  # lower bound of a row's largest value
 
 
 @triton.jit
 def magnitudes(values):
-    """As integers, which order NaN above all."""
+    """Return the largest magnitude per row as bits, which order NaN above all."""
     return tl.max(values.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, 1)
 
 

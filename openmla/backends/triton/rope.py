@@ -1,4 +1,4 @@
-"""rope, Triton: columns rotated by position, in place.
+"""rope, Triton: rotate columns by position, in place.
 
 Computes  pairs: (x[2i], x[2i+1]), halves: (x[i], x[i+R/2])  <-  (a c - b s, b c + a s)
           in float32 (float64 if x or the table is), rounded once (specification: ops/rope.py)
@@ -32,7 +32,7 @@ from openmla.backends.triton._build import (
 from openmla.backends.triton._prepare import Launch, prepare
 from openmla.backends.triton._primitives import rotate_first, rotate_second, round_to, widen_to
 
-ELEMENTS = 4096  # of a program's tile: 32 per thread of 4 warps, 1024 a warp
+ELEMENTS = 4096  # elements per tile: 32 per thread of 4 warps, 1024 per warp
 
 LAUNCHES = 1
 FP_FUSION = True
@@ -66,7 +66,7 @@ def _rope_kernel(
     b = widen_to(second, dtype)
     new_first = round_to(rotate_first(a, b, cos, sin), x.dtype.element_ty, ASM)
     new_second = round_to(rotate_second(a, b, cos, sin), x.dtype.element_ty, ASM)
-    tl.debug_barrier()  # threads may hold the same columns: all must have read before any writes
+    tl.debug_barrier()  # threads may hold the same columns: all must read before any writes
     if PAIRS:
         both = tl.reshape(tl.join(new_first, new_second), [BLOCK_H, 2 * BLOCK_I])
         tl.store(at + c, both, mask=mask_c)
@@ -125,7 +125,7 @@ def constants_of(
 
 
 def builds() -> Iterator[Build]:
-    """Queries of the models, both pairings, per target."""
+    """Build for the models' queries with both pairings, per target."""
     for capability in TARGETS:
         for pairing in ("pairs", "halves"):
             yield rope_build(capability, 128, 64, pairing)
