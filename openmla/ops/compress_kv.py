@@ -155,7 +155,7 @@ def compress_kv(
     table: Annotated[Tensor, "[Q, R] float row"],  # cos in the first half of a row, then sin
     positions: Annotated[Tensor, "[T] i64"],
     query_start_loc: Annotated[Tensor, "[B+1] i32"],
-    block_table: Annotated[Tensor, "[B, M] i32"],  # of entries
+    block_table: Annotated[Tensor, "[B, M] i32"],  # blocks of entries
     state_slots: Annotated[Tensor, "[B] i32"],  # negative: skip the request
     clamped: Annotated[Tensor | None, "[] i64"] = None,  # counts
     *,

@@ -9,7 +9,7 @@ out is 0 and lse is -inf. A side whose lse is NaN or +inf makes out and lse of i
 package writes +inf for a query without keys, convert it to -inf first.
 The order of merging does not matter beyond rounding. other_out and other_lse may be the same
 tensors as out and lse. lse may have any strides. Arithmetic is in float32 (float64 if any input
-is). With base=2, both lse and the one written are logarithms to base 2, as in FlashInfer; they are
+is). With base=2, both lse and the merged lse are logarithms to base 2, as in FlashInfer; they are
 converted before and after, in three small launches.
 """
 

@@ -13,8 +13,8 @@ past key_start_loc[B] are never read. lse is natural-log, includes scale, and is
 for float64 queries).
 Heads may be e4m3 with scales: q is multiplied by q_scale [T, H], k and v by their request's rows of
 k_scale [B, H] and v_scale [B, H], all in float32, and `out` has out_dtype. v may also have that
-dtype. Keys are then given whole, without k_pe, and v may be contiguous along keys instead of
-columns (quantize_heads makes both).
+dtype. With e4m3 heads, keys are given whole, without k_pe, and v may be contiguous along keys
+instead of columns (quantize_heads makes both).
 Backends may round 256 * exp(s - max) to e4m3; out is then divided by the sum of the rounded values,
 while lse uses the sum before rounding.
 max_query_len and max_key_len are exactly those of the longest request. With batch_invariant, a

@@ -7,7 +7,7 @@
 
 A segment lists the cached rows that a token attends to:
     slots       rows[t, j] for j < row_lens[t]; a slot is block * BS + offset
-    positions   the same within the token's request, looked up in block_table
+    positions   the same, as positions in the token's request, looked up in block_table
     window      the last `span` positions up to the token's own, positions[t]; a table with fewer
                 columns than the request is a ring of M * BS >= span positions: p is in column
                 (p // BS) % M

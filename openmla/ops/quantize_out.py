@@ -11,9 +11,9 @@ arithmetic is in float32:
               values = e2m1(x * global_scale / scale), 0 where scale is 0
 
 e4m3() and e2m1() round to nearest even and saturate, at 448 and 6; the sign of 0 is kept. For the
-buffers, see openmla/outputs.py. Negative rows are not written, others at most once; only the values
-and scales of these rows are written. Quotients and the reciprocal are rounded once, so every
-backend writes the same bytes.
+buffers, see openmla/outputs.py. Negative rows are skipped, and the others must be distinct; only
+the values and scales of these rows are written. Quotients and the reciprocal are rounded once, so
+every backend writes the same bytes.
 
 A NaN is kept: in fp8 it is byte 0x7f; in a group, the scale and all values are NaN; in NVFP4 the
 scale is 0x7f (NaN) and the group's values are 0. An infinity saturates in fp8 and NVFP4; in a group

@@ -5,9 +5,9 @@
     q      = e4m3(x * (1 / scale)),  which represents q * scale
 
 e4m3() rounds to nearest even and saturates at 448; the sign of 0 is kept. The quotients are rounded
-once, so every backend writes the same bytes. A NaN makes the scale of its token and head NaN, and
-with it every value that is read from them; with q_scale, only its own byte is 0x7f. An infinity
-does the same to a computed scale, and saturates with q_scale.
+once, so every backend writes the same bytes. A NaN makes the scale of its token and head NaN, so
+all their values are NaN when read; with q_scale, only its own byte is 0x7f. An infinity does the
+same to a computed scale, and saturates with q_scale.
 mqa_paged and mqa_sparse accept both results.
 """
 

@@ -5,9 +5,9 @@
     halves:  (x[i], x[i+R/2])   <- (x[i] c_i - x[i+R/2] s_i,  x[i+R/2] c_i + x[i] s_i)
 
 `inverse` rotates back (s negated). x is [T, H, R], usually a slice of wider heads: to rotate part
-of a head, pass that part. Rotated columns are not reordered. The table holds cos and
-sin, magnitude factors included. Arithmetic is in float32 (float64 if x or the table is), rounded
-once. Rows of x past the positions [T'], T' <= T, are not touched.
+of a head, pass that part. Rotated columns are not reordered. The table holds cos and sin, magnitude
+factors included. Arithmetic is in float32 (float64 if x or the table is), rounded once. Rows of x
+past the positions [T'], T' <= T, are not touched.
 """
 
 from __future__ import annotations
