@@ -68,8 +68,8 @@ class AbsorbedWeights(NamedTuple):
 
     Attributes:
         kv_b: [H * (P + V), C] the weight, for expanding.
-        w_uk: [H, P, C] takes queries into latent space.
-        w_uv: [H, C, V] takes outputs out of latent space.
+        w_uk: [H, P, C] maps queries to latent space.
+        w_uv: [H, C, V] maps outputs out of latent space.
         linear: a callable that expands latents instead of kv_b, because it is cheaper.
         uk_scale: [H, KB, NB] float32 scales of an e4m3 w_uk.
         uv_scale: [H, KB, NB] float32 scales of an e4m3 w_uv.
