@@ -1,7 +1,8 @@
-"""The four exceptions, all under OpenMLAError, and a check; messages follow one grammar.
+"""The four exceptions, all derived from OpenMLAError, and a type check.
 
-`<where>: <what> must be <expectation>, got <value>. <Fix>.` Where that would hide the cause, the
-message states the cause instead: `request 'a' has no blocks in the pool. Call pool.take() ...`.
+Messages follow `<where>: <what> must be <expectation>, got <value>. <Fix>.` If that would hide the
+cause, the message states the cause instead: `request 'a' has no blocks in the pool. Call
+pool.take() ...`.
 """
 
 
@@ -18,7 +19,7 @@ class ConfigError(OpenMLAError, ValueError):
 
 
 class UnsupportedError(OpenMLAError, NotImplementedError):
-    """The request is valid but not supported; the message says why."""
+    """The request is valid but not supported. The message gives the reason."""
 
 
 class CacheFullError(OpenMLAError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What this machine has: device capability, multiprocessors, shared memory."""
+"""Device properties: compute capability, multiprocessors, shared memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def _index(device: torch.device) -> int:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a CUDA device, (9, 0) for SM90; None elsewhere."""
+    """Return the compute capability of a CUDA device, (9, 0) for SM90; None elsewhere."""
     return _properties(_index(device))[0] if device.type == "cuda" else None
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; the CPU's threads elsewhere."""
+    """Return the streaming multiprocessors of a CUDA device; CPU threads elsewhere."""
     return _properties(_index(device))[1] if device.type == "cuda" else torch.get_num_threads()
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory one block may ask for; 0 where there is none."""
+    """Return the maximum bytes of shared memory per block; 0 if there is none."""
     return _properties(_index(device))[2] if device.type == "cuda" else 0

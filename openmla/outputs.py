@@ -1,7 +1,7 @@
-"""How a quantized attention output is laid out; OUTPUT_FORMATS is the dict of all formats.
+"""Layouts of quantized attention outputs. OUTPUT_FORMATS is the dict of all formats.
 
-The output of a step is [T, O], O = H * V, as o_proj reads it. Quantised it is `values` [T, O] and
-what they were divided by:
+The output of a step is [T, O], O = H * V, as o_proj reads it. Quantized it is `values` [T, O] and
+their scales:
 
     fp8                  e4m3, one scale for all: x = value * global_scale
     fp8_128, fp8_64      e4m3, a float32 scale per token and 128 (64) columns: x = value * scale
@@ -9,10 +9,10 @@ what they were divided by:
     nvfp4                e2m1, two in a byte (the even column in the low half), an e4m3 scale per
                          token and 16 columns: x = value * scale / global_scale
 
-Scales of groups are [T, O/group], row-major or column-major; a reader takes the strides. For NVFP4
-they are [T', K'] bytes, T rounded up to 128 and O/16 up to 4, in the order tensor cores read them:
-swizzled_offset() says where each lies, the rest is zero.
-What the ops that write them compute is in ops/quantize_out.py.
+Group scales are [T, O/group], row-major or column-major; readers use the strides. For NVFP4 they
+are [T', K'] bytes, T rounded up to 128 and O/16 up to 4, in the order in which tensor cores read
+them: swizzled_offset() returns the offset of each, and the rest is zero. ops/quantize_out.py
+defines how they are computed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch import Tensor
 from openmla.errors import ConfigError, ShapeError
 
 FP4_MAX = 6.0  # largest e2m1
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 by its three lower bits
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1 values by their three lower bits
 FP4_GROUP = 16  # columns that share a scale in nvfp4
-LAYOUTS = ("row", "column", "tma")  # of group scales: row-major, column-major, the same padded to 4
+LAYOUTS = ("row", "column", "tma")  # strides of group scales; "tma": column-major, padded to 4
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class OutputFormat:
         return self.packed or self.group == 0
 
     def width(self, columns: int) -> int:
-        """Stored elements of a row of O values."""
+        """Return the stored elements of a row of O values."""
         return columns // 2 if self.packed else columns
 
     def scales_shape(self, T: int, columns: int) -> tuple[int, int] | None:
-        """None where no scale is stored."""
+        """Return the shape of stored scales; None if there are none."""
         if self.packed:
             return -(-T // 128) * 128, -(-columns // (4 * FP4_GROUP)) * 4
         return (T, columns // self.group) if self.group else None
@@ -168,7 +168,7 @@ def make_output(
 
 
 def check_width(where: str, format: OutputFormat, columns: int) -> None:
-    """Rows are cut into groups without a rest."""
+    """Raise unless rows split evenly into groups."""
     if format.group and columns % format.group:
         raise ShapeError(
             f"{where}: columns must be a multiple of {format.group} for format {format.name}, got "
@@ -177,7 +177,8 @@ def check_width(where: str, format: OutputFormat, columns: int) -> None:
 
 
 def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
-    """Buffers fit their format and rows of O values; returns T. Looks at metadata only."""
+    """Raise unless buffers fit their format and rows of O values. Returns T; reads metadata
+    only."""
     T = check_output_shapes(where, out, columns)
     values = out.values
     if T > 1 and values.stride(0) < values.shape[1]:
@@ -191,7 +192,8 @@ def check_output(where: str, out: QuantizedOutput, columns: int) -> int:
 
 
 def check_output_shapes(where: str, out: QuantizedOutput, columns: int) -> int:
-    """The same without what a tracer would have to compare symbols for: strides of scales."""
+    """Same as check_output() without strides of scales, which would specialize symbols in
+    tracing."""
     format = get_output_format(out.format)
     check_width(where, format, columns)
     values, scales = out.values, out.scales
@@ -230,7 +232,8 @@ def _check_tensor(
 
 
 def _check_scale_strides(where: str, format: OutputFormat, scales: Tensor) -> None:
-    """Group scales: one dimension contiguous, the other past its end. Swizzled: contiguous."""
+    """Check strides: group scales contiguous in one dimension without overlap, swizzled
+    contiguous."""
     (T, G), (row, column) = scales.shape, scales.stride()
     if T == 0 or G == 0:
         return
@@ -264,7 +267,7 @@ def _check_global_scale(
 
 
 def check_alignment(where: str, values: Tensor, scales: Tensor | None) -> None:
-    """What reads the buffers loads 16 bytes at a time; not for tensors without memory."""
+    """Raise unless buffers are 16-byte aligned, as readers require. Not for traced tensors."""
     for name, tensor in (("values", values), ("scales", scales)):
         if tensor is not None and tensor.data_ptr() % 16:
             raise ShapeError(
@@ -274,7 +277,7 @@ def check_alignment(where: str, values: Tensor, scales: Tensor | None) -> None:
 
 
 def check_scale_value(where: str, global_scale: float | Tensor | None) -> None:
-    """Positive, finite and normal, where looking is free: a host float or a tensor of the CPU."""
+    """Raise unless a scale is positive, finite and normal; tensors are only read on the CPU."""
     if global_scale is None:
         return
     if isinstance(global_scale, Tensor) and global_scale.device.type != "cpu":
@@ -285,8 +288,8 @@ def check_scale_value(where: str, global_scale: float | Tensor | None) -> None:
 
 
 def swizzled_offset(row: Tensor, column: Tensor, columns: int) -> Tensor:
-    """Byte of NVFP4's scale (row, column of O/16) in its buffer: tiles of 128 x 4, in each of which
-    rows 32 apart are neighbours."""
+    """Return the byte offset of NVFP4's scale (row, column of O/16) in its buffer: tiles of 128 x
+    4, in which rows 32 apart are adjacent."""
     tiles = -(-columns // (4 * FP4_GROUP))
     tile = row // 128 * tiles + column // 4
     return tile * 512 + row % 32 * 16 + row // 32 % 4 * 4 + column % 4

@@ -1,4 +1,4 @@
-"""One layer's step: strings ops together; owns no parameters and decides nothing."""
+"""One layer's step: calls the ops of its plan. Owns no parameters and makes no decisions."""
 
 from openmla.attention.checks import check_inputs
 from openmla.attention.chosen import make_selection

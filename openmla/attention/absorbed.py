@@ -1,4 +1,4 @@
-"""Absorbed form: attention in latent space, straight from the paged cache."""
+"""Absorbed form: attention in latent space, reading the paged cache directly."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from openmla.cache import PagedCache
 from openmla.ops import Segment, mqa_paged, mqa_sparse, project_heads, quantize_queries
 from openmla.plan import Absorbed, Group, Keys, Plan
 
-# With no more tokens, torch's CPU bmm in bf16 is faster with w_uv on the left, its rows contiguous:
-# 0.24 instead of 1.07 ms for one, 0.27 instead of 1.16 for 8, but 2.3 instead of 1.7 for 64 (16
-# heads, 512 to 128 columns, one thread).
+# Up to this many tokens, torch's CPU bmm in bf16 is faster with w_uv on the left and contiguous
+# rows: 0.24 instead of 1.07 ms for 1 token, 0.27 instead of 1.16 for 8, but 2.3 instead of 1.7 for
+# 64 (16 heads, 512 to 128 columns, one thread).
 FEW_TOKENS = 16
-SEGMENTS = {"window": "window", "compressed": "entries"}  # as Step.only names parts of a cache
+SEGMENTS = {"window": "window", "compressed": "entries"}  # part of the cache: its name in Step.only
 
 
 def attend_absorbed(
     step: Step,
     group: Group,
     out: Tensor | None = None,  # [n, H, V]
-    sink: Tensor | None = None,  # [H], which mqa_sparse applies
+    sink: Tensor | None = None,  # [H], applied by mqa_sparse
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V], or [n, H, C] without weights, and lse [n, H]
-    """Queries into latent space, attention, outputs out of it; into `out` if it is given."""
+    """Absorb queries, attend, and project outputs out of latent space, into `out` if given."""
     part, weights = group.part, step.weights
     assert isinstance(part, Absorbed)
     own = own_queries(step, group)
@@ -45,7 +45,7 @@ def attend_absorbed(
 
 
 def own_queries(step: Step, group: Group) -> tuple[Tensor, ...]:
-    """q_nope and q_pe of the group's rows, or without weights q in latent space."""
+    """Return q_nope and q_pe of the group's rows, or, without weights, the latent queries."""
     if step.projected is None:
         assert step.q is not None
         if step.q_scale is not None:
@@ -59,10 +59,10 @@ def attend_cut(
     step: Step,
     part: Absorbed,
     own: tuple[Tensor, ...],
-    number: int,  # of part.cuts
+    number: int,  # index into part.cuts
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # out_latent [n, H, C], lse [n, H]
-    """One call, in latent space; own_queries() are those of all the group's rows."""
+    """Attend to one cut in latent space. `own`: own_queries() of all rows of the group."""
     cut, start_loc = None, part.start_locs[number]
     if len(part.cuts) > 1:
         cut = part.cuts[number]
@@ -94,7 +94,7 @@ def attend_cut(
         for keys in part.reads
         if step.only == "all" or step.only == SEGMENTS[keys.part]
     ]
-    if not segments:  # entries of a layer that has none
+    if not segments:  # "entries" of a layer without entries
         return seen_nothing(q, plan.config.kv_lora_rank)
     assert part.positions is not None
     out, lse = mqa_sparse(
@@ -114,7 +114,7 @@ def attend_cut(
 
 
 def _in_dtype(out: Tensor, q: Tensor) -> Tensor:
-    """In the queries' dtype, unless they came in e4m3."""
+    """Cast to the dtype of the queries, unless the caller passed them in e4m3."""
     return out if q.dtype == torch.float8_e4m3fn else out.to(q.dtype)
 
 
@@ -124,7 +124,7 @@ def _rows(step: Step, keys: Keys) -> PagedCache:
 
 
 def _segment(step: Step, keys: Keys, cut: slice | None) -> Segment:
-    """What mqa_sparse reads; selected keys as slots where the plan maps them."""
+    """Return a segment for mqa_sparse; selected keys are slots if the plan maps them."""
     rows, kind, table = _rows(step, keys), keys.kind, keys.block_table
     if kind != "listed":
         return Segment(
@@ -162,7 +162,7 @@ def _latent_queries(
 
 
 def _project(out_latent: Tensor, step: Step, out: Tensor | None) -> Tensor:
-    """Out of latent space, into `out` where that is possible; as it is without weights."""
+    """Project out of latent space, into `out` if possible; a no-op without weights."""
     if step.weights is None:
         return out_latent
     return project_out(out_latent, step.weights, step.plan, out)
@@ -171,7 +171,7 @@ def _project(out_latent: Tensor, step: Step, out: Tensor | None) -> Tensor:
 def project_out(
     out_latent: Tensor, weights: AbsorbedWeights, plan: Plan, out: Tensor | None = None
 ) -> Tensor:  # [n, H, V]
-    """Out of latent space, by the plan's backend."""
+    """Project out of latent space with the plan's backend."""
     backend, fixed = plan.backend("project_heads"), plan.batch_invariant
     return out_of_latent(out_latent, weights, backend, fixed=fixed, out=out)
 
@@ -179,7 +179,7 @@ def project_out(
 def latent_queries(
     q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, cache: PagedCache, plan: Plan
 ) -> tuple[Tensor, Tensor | None]:  # [n, H, D], and the scale of e4m3 ones
-    """As the plan has them: of q_nope's dtype, or quantised."""
+    """Return latent queries in q_nope's dtype, or quantized if the plan quantizes them."""
     backend, fixed = plan.backend("project_heads"), plan.batch_invariant
     if plan.query_dtype is None:
         return into_latent(q_nope, q_pe, absorbed, backend, fixed=fixed), None
@@ -196,7 +196,7 @@ def latent_queries(
 def in_e4m3(
     latent: Tensor, q_pe: Tensor, cache: PagedCache, plan: Plan
 ) -> tuple[Tensor, Tensor]:  # [n, H, D], and their scale [n, H]
-    """Queries quantised with a scale per token and head, or with the one of the layer's cache."""
+    """Quantize queries with one scale per token and head, or with the static scale of the cache."""
     q_scale = cache.q_scale if plan.query_dtype == "fp8_static" else None
     return quantize_queries(latent, q_pe, q_scale, backend=plan.backend("quantize_queries"))
 
@@ -204,8 +204,8 @@ def in_e4m3(
 def into_latent(
     q_nope: Tensor, q_pe: Tensor, absorbed: AbsorbedWeights, backend: str, *, fixed: bool = False
 ) -> Tensor:  # [n, H, D], as mqa_paged and mqa_sparse take them
-    """By torch's product, or straight into place where weights are of eight bits or, `fixed`, bits
-    do not depend on how many tokens there are."""
+    """Absorb w_uk into queries. Uses project_heads for fp8 weights or if `fixed` (batch-invariant),
+    else torch.bmm."""
     if absorbed.uk_scale is not None or fixed:
         C = absorbed.w_uk.shape[2]
         q_latent = q_nope.new_empty((*q_nope.shape[:2], C + q_pe.shape[2]))
@@ -226,7 +226,7 @@ def into_latent(
 
 
 def writes_in_place(operand: Tensor) -> bool:
-    """Whether torch.bmm writes into a strided view as it is: cuBLAS does. A tracer is not asked."""
+    """Whether torch.bmm writes directly into a strided view, as cuBLAS does. False in tracing."""
     return operand.is_cuda and not torch.compiler.is_compiling()
 
 
@@ -238,7 +238,7 @@ def out_of_latent(
     fixed: bool = False,
     out: Tensor | None = None,  # [n, H, V]
 ) -> Tensor:
-    """Each head's product by w_uv; into `out` if it is given."""
+    """Multiply each head by its w_uv, into `out` if given."""
     H, V = out_latent.shape[1], absorbed.w_uv.shape[2]
     scaled = absorbed.uv_scale is not None or fixed
     if out is None and (scaled or writes_in_place(out_latent)):

@@ -1,7 +1,8 @@
-"""Attention over keys that ranks share: each rank attends to its own, then results are merged.
+"""Context parallelism: each rank attends to its own keys, then the results are merged.
 
-With heads="all" every rank attends with all heads. With heads="own" queries are gathered in latent
-space, each rank attends with everyone's heads, and gets its own back, in latent space too.
+With heads="all" every rank attends with all heads. With heads="own" latent queries are gathered,
+each rank attends with the heads of all ranks, and the latent outputs of its own heads are returned
+to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from openmla.ranks.merge import merge
 
 
 def attend_across(step: Step, across: Across) -> tuple[Tensor, Tensor]:  # out [n, H, V], lse [n, H]
-    """The rows of `across` over all ranks' keys."""
+    """Attend with the rows of `across` to the keys of all ranks."""
     plan, ranks = step.plan, step.plan.ranks
     assert ranks is not None
     mine, dtype = _own_rows(step, across), _dtype(step)
@@ -44,7 +45,7 @@ def attend_across(step: Step, across: Across) -> tuple[Tensor, Tensor]:  # out [
 
 
 def merge_across(step: Step, across: Across, out: Tensor, lse: Tensor) -> None:
-    """What ranks merged, into what every rank has of a group's rows."""
+    """Merge the result across ranks into the partial result that every rank has computed."""
     earlier, backend = attend_across(step, across), step.plan.backend("merge_states")
     if across.inside is None:
         merge_states(out, lse, *earlier, backend=backend)
@@ -61,7 +62,7 @@ def _attend(step: Step, group: Group) -> tuple[Tensor, Tensor]:
 
 
 def _own_rows(step: Step, across: Across) -> Step:
-    """The step of these rows alone."""
+    """Restrict the step to these rows."""
     if step.projected is None:
         assert step.q is not None
         return step._replace(q=rows_of(step.q, across.rows))
@@ -76,7 +77,7 @@ def _dtype(step: Step) -> torch.dtype:
 
 
 def _with_all_heads(step: Step, ranks: Ranks) -> Step:
-    """Everyone's queries in latent space, and their scales where they are e4m3."""
+    """Gather the latent queries of all ranks, and their scales if they are e4m3."""
     scale: Tensor | None = None
     if step.weights is None:
         assert step.q is not None
@@ -90,14 +91,14 @@ def _with_all_heads(step: Step, ranks: Ranks) -> Step:
 
 
 def _every_head(tensor: Tensor, ranks: Ranks) -> Tensor:  # [n, H, ...] to [n, W * H, ...]
-    if tensor.dtype == torch.float8_e4m3fn:  # bytes to those who carry them
+    if tensor.dtype == torch.float8_e4m3fn:  # collectives transfer them as bytes
         return _every_head(tensor.view(torch.uint8), ranks).view(tensor.dtype)
     return all_gather(tensor, ranks.link).transpose(0, 1).flatten(1, 2)
 
 
 def gathered_cache(cache: LayerCache, plan: Plan) -> LayerCache:
-    """V4: the blocks of all ranks put together, as the plan's tables name them. Everything of this
-    step is written."""
+    """V4: gather the blocks of all ranks, numbered as in the plan's tables. The rows and entries of
+    this step must have been written."""
     bring, ranks = plan.bring, plan.ranks
     assert bring is not None and ranks is not None
     assert cache.compressed is not None and cache.index is not None

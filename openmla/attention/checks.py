@@ -1,4 +1,4 @@
-"""Checks of attend_step() and its siblings, all of them before the first row is written."""
+"""Checks of attend_step() and related functions, all run before the first row is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from openmla.plan import Plan, Select
 
 
 def check_given(projected: object, absorbed: object, cache: object, plan: object) -> None:
-    """Raise unless the arguments are of the classes whose attributes are read below."""
+    """Raise unless the arguments have the classes whose attributes are read below."""
     for name, given, kind in (
         ("projected", projected, Projected),
         ("absorbed", absorbed, AbsorbedWeights),
@@ -40,7 +40,7 @@ def check_sink(sink: Tensor, q: Tensor, plan: Plan) -> None:
 
 
 def check_write(raw: RawProjections | None, plan: Plan, write: bool) -> None:
-    """Raw rows are normalized and rotated by the write: without one they must be given as None."""
+    """Raise if raw rows are passed without a write: the write normalizes and rotates them."""
     if not isinstance(write, bool):
         raise ConfigError(f"step: write must be True or False, got {write!r}.")
     if raw is not None and not (write and plan.causal):
@@ -76,7 +76,7 @@ def check_inputs(
     cache: LayerCache,
     plan: Plan,
 ) -> PagedCache:
-    """Check what the ops would check only after rows are written; returns the latent cache."""
+    """Check what the ops would check only after rows are written. Returns the latent cache."""
     latent = cache.latent
     if latent is None:
         raise ConfigError(
@@ -104,7 +104,7 @@ def check_inputs(
             )
         if tensor.dtype != dtype or tensor.device != device:
             eight_bits = scaled and tensor.dtype == E4M3 and name in ("kv_b", "w_uk", "w_uv")
-            check_alike("step", name, tensor, E4M3 if eight_bits else dtype, device)  # says which
+            check_alike("step", name, tensor, E4M3 if eight_bits else dtype, device)  # raises
     if scaled:
         check_weights("step", "w_uk", absorbed.w_uk, absorbed.uk_scale, q)
         check_weights("step", "w_uv", absorbed.w_uv, absorbed.uv_scale, q)

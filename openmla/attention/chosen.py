@@ -1,4 +1,4 @@
-"""make_selection: keys that the caller selected, in the form that a step uses."""
+"""make_selection: converts keys selected by the caller to the form that a step uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openmla.plan import Plan
 
 
 def make_selection(
-    positions: Tensor,  # [T, K] i32, of all the step's tokens; -1: nothing
+    positions: Tensor,  # [T, K] i32, for all tokens of the step; -1: padding
     cache: LayerCache,
     plan: Plan,
     *,
@@ -22,8 +22,9 @@ def make_selection(
 ) -> Selection | None:
     """Make a Selection from keys that your own indexer selected.
 
-    Causality is up to the caller. On a CPU, values are checked: each token must see the keys that
-    are selected for it, and none may repeat. Layers that share a selection can share the result.
+    The caller is responsible for causality. On a CPU, values are checked: each token must see the
+    keys that are selected for it, and no key may repeat. Layers that share a selection can share
+    the result.
 
     Args:
         positions: [T, K] int32, K being the indexer's topk: the keys of each token of the step,
@@ -81,9 +82,9 @@ def make_selection(
         return None
     own = rows_of(positions, select.rows)
     counts = None if lens is None else rows_of(lens, select.rows)
-    if not select.offered:  # over ranks row_lens are those here
+    if not select.offered:  # across ranks, row_lens count local keys only
         _check_values(own, counts, select.row_lens)
-    if counts is not None and plan.group("masked") is not None:  # a mask is made of whole rows
+    if counts is not None and plan.group("masked") is not None:  # masks are built from whole rows
         columns = torch.arange(own.shape[1], device=own.device)
         own = own.masked_fill(columns >= counts[:, None], -1)
     if select.offered:
@@ -100,7 +101,7 @@ def _all_columns(positions: Tensor, lens: Tensor | None) -> Tensor:
 
 
 def _check_values(positions: Tensor, lens: Tensor | None, row_lens: Tensor) -> None:
-    """On a CPU, where looking is free, and where there is something to look at."""
+    """Check values if they are on a CPU, where reading them needs no sync."""
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or not positions.numel():
         return
     K = positions.shape[1]

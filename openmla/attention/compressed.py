@@ -1,4 +1,4 @@
-"""DeepSeek V4's step: rows into the window, tokens into entries, then attention over both."""
+"""DeepSeek V4 step: writes rows to the window, compresses tokens to entries, attends to both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from openmla.outputs import QuantizedOutput
 from openmla.plan import Plan
 
 KEYS = ("all", "window", "entries")
-_TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # of PoolInputs
+_TOKENS, _WEIGHTS = ("kv", "score"), ("bias", "norm_weight")  # fields of PoolInputs
 
 
 def attend_compressed(
@@ -43,10 +43,10 @@ def attend_compressed(
     plan: Plan,
     *,
     sink: Tensor,  # [H] f32
-    raw: RawProjections | None = None,  # what q and rows are before they are normalised and rotated
-    table: Tensor | None = None,  # [Q, R] f32, the layer's rope, where it has entries
-    pool_inputs: PoolInputs | None = None,  # where the layer has entries
-    index: IndexInputs | None = None,  # where the plan has tokens choose among them
+    raw: RawProjections | None = None,  # q and rows before norm and RoPE
+    table: Tensor | None = None,  # [Q, R] f32, the layer's RoPE table, if it has entries
+    pool_inputs: PoolInputs | None = None,  # if the layer has entries
+    index: IndexInputs | None = None,  # if the plan selects entries
     index_pool_inputs: PoolInputs | None = None,
     hadamard: bool = False,
     out: Tensor | QuantizedOutput | None = None,  # [T, H, D], or make_output()'s for T rows
@@ -100,7 +100,7 @@ def attend_compressed(
     assert table is not None and plan.shared is not None
     rope(
         attended[:, :, attended.shape[2] - table.shape[1] :],
-        plan.shared.positions.clamp_min(0),  # of tokens of no request, which are 0
+        plan.shared.positions.clamp_min(0),  # padding has no position; its rows are 0
         table,
         pairing="pairs",
         inverse=True,
@@ -120,9 +120,9 @@ def attend_segments(
     write: bool = True,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # out [T, H, D], still rotated, and lse [T, H], never with the sink
-    """The same over all keys, the "window" alone or the "entries" alone; `selection` is of entries,
-    instead of inputs.index. Without `write` all of this step is in the caches already: of `inputs`
-    only q, and index, is looked at."""
+    """Attend to "all" keys, only the "window" or only the "entries". `selection` selects entries in
+    place of inputs.index. Without `write` the caches must already hold this step, and only q and
+    index of `inputs` are read."""
     if keys not in KEYS:
         raise ConfigError(f"step: keys must be 'all', 'window' or 'entries', got {keys!r}.")
     check_write(inputs.raw, plan, write)
@@ -144,7 +144,7 @@ def attend_segments(
 
 
 def write_compressed(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> None:
-    """This step's rows and entries into the caches, where something else attends to them."""
+    """Write this step's rows and entries to the caches, for a separate attention call."""
     _check(inputs, cache, plan, None, write=True)
     _write(inputs, cache, plan)
 
@@ -152,7 +152,7 @@ def write_compressed(inputs: CompressedInputs, cache: LayerCache, plan: Plan) ->
 def _check(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, sink: Tensor | None, *, write: bool
 ) -> None:
-    """All checks, before anything is written."""
+    """Run all checks before anything is written."""
     window = _check_step(inputs, cache, plan, write=write)
     _check_inputs(inputs, plan, sink, write=write)
     _check_dtypes(inputs, sink, window.data.device)
@@ -163,7 +163,7 @@ def _check(
 def _check_step(
     inputs: CompressedInputs, cache: LayerCache, plan: Plan, *, write: bool
 ) -> PagedCache:
-    """Raise unless plan and cache belong to the same kind of layer, and q and rows to the plan."""
+    """Raise unless plan and cache match the same kind of layer, and q and rows match the plan."""
     window, v4 = cache.window, plan.config.compressor is not None
     if not v4 or window is None:
         if v4:
@@ -193,7 +193,7 @@ def _check_step(
 def _check_choice(
     index: IndexInputs | None, selection: Selection | None, plan: Plan, *, chooses: bool
 ) -> None:
-    """Raise unless entries are selected by exactly one of the two, where the plan selects."""
+    """Raise unless exactly one of index and selection is given if the plan selects entries."""
     if chooses and index is None and selection is None:
         raise ConfigError(
             f"step: index is missing: tokens of this plan select entries (ratio {plan.ratio}). "
@@ -209,7 +209,7 @@ def _check_choice(
 
 
 def _write(inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> None:
-    """Raw rows into the window; tokens into entries, and into the indexer's keys."""
+    """Write rows to the window, and compress tokens to entries and indexer keys."""
     rows, pool_inputs, table = inputs.rows, inputs.pool_inputs, inputs.table
     assert rows is not None and cache.window is not None
     write_rows(rows, rows[:, :0], inputs.raw, cache.window, plan)
@@ -232,7 +232,7 @@ def _check_inputs(
     *,
     write: bool,
 ) -> None:
-    """Raise unless the inputs of this ratio, and no others, are given in the planned shapes."""
+    """Raise unless exactly the inputs of this ratio are given, in the planned shapes."""
     index, table = inputs.index, inputs.table
     config, T, r = plan.config, plan.num_tokens, plan.ratio
     assert config.indexer is not None
@@ -270,7 +270,7 @@ def _check_inputs(
 
 
 def _check_dtypes(inputs: CompressedInputs, sink: Tensor | None, device: torch.device) -> None:
-    """Dtypes and devices, all before the first write: ops check them one by one."""
+    """Check all dtypes and devices before the first write; each op checks only its own."""
     q, rows, index, table = inputs.q, inputs.rows, inputs.index, inputs.table
     given: list[tuple[str, Tensor, torch.dtype]]
     given = [("q", q, q.dtype if rows is None else rows.dtype)]

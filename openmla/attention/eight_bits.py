@@ -1,10 +1,10 @@
-"""Expanded queries and keys in e4m3: scales found on the device, heads quantised.
+"""Expanded queries and keys in e4m3: computes scales on the device and quantizes heads.
 
-Keys have a scale per request and head: the next power of two that holds what a head's weights can
-make of the request's longest latent (Cauchy-Schwarz) and its largest k_pe, so that nothing is cut
-off and no key is looked at twice. It may be some 10 times what is there: e4m3 is floating point,
-and rounds all but the smallest values alike. Queries have a scale per row and head. A latent that
-is not finite has no say: what it makes is NaN or saturates by itself. Values stay in 16 bits.
+Keys have a scale per request and head: the next power of two above a bound on the head's keys, from
+the request's largest latent norm (Cauchy-Schwarz) and its largest k_pe, so that nothing saturates
+and keys are read only once. The bound may be about 10 times the actual maximum, but e4m3 is
+floating point, so only the smallest values lose precision. Queries have a scale per row and head.
+Latents that are not finite are ignored: their keys become NaN or saturate. Values stay in 16 bits.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from openmla.ops import quantize_heads
 from openmla.ops.quantize_heads import allocate_heads
 from openmla.plan import Plan
 
-MARGIN = 1.0625  # over the bound, for what products round
+MARGIN = 1.0625  # on the bound, for rounding in the products
 SMALLEST = 2.0**-60
 
 
 class Queries(NamedTuple):
-    """Queries as mha_ragged and mha_masked take them: scales only where they are e4m3."""
+    """Queries as mha_ragged and mha_masked take them: with scales only if they are e4m3."""
 
     values: Tensor  # [n, H, E]
     scale: Tensor | None  # [n, H]
-    dtype: torch.dtype  # of outputs
+    dtype: torch.dtype  # dtype of outputs
 
     def of(self, rows: slice) -> Queries:
         scale = None if self.scale is None else self.scale[rows]
@@ -38,7 +38,7 @@ class Queries(NamedTuple):
 
 
 class HeadKeys(NamedTuple):
-    """Keys and values, and what they are multiplied by where keys are e4m3."""
+    """Keys and values, with their scales if keys are e4m3."""
 
     k: Tensor  # [S, H, E]
     v: Tensor  # [S, H, V]
@@ -47,28 +47,28 @@ class HeadKeys(NamedTuple):
 
 
 def queries_of(q: Tensor, plan: Plan) -> Queries:
-    """As the plan wants them."""
+    """Quantize queries to e4m3 if the plan does."""
     if plan.prefill_dtype is None:
         return Queries(q, None, q.dtype)
     T, H, E = q.shape
     values = allocate_heads(T, H, E, q.device, keys_contiguous=False)
-    # rows 16 bytes apart: kernels are compiled for pointers so aligned, and chunks slice this one
+    # 16-byte aligned rows: kernels are compiled for aligned pointers, and chunks slice this one.
     scale = torch.empty((T, -(-H // 4) * 4), dtype=torch.float32, device=q.device)[:, :H]
     quantize_heads(values, scale, q, backend=plan.backend("quantize_heads"))
     return Queries(values, scale, q.dtype)
 
 
 def quantize_keys(
-    kv_c: Tensor,  # [S, C], what k and v are made of
+    kv_c: Tensor,  # [S, C], the latents of k and v
     k: Tensor,  # [S, H, P]
-    k_pe: Tensor,  # [S, R], e4m3 itself where the cache's rows are
+    k_pe: Tensor,  # [S, R], e4m3 if the cache's rows are
     v: Tensor,  # [S, H, V]
     key_start_loc: Tensor,  # [B+1]
     absorbed: AbsorbedWeights,
     plan: Plan,
-    unit: Tensor | None,  # [] f32: kv_scale of rows that were not multiplied by it
+    unit: Tensor | None,  # [] f32: kv_scale of rows that are still codes
 ) -> HeadKeys:
-    """Whole keys in e4m3, and values as they are with the scale that is left to them."""
+    """Return whole keys in e4m3, and unchanged values with their remaining scale."""
     S, H, P = k.shape
     requests = requests_of(key_start_loc, S)
     B = key_start_loc.shape[0] - 1
@@ -86,7 +86,7 @@ def quantize_keys(
 
 
 def requests_of(start_loc: Tensor, S: int) -> Tensor:  # [S] i64
-    """The request of each of S rows; rows past the last request are counted to it."""
+    """Return the request of each of S rows; rows past the last request belong to it."""
     rows = torch.arange(S, dtype=start_loc.dtype, device=start_loc.device)
     return torch.bucketize(rows, start_loc[1:-1], right=True)
 
@@ -95,8 +95,8 @@ def key_scale(
     kv_c: Tensor, k_pe: Tensor, requests: Tensor, B: int, absorbed: AbsorbedWeights, H: int, P: int,
     fixed_by: str | None = None,
 ) -> Tensor:  # [B, H]  # fmt: skip
-    """Powers of two that hold every key of a request and head. `fixed_by`: the plan's; a row's
-    norm then does not depend on how many rows there are."""
+    """Return power-of-two scales that hold every key of a request and head. With `fixed_by` (from
+    the plan) a row's norm is batch-invariant."""
     weights = absorbed.dense(kv_c.dtype).view(H, -1, kv_c.shape[1])[:, :P]
     rows = torch.linalg.vector_norm(weights, dim=2, dtype=torch.float32).amax(1)
     if fixed_by is None:
@@ -111,5 +111,5 @@ def key_scale(
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Magnitudes, of those that are finite."""
+    """Return magnitudes, with 0 for values that are not finite."""
     return values.abs().nan_to_num(0.0, posinf=0.0)

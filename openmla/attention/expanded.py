@@ -1,4 +1,4 @@
-"""Expanded form: ordinary attention over keys and values made from latents, chunk by chunk."""
+"""Expanded form: ordinary attention over keys and values expanded from latents, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from openmla.plan.across import brought_shapes
 from openmla.plan.types import Ask, Brought, num_words
 from openmla.ranks.collectives import all_gather
 
-# What takes a chunk's partial: out, lse, the partial's, the chunk.
+# Merges a chunk's partial result. Arguments: out, lse, the partial's (out, lse), the chunk.
 Merge = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], KeyChunk], None]
 
 
 def attend_expanded(
     step: Step, group: Group, merge: Merge | None = None
 ) -> tuple[Tensor, Tensor]:  # out [n, H, V] and lse [n, H] of the group's rows
-    """New rows causally and context next to them: in one call if it fits, else chunk by chunk. Over
-    a part of the keys, context alone. `merge` takes a chunk's partial in merge_states' place.
+    """Attend causally to new rows and in full to context: in one call if it fits, else chunk by
+    chunk. In a plan over part of the keys, to context only. `merge` replaces merge_states for
+    chunks.
 
-    New rows are used as projected, context as the cache holds it, whatever the route: with a lossy
-    format all routes round the same values. Under masks all keys are used as the cache holds them.
+    On every route, new rows are used as projected and context as stored in the cache, so that all
+    routes round the same values in a lossy format. With masks all keys are used as stored.
     """
     part, plan, projected, weights = group.part, step.plan, step.projected, step.weights
     assert isinstance(part, Expanded) and projected is not None and weights is not None
@@ -87,7 +88,7 @@ def _attend_masked(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """A chunk of keys, expanded once; a bit per pair says which count."""
+    """Expand a chunk of keys once and attend to it with a bit mask per (query, key) pair."""
     plan, weights, C = step.plan, step.weights, step.plan.config.kv_lora_rank
     assert weights is not None and step.selection is not None
     selected = step.selection.positions[group.selected]
@@ -126,28 +127,28 @@ def _attend_masked(
 def merge_rows(
     out: Tensor,
     lse: Tensor,
-    part: tuple[Tensor, Tensor],  # of a chunk's rows
-    rows: slice,  # some of them
+    part: tuple[Tensor, Tensor],  # partial of a chunk's rows
+    rows: slice,  # a subset of all_rows
     all_rows: slice,
     plan: Plan,
 ) -> None:
-    """A chunk's partial into some of its rows."""
+    """Merge a chunk's partial into some of its rows."""
     sides = out[rows], lse[rows], *part_of(part, rows, all_rows)
     merge_states(*sides, backend=plan.backend("merge_states"))
 
 
 def part_of(part: tuple[Tensor, Tensor], rows: slice, all_rows: slice) -> tuple[Tensor, Tensor]:
-    """Of a partial of all_rows, that of some of them."""
+    """Slice a partial of `all_rows` to `rows`."""
     mine = slice(rows.start - all_rows.start, rows.stop - all_rows.start)
     return part[0][mine], part[1][mine]
 
 
 def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
-    """Both parts of queries as one tensor: the one they are views of, if it is one."""
+    """Return both parts of queries as one tensor: without a copy if they are views of one."""
     q_nope, q_pe = projected.q_nope, projected.q_pe
     behind = q_nope.shape[2] * q_nope.element_size()
     if (
-        type(q_nope) is Tensor  # a tracer's have no addresses
+        type(q_nope) is Tensor  # traced tensors have no addresses
         and not torch.compiler.is_compiling()
         and q_nope.stride() == q_pe.stride()
         and q_pe.data_ptr() == q_nope.data_ptr() + behind
@@ -158,8 +159,8 @@ def whole_queries(projected: Projected) -> Tensor:  # [T, H, P + R]
 
 
 def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) -> Tensor:
-    """[num_keys, D]: a chunk's cached rows, in the workspace if there is one; codes of an fp8 cache
-    where the plan keeps them."""
+    """Return a chunk's cached rows [num_keys, D], in the workspace if there is one. Rows of an fp8
+    cache stay codes if the plan keeps them."""
     D = plan.config.latent_dim
     dtype = torch.float8_e4m3fn if plan.keeps_codes else dtype
     if plan.workspace is not None:
@@ -171,7 +172,7 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
         rows = room = torch.empty((chunk.num_keys, D), dtype=dtype, device=latent.data.device)
     target = rows
     if plan.workspace is not None and torch.compiler.is_compiling():
-        # of a slice that is written, the compiler would ask whether it is all of the workspace
+        # For a written slice, the compiler would guard on whether it spans the whole workspace.
         target = room
     cache_gather(
         target,
@@ -189,8 +190,8 @@ def gather(latent: PagedCache, plan: Plan, chunk: KeyChunk, dtype: torch.dtype) 
 def gather_brought(
     latent: PagedCache, plan: Plan, chunk: KeyChunk, brought: Brought, dtype: torch.dtype
 ) -> Tensor:  # [num_keys, D]
-    """A chunk's rows from all ranks, decoded and in order; in the workspace of the ranks, or in
-    the plan's own if it has one."""
+    """Gather a chunk's rows from all ranks, decoded and in order, into the workspace of the ranks,
+    or of the plan if it has one."""
     ranks, space, device = plan.ranks, plan.workspace, latent.data.device
     assert ranks is not None
     sizes = brought.num_rows, chunk.num_keys
@@ -213,27 +214,27 @@ def gather_brought(
 
 
 def expand(kv_c: Tensor, absorbed: AbsorbedWeights, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Each head's own columns of keys [S, H, P], and values [S, H, V]: views of the expansion."""
+    """Return each head's own columns of keys [S, H, P], and values [S, H, V], as views."""
     config = plan.config
     S, H, P = kv_c.shape[0], config.num_heads, config.qk_nope_head_dim
     if plan.workspace is not None:
         expanded = plan.workspace.expanded[:S]
     else:
         expanded = kv_c.new_empty((S, H * (P + config.v_head_dim)))
-    if plan.fixed_by is not None:  # not by its linear, which is a library's product
+    if plan.fixed_by is not None:  # `linear` calls a library, which is not batch-invariant
         multiply(kv_c, absorbed.dense(kv_c.dtype), plan.fixed_by, out=expanded)
     elif absorbed.linear is None:
         torch.mm(kv_c, absorbed.dense(kv_c.dtype).T, out=expanded)
     else:
-        with torch.no_grad():  # its scales may be parameters that want one
+        with torch.no_grad():  # its scales may be parameters that require grad
             expanded.copy_(absorbed.linear(kv_c.contiguous()))
     k, v = expanded.view(S, H, -1).split([P, config.v_head_dim], dim=-1)
     return k, v
 
 
 def whole_keys(k: Tensor, k_pe: Tensor, plan: Plan) -> Tensor:  # [S, H, P + R]
-    """For backends that do not read the shared columns by themselves; in the workspace if there is
-    one."""
+    """Join k and k_pe for backends that do not read the shared columns themselves; in the workspace
+    if there is one."""
     return joined(k, k_pe, None if plan.workspace is None else plan.workspace.keys[: len(k)])
 
 
@@ -247,8 +248,8 @@ def attend_rows(
     causal: bool,
     unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries over gathered rows, expanded for the plan's heads. `unit`: what rows that are still
-    codes are multiples of."""
+    """Expand gathered rows for the plan's heads and attend to them. `unit`: scale of rows that are
+    still codes."""
     C = plan.config.kv_lora_rank
     return _mha(
         q, latents_of(rows[:, :C], q.dtype), rows[:, C:], absorbed, plan, chunk.asks[0],
@@ -257,7 +258,7 @@ def attend_rows(
 
 
 def latents_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is multiplied by kv_b_proj: codes of an fp8 cache in 16 bits, which hold them."""
+    """Return inputs of kv_b_proj: fp8 codes are cast to `dtype`, which is exact."""
     return rows if rows.dtype == dtype else rows.to(dtype)
 
 
@@ -269,7 +270,7 @@ def keys_of(
     plan: Plan,
     unit: Tensor | None,
 ) -> HeadKeys:
-    """Expanded keys, whole, and values."""
+    """Return whole expanded keys, and values."""
     k, v = expand(kv_c, absorbed, plan)
     if plan.prefill_dtype is None:
         return HeadKeys(whole_keys(k, k_pe, plan), v, None, None)

@@ -1,9 +1,9 @@
-"""The K best keys of each token, of all ranks' keys, exactly.
+"""Exact top-k selection over the keys of all ranks.
 
-Whoever is among the K best of all is among the K best of its rank. So each rank scores its own
-keys and offers its K best, with their scores; everyone gathers the offers and selects alike: the
-higher score, of equals the lower position, as index_topk does. Then each rank attends to those of
-the selected keys that it holds, and the results are merged.
+A key in the global top K is also in the top K of its rank. Each rank therefore scores its own keys
+and offers its K best with their scores. All ranks gather the offers and select by the same rule as
+index_topk: the higher score first, and the lower position among equal scores. Then each rank
+attends to the selected keys that it holds, and the results are merged.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from openmla.ops.index_logits import scores_dtype
 from openmla.plan import Plan, Select
 from openmla.ranks.collectives import all_gather
 
-OFFERS_BYTES = 64 * 2**20  # of all ranks at once; more tokens are exchanged in several messages
-NOBODY = 2**31 - 1  # position of an offer that is none: behind all others
+OFFERS_BYTES = 64 * 2**20  # per message, over all ranks; more tokens take several messages
+NOBODY = 2**31 - 1  # position of an empty offer, which sorts last
 
 
 def choose_over_ranks(
     index: IndexInputs, keys: PagedCache, plan: Plan, select: Select
 ) -> Tensor:  # [n, K] i32
-    """Positions in the sequence, the same on every rank; -1 where a token sees fewer than K."""
+    """Return positions in the sequence, equal on every rank; -1 if a token sees fewer than K."""
     assert plan.ranks is not None
     scores, positions = _offers(index, keys, plan, select)
     chosen = [
@@ -41,7 +41,7 @@ def choose_over_ranks(
 def _offers(
     index: IndexInputs, keys: PagedCache, plan: Plan, select: Select
 ) -> tuple[Tensor, Tensor]:  # scores [n, offered] f32, positions [n, offered] i32
-    """The best keys of this rank; position NOBODY where it has fewer."""
+    """Return the best keys of this rank, padded with position NOBODY."""
     width, shard = select.offered, select.shard
     assert shard is not None
     q_idx, w_idx = rows_of(index.q_idx, select.rows), rows_of(index.w_idx, select.rows)
@@ -49,7 +49,7 @@ def _offers(
     scores = torch.zeros((n, width), dtype=scores_dtype(q_idx.dtype), device=device)
     positions = torch.full((n, width), NOBODY, dtype=torch.int32, device=device)
     for chunk, start_loc in zip(select.chunks, select.start_locs, strict=True):
-        if chunk.num_keys == 0:  # all of these are elsewhere
+        if chunk.num_keys == 0:  # other ranks hold all of these keys
             continue
         logits = score_chunk(q_idx, w_idx, keys, plan, select, chunk, start_loc)
         seen = select.row_lens[chunk.rows]
@@ -63,9 +63,9 @@ def _offers(
 
 
 def _messages(scores: Tensor, positions: Tensor, size: int) -> Iterator[Tensor]:
-    """Offers as bytes [n', offered * 8], as many tokens at once on every rank."""
+    """Yield offers as bytes [n', offered * 8], with the same n' on every rank."""
     packed = torch.cat([scores.view(torch.uint8), positions.view(torch.uint8)], dim=1)
-    if torch.compiler.is_compiling():  # whose sizes are symbols, not to be counted by
+    if torch.compiler.is_compiling():  # sizes are symbols, which a loop would specialize
         yield packed
         return
     step = max(OFFERS_BYTES // (packed.shape[1] * size), 1)
@@ -74,7 +74,7 @@ def _messages(scores: Tensor, positions: Tensor, size: int) -> Iterator[Tensor]:
 
 
 def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i32
-    """The K best of all ranks' offers [W, n', bytes], by one rule on every rank."""
+    """Select the K best of all ranks' offers [W, n', bytes], by the same rule on every rank."""
     indexer = plan.config.indexer
     assert indexer is not None
     width = every.shape[2] // (dtype.itemsize + 4)
@@ -86,7 +86,7 @@ def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i
             strict=True,
         )
     )
-    positions, order = positions.sort(dim=1)  # of equal scores, the first will be taken
+    positions, order = positions.sort(dim=1)  # index_topk takes the first of equal scores
     count = (positions < NOBODY).sum(1, dtype=torch.int32)
     best, _ = index_topk(
         scores.gather(1, order),
@@ -100,9 +100,9 @@ def _best(every: Tensor, dtype: torch.dtype, plan: Plan) -> Tensor:  # [n', K] i
 
 
 def held_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Tensor]:
-    """Of the positions [n, K] selected by tokens that stay in latent space, those that this rank
-    holds, by their numbers here: [n, K] i32, and how many columns count. Tokens under a mask keep
-    their positions in the sequence: all keys are gathered for them."""
+    """Filter positions [n, K] to the keys that this rank holds, renumbered locally: [n, K] i32, and
+    how many columns count. Masked tokens keep their positions in the sequence, because all keys are
+    gathered for them."""
     masked = plan.group("masked")
     if masked is None:
         return _numbered_here(positions, plan, select)
@@ -113,8 +113,7 @@ def held_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Te
 
 
 def _numbered_here(positions: Tensor, plan: Plan, select: Select) -> tuple[Tensor, Tensor]:
-    """By map_slots, with a table in which every block is where it was, so that slots are numbers of
-    keys."""
+    """Renumber with map_slots and an identity block table, so that slots are local key numbers."""
     shard, device, M = select.shard, positions.device, select.block_table.shape[1]
     assert shard is not None
     return map_slots(

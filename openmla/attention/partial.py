@@ -30,7 +30,7 @@ def attend_partial(
     write: bool = True,
     keys: str = "all",
 ) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]
-    """Attend to part of the keys, like attend_step() but without a sink, and return the lse too.
+    """Attend to part of the keys, like attend_step() but without a sink, and also return lse.
 
     A part is a cache, or a block table, of its own. Merge the parts with ops.merge_states(), in any
     order, and call apply_sink() last. Plan the part with this step's rows as usual. The other parts

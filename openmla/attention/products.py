@@ -1,7 +1,7 @@
-"""Products by weights whose bits must not depend on the batch: project_heads, in one order of sums.
+"""Batch-invariant matrix products: project_heads, which sums in a fixed order.
 
-torch's own products take other kernels for other numbers of rows. One head of project_heads is a
-linear, and a row of ones sums a row's columns: nothing here needs another op.
+torch's own products use different kernels for different numbers of rows. A linear layer is
+project_heads with one head, and a row sum is a product with ones, so no other op is needed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from openmla.ops import project_heads
 
 def multiply(
     x: Tensor,  # [T, K]
-    weight: Tensor,  # [N, K], as a linear has it
+    weight: Tensor,  # [N, K], as in torch.nn.Linear
     backend: str,
     out: Tensor | None = None,  # [T, N], x's dtype or float32
 ) -> Tensor:  # [T, N]
-    """x @ weight.T, each row by itself."""
+    """Return x @ weight.T, each row computed independently."""
     if out is None:
         out = x.new_empty((x.shape[0], weight.shape[0]))
     project_heads(out[:, None], x[:, None], weight.T[None], batch_invariant=True, backend=backend)
@@ -25,8 +25,8 @@ def multiply(
 
 
 def mean_square(x: Tensor, fixed_by: str | None) -> Tensor:  # [..., 1]
-    """Of the last dimension of float32, or wider. On CPUs torch sums each row by itself; on GPUs
-    how it cuts a row depends on how many there are."""
+    """Mean square over the last dimension, in float32 or wider. On CPUs torch sums each row
+    independently; on GPUs how it splits a row depends on the number of rows."""
     squares = x.square()
     if fixed_by is None or x.device.type == "cpu":
         return squares.mean(-1, keepdim=True)
@@ -36,8 +36,8 @@ def mean_square(x: Tensor, fixed_by: str | None) -> Tensor:  # [..., 1]
 
 
 def rms_normed(hidden: Tensor, eps: float, fixed_by: str | None = None) -> Tensor:
-    """Normalised over the last dimension in float32, rounded once; `fixed_by` the backend of
-    project_heads where a row's bits are its own."""
+    """RMS-normalize over the last dimension in float32, rounding once. `fixed_by`: the backend of
+    project_heads if results must be batch-invariant."""
     wide = hidden.float() if hidden.dtype.itemsize < 4 else hidden
     mean = mean_square(wide, fixed_by)
     return (wide * (mean + eps).rsqrt()).to(hidden.dtype)

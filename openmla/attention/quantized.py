@@ -38,13 +38,13 @@ def check_quantized(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
         raise ShapeError(f"step: out must have T={plan.num_tokens} rows, got {T}.")
     if out.values.device != q.device:
         raise ShapeError(f"step: out must be on {q.device}, got {out.values.device}.")
-    if not traced:  # or they have no addresses
+    if not traced:  # traced tensors have no addresses
         check_alignment("step", out.values, out.scales)
         check_scale_value("step", out.global_scale)
 
 
 def attend_into(out: QuantizedOutput, step: Step, group: Group) -> None:
-    """A group's tokens into their rows of the buffers, by an op that does more than quantize."""
+    """Write a group's tokens to their rows of the buffers, with an op that fuses quantization."""
     if isinstance(group.part, Absorbed):
         _project_into(out, step, group, group.part)
     elif group.part is not None:
@@ -52,7 +52,7 @@ def attend_into(out: QuantizedOutput, step: Step, group: Group) -> None:
 
 
 def _project_into(out: QuantizedOutput, step: Step, group: Group, part: Absorbed) -> None:
-    """Out of latent space and into the buffers, cut by cut."""
+    """Project out of latent space and into the buffers, cut by cut."""
     assert step.weights is not None
     own = own_queries(step, group)
     for number in range(max(len(part.cuts), 1)):
@@ -72,7 +72,7 @@ def _project_into(out: QuantizedOutput, step: Step, group: Group, part: Absorbed
 
 
 def _merge_into(out: QuantizedOutput, step: Step, group: Group, part: Expanded) -> None:
-    """Rows whose last chunk this is are merged into the buffers, others as ever."""
+    """Merge rows that end in a chunk into the buffers, and other rows with merge_states."""
     plan = step.plan
 
     def merge(some: Tensor, lse: Tensor, one: tuple[Tensor, Tensor], chunk: KeyChunk) -> None:
@@ -99,14 +99,14 @@ def _merge_into(out: QuantizedOutput, step: Step, group: Group, part: Expanded) 
 
 
 def target(rows: Rows, part: slice | None = None) -> dict[str, Any]:
-    """Where a group's tokens go, or a part of them, as the ops take it."""
+    """Return the op arguments for the output rows of a group's tokens, or of a part of them."""
     if isinstance(rows, slice):
         return {"first_row": rows.start + (0 if part is None else part.start)}
     return {"rows": rows if part is None else rows[part]}
 
 
 def quantize_into(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[str, Any]) -> None:
-    """Outputs [n, H, V] that are finished."""
+    """Quantize finished outputs [n, H, V] into the buffers."""
     quantize_out(
         out.values,
         out.scales,
@@ -119,7 +119,7 @@ def quantize_into(out: QuantizedOutput, some: Tensor, plan: Plan, where: dict[st
 
 
 def quantize_padding(out: QuantizedOutput, q: Tensor, plan: Plan) -> None:
-    """Tokens of no request, the plan's last: what 0 is in this format."""
+    """Fill padding tokens, the last of the plan, with quantized zeros."""
     H, V = plan.config.num_heads, plan.config.v_head_dim
     zeros = q.new_zeros((1, H, V)).expand(plan.padding, H, V)
     quantize_into(out, zeros, plan, {"first_row": plan.num_tokens - plan.padding})

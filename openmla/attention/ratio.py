@@ -1,10 +1,9 @@
-"""Queries and new rows in the units of a cache whose k_pe has a range of its own.
+"""Scales queries and new rows for a cache whose k_pe has a separate range.
 
-A row has one scale, but where its cache has a rope_ratio r the writing op stores k_pe / r. Queries
-that meet such rows are q_pe * r, and new rows that stand beside them, in the expanded form, are
-k_pe / r too: what reads rows knows nothing of it. r is a power of two, so nothing is rounded as
-long as the model's type can hold the results; fp16, which has few exponents, loses the last bits of
-the smallest.
+A row has one scale, but if its cache has a rope_ratio r the writing op stores k_pe / r. Queries for
+such rows are q_pe * r, and in the expanded form new rows use k_pe / r too, so ops that read rows
+need no change. r is a power of two, so nothing is rounded as long as the model's dtype can hold the
+results; fp16, with its small exponent range, loses the last bits of the smallest values.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from openmla.plan import Plan
 
 
 def scale_rope(projected: Projected, cache: PagedCache, plan: Plan) -> Projected:
-    """Of rows that are written already, as they were projected; those stay as they are."""
+    """Return scaled copies for rows that are written already; `projected` is not modified."""
     ratio = cache.rope_ratio
     if ratio is None:
         return projected
@@ -27,7 +26,7 @@ def scale_rope(projected: Projected, cache: PagedCache, plan: Plan) -> Projected
 
 
 def scale_rope_of_latent(q_latent: Tensor, cache: PagedCache, C: int) -> Tensor:
-    """The same of queries [T, H, C + R] that are in latent space already."""
+    """Return scaled latent queries [T, H, C + R]."""
     ratio = cache.rope_ratio
     if ratio is None:
         return q_latent

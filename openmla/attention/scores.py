@@ -18,7 +18,7 @@ def score_chunk(
     chunk: ScoreChunk,
     start_loc: Tensor,  # [B+1] i32
 ) -> Tensor:  # [rows, num_keys] f32
-    """Scores of the keys that a chunk's rows may see."""
+    """Score the keys that a chunk's rows may see."""
     rows = chunk.rows
     q, scales = keys.layout.encode_query(q_idx[rows])
     w = w_idx[rows] if scales is None else w_idx[rows] * scales

@@ -1,4 +1,4 @@
-"""Lightning indexer: this step's keys into the cache, then K positions for every sparse row."""
+"""Lightning indexer: writes this step's keys, then selects K positions for every sparse row."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def select_step(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection 
 
 
 def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache:
-    """Check what the ops would check only after keys are written; returns the index cache."""
+    """Check what the ops would check only after keys are written. Returns the index cache."""
     config, keys = plan.config, cache.index
     if config.indexer is None or keys is None:
         if keys:
@@ -82,7 +82,7 @@ def check_index(index: IndexInputs, cache: LayerCache, plan: Plan) -> PagedCache
 
 
 def write_keys(index: IndexInputs, keys: PagedCache, plan: Plan) -> None:
-    """This step's indexer keys to the plan's slots, unless they are there already."""
+    """Write this step's indexer keys to the plan's slots, unless the caller has done so."""
     if index.k_idx is None:
         return
     cache_write(
@@ -97,7 +97,7 @@ def write_keys(index: IndexInputs, keys: PagedCache, plan: Plan) -> None:
 
 
 def choose(index: IndexInputs, cache: LayerCache, plan: Plan) -> Selection:
-    """The keys of every token that selects; all index keys are in the cache."""
+    """Select keys for every token that selects; the cache must hold all indexer keys."""
     select, keys = plan.select, cache.index
     assert select is not None and keys is not None
     if select.offered:
@@ -114,12 +114,12 @@ def chosen_rows(
     cache: LayerCache,
     plan: Plan,
 ) -> Tensor:  # [n', K] i32
-    """What tokens of the "chosen" group selected, as slots where the backend takes nothing else."""
+    """Return the selected keys of the "chosen" group, as slots if the backend needs slots."""
     group = plan.listing
     if group is None:
         return positions[:0]
     if not plan.mapped:
-        # no assert, no cast: either makes constants of a slice's ends where a step is compiled
+        # No assert and no cast: under torch.compile either turns the slice's ends into constants.
         return rows_of(positions, group.selected)  # type: ignore[arg-type]
     part, latent = group.part, cache.latent
     assert isinstance(part, Absorbed) and latent is not None
@@ -144,7 +144,7 @@ def choose_positions(
     plan: Plan,
     select: Select,
 ) -> Tensor:  # [n, K] i32
-    """The best of the keys each row may see, scored as many rows at a time as the plan says."""
+    """Select the best keys that each row may see, scored in the plan's chunks of rows."""
     assert plan.config.indexer is not None
     K = plan.config.indexer.topk
     if plan.workspace is not None and plan.workspace.selection.shape[0]:
@@ -154,7 +154,7 @@ def choose_positions(
         positions = torch.empty(shape, dtype=torch.int32, device=q_idx.device)
     for chunk, start_loc in zip(select.chunks, select.start_locs, strict=True):
         choice = positions[chunk.rows]
-        if chunk.num_keys <= K:  # nothing to choose
+        if chunk.num_keys <= K:  # at most K keys: all are selected
             choice.copy_(select.first_keys.expand(choice.shape))
             choice.masked_fill_(choice >= select.row_lens[chunk.rows, None], -1)
         else:

@@ -1,4 +1,4 @@
-"""attend_step: write this step's rows, then attend, each group of tokens as its plan says."""
+"""attend_step: writes this step's rows, then attends with each group of tokens as planned."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from openmla.outputs import QuantizedOutput
 from openmla.plan import Absorbed, Plan
 from openmla.plan.types import Rows
 
-# Rows of the step, their out [n, H, V] and lse [n, H]. A plain tuple: the compiler makes constants
-# of a slice's ends where it becomes a field of a class.
+# Rows of the step, their out [n, H, V] and lse [n, H]. A plain tuple: torch.compile turns a slice's
+# ends into constants if it is a field of a class.
 Part = tuple[Rows, Tensor, Tensor]
 
 
@@ -57,7 +57,7 @@ def attend_step(
     raw: RawProjections | None = None,
     write: bool = True,
     out: Tensor | QuantizedOutput | None = None,  # [T, H, V], or make_output()'s for T rows
-) -> Any:  # the same: [T, H, V] in the queries' dtype, or the buffers
+) -> Any:  # [T, H, V] in the queries' dtype, or the buffers
     """Write a step's rows and run one layer's attention over its T tokens.
 
     All new rows are written first, so that absorbed queries find their own row in the cache. The
@@ -133,8 +133,8 @@ def begin_step(
     raw: RawProjections | None,
     write: bool,
 ) -> Step:
-    """Run all checks, then write this step's rows. The returned step has queries and new rows in
-    the units of the cached ones."""
+    """Run all checks, then write this step's rows. The returned step has queries and new rows
+    scaled to match the cached ones."""
     latent = check_inputs(projected, absorbed, cache, plan)
     if plan.select is not None:
         check_selection(selection, plan.select)
@@ -150,9 +150,9 @@ def attend_groups(
     sink: Tensor | None = None,  # [H] f32
     out: Tensor | QuantizedOutput | None = None,
 ) -> list[Part]:
-    """Every group of the plan; absorbed ones straight into `out` where they can, and into buffers
-    those whose last op quantizes, which are not in the result. Without weights mqa_sparse applies
-    the sink, unless ranks are still to be merged."""
+    """Run every group of the plan. Absorbed groups write directly to `out` if possible. Groups
+    whose last op quantizes write to the buffers and are not in the result. Without weights
+    mqa_sparse applies the sink, unless results of other ranks must still be merged."""
     parts: list[Part] = []
     for group in step.plan.groups:
         quantized = out if isinstance(out, QuantizedOutput) else None
@@ -182,7 +182,7 @@ def attend_groups(
 
 
 def room_for(out: Tensor, rows: Rows) -> Tensor | None:
-    """The part of `out` that these tokens fill, if a view can be written to as it is."""
+    """Return the view of `out` that these tokens fill, if it can be written directly."""
     if not isinstance(rows, slice) or not writes_in_place(out):
         return None
     return out[rows]
@@ -195,27 +195,27 @@ def scatter_parts(
     empty: float = 0.0,
     into: Tensor | None = None,
 ) -> Tensor:  # [T, ...]
-    """Parts of the plan's tokens as one tensor of all. Padding, the last of them, gets `empty`.
+    """Scatter parts into one tensor of all tokens. Padding, at the end, is filled with `empty`.
 
-    Only the plan's padding is asked how far the parts reach: their own ends are symbols where a
-    step is compiled, and comparing symbols would fix them.
+    Only the plan's padding tells how far the parts reach: under torch.compile their own ends are
+    symbols, and comparing symbols would specialize them.
     """
     rows, first = parts[0]
     if into is None:
         if len(parts) == 1 and isinstance(rows, slice) and not plan.padding:
-            return first  # every token, in order
+            return first  # all tokens, in order
         into = first.new_empty((plan.num_tokens, *first.shape[1:]))
     if plan.padding:
         into[plan.num_tokens - plan.padding :] = empty
     for rows, part in parts:
         room = room_for(into, rows)
-        if room is None or room.data_ptr() != part.data_ptr():  # else it was written there
+        if room is None or room.data_ptr() != part.data_ptr():  # else `part` is that view
             into[rows] = part
     return into
 
 
 def scatter_out_lse(parts: Sequence[Part], plan: Plan) -> tuple[Tensor, Tensor]:
-    """Out [T, H, ...] and lse [T, H] of all tokens."""
+    """Return out [T, H, ...] and lse [T, H] of all tokens."""
     out = scatter_parts([(rows, some) for rows, some, _ in parts], plan)
     lse = scatter_parts([(rows, some) for rows, _, some in parts], plan, empty=-torch.inf)
     return out, lse

@@ -28,7 +28,7 @@ class Projected(NamedTuple):
 
     q_nope: Tensor  # [T, H, P]
     q_pe: Tensor  # [T, H, R], rotated
-    kv_c: Tensor  # [T, C], normalised
+    kv_c: Tensor  # [T, C], normalized
     k_pe: Tensor  # [T, R], rotated
 
 
@@ -51,9 +51,9 @@ class RawProjections(NamedTuple):
 
     q: Tensor  # [T, H, E]
     kv: Tensor  # [T, D]
-    norm_weight: Tensor  # of the columns to be normalised
+    norm_weight: Tensor  # for the columns to normalize
     positions: Tensor  # [T] i64, rows of the table
-    table: Tensor | None  # [Q, R] f32; None where nothing is rotated
+    table: Tensor | None  # [Q, R] f32; None if nothing is rotated
     pairing: str
     eps: float
     factor: float = 1.0
@@ -68,8 +68,8 @@ class AbsorbedWeights(NamedTuple):
 
     Attributes:
         kv_b: [H * (P + V), C] the weight, for expanding.
-        w_uk: [H, P, C] takes queries into latent space.
-        w_uv: [H, C, V] takes outputs out of latent space.
+        w_uk: [H, P, C] maps queries to latent space.
+        w_uv: [H, C, V] maps outputs out of latent space.
         linear: a callable that expands latents instead of kv_b, because it is cheaper.
         uk_scale: [H, KB, NB] float32 scales of an e4m3 w_uk.
         uv_scale: [H, KB, NB] float32 scales of an e4m3 w_uv.
@@ -78,7 +78,7 @@ class AbsorbedWeights(NamedTuple):
     kv_b: Tensor  # [H * (P + V), C]
     w_uk: Tensor  # [H, P, C]
     w_uv: Tensor  # [H, C, V]
-    linear: Callable[[Tensor], Tensor] | None = None  # expands in kv_b's place, being cheaper
+    linear: Callable[[Tensor], Tensor] | None = None  # used instead of kv_b if it is cheaper
     uk_scale: Tensor | None = None  # [H, KB, NB] f32
     uv_scale: Tensor | None = None  # [H, KB, NB] f32
 
@@ -88,7 +88,7 @@ class AbsorbedWeights(NamedTuple):
             return self.kv_b
         assert self.uk_scale is not None and self.uv_scale is not None
         H, P, C = self.w_uk.shape
-        dense = self.kv_b.to(dtype)  # 16 bits hold every e4m3
+        dense = self.kv_b.to(dtype)  # 16-bit dtypes hold every e4m3 value
         parts = dense.view(H, -1, C)
         for part, scale in (
             (parts[:, :P], self.uk_scale),
@@ -125,7 +125,7 @@ class PoolInputs(NamedTuple):
     """
 
     kv: Tensor  # [T, D], [T, 2 D] for overlapping windows
-    score: Tensor  # the same
+    score: Tensor  # same as kv
     bias: Tensor  # [ratio, D], [ratio, 2 D]
     norm_weight: Tensor  # [D]
 
@@ -148,11 +148,11 @@ class CompressedInputs:
     """
 
     q: Tensor  # [T, H, D], rotated
-    rows: Tensor | None = None  # [T, D], rotated; None where nothing is written
-    raw: RawProjections | None = None  # what the two are before they are normalised and rotated
-    table: Tensor | None = None  # [Q, R] f32, the layer's rope, where it has entries
-    pool_inputs: PoolInputs | None = None  # where the layer has entries
-    index: IndexInputs | None = None  # where the plan has tokens choose among them
+    rows: Tensor | None = None  # [T, D], rotated; None if nothing is written
+    raw: RawProjections | None = None  # q and rows before norm and RoPE
+    table: Tensor | None = None  # [Q, R] f32, the layer's RoPE table, if it has entries
+    pool_inputs: PoolInputs | None = None  # if the layer has entries
+    index: IndexInputs | None = None  # if the plan selects entries
     index_pool_inputs: PoolInputs | None = None
     hadamard: bool = False
 
@@ -169,23 +169,23 @@ class Selection(NamedTuple):
         row_lens: the plan's own tensor, which identifies the plan.
     """
 
-    # over ranks, tokens that stay in latent space have this rank's numbers
+    # Across ranks, keys of tokens that stay in latent space are numbered locally.
     positions: Tensor
     lens: Tensor  # [num_absorbed] i32, columns that count
     rows: Tensor  # [num_absorbed, K] i32: slots if the plan maps them, else the positions
-    row_lens: Tensor  # the plan's own, which tells whose selection this is
+    row_lens: Tensor  # the plan's own tensor, which identifies the plan
 
 
 class Step(NamedTuple):
-    """What the groups of one layer's step share: projected tokens and absorbed weights, or, without
-    weights, queries that are in latent space already."""
+    """Inputs shared by the groups of one layer's step: projected tokens and absorbed weights, or,
+    without weights, latent queries."""
 
     cache: LayerCache
     plan: Plan
     projected: Projected | None = None
     weights: AbsorbedWeights | None = None
     q: Tensor | None = None  # [T, H, D]
-    q_scale: Tensor | None = None  # [T, H], where q is e4m3 already
+    q_scale: Tensor | None = None  # [T, H], if q is already e4m3
     selection: Selection | None = None
     only: str = "all"  # V4: "window" or "entries" attends to one of the two
 
@@ -203,16 +203,16 @@ def check_alike(
 
 
 def rows_of(tensor: Tensor, rows: slice | Tensor) -> Tensor:
-    """Some of a step's tokens: the tensor itself where they are all, as in most steps. Where sizes
-    are symbols they are not compared, which would fix them."""
+    """Index some of a step's tokens: returns the tensor itself for all tokens, as in most steps.
+    Under torch.compile sizes are symbols, and comparing them would specialize them."""
     if torch.compiler.is_compiling() or not isinstance(rows, slice):
         return tensor[rows]
     return tensor if rows.start == 0 and rows.stop == tensor.shape[0] else tensor[rows]
 
 
 def seen_nothing(q: Tensor, width: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key; `dtype` is out's,
-    the queries' own by default."""
+    """Return out [n, H, width] and lse [n, H] of queries [n, H, ...] that see no key. `dtype` of
+    out defaults to the queries' dtype."""
     dtype = q.dtype if dtype is None else dtype
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.promote_types(dtype, torch.float32))
     return q.new_zeros((*q.shape[:2], width), dtype=dtype), lse

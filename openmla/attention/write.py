@@ -1,4 +1,4 @@
-"""This step's rows into the cache, normalised and rotated first where they are raw."""
+"""Writes this step's rows to the cache, normalizing and rotating raw rows first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openmla.plan import Plan
 def write_rows(
     kv_c: Tensor, k_pe: Tensor, raw: RawProjections | None, cache: PagedCache, plan: Plan
 ) -> None:
-    """kv_c and k_pe, or with `raw` what they are views of."""
+    """Write kv_c and k_pe, or with `raw` the tensors that they are views of."""
     if raw is not None and in_one_launch(cache, plan):
         latent_write(
             cache.data,
@@ -51,12 +51,12 @@ def write_rows(
 
 
 def in_one_launch(cache: PagedCache, plan: Plan) -> bool:
-    """The reference reads slots on the host, which on a GPU synchronises; op by op nothing does."""
+    """Whether latent_write is used: its reference reads slots on the host, which syncs a GPU."""
     return plan.backend("latent_write") != "reference" or not cache.data.is_cuda
 
 
 def finish(raw: RawProjections, plan: Plan) -> None:
-    """latent_write's norms and rotations, op by op."""
+    """Apply the norms and rotations of latent_write op by op."""
     C = raw.norm_weight.shape[0]
     normed = raw.norm_weight * rms_normed(raw.kv[:, :C], raw.eps, plan.fixed_by)
     raw.kv[:, :C] = normed * raw.factor if raw.factor != 1 else normed

@@ -1,4 +1,4 @@
-"""Which backends implement which op, best first, and how one is chosen: a table and a walk."""
+"""Table of the backends that implement each op, best first, and backend selection."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Implementations of others that joined the table: register_backend().
+# Implementations added by register_backend().
 OTHERS: dict[tuple[str, str], Any] = {}
 
-# Checked before import, so that other devices never load a backend's hundred megabytes.
+# Checked before import, so that other devices do not load the hundred megabytes of a backend.
 RUNS_ON = {"gluon": "cuda", "triton": "cuda"}
 
 
 # What is 16-byte aligned: queries; cache pages; cache rows, contiguous across pages and indexable
-# in 32 bits. "tight": nothing is between the rows of a page.
+# in 32 bits. "tight": no gaps between the rows of a page.
 ALIGNED = frozenset(("queries", "pages", "rows", "tight"))
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What decides whether a backend can run an op; the same problem gives the same answer.
+    """The properties that decide whether a backend can run an op. Equal problems get equal answers.
 
-    Letters are the alphabet's; 0 where a dimension does not belong to the op. E is the width of
-    an expanded query or key head, P + R.
+    For letters see docs/mla.md; a dimension that the op does not have is 0. E is the width of an
+    expanded query or key head, P + R.
     """
 
     op: str
@@ -72,67 +72,67 @@ class Problem:
     D: int = 0
     C: int = 0
     E: int = 0
-    R: int = 0  # of the keys' columns, those that all heads share and that come by themselves
+    R: int = 0  # shared key columns that are passed as a separate tensor
     V: int = 0
     BS: int = 0
-    tokens: int = 0  # as bucketed() has it
-    max_query_len: int = 0  # tokens of a request, at most
-    kinds: tuple[str, ...] = ()  # of the segments
+    tokens: int = 0  # as returned by bucketed()
+    max_query_len: int = 0  # maximum tokens of a request
+    kinds: tuple[str, ...] = ()  # kinds of the segments
     aligned: frozenset[str] = ALIGNED
-    head_scales: bool = False  # of e4m3 queries: one per token and head, not one for all
-    run_length: int = 0  # rows per run where the caller fixes it; 0: the backend decides
-    # of ops without runs: a row's bits must not depend on what else is in the call
+    head_scales: bool = False  # e4m3 queries: one scale per token and head, not one for all
+    run_length: int = 0  # rows per run if fixed by the caller; 0: the backend decides
+    # for ops without runs: the bits of a row must not depend on the rest of the batch
     batch_invariant: bool = False
 
 
 def problem_on(device: torch.device, op: str, **fields: Any) -> Problem:
-    """A problem on a device of this machine; `fields` are Problem's."""
+    """Make a problem for a device of this machine. `fields`: fields of Problem."""
     return Problem(op, device.type, capability(device), **fields)
 
 
 def bucketed(tokens: int) -> int:
-    """A token count as problems carry it: exact where kernels differ by it, then rounded up to a
-    power of two, so that distinct problems stay few."""
+    """Return a token count for a Problem: exact in the range where kernels differ, then rounded up
+    to a power of two to limit the number of distinct problems."""
     return tokens if tokens <= 1024 else 1 << (tokens - 1).bit_length()
 
 
 def all_backends() -> tuple[str, ...]:
-    """Every backend named in the table, in order of first mention, the reference last."""
+    """Return all backends of the table, in order of first occurrence, with the reference last."""
     names = dict.fromkeys(name for row in BACKENDS.values() for name in row)
     return (*(name for name in names if name != "reference"), "reference")
 
 
 def load(op: str, backend: str) -> Any:
-    """The implementation file of an op; it is imported when first asked for."""
+    """Return the implementation module of an op, imported at first use."""
     if (op, backend) in OTHERS:
         return OTHERS[op, backend]
     return import_module(f"openmla.backends.{backend}.{op}")
 
 
 def runner(problem: Problem, backend: str) -> Any:
-    """What runs a problem: an implementation file, or where that has several kernels one of them;
-    both have run()."""
+    """Return what runs a problem: an implementation module, or one of its kernels if it has
+    several. Both have run()."""
     module = load(problem.op, choose_backend(problem, backend))
     kernel_for: Callable[[Problem], Any] | None = getattr(module, "kernel_for", None)
     return module if kernel_for is None else kernel_for(problem)
 
 
 def is_replayed(problem: Problem, backend: str) -> bool:
-    """Whether calls are watched and repeated (replay.py): on GPUs, of those backends that launch
-    nothing but what reports itself."""
+    """Whether calls are recorded and replayed (replay.py): on GPUs, for backends whose launches all
+    report themselves."""
     ours = tuple(f"{__name__}.{name}." for name in ("gluon", "triton"))
     name = getattr(load(problem.op, backend), "__name__", "")
     return problem.device == "cuda" and name.startswith(ours)
 
 
 def launches(op: str, backend: str) -> int | None:
-    """Most kernels one call of an op launches; None where torch decides."""
+    """Return the maximum number of kernels that one op call launches; None if torch decides."""
     found: int | None = getattr(load(op, backend), "LAUNCHES", None)
     return found
 
 
 def why_not(problem: Problem, backend: str) -> str | None:
-    """Why a backend cannot run a problem, or None if it can."""
+    """Return why a backend cannot run a problem, or None if it can."""
     if backend not in BACKENDS[problem.op]:
         return f"has no {problem.op}"
     if RUNS_ON.get(backend, problem.device) != problem.device and not _interpreted():
@@ -154,7 +154,7 @@ def why_not(problem: Problem, backend: str) -> str | None:
 
 
 def _asked(problem: Problem, backend: str, name: str, default: Any) -> Any:
-    """What a backend's function of this name says of a problem; the default where it has none."""
+    """Call a backend's function of this name on a problem, or return the default if it has none."""
     rule: Callable[[Problem], Any] | None = getattr(load(problem.op, backend), name, None)
     if rule is None:
         return default
@@ -171,37 +171,37 @@ def _asked(problem: Problem, backend: str, name: str, default: Any) -> Any:
 
 
 def slower(problem: Problem, backend: str) -> str | None:
-    """Why another backend is faster where both can run a problem, as measured; None if none is."""
+    """Return the measured reason why another backend is faster for a problem, or None."""
     reason: str | None = _asked(problem, backend, "slower", None)
     return reason
 
 
 def kernel_of(problem: Problem, backend: str) -> str:
-    """The kernel that a backend runs a problem with; "" where it has one."""
+    """Return the kernel that a backend runs a problem with; "" if it has only one."""
     named: str = _asked(problem, backend, "kernel_of", "")
     return named
 
 
 def efficiency(problem: Problem, backend: str) -> float:
-    """The fraction of peak matmul throughput that a backend reaches on long inputs."""
+    """Return the fraction of peak matmul throughput that a backend reaches on long inputs."""
     found: float = _asked(problem, backend, "efficiency", 1.0)
     return found
 
 
 def prefers_slots(problem: Problem, backend: str) -> bool:
-    """Whether a backend that takes positions is better off with slots, mapped by a launch."""
+    """Whether a backend that accepts positions is faster with slots, despite the mapping launch."""
     found: bool = _asked(problem, backend, "prefers_slots", False)
     return found
 
 
 def reads_apart(problem: Problem, backend: str) -> bool:
-    """Whether a backend reads the shared columns of keys by themselves, without a copy of all."""
+    """Whether a backend reads the shared key columns separately, without a copy of whole keys."""
     found: bool = problem.R > 0 and _asked(problem, backend, "reads_apart", False)
     return found
 
 
 def preparer(op: str, backend: str) -> Callable[[Any], None] | None:
-    """The backend's prepare_step, if it has one. An exception in it names the op and backend."""
+    """Return the backend's prepare_step, if any. Its exceptions name the op and backend."""
     prepare: Callable[[Any], None] | None = getattr(load(op, backend), "prepare_step", None)
     if prepare is None:
         return None
@@ -228,21 +228,21 @@ def _interpreted() -> bool:
 
 
 def choose_backend(problem: Problem, backend: str = "auto") -> str:
-    """The backend that runs a problem: the named one, or with "auto" the first that can and is not
-    slower than another, else the first that can.
+    """Return the backend that runs a problem: the named one, or with "auto" the first that can and
+    is not slower than another, else the first that can.
 
-    Nothing falls back: a named backend that cannot run the problem raises UnsupportedError.
+    There is no fallback: a named backend that cannot run the problem raises UnsupportedError.
     """
     return _choose(problem, backend, BACKENDS[problem.op])
 
 
-# What was decided about calls, by everything that decides it; who runs an op keeps it here.
+# Cached decisions of op calls, keyed by all that they depend on.
 _decisions: dict[Any, Any] = {}
 
 
 def decisions() -> dict[Any, Any]:
-    """Those that still hold. One that was begun before they were forgotten belongs into the
-    dictionary it was begun with."""
+    """Return the valid decisions. Get the dictionary before making a decision and store it there,
+    because decisions may be forgotten meanwhile."""
     return _decisions
 
 
@@ -250,7 +250,7 @@ _times_forgotten = 0
 
 
 def forget_choices() -> None:
-    """Ask again at the next call: what backends can do has changed."""
+    """Clear cached choices, because the backends have changed."""
     global _decisions, _times_forgotten
     _times_forgotten += 1
     _choose.cache_clear()
@@ -258,15 +258,15 @@ def forget_choices() -> None:
 
 
 def times_forgotten() -> int:
-    """Part of the key of whatever is kept because choices were: it is another one afterwards, also
-    for an answer that was on its way."""
+    """Return a counter for the keys of caches that depend on choices. It changes when choices are
+    forgotten, so a result computed meanwhile is not reused."""
     return _times_forgotten
 
 
 @lru_cache(maxsize=4096)
 def _choose(problem: Problem, backend: str, row: tuple[str, ...]) -> str:
-    """choose_backend by a row of the table: an answer that comes when the row is another already is
-    kept for the row it is of."""
+    """Choose a backend from a row of the table. The row is part of the cache key, so a result
+    computed while the table changes is cached for its own row."""
     if backend != "auto" and backend not in all_backends():
         raise ConfigError(
             f"{problem.op}: backend {backend!r} is not known. "

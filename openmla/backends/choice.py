@@ -40,14 +40,14 @@ def check_op(where: str, op: object) -> None:
 
 
 def backend_for(op: str, choice: BackendChoice) -> str:
-    """The backend requested for an op, or "auto". A single name applies to the ops that backend
-    implements; every other op is "auto"."""
+    """Return the backend requested for an op, or "auto". A single name applies to the ops that the
+    backend implements; all other ops use "auto"."""
     if isinstance(choice, str):
         return choice if choice in BACKENDS[op] else "auto"
     return choice.get(op, "auto")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """A " Did you mean ...?" if a known name is close, else an empty string."""
+    """Return " Did you mean ...?" if a known name is close, else an empty string."""
     found = get_close_matches(str(name), list(known), n=1)
     return f" Did you mean {found[0]!r}?" if found else ""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """Kernels load 16 bytes at a time, so rows must start at multiples of 16 bytes."""
+    """Copy unless rows start at multiples of 16 bytes: kernels load 16 bytes at a time."""
     pitch = 16 // tensor.dtype.itemsize
     starts = (tensor.storage_offset(), *tensor.stride()[:-1])
     if any(start % pitch for start in starts) or tensor.data_ptr() % 16:
@@ -16,12 +16,12 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def joined(k: Tensor, k_pe: Tensor | None, into: Tensor | None = None) -> Tensor:
-    """Whole keys: each head's own columns, then the shared ones; written to `into` if given."""
+    """Join each head's own columns of keys and the shared ones, in `into` if given."""
     if k_pe is None:
         return k
     S, H, P = k.shape
     keys = k.new_empty((S, H, P + k_pe.shape[1])) if into is None else into
-    # two strided copies: a concatenation with a broadcast operand is slower
+    # Two strided copies: a concatenation with a broadcast operand is slower.
     keys[:, :, :P] = k
     keys[:, :, P:] = k_pe[:, None, :]
     return keys

@@ -1,4 +1,4 @@
-"""Kernel: one of several kernels of a backend for an op, and the choice among them.
+"""Kernel: one of several kernels of a backend for an op, and how one is selected.
 
 A backend with one kernel for an op is a file with why_not(), run(), builds() and LAUNCHES. One with
 several lists them, best first; adding a kernel is one file that makes a Kernel and one line there.
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
 
 def why_none(kernels: Sequence[Kernel], problem: Problem) -> str | None:
-    """The reason why no kernel can run a problem; None if one can."""
+    """Return the reason why no kernel can run a problem; None if one can."""
     reasons = {kernel.name: kernel.why_not(problem) for kernel in kernels}
     if None in reasons.values():
         return None
@@ -43,6 +43,6 @@ def why_none(kernels: Sequence[Kernel], problem: Problem) -> str | None:
 
 
 def choose(kernels: Sequence[Kernel], problem: Problem) -> Kernel:
-    """The first kernel that can run it and is not slower than another, else the first that can."""
+    """Return the first kernel that can run it and is not slower, else the first that can."""
     able = [kernel for kernel in kernels if kernel.why_not(problem) is None]
     return next((kernel for kernel in able if kernel.slower(problem) is None), able[0])

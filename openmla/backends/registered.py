@@ -1,7 +1,7 @@
 """register_backend(): add your own implementation of an op to the table of backends.
 
 It is tried before the other backends with "auto", unless its `why_not` or `slower` says otherwise.
-There is no discovery: whoever wants a backend registers it.
+There is no discovery: call register_backend() to use a backend.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from openmla.backends import BACKENDS, OTHERS, forget_choices, load
 from openmla.backends.choice import check_op, nearest
 from openmla.errors import ConfigError
 
-# What a module may have beside why_not and run, each a function of a problem; see
+# Optional functions of a module besides why_not and run, each of a problem; see
 # docs/adding-a-kernel.md.
 OPTIONAL = ("slower", "kernel_of", "efficiency", "prefers_slots", "reads_apart")
 OWN = frozenset(name for row in BACKENDS.values() for name in row)
-_CHANGING = threading.Lock()  # the table, which is read without it
+_CHANGING = threading.Lock()  # guards writes to the table; reads do not lock
 
 
 def register_backend(op: str, name: str, module: Any) -> None:
@@ -117,10 +117,10 @@ def _check_module(where: str, op: str, module: Any) -> None:
 def _check_call(
     where: str, name: str, function: Callable[..., Any], tensors: list[str], scalars: list[str]
 ) -> None:
-    """Raise unless a function can be called with so many arguments and these keywords."""
+    """Raise unless a function accepts these positional arguments and keywords."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of a compiled function that does not say
+    except ValueError:  # a compiled function without a signature
         return
     try:
         signature.bind(*tensors, **dict.fromkeys(scalars))

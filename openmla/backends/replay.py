@@ -1,12 +1,11 @@
-"""Replays an op call at low host cost: the host's work is recorded once and then repeated.
+"""Replays an op call at low host cost: host work is recorded once and then repeated.
 
-The metadata and scalars of a call determine what it allocates and which kernels it launches with
-which numbers. Between calls with equal metadata only addresses change. record() runs a call as
-usual and observes it: allocations and views through a dispatch mode, launches as they report
-themselves. The resulting Replay allocates the same tensors and launches the same kernels at the
-addresses of the current call. There is no Replay if a call did anything else (a copy, another
-torch kernel, a launch that Triton had to compile, a pointer of unknown origin); such calls run as
-before.
+The metadata and scalars of a call determine its allocations, its kernel launches and their scalars.
+Between calls with equal metadata only addresses change. record() runs a call as usual and observes
+it: allocations and views through a dispatch mode, launches as they report themselves. The resulting
+Replay allocates the same tensors and launches the same kernels at the addresses of the current
+call. There is no Replay if a call did anything else (a copy, another torch kernel, a launch that
+Triton had to compile, a pointer of unknown origin); such calls run as before.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class Launched(NamedTuple):
     run: Callable[..., None]  # called with a stream and the values of all arguments
     is_watched: Callable[[], bool]  # whether it must not be replayed now
     values: Sequence[Any]
-    tensors: Sequence[tuple[int, Tensor, int]]  # place, tensor, bytes behind its start
+    tensors: Sequence[tuple[int, Tensor, int]]  # place, tensor, byte offset from its start
     addresses: Sequence[tuple[int, int, Callable[[int], Any]]]  # place, address, describe
 
 
@@ -114,7 +113,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_view(self, func: Any, args: tuple[Any, ...], result: Any) -> bool:
-        """Also for ops that return their argument unchanged, as contiguous() may."""
+        """Whether the result is a view, or the argument itself, as contiguous() may return."""
         of = args[0] if args else None
         if func._schema.is_mutable or not isinstance(of, Tensor) or not isinstance(result, Tensor):
             return False
@@ -136,7 +135,7 @@ class Recorder(TorchDispatchMode):
         return (*self.inputs, *self.allocated)[i]
 
     def pointers_of(self, launched: Launched) -> list[Pointer]:
-        """Raises LookupError if the origin of a pointer is unknown."""
+        """Return the pointers of a launch. Raises LookupError if the origin of one is unknown."""
         found = []
         for place, tensor, start in launched.tensors:
             origin = self.origins[id(tensor)]
@@ -149,7 +148,7 @@ class Recorder(TorchDispatchMode):
         return found
 
     def _at(self, address: int) -> int:
-        """The one input that starts at an address."""
+        """Return the one input that starts at an address."""
         (origin,) = (
             i for i, each in enumerate(self.inputs)
             if each is not None and each.data_ptr() == address
@@ -174,7 +173,7 @@ class Recorder(TorchDispatchMode):
             return None
 
     def _allocation(self, tensor: Tensor) -> int:
-        """The tensor that a result is, as a whole; torch returns some as views of themselves."""
+        """Return the allocation that a result is as a whole; torch returns some as full views."""
         i = self.origins[id(tensor)] - len(self.inputs)
         if i < 0 or _layout(tensor) != _layout(self.allocated[i]):
             raise LookupError("an input, or a part")
@@ -189,12 +188,12 @@ _active = threading.local()
 
 
 def active() -> Recorder | None:
-    """The recorder of this thread's call, if any."""
+    """Return the recorder of this thread's call, if any."""
     return getattr(_active, "recorder", None)
 
 
 def record(call: Callable[..., Any], inputs: Sequence[Tensor | None]) -> tuple[Any, Replay | None]:
-    """The result of a call with these inputs, and its Replay if it can be repeated."""
+    """Return the result of a call with these inputs, and its Replay if it can be repeated."""
     recorder = Recorder(inputs)
     _active.recorder = recorder
     try:

@@ -1,7 +1,7 @@
-"""Packages that backends need and this one does not install: which versions, and what to do.
+"""Packages that backends need but openmla does not install: versions and install commands.
 
-A version older than the oldest tested is refused. A newer one is tried, with one warning: it is
-more likely to work than not, and where it does not, the error says which versions were tested.
+Versions older than the oldest tested are not supported. Newer ones are used with one warning: they
+probably work, and if one does not, the error lists the tested versions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _SAID: set[str] = set()
 
 
 class Requirement(NamedTuple):
-    """A package by the name it is imported by, which is the same whoever distributes it."""
+    """A package by its import name, which is the same in all its distributions."""
 
     package: str
     cure: str
-    oldest: str = ""  # of the tested versions; "" where any will do
+    oldest: str = ""  # oldest tested version; "" if any version works
     newest: str = ""
 
 
@@ -36,11 +36,11 @@ REQUIRES: dict[str, Requirement] = {
 
 
 def missing(backend: str) -> str | None:
-    """Why a backend's package cannot be used: it is not there, or too old. None if it can."""
+    """Return why a backend's package cannot be used: not installed or too old. None if it can."""
     needed = REQUIRES.get(backend)
     if needed is None:
         return None
-    if is_ours(needed.package):  # a drop-in of openmla.integrations, which would call us again
+    if is_ours(needed.package):  # an openmla.integrations drop-in would recurse
         return f"package {needed.package} is openmla's own drop-in"
     if find_spec(needed.package) is None:
         return f"package {needed.package} is not installed"
@@ -59,7 +59,7 @@ def missing(backend: str) -> str | None:
 
 
 def is_ours(package: str) -> bool:
-    """Whether what is imported under a package's name is a module of openmla."""
+    """Whether the module imported under a package's name belongs to openmla."""
     return getattr(sys.modules.get(package), "__name__", "").startswith("openmla.")
 
 
@@ -73,26 +73,26 @@ def untested(backend: str) -> bool:
 
 @cache
 def version_of(package: str) -> str:
-    """A package's own __version__: its distributions go by several names. It is known
-    to be there, so an error while it is imported is not hidden."""
+    """Return a package's __version__, because its distributions have several names. It is
+    installed, so errors of its import are not hidden."""
     return str(import_module(package).__version__)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """3.9.0+git as (3, 9)."""
+    """Parse 3.9.0+git to (3, 9)."""
     parts = [*text.split("+")[0].split("."), "0"][:2]
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
 def say_once(text: str) -> None:
-    """A warning, the first time it comes up in this process."""
+    """Log a warning once per process."""
     if text not in _SAID:
         _SAID.add(text)
         _LOGGER.warning(text)
 
 
 def without_kernels(device: str) -> str | None:
-    """On a GPU, what keeps kernels from running if that is a package, and what to do."""
+    """Return which package keeps kernels from running on a GPU and how to install it, or None."""
     reason = missing("triton") if device == "cuda" else None
     if reason is None:
         return None
@@ -103,14 +103,14 @@ def without_kernels(device: str) -> str | None:
 
 
 def warn_of_reference(where: str, device: str) -> None:
-    """Say so once. Asked where the reference was chosen, or will be, and nobody asked for it."""
+    """Warn once that the reference backend runs on a GPU although it was not requested."""
     told = without_kernels(device)
     if told is not None:
         say_once(f"{where}: {told}")
 
 
 def explain_failure(op: str, error: Exception) -> None:
-    """Raise in the place of an error that a Triton newer than the tested ones may have caused."""
+    """Replace an error that a Triton version newer than the tested ones may have caused."""
     needed = REQUIRES["triton"]
     of_triton = type(error).__module__.split(".")[0] == "triton"
     if isinstance(error, OpenMLAError) or not untested("triton"):

@@ -1,4 +1,4 @@
-"""Segment: one source of the rows that latent attention reads, from the planner to the kernel."""
+"""Segment: one source of rows for latent attention, passed from the planner to the kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Segment(NamedTuple):
     kv_scale: Tensor  # [] f32
     format: str
     kind: str
-    block_table: Tensor | None = None  # [B, M] i32; for all kinds but slots
+    block_table: Tensor | None = None  # [B, M] i32; all kinds except slots
     rows: Tensor | None = None  # [T, K] i32; for slots and positions
     row_lens: Tensor | None = None  # [T] i32; for slots and positions
     span: int = 0  # for window and prefix
 
     @property
     def width(self) -> int:
-        """Upper bound on the rows of one token, from shapes alone."""
+        """Upper bound on the rows of one token, from shapes only."""
         if self.rows is not None:
             return self.rows.shape[1]
         assert self.block_table is not None
@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 def problem_of(q: Tensor, segments: Sequence[Segment], *, C: int, run_length: int) -> Problem:
-    """The problem of a call of mqa_sparse."""
+    """Return the problem of an mqa_sparse call."""
     T, H, D = q.shape
     aligned = alignment(segment.cache for segment in segments) | query_alignment(q)
     return problem(
@@ -51,7 +51,7 @@ def problem(
     device: torch.device, dtype: torch.dtype, formats: Sequence[str], kinds: tuple[str, ...], *,
     H: int, D: int, C: int, tokens: int, aligned: frozenset[str], run_length: int,
 ) -> Problem:  # fmt: skip
-    """The problem of a call of mqa_sparse whose tensors do not exist yet."""
+    """Return the problem of an mqa_sparse call whose tensors do not exist yet."""
     return problem_on(
         device,
         "mqa_sparse",
@@ -69,7 +69,7 @@ def problem(
 
 
 def alignment(caches: Iterable[Tensor]) -> frozenset[str]:
-    """Which of "pages", "rows" (aligned to 16 bytes) and "tight" (no gaps) hold for all caches."""
+    """Return which of "pages", "rows" (16-byte aligned), "tight" (no gaps) hold for all caches."""
     pages = rows = tight = True
     for cache in caches:
         traced = isinstance(cache, FakeTensor)  # counts as aligned, as allocated tensors are
@@ -89,7 +89,7 @@ _ALIGNED = {
 
 
 def query_alignment(q: Tensor) -> frozenset[str]:
-    """Whether "queries" of every head start at multiples of 16 bytes."""
+    """Return {"queries"} if the queries of every head start at multiples of 16 bytes."""
     traced = isinstance(q, FakeTensor)
     start = traced or q.data_ptr() % 16 == 0
     aligned = start and q.stride(0) % 16 == 0 and q.stride(1) % 16 == 0

@@ -1,4 +1,4 @@
-"""Bytes at rest: formats, paged tensors, and the pools that hand out blocks."""
+"""KV caches: formats, paged tensors, and the pools that assign blocks."""
 
 from openmla.cache.blocks import BlockPool, as_integer
 from openmla.cache.compressed import CompressedPool

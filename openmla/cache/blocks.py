@@ -1,4 +1,4 @@
-"""BlockPool: which request holds which blocks; host integers only, no tensor is touched."""
+"""BlockPool: tracks which request holds which blocks. Host integers only, no cache tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from openmla.errors import CacheFullError, ConfigError, ShapeError
 
-LONG = 512  # tokens from which on tensors make slots faster than Python does
+LONG = 512  # tokens from which tensors build slots faster than Python
 
 
 def as_integer(value: object) -> int | None:
-    """Convert an integer, also one of numpy, to int; return None for anything else.
+    """Convert an integer, including numpy integers, to int; return None for anything else.
 
     bool is not accepted, nor is a tensor: reading it would wait for its device.
     """
@@ -28,7 +28,7 @@ def as_integer(value: object) -> int | None:
         return None
     try:
         return index(value)
-    except TypeError:  # an array that is no scalar
+    except TypeError:  # an array that is not a scalar
         return None
 
 
@@ -86,7 +86,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the lowest block comes first
         self._users = [0] * num_blocks
         self._blocks: dict[Hashable, list[int]] = {}
-        self._first: dict[Hashable, int] = {}  # blocks of the request released before those
+        self._first: dict[Hashable, int] = {}  # number of earlier blocks already released
         self._lens: dict[Hashable, int] = {}
         self._longest: dict[Hashable, int] = {}
         self.busy: set[Hashable] = set()
@@ -175,7 +175,8 @@ class BlockPool:
             free -= count
 
     def _needed(self, wanted: Mapping[Any, int]) -> tuple[dict[Any, int], int]:
-        """Blocks needed by request, and free blocks after those out of the window are released."""
+        """Return the blocks that each request needs, and the free blocks after out-of-window ones
+        are released."""
         counts: dict[Any, int] = {}
         left: dict[int, int] = {}  # users that leave a shared block during this call
         free = len(self._free)
@@ -184,11 +185,11 @@ class BlockPool:
                 left[block] = left.get(block, 0) + 1
                 free += left[block] == self._users[block]
         BS, lens, first = self.block_size, self._lens, self._first
-        for request, num_tokens in wanted.items():  # runs in every step: few calls
+        for request, num_tokens in wanted.items():  # runs in every step, so avoid calls
             length, held = lens.get(request, 0), self._blocks.get(request, [])
             needed = -(-(length + num_tokens) // BS) - first.get(request, 0) - len(held)
             needed = needed if needed > 0 else 0
-            if num_tokens and length % BS and self._users[held[-1]] > 1:  # writes where others read
+            if num_tokens and length % BS and self._users[held[-1]] > 1:  # writes to a shared block
                 last = held[-1]
                 if self._users[last] - left.get(last, 0) > 1:
                     left[last] = left.get(last, 0) + 1
@@ -197,7 +198,7 @@ class BlockPool:
         return counts, free
 
     def _passed(self, wanted: Mapping[Any, int]) -> dict[Hashable, int]:
-        """How many of the first blocks of each request are out of the window for good."""
+        """Return how many of the first blocks of each request have left the window permanently."""
         if self.window is None:
             return {}
         passed = {}
@@ -360,7 +361,7 @@ class BlockPool:
         Raises:
             ShapeError: a position has no slot, because take() was not called for it.
         """
-        slots = array("q")  # becomes a tensor without a Python loop
+        slots = array("q")  # converts to a tensor without a Python loop
         lens, firsts = self._lens, self._first
         parts: list[Tensor] = []
         through: list[int] = []  # blocks of long spans, one after another
@@ -401,7 +402,7 @@ class BlockPool:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _no_slots(self, request: Hashable, start: int, stop: int) -> ShapeError:
-        """Positions of a request without slots: usually take() was not called for them."""
+        """Make the error for positions without slots: usually take() was not called for them."""
         length, oldest = self.seq_len(request), self._first.get(request, 0) * self.block_size
         call = f"Call pool.take({{{request!r}: {stop - length}}}) before slot_mapping()."
         if not oldest <= start <= stop:
@@ -422,8 +423,8 @@ def _tensor_of(slots: array[int]) -> Tensor:
 
 
 def slots_of_blocks(blocks: Sequence[int], spans: Sequence[tuple[int, int]], BS: int) -> Tensor:
-    """[T] i64: consecutive slots through blocks. A span is an offset into its first block and a
-    number of slots; the blocks of the next span follow."""
+    """Return [T] i64 consecutive slots through blocks. A span is an offset into its first block and
+    a number of slots. The blocks of the next span follow."""
     starts = _tensor_of(array("q", blocks)) * BS
     slots = (starts[:, None] + torch.arange(BS, device="cpu")).view(-1)
     if slots.shape[0] == sum(num for _, num in spans):  # whole blocks

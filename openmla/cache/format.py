@@ -1,4 +1,4 @@
-"""How the bytes of one cached token are laid out; FORMATS is the dict of all layouts."""
+"""Byte layouts of cached tokens. FORMATS is the dict of all layouts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from openmla.errors import ConfigError, ShapeError
 
 FP8_MAX = 448.0  # largest finite e4m3
-FP8_ROUNDED = 464.0  # largest that rounds to it
-GROUP = 128  # values that share a scale in the packed formats, V4's excepted
+FP8_ROUNDED = 464.0  # largest value that rounds to it
+GROUP = 128  # values that share a scale in the packed formats, except V4's
 V4_GROUP = 64  # values that share a scale in fp8_dsv4
-V4_ROPE = 64  # columns it keeps in bf16
+V4_ROPE = 64  # columns that fp8_dsv4 keeps in bf16
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CacheFormat:
         """Store rows [n, D] at slots [n] (block * BS + offset), all valid and distinct."""
         N, BS, W = cache.shape
         encoded = self.encode(rows, kv_scale)
-        # moved as raw bytes: torch has no index_put for fp8 on every device
+        # Raw bytes, because torch does not support index_put for fp8 on every device.
         raw = raw_view(cache)
         if raw.stride() == (BS * W, W, 1):  # slots are rows
             raw.view(N * BS, W).index_copy_(0, slots, raw_view(encoded))
@@ -116,11 +116,11 @@ class CacheFormat:
 
 @dataclass(frozen=True)
 class PackedLatent(CacheFormat):
-    """fp8 latents with a scale per 128, and rope columns as they are: 656 bytes for 512 + 64.
+    """fp8 latents with a scale per 128 values, and bf16 RoPE columns: 656 bytes for 512 + 64.
 
     A row of D = C + R values, C the largest multiple of 128 in it (so R < 128), is
     C bytes e4m3 | C/128 float32 scales | R bf16. A scale is amax / 448 of its 128 values (`exact`),
-    or the next power of two, which every reader of this layout takes without loss.
+    or the next power of two, which every reader of this layout handles without loss.
     """
 
     exact: bool = False
@@ -161,20 +161,19 @@ class PackedLatent(CacheFormat):
 
 @dataclass(frozen=True)
 class ScalesBehind(CacheFormat):
-    """Packed rows whose scales stand after the values of the whole block.
+    """Packed rows with all scales of a block after its values.
 
-    The bytes of one block are BS x values, row after row, then BS x scales. Declared as [N, BS, W],
-    but a row's bytes are not neighbours: pages must be contiguous inside, and only write(), move()
-    and stored() know where things are. encode() and decode() have a row's values and scales side by
-    side.
+    A block is BS x values, row after row, then BS x scales. The tensor is [N, BS, W], but the bytes
+    of a row are not adjacent: pages must be contiguous, and only write(), move() and stored() use
+    the real layout. encode() and decode() place the scales of a row after its values.
     """
 
     def value_bytes(self, D: int) -> int:
-        """Bytes of a row that stand before the block's scales."""
+        """Return the bytes of a row that are stored before the scales of the block."""
         raise NotImplementedError
 
     def _regions(self, cache: Tensor, D: int) -> tuple[Tensor, Tensor]:
-        """Views of a block's two parts: values [N, BS, n] and scales [N, BS, W - n]."""
+        """Return views of both parts of blocks: values [N, BS, n] and scales [N, BS, W - n]."""
         N, BS, W = cache.shape
         page, n = cache.stride(0), self.value_bytes(D)
         first = cache.storage_offset()
@@ -204,9 +203,9 @@ class PackedV4(ScalesBehind):
     """V4's rows, raw or compressed: 584 bytes for 512 values.
 
     Values: D - 64 e4m3 | 64 bf16 (the rotated columns), 576 bytes. Scales: one byte per 64 e4m3
-    values, the exponent of a power of two as float32 has it (2^(byte - 127)), then zeros up to a
-    multiple of 8. A row is rounded to bf16 first; a scale is the power of two at or above
-    max(amax, 1e-4) / 448. Blocks lie at multiples of a row's 576 bytes.
+    values, the float32 exponent of a power of two (2^(byte - 127)), then zeros up to a multiple of
+    8. Rows are rounded to bf16 first. A scale is the power of two at or above max(amax, 1e-4) /
+    448. Blocks start at multiples of 576 bytes, the values of a row.
     """
 
     def width(self, D: int) -> int:
@@ -249,7 +248,7 @@ class PackedV4(ScalesBehind):
 
 @dataclass(frozen=True)
 class PackedIndex(ScalesBehind):
-    """Indexer keys in fp8, scales after all values of a block: 132 bytes for a key of 128.
+    """Indexer keys in fp8, with scales after all values of a block: 132 bytes for a key of 128.
 
     Values: DI e4m3. Scales: DI/128 float32 (one where DI < 128), each max(amax, 1e-4) / 448, or
     the next power of two unless `exact`.
@@ -272,7 +271,7 @@ class PackedIndex(ScalesBehind):
         return max(D // GROUP, 1)
 
     def encode(self, rows: Tensor, kv_scale: Tensor) -> Tensor:
-        """Values and scales side by side, [..., W]: what write() spreads over the block."""
+        """Encode to [..., W], values and then scales, which write() distributes over the block."""
         groups = rows.to(torch.float32).unflatten(-1, (self._num_scales(rows.shape[-1]), -1))
         values, scales = quantize_groups(groups, exact=self.exact)
         return torch.cat([_as_bytes(values.flatten(-2)), _as_bytes(scales)], dim=-1)
@@ -285,18 +284,18 @@ class PackedIndex(ScalesBehind):
         return (groups * scales[..., None]).flatten(-2).to(dtype)
 
     def query_dtype(self, dtype: torch.dtype, DI: int) -> torch.dtype:
-        """fp8 too; heads wider than a group would need several scales inside the relu."""
+        """Return fp8 if possible; heads wider than a group need several scales in the ReLU."""
         return dtype if DI > GROUP or dtype == torch.float64 else torch.float8_e4m3fn
 
     def encode_query(self, q_idx: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A scale per token and head."""
+        """Quantize queries with a scale per token and head."""
         if self.query_dtype(q_idx.dtype, q_idx.shape[-1]) == q_idx.dtype:
             return q_idx, None
         return quantize_groups(q_idx.to(torch.float32), exact=self.exact)
 
 
 def _as_bytes(values: Tensor) -> Tensor:
-    """[..., n] as [..., n * itemsize] bytes; torch itself cannot view what has no elements."""
+    """View [..., n] as [..., n * itemsize] bytes; torch cannot view empty tensors this way."""
     if values.numel() == 0:
         shape = (*values.shape[:-1], values.shape[-1] * values.dtype.itemsize)
         return values.new_empty(shape, dtype=torch.uint8)
@@ -304,7 +303,7 @@ def _as_bytes(values: Tensor) -> Tensor:
 
 
 def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of _as_bytes."""
+    """Invert _as_bytes()."""
     if stored.numel() == 0:
         shape = (*stored.shape[:-1], stored.shape[-1] // dtype.itemsize)
         return stored.new_empty(shape, dtype=dtype)
@@ -312,36 +311,37 @@ def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def state_width(D: int, *, overlap: bool) -> int:
-    """Values of a row of V4's compressor state, as compress_kv has it."""
+    """Return the values per row of V4's compressor state, in the layout of compress_kv."""
     return 4 * D if overlap else 3 * D
 
 
 def state_rows(ratio: int, *, overlap: bool) -> int:
-    """Rows of state of a request that never goes back; each token it may go back is one more."""
+    """Return the state rows of a request without rollback; each rollback token adds one."""
     return 2 * ratio - 1 if overlap else 1
 
 
 def to_fp8(values: Tensor) -> Tensor:
-    """Round to nearest even e4m3, saturating; torch's own cast makes NaN of what is too large."""
+    """Round to nearest even e4m3, saturating; torch's cast turns values out of range into NaN."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def _over_fp8_max(values: Tensor) -> Tensor:
-    """A true quotient: torch on a GPU multiplies by the reciprocal of a Python number."""
+    """Divide by a FP8_MAX tensor: for a Python number, torch on a GPU multiplies by the
+    reciprocal."""
     return values / torch.full((), FP8_MAX, dtype=values.dtype, device=values.device)
 
 
 def power_of_two(values: Tensor) -> Tensor:
-    """The next power of two, or the value itself if it is one; float32, positive and normal.
+    """Round float32 values, positive and normal, up to powers of two.
 
-    NaN stays NaN: a group that holds one is NaN as a whole, for every reader.
+    NaN stays NaN, so a group that contains NaN is NaN as a whole for every reader.
     """
     bits = values.view(torch.int32)
     return ((bits + 0x007FFFFF) & 0x7F800000).view(torch.float32).where(~values.isnan(), values)
 
 
 def quantize_groups(groups: Tensor, *, exact: bool) -> tuple[Tensor, Tensor]:
-    """The indexer's quantisation of [..., n]: e4m3 values, and float32 scales without the n."""
+    """Quantize [..., n] as the indexer does: e4m3 values, and float32 scales [...]."""
     scales = _over_fp8_max(groups.abs().amax(-1).clamp_min(1e-4))
     if not exact:
         scales = power_of_two(scales)
@@ -352,7 +352,7 @@ _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw_view(tensor: Tensor) -> Tensor:
-    """The same bytes as integers of the same width, which every indexing op can move."""
+    """View as integers of the same width, which every indexing op supports."""
     return tensor.view(_RAW[tensor.dtype.itemsize])
 
 
@@ -387,7 +387,7 @@ def get_format(name: str, holds: str | None = None) -> CacheFormat:
 def check_blocks_apart(where: str, name: str, cache: Tensor) -> None:
     """Raise unless the rows of blocks [N, BS, W] are disjoint in memory."""
     N, BS, W = cache.shape
-    # the nearer of two neighbours: in a block, or in the next block
+    # the smaller stride first: within a block or between blocks
     (near, count), (far, others) = sorted(((cache.stride(1), BS), (cache.stride(0), N)))
     if (count > 1 and near < W) or (others > 1 and far < (count - 1) * near + W):
         raise ShapeError(

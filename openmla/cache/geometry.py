@@ -1,4 +1,4 @@
-"""Geometry: the sizes of DeepSeek V4's caches, and their bytes by kind of layer."""
+"""Geometry: sizes of DeepSeek V4's caches, and their bytes by kind of layer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LARGEST_RATIO = 128
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of the three lifetimes in a V4 model's caches, the same for all its layers.
+    """Sizes of a V4 model's caches, which are the same for all layers.
 
-    Entries and indexer keys live with their request, in `num_blocks` blocks of `block_size`
-    tokens; raw rows are recycled once they leave the `window`; a compressor state belongs to a
-    request, which may go back `rollback` tokens.
+    The caches have three lifetimes. Entries and indexer keys live as long as their request, in
+    `num_blocks` blocks of `block_size` tokens. Raw rows are recycled when they leave the `window`.
+    Each request has a compressor state, and can go back `rollback` tokens.
     """
 
     num_blocks: int
@@ -45,7 +45,7 @@ class Geometry:
         format: str,
         index_format: str,
     ) -> Geometry:
-        """The sizes for max_requests requests and steps of max_tokens tokens."""
+        """Return the sizes for max_requests requests and steps of max_tokens tokens."""
         assert config.compressor is not None
         if block_size % LARGEST_RATIO:
             raise ConfigError(
@@ -65,7 +65,7 @@ class Geometry:
             )
         assert max_requests is not None and max_tokens is not None
         window = config.compressor.window
-        # n consecutive positions touch up to n / BS + 2 blocks
+        # n consecutive positions span up to n / BS + 2 blocks
         most = max_requests * (window + rollback - 1) + max_tokens
         return cls(
             num_blocks=num_blocks,
@@ -80,12 +80,12 @@ class Geometry:
         )
 
     def serves(self, planned: Geometry) -> bool:
-        """Whether a plan made for caches of another geometry is valid for these: no smaller, and
-        otherwise equal."""
+        """Whether a plan made for caches of another geometry is valid for these, which must be at
+        least as large and otherwise equal."""
         return self == planned.grown(self.num_blocks, self.window_blocks, self.num_states)
 
     def alike(self, other: Geometry) -> bool:
-        """Whether only num_blocks and num_states differ, if anything."""
+        """Whether the two differ in num_blocks and num_states at most."""
         return self == replace(other, num_blocks=self.num_blocks, num_states=self.num_states)
 
     def grown(self, num_blocks: int, window_blocks: int, num_states: int) -> Geometry:
@@ -117,7 +117,7 @@ class Part(NamedTuple):
 
 
 def layer_parts(config: MLAConfig, geometry: Geometry, ratio: int) -> tuple[Part, ...]:
-    """The tensors a V4 layer of a compress ratio keeps."""
+    """Return the cache tensors of a V4 layer of this compress ratio."""
     D, DI = config.latent_dim, config.indexer.head_dim if config.indexer is not None else 0
     window = Part("window", geometry.format, geometry.window_blocks, geometry.window_block_size, D)
     if ratio == 0:
@@ -139,7 +139,7 @@ def layer_parts(config: MLAConfig, geometry: Geometry, ratio: int) -> tuple[Part
 
 
 class KindBytes(NamedTuple):
-    """What the layers of one compress ratio keep, together."""
+    """Total cache sizes of all layers of one compress ratio."""
 
     ratio: int
     num_layers: int
@@ -155,7 +155,7 @@ class KindBytes(NamedTuple):
 
 
 def cache_bytes(config: MLAConfig, geometry: Geometry) -> tuple[KindBytes, ...]:
-    """Bytes of all of a V4 model's caches by kind of layer, as allocate_cache makes them."""
+    """Return the bytes of all caches of a V4 model by kind of layer, as in allocate_cache()."""
     assert config.compressor is not None
     kinds = []
     for ratio in sorted(set(config.compressor.ratios)):

@@ -1,4 +1,4 @@
-"""PagedCache: one tensor of blocks and its format; LayerCache: everything one layer keeps."""
+"""PagedCache: one tensor of blocks and its format. LayerCache: everything that a layer caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from openmla.errors import ConfigError, ShapeError
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """A size as people read it."""
+    """Format a size for people."""
     for unit in ("B", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -56,7 +56,7 @@ class PagedCache:
     format: str
     kv_scale: Tensor  # [] f32
     rope_ratio: Tensor | None = None  # [] f32; None: 1
-    clamped: Tensor | None = None  # [] i64; None: nobody counts
+    clamped: Tensor | None = None  # [] i64; None: not counted
     q_scale: Tensor | None = None  # [] f32; None: not calibrated
 
     def __post_init__(self) -> None:
@@ -288,7 +288,7 @@ def check_formats(config: MLAConfig, format: str, index_format: str) -> None:
                 f"cache: format {format} needs kv_lora_rank to be a multiple of {GROUP}, "
                 f"got {config.kv_lora_rank}."
             )
-    layout.width(config.latent_dim)  # or its error
+    layout.width(config.latent_dim)  # raises if the width does not fit
     if config.indexer is not None:
         index_layout.width(config.indexer.head_dim)
 
@@ -399,7 +399,7 @@ def _allocate_compressed(
 ) -> LayerCache:
     made = {}
     for part in layer_parts(config, geometry, ratio):
-        # rows are keys and values at once: what turns is scaled like the rest
+        # Rows are keys and values at once, so rotated columns share the scale of the row.
         mine = (
             LayerScales(scales.k, scales.k) if part.name in ("window", "compressed") else UNSCALED
         )
@@ -425,7 +425,7 @@ def _new_cache(
 
 
 def _pages(N: int, BS: int, W: int, page: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[N, BS, W] zeros, a block every `page` elements."""
+    """Allocate [N, BS, W] zeros with a stride of `page` elements between blocks."""
     flat = torch.empty((N, page), dtype=dtype, device=device)
     flat.view(torch.uint8).zero_()
     return flat[:, : BS * W].unflatten(1, (BS, W))

@@ -15,26 +15,26 @@ from openmla.cache.format import FP8_MAX
 from openmla.errors import ConfigError
 
 # A layer's attention, then whatever an exporter puts between it and the scale: nothing, the
-# engine's attention (attn, mla_attn, attn_mqa), or the linear the scale was measured behind.
+# engine's attention (attn, mla_attn, attn_mqa), or the linear whose output was measured.
 _PLACE = r"layers\.\d+\.(?:self_attn|attn|attention)(?:\.\d+)?"
 _KIND = "q|k|v|kv|k_pe|q_nope|q_pe"
 _NAME = re.compile(rf"(?:.*?\.)?({_PLACE})(?:\.(?!indexer\b)\w+)*\.({_KIND})_scale")
 _OUTPUT = re.compile(rf"(?:.*?\.)?({_PLACE})\.([qkv])_proj\.output_scale")
 _OF_A_LAYER = re.compile(rf"(?:(?!indexer\b)\w+\.)*({_KIND})_scale")
 
-# What read_name() takes, for others to search names with.
+# Patterns that read_name() accepts, for code that searches names.
 SCALE_PATTERNS = tuple(rf"^(?!mtp\.){name.pattern}$" for name in (_NAME, _OUTPUT))
 
 
 class ScaleName(NamedTuple):
-    """What the name of a tensor in a checkpoint says: the layer it belongs to, and its scale."""
+    """The parsed name of a scale in a checkpoint: the layer that it belongs to, and its kind."""
 
-    place: str  # as "layers.3.self_attn": names before "layers" differ between engines
+    place: str  # such as "layers.3.self_attn": prefixes differ between engines
     kind: str  # one of _KIND
 
 
 def read_name(name: str) -> ScaleName | None:
-    """None of a tensor that is no scale of attention; draft layers are not the model's."""
+    """Parse a name; None if it is not a scale of attention, or belongs to a draft layer."""
     if name.startswith("mtp."):
         return None
     found = _NAME.fullmatch(name) or _OUTPUT.fullmatch(name)
@@ -42,13 +42,13 @@ def read_name(name: str) -> ScaleName | None:
 
 
 def kind_in_layer(name: str) -> str | None:
-    """The same of a name in a layer's own state dict, as "k_scale" or "attn.k_scale"."""
+    """Return the kind of a scale in a layer's own state dict, such as "attn.k_scale"."""
     found = _OF_A_LAYER.fullmatch(name)
     return found[1] if found else None
 
 
 def place_of(module_name: str) -> str | None:
-    """Where an attention module stands, as ScaleName has it."""
+    """Return the place of an attention module, as in ScaleName."""
     found = re.search(rf"{_PLACE}$", module_name)
     return found[0] if found else None
 
@@ -76,7 +76,7 @@ def check_scale(where: str, name: str, value: object) -> float:
 
 
 def next_power_of_two(value: float) -> float:
-    """The least that is no smaller than a positive number."""
+    """Return the smallest power of two that is at least `value`, a positive number."""
     fraction, exponent = math.frexp(value)
     return 2.0 ** (exponent - 1 if fraction == 0.5 else exponent)
 

@@ -1,4 +1,4 @@
-"""What a model's attention looks like: dimensions, rope, indexer, compressor, presets."""
+"""Configs of a model's attention: dimensions, RoPE, indexer, compressor, presets."""
 
 from openmla.config.presets import PRESETS
 from openmla.config.schema import (

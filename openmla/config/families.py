@@ -1,4 +1,4 @@
-"""Model families, one entry each: what a model type fixes that its config does not say."""
+"""Model families, one entry each: properties of a model type that its config does not contain."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import NamedTuple
 class Family(NamedTuple):
     """One model type, for from_hf(), attach() and the layers."""
 
-    refused: str = ""  # why neither from_hf() nor attach() takes it
-    reads_as: str = ""  # the model type it is another name of; transformers does not have this one
-    mark: str = "kv_a_proj_with_mqa"  # what transformers' attention modules have, and no others
-    compressed: bool = False  # V4: windows and entries
+    refused: str = ""  # why from_hf() and attach() do not support it
+    reads_as: str = ""  # model type that it is an alias of, unknown to transformers
+    mark: str = "kv_a_proj_with_mqa"  # attribute that only attention modules in transformers have
+    compressed: bool = False  # V4: window and entries
     pairing: str = "pairs"
-    rope_kind: str | None = None  # None: as the config says
+    rope_kind: str | None = None  # None: from the config
     default_theta: float = 10000.0
-    needs_rope_fields: bool = False  # a rope dict that says which columns turn, too
+    needs_rope_fields: bool = False  # the rope dict also sets the rotated columns
     indexer_pairing: str | None = None  # None: no indexer
-    indexer_side: str = "first"  # which channels of the indexer are rotated
-    indexer_norm: str = "fixed"  # its LayerNorm's epsilon: 1e-6, or "config" for rms_norm_eps
+    indexer_side: str = "first"  # rotated channels of the indexer
+    indexer_norm: str = "fixed"  # LayerNorm epsilon: 1e-6, or "config" for rms_norm_eps
     needs_q_lora: bool = False
     scaled_latents: bool = False
     layers_per_block: int = 1
-    head_dim_is_rope: bool = False  # head_dim, where given, is the rope's width
-    even_values: bool = False  # v_head_dim, where not given, is a head's share of hidden_size
-    needs_kda: bool = False  # beside MLA: an older model without has the same model type
+    head_dim_is_rope: bool = False  # head_dim, if given, is the width of RoPE
+    even_values: bool = False  # v_head_dim defaults to hidden_size / num_heads
+    needs_kda: bool = False  # KDA layers next to MLA: an older model without them has the same type
     head_gate: bool = False
-    output_gate: bool = False  # which the layers here do not have: attach() only
+    output_gate: bool = False  # supported by attach() only, not by the layers
 
 
 MODEL_TYPES = {
@@ -71,7 +71,7 @@ MODEL_TYPES = {
     "glm5_next_text": Family(refused="its indexer scores pools of tokens instead of tokens"),
 }
 
-# The same, by who asks: what from_hf() reads, what attach() takes, and what neither does and why.
+# Model types that from_hf() reads, that attach() supports, and that neither supports, with reasons.
 FAMILIES = {name: family for name, family in MODEL_TYPES.items() if not family.refused}
 SUPPORTED = tuple(sorted(name for name, family in FAMILIES.items() if not family.reads_as))
 REFUSED = {name: family.refused for name, family in MODEL_TYPES.items() if family.refused}

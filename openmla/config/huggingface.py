@@ -1,4 +1,4 @@
-"""Hugging Face configurations into MLAConfig; one reader for config.json, dict and object."""
+"""Reads Hugging Face configs into MLAConfig: config.json, dict or object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from openmla.config.sources import (
 )
 from openmla.errors import ConfigError
 
-# Every key a rope dict may hold. The last three are read elsewhere or repeat a top-level field.
+# All supported keys of a rope dict. The last three are read elsewhere or repeat a top-level field.
 ROPE_KEYS = {
     "rope_type",
     "type",
@@ -78,7 +78,7 @@ def read_config(
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rope dict, under its new or its old name, with top-level fields folded in."""
+    """Return the rope dict, under its new or old name, with top-level fields merged in."""
     scaling = fields.get("rope_parameters")
     if scaling is None:
         scaling = fields.get("rope_scaling")
@@ -118,7 +118,7 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
         )
     theta = read_number(rope, "rope_theta", family.default_theta)
     if kind not in ("yarn", "longrope"):
-        return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # or its error
+        return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # raises if kind is unknown
     max_positions = read_integer(fields, "max_position_embeddings")
     original = read_integer(rope, "original_max_position_embeddings", max_positions)
     for name, value in (
@@ -182,7 +182,7 @@ def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerCon
 
 
 def _shared_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Which layers reuse the selection of the layer before: a list, a pattern, or a schedule."""
+    """Return which layers reuse the selection of the previous one: a list, pattern or schedule."""
     listed = fields.get("indexer_types")
     if listed is None:
         listed = fields.get("index_topk_pattern")
@@ -221,9 +221,9 @@ def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
 
 
 def _refuse_other_bailing(fields: Fields) -> None:
-    """Ling 3.0 is read; Ling 2.5 and 2.6 (no gate, no KDA layers) have the same model_type."""
+    """Raise unless Ling 3.0: 2.5 and 2.6 (no gate, no KDA layers) share its model_type."""
     architectures = fields.get("architectures")
-    kda = fields.get("short_conv_kernel_size") is not None  # of KDA layers, in every Ling 3.0
+    kda = fields.get("short_conv_kernel_size") is not None  # for KDA layers, set in all of Ling 3.0
     if not kda or "V2_5" in str(architectures):
         raise ConfigError(
             "config: bailing_hybrid is supported for Ling 3.0 only, which has "
@@ -237,7 +237,7 @@ def _refuse_other_bailing(fields: Fields) -> None:
 
 
 def _num_layers(fields: Fields, family: Family) -> int:
-    # LongCat: num_layers counts blocks; num_hidden_layers, where given, counts attentions
+    # LongCat: num_layers counts blocks; num_hidden_layers, if given, counts attention layers.
     name = "num_hidden_layers" if family.layers_per_block == 1 else "num_layers"
     blocks = read_integer(fields, name)
     require_size(name, blocks, most=MAX_LAYERS // family.layers_per_block)
@@ -309,7 +309,7 @@ def _v_head_dim(fields: Fields, family: Family, hidden_size: int, num_heads: int
 
 
 def _max_positions(fields: Fields) -> int:
-    # kimi_linear and bailing_hybrid checkpoints may say model_max_length
+    # kimi_linear and bailing_hybrid checkpoints may have model_max_length instead.
     fallback = fields.get("model_max_length")
     return read_integer(fields, "max_position_embeddings", fallback)
 
@@ -341,7 +341,7 @@ def _read_v4(fields: Fields, model_type: str, family: Family, rotated: bool) -> 
         rope=main,
         latent_eps=read_number(fields, "rms_norm_eps", 1e-6),
         attention_bias=read_flag(fields, "attention_bias", False),
-        indexer=replace(indexer, shared=()),  # layers without one have no entries to choose among
+        indexer=replace(indexer, shared=()),  # layers without one select no entries
         compressor=CompressorConfig(
             ratios=_v4_ratios(fields, num_layers),
             window=read_integer(fields, "sliding_window"),
@@ -353,22 +353,22 @@ def _read_v4(fields: Fields, model_type: str, family: Family, rotated: bool) -> 
 
 
 def _v4_ropes(fields: Fields, family: Family, rotated: bool) -> tuple[RopeConfig, RopeConfig]:
-    """The rope of window-only layers (never stretched) and of compressed layers."""
+    """Return the RoPE settings of window-only layers (never extended) and of compressed layers."""
     rope = _rope_fields(fields)
     if isinstance(rope.get("main"), Mapping) and isinstance(rope.get("compress"), Mapping):
         main, compressed = dict(rope["main"]), dict(rope["compress"])
-    else:  # the checkpoint's own form, whose cos and sin are not scaled unless it says so
+    else:  # the checkpoint's own form, which scales cos and sin only on request
         main = {"rope_theta": read_number(fields, "rope_theta", 10000.0)}
         compressed = {"attention_factor": 1.0, **rope}
         compressed["rope_theta"] = read_number(fields, "compress_rope_theta", 160000.0)
     ropes = []
     for terms in (main, compressed):
-        if not (terms.get("mscale") and terms.get("mscale_all_dim")):  # they count as a pair
+        if not (terms.get("mscale") and terms.get("mscale_all_dim")):  # valid only as a pair
             terms = {**terms, "mscale": None, "mscale_all_dim": None}
         read = _read_rope(terms, fields, family, rotated)
         if read.kind in ("yarn", "longrope"):
             read = replace(read, attention_factor=read.cos_sin_scale)
-        # in V4 they scale cos and sin, never the logits
+        # In V4 they scale cos and sin, never the logits.
         ropes.append(replace(read, mscale=1.0, mscale_all_dim=0.0))
     return ropes[0], ropes[1]
 

@@ -1,4 +1,4 @@
-"""Released models by name, as their published configurations have them, and tiny relatives."""
+"""Released models by name, as in their published configs, and tiny variants."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from openmla.errors import ConfigError
 
 
 class _UnknownPreset(ConfigError, KeyError):
-    """Both, so that code which asks a dict goes on as with any other."""
+    """Both error types, so that code that uses PRESETS as a dict works as usual."""
 
-    __str__ = Exception.__str__  # KeyError's would show the sentence in quotes
+    __str__ = Exception.__str__  # KeyError would quote the message
 
 
 class _Presets(dict[str, MLAConfig]):
-    """A dict that says which names are near one it does not have."""
+    """A dict whose error for a missing name suggests similar ones."""
 
     def __missing__(self, name: object) -> MLAConfig:
         near = get_close_matches(str(name).lower().replace("_", "-"), self, cutoff=0.5)
@@ -187,14 +187,14 @@ def _v4_pro() -> MLAConfig:
 
 
 def _tiny(config: MLAConfig, *, R: int = 8) -> MLAConfig:
-    """The same kind of attention with dimensions a CPU test can afford."""
+    """Return the same kind of attention with dimensions small enough for CPU tests."""
     rope = config.rope
     if rope.kind == "longrope":
         short = rope.short_factor[: R // 2]
         rope = replace(rope, short_factor=short, long_factor=(2.0,) * (R // 2))
     indexer, compressor = config.indexer, config.compressor
     if indexer is not None:
-        # 16 heads: with fewer, exact zero scores tie (a key positive in no head)
+        # 16 heads: with fewer, scores of exactly 0 tie (a key that is positive in no head).
         shared = (False, False, True) if indexer.shared else ()
         indexer = replace(indexer, num_heads=16, head_dim=16, topk=32, shared=shared)
     scaled = config.latent_factor != 1

@@ -1,4 +1,4 @@
-"""MLAConfig and its parts: frozen, checked when made; nothing derived is stored."""
+"""MLAConfig and its parts: frozen, validated at creation, without derived fields."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from openmla.errors import ConfigError, check_kind
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
-# Far above every model there is. Memory is taken by these numbers, so a config that was damaged or
-# made up must not choose them: a tuple per layer, a table of angles per position.
+# Far above every existing model. Memory depends on these dimensions (a tuple per layer, a table row
+# per position), so they are limited in case a config is damaged or made up.
 MAX_LAYERS = 100_000
 MOST_DRAFTS = 8  # draft (MTP) layers after a model's own
 MAX_POSITIONS = 2**24
-MAX_WIDTH = 2**20  # of anything else that is counted
-INDEXED_RATIO = 4  # of V4's layers: windows overlap and an indexer chooses among entries
+MAX_WIDTH = 2**20  # for all other dimensions
+INDEXED_RATIO = 4  # V4 layers with overlapping windows and an indexer that selects entries
 
 
 def _require(ok: bool, field: str, expectation: str, value: object) -> None:
@@ -32,7 +32,7 @@ def _is_int(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number that a float can hold, whatever its type and size."""
+    """Whether a value is an int or float within the range of a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max  # False for NaN
@@ -50,7 +50,7 @@ def require_size(field: str, value: Any, *, least: int = 1, most: int = MAX_WIDT
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's magnitude term: 1 without stretching, else 0.1 * mscale * ln(factor) + 1."""
+    """Return YaRN's magnitude term: 1 without extension, else 0.1 * mscale * ln(factor) + 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -161,8 +161,8 @@ class RopeConfig:
 
 
 def check_layer_number(layer: int, num_layers: int = 0) -> None:
-    """Raise unless a model of num_layers (0: unknown) can have this layer. Draft (MTP) layers come
-    after its own."""
+    """Raise unless a model of num_layers (0: unknown) can have this layer. Draft (MTP) layers are
+    numbered after the model's own."""
     _require(_is_int(layer) and layer >= 0, "layer", "an integer of at least 0", layer)
     most = num_layers + MOST_DRAFTS - 1
     if num_layers and layer > most:
@@ -346,7 +346,7 @@ class MLAConfig:
         )
 
     def _check_indexer(self, indexer: IndexerConfig) -> None:
-        known = self.q_lora_rank is not None or self.hidden_size == 0  # or others project
+        known = self.q_lora_rank is not None or self.hidden_size == 0  # or the caller projects
         _require(known, "q_lora_rank", "an integer when there is an indexer", None)
         _require(
             indexer.head_dim >= self.qk_rope_head_dim,
@@ -389,7 +389,7 @@ class MLAConfig:
         )
 
     def __repr__(self) -> str:
-        """What tells models apart; dataclasses.asdict() has every field."""
+        """Show the fields that distinguish models; dataclasses.asdict() has all fields."""
         rope = self.rope.kind if self.rope.factor == 1 else f"{self.rope.kind} {self.rope.factor:g}"
         hidden = f"hidden {self.hidden_size}" if self.hidden_size else "projected by others"
         parts = [
@@ -431,7 +431,7 @@ class MLAConfig:
 
     @property
     def latent_dim(self) -> int:
-        """D, the width of a cached row: C + R, or C where the latent holds its own rope (V4)."""
+        """D, the width of a cached row: C + R, or C if the latent includes rotated columns (V4)."""
         if self.compressor is not None:
             return self.kv_lora_rank
         return self.kv_lora_rank + self.qk_rope_head_dim
@@ -523,8 +523,8 @@ class MLAConfig:
 
         Args:
             source: the path of a config.json or of its folder, its contents as a dict, or a
-                transformers config. Of a model around a text model (vision, audio), the config of
-                the text model is read.
+                transformers config. For a model that wraps a text model (vision, audio), the config
+                of the text model is read.
 
         Raises:
             ConfigError: the model type is not supported, or a field about attention has a value

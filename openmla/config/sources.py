@@ -1,4 +1,4 @@
-"""A configuration as a dict, down to its text model's part, and its fields, each of its kind."""
+"""Loads a config as a dict, finds the part of its text model, and reads typed fields."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from openmla.errors import ConfigError
 
 Fields = Mapping[str, Any]
 
-# Where wrappers around a text model (vision, audio) keep its config.
+# Fields in which wrappers around a text model (vision, audio) store its config.
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
-# The text model a wrapper means when its text part does not say.
+# Model type of the text part, for wrappers whose text part has none.
 UNSAID_TEXT = {"kimi_k25": "deepseek_v3"}
 
 
 def text_fields(source: Any) -> tuple[Fields, str | None]:
-    """The fields of the text model, and the model_type of the wrapper around it, if any."""
+    """Return the fields of the text model, and the model_type of the wrapper around it, if any."""
     wrapper = None
     text_config: Callable[[], Any] | None = getattr(source, "get_text_config", None)
     if text_config is not None:
         try:
             text = text_config()
-        except ValueError as error:  # a model with more than one
+        except ValueError as error:  # several text models
             raise ConfigError(f"config: the model has several text models: {error}") from error
         if text is not source:
             wrapper, source = str(getattr(source, "model_type", None)), text
@@ -109,7 +109,7 @@ def read_flag(fields: Fields, name: str, default: bool) -> bool:
 
 
 def expect(fields: Fields, name: str, expected: object, reason: str) -> None:
-    """Raise if a field is given with another value than the one that is supported."""
+    """Raise if a field is given and is not the supported value."""
     value = fields.get(name)
     if value is not None and value != expected:
         raise ConfigError(f"config: {name} must be {expected!r} {reason}, got {value!r}.")

@@ -1,4 +1,4 @@
-"""Parameters: modules with the names checkpoints use; warmup, which runs what they run."""
+"""Attention layers, with the parameter names of checkpoints, and warmup()."""
 
 from openmla.layers.mla import MLAAttention
 from openmla.layers.mla_v4 import MLAAttentionV4

@@ -1,4 +1,4 @@
-"""Compressor: V4's pooling of tokens into entries, and the indexer that selects entries."""
+"""Compressor: pools V4 tokens into entries; also the indexer that selects entries."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from openmla.plan import Plan
 
 
 class Compressor(nn.Module):
-    """Projects tokens to what is pooled and to the scores it is pooled by, per channel.
+    """Projects tokens to the values to pool and to the pooling scores, per channel.
 
-    `overlap` doubles both: the first half of a token's channels serves the next window's entry.
+    `overlap` doubles both: the first half of a token's channels is for the next window's entry.
     """
 
     def __init__(self, config: MLAConfig, ratio: int, D: int, *, overlap: bool) -> None:
@@ -33,16 +33,16 @@ class Compressor(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [T, hidden_size]
-        fixed_by: str | None = None,  # the plan's
+        fixed_by: str | None = None,  # plan.fixed_by
     ) -> PoolInputs:
-        """Float32 products of the model's precision: pooling is sensitive to rounded scores."""
+        """Multiply inputs of the model's dtype in float32: pooling is sensitive to rounding."""
         kv = wide_linear(hidden, self.kv_proj.weight, fixed_by)
         score = wide_linear(hidden, self.gate_proj.weight, fixed_by)
         return PoolInputs(kv, score, self.position_bias, self.kv_norm.weight)
 
 
 class Scorer(nn.Module):
-    """The weight of each indexer head, by token."""
+    """Projects tokens to a weight per indexer head."""
 
     def __init__(self, config: MLAConfig, num_heads: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Scorer(nn.Module):
 
 
 class CompressedIndexer(Compressor):
-    """Scores entries with a few narrow heads over keys that a compressor of its own makes.
+    """Scores entries with a few narrow heads, over keys made by a separate compressor.
 
     `hadamard` rotates queries and keys by an orthonormal Hadamard matrix, which changes no product
     but spreads outliers before fp8 rounds them, as the reference model does.
@@ -73,7 +73,7 @@ class CompressedIndexer(Compressor):
     def queries(
         self, hidden: Tensor, q_resid: Tensor, positions: Tensor, table: Tensor, plan: Plan
     ) -> IndexInputs:
-        """Queries and weights of a step's tokens; what is pooled to keys is forward()'s."""
+        """Return queries and weights of a step's tokens; forward() returns the pooling inputs."""
         HI, DI, R = self.indexer.num_heads, self.indexer.head_dim, self.config.qk_rope_head_dim
         q_idx = apply_linear(self.q_b_proj, q_resid, plan, "Indexer: q_b_proj").view(-1, HI, DI)
         rope(q_idx[:, :, DI - R :], positions, table, pairing="pairs", backend=plan.backend("rope"))

@@ -1,8 +1,8 @@
-"""kv_b_proj in eight bits: a checkpoint's own e4m3 where its blocks fit heads, else a copy.
+"""kv_b_proj in fp8: the checkpoint's own e4m3 if its blocks fit heads, else a copy.
 
-What must be kept beside a linear is one tensor of bytes, which no cast of a module changes:
-nothing, or a checkpoint's scales repeated to smaller blocks, or e4m3 weights with one scale for
-w_uk and one for w_uv of each head and how far they are off.
+The data kept for a linear is one byte tensor, which casts of a module do not change. It is empty,
+or holds the checkpoint's scales repeated to smaller blocks, or e4m3 weights with their errors and
+one scale for the w_uk and one for the w_uv of each head.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from openmla.layers.weights import (
 
 FORMATS = (None, "fp8")
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
-LEAST_BLOCK = 16  # rows that kernels multiply at once
+LEAST_BLOCK = 16  # rows per kernel tile
 ALIGNMENT = 16
 TINIEST = torch.finfo(torch.float32).tiny
 
@@ -39,7 +39,7 @@ def check_absorbed_format(where: str, format: object) -> None:
 
 
 def keep_eight_bits(linear: nn.Module, config: MLAConfig, dtype: torch.dtype) -> Tensor:  # u8
-    """What absorb_eight_bits() needs beside a linear; empty where its own weight and scales do."""
+    """Return what absorb_eight_bits() needs besides a linear; empty if its own tensors suffice."""
     own = own_blocks(linear, config)
     if own is not None:
         scales = _own_scales(own, config)
@@ -57,8 +57,8 @@ def keep_eight_bits(linear: nn.Module, config: MLAConfig, dtype: torch.dtype) ->
 def absorb_eight_bits(
     linear: nn.Module, kept: Tensor, config: MLAConfig, *, by_itself: bool
 ) -> AbsorbedWeights:
-    """Absorbed weights of a linear and what is kept of it. Prefill multiplies by a plain linear's
-    own weight; others it calls if `by_itself`, or decodes the eight bits each time."""
+    """Absorb a linear and the data kept for it. Prefill multiplies by the weight of a plain linear.
+    Other linears are called if `by_itself`; otherwise prefill decodes the fp8 weight each time."""
     plain, H = is_plain(linear), config.num_heads
     expanding = linear if by_itself and not plain else None
     if not is_exact(kept, config):
@@ -84,15 +84,15 @@ def absorb_eight_bits(
 
 
 class Own(NamedTuple):
-    """An fp8 linear's weight [H * (P + V), C] and scales, whose blocks fit heads."""
+    """The weight [H * (P + V), C] and scales of an fp8 linear whose blocks fit heads."""
 
     weight: Tensor
-    name: str  # of the scales
+    name: str  # name of the scales
     scale: Tensor  # one, or one per block of 128 x 128
-    blocks: tuple[int, int] | None  # of a head, as small as fits; None: one scale for all
+    blocks: tuple[int, int] | None  # smallest block grid that fits a head; None: one scale
 
     def views(self, H: int) -> Tensor | None:  # [H, rows, columns] f32
-        """Its scales by heads, where no copy is needed for that."""
+        """Return the scales per head, or None if that needs a copy."""
         scale = self.scale.detach()
         if scale.dtype != torch.float32:
             return None
@@ -103,8 +103,8 @@ class Own(NamedTuple):
 
 
 def own_blocks(linear: nn.Module, config: MLAConfig) -> Own | None:
-    """What an fp8 linear has, if it has one scale, or one per block of 128 x 128 and heads, and
-    keys and values in them, begin with multiples of 16 rows of a block. Looks at no value."""
+    """Return the tensors of an fp8 linear if it has one scale, or one per block of 128 x 128 and
+    heads, and their keys and values, begin at multiples of 16 rows of a block. Reads no values."""
     weight = linear._parameters.get("weight")
     if weight is None or type(weight) not in OWN or weight.dtype != E4M3:
         return None
@@ -124,7 +124,7 @@ def own_blocks(linear: nn.Module, config: MLAConfig) -> Own | None:
 
 
 def _own_scales(own: Own, config: MLAConfig) -> Tensor:  # [H, rows, columns] f32
-    """Checked, and repeated to blocks that fit heads where they must be."""
+    """Check the scales and, if needed, repeat them to blocks that fit heads."""
     scale, H = own.scale.detach().float(), config.num_heads
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ShapeError(f"weights: {own.name} of kv_b_proj must be positive and finite.")
@@ -140,8 +140,9 @@ def _head_shape(config: MLAConfig) -> tuple[int, int]:
 
 
 def quantize_heads(weight: Tensor, config: MLAConfig) -> Tensor:  # u8
-    """A dense kv_b weight [H * (P + V), C] as e4m3, one scale for each head's w_uk and one for its
-    w_uv: the largest magnitude over 448. With the relative error of each (Frobenius)."""
+    """Quantize a dense kv_b weight [H * (P + V), C] to e4m3, with one scale for each head's w_uk
+    and one for its w_uv: the largest magnitude over 448. Stores the relative error of each
+    (Frobenius)."""
     kept = torch.zeros(_packed_bytes(config), dtype=torch.uint8, device=weight.device)
     stored, scales, errors = unpack(kept, config)
     parts = [
@@ -155,7 +156,7 @@ def quantize_heads(weight: Tensor, config: MLAConfig) -> Tensor:  # u8
         largest = values.abs().amax((1, 2))
         if not bool(largest.isfinite().all()):
             raise ShapeError("weights: the weight of kv_b_proj must be finite.")
-        # a true quotient: by a number, torch on a GPU multiplies by its reciprocal
+        # a true quotient: for a Python number, torch on a GPU multiplies by the reciprocal
         scale = (largest / torch.full_like(largest, E4M3_MAX)).clamp_min(TINIEST)
         scales[number] = scale
         codes.copy_((values / scale[:, None, None]).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3))
@@ -166,8 +167,8 @@ def quantize_heads(weight: Tensor, config: MLAConfig) -> Tensor:  # u8
 
 
 def unpack(kept: Tensor, config: MLAConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of what quantize_heads() made: e4m3 [H * (P + V), C]; scales and relative errors [2, H]
-    f32, of w_uk and w_uv."""
+    """Return views of the result of quantize_heads(): e4m3 [H * (P + V), C], then scales and
+    relative errors [2, H] f32 of w_uk and w_uv."""
     H, C = config.num_heads, config.kv_lora_rank
     size = H * (config.qk_nope_head_dim + config.v_head_dim) * C
     numbers = kept[-16 * H :].view(torch.float32).view(2, 2, H)
@@ -181,13 +182,13 @@ def _packed_bytes(config: MLAConfig) -> int:
 
 
 def is_exact(kept: Tensor, config: MLAConfig) -> bool:
-    """Whether a checkpoint's own eight bits are read: what is kept is no copy of weights."""
+    """Whether the checkpoint's own fp8 weight is read, rather than a copy in `kept`."""
     return kept.numel() != _packed_bytes(config)
 
 
 def expands_better(linear: nn.Module, kept: Tensor, config: MLAConfig) -> bool:
-    """Whether prefill is to call a linear that is not plain: where that is cheaper, and in place of
-    a copy that is not quite it, if it can be called."""
+    """Whether prefill should call a linear that is not plain: if that is cheaper, or if the fp8
+    copy is not exact and the linear can be called."""
     if is_exact(kept, config):
         return expands_itself(linear, kept.device)
     weight = linear._parameters.get("weight")
@@ -196,8 +197,8 @@ def expands_better(linear: nn.Module, kept: Tensor, config: MLAConfig) -> bool:
 
 
 def largest_error(kept: Tensor, config: MLAConfig) -> float:
-    """The relative error of the head that is furthest off; 0 where a checkpoint's own eight bits
-    are read. Waits for the device."""
+    """Return the largest relative error of a head; 0 if the checkpoint's own fp8 weight is read.
+    Waits for the device."""
     if is_exact(kept, config):
         return 0.0
     return float(unpack(kept, config)[2].max())

@@ -1,4 +1,4 @@
-"""Indexer: the lightning indexer's parameters, and what it makes of a step's tokens."""
+"""Indexer: parameters of the lightning indexer, and its queries, weights and keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from openmla.plan import Plan
 
 
 class Indexer(nn.Module):
-    """Scores keys with a few narrow heads; parameter names are those of checkpoints.
+    """Scores keys with a few narrow heads. Parameter names match checkpoints.
 
     `hadamard` rotates queries and keys by an orthonormal Hadamard matrix, which changes no product
-    but spreads outliers before fp8 rounds them. A cache must be read as it was written.
+    but spreads outliers before fp8 rounds them. Read a cache with the same setting that wrote it.
     """
 
     def __init__(self, config: MLAConfig, *, hadamard: bool = False) -> None:
@@ -45,14 +45,14 @@ class Indexer(nn.Module):
     def forward(
         self,
         hidden: Tensor,  # [T, hidden_size]
-        q_resid: Tensor,  # [T, q_lora_rank], the normalised low-rank query
+        q_resid: Tensor,  # [T, q_lora_rank], the normalized low-rank query
         positions: Tensor,  # [T] i64
-        table: Tensor,  # [num_positions, R] f32, the layer's
+        table: Tensor,  # [num_positions, R] f32, the layer's RoPE table
         keys: PagedCache,
         plan: Plan,
     ) -> IndexInputs:
-        """Queries and weights of the tokens; their keys go straight into the cache, and last:
-        nothing is written if any of it fails."""
+        """Return queries and weights of the tokens, and write their keys to the cache. The write
+        comes last, so that nothing is written if an earlier op fails."""
         config, indexer = self.config, self.indexer
         HI, DI, R = indexer.num_heads, indexer.head_dim, config.qk_rope_head_dim
         start = 0 if indexer.rope_side == "first" else DI - R
@@ -66,7 +66,7 @@ class Indexer(nn.Module):
         )
         if self.hadamard:
             q_idx = hadamard_transform(q_idx)
-        # few outputs: float32 costs nothing
+        # Few outputs, so float32 is free.
         weights = wide_linear(hidden, self.weights_proj.weight, plan.fixed_by)
         w_idx = weights * (DI**-0.5 * HI**-0.5)
         index_write(
@@ -88,7 +88,7 @@ class Indexer(nn.Module):
 
 
 def hadamard_transform(x: Tensor) -> Tensor:  # [..., n], n a power of two
-    """The orthonormal Hadamard transform of the last dimension, in float32."""
+    """Apply the orthonormal Hadamard transform to the last dimension, in float32."""
     n = x.shape[-1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     width = 1

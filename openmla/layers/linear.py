@@ -1,4 +1,4 @@
-"""A layer's own linears: called, or where a row's bits are its own, summed in one order."""
+"""A layer's linears: called, or for batch-invariant plans multiplied in a fixed order of sums."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openmla.plan import Plan
 
 
 def apply_linear(linear: nn.Module, x: Tensor, plan: Plan, name: str) -> Tensor:  # [T, N]
-    """linear(x) of [T, K]; `name` says whose it is, should it be refused."""
+    """Return linear(x) of [T, K]. `name` is used in error messages."""
     if plan.fixed_by is None:
         result: Tensor = linear(x)
         return result
@@ -29,8 +29,8 @@ def apply_linear(linear: nn.Module, x: Tensor, plan: Plan, name: str) -> Tensor:
 
 
 def wide_linear(hidden: Tensor, weight: Tensor, fixed_by: str | None = None) -> Tensor:
-    """hidden @ weight.T in float32: products of 16-bit numbers are exact there. `fixed_by`: the
-    plan's."""
+    """Return hidden @ weight.T in float32, where products of 16-bit numbers are exact. `fixed_by`:
+    from the plan."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if fixed_by is not None:
         out = hidden.new_empty((hidden.shape[0], weight.shape[0]), dtype=wide)
@@ -43,5 +43,5 @@ def wide_linear(hidden: Tensor, weight: Tensor, fixed_by: str | None = None) -> 
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """As project_heads takes them: each contiguous."""
+    """Make each row contiguous, as project_heads requires."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

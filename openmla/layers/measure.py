@@ -1,4 +1,4 @@
-"""How large a layer's absorbed queries, latents and k_pe get: what its scales are made from."""
+"""Measures the largest absorbed queries, latents and k_pe of a layer, to compute its scales."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from openmla.layers.mla import MLAAttention, check_tokens
 from openmla.ops import project_heads
 from openmla.plan import Plan
 
-# Scales are powers of two: dividing by one rounds nothing, so that every value is rounded as at
-# scale 1 but for what scale 1 would cut off or flush to zero. Which mantissas large values fall
-# on is chance: with other scales the demo's bits per byte scatter by up to 0.6 %.
-# The headroom is for text that was not seen. It is cheap, e4m3 being floating point: twice the
-# scale costs values below 1/14336 of the largest one bit, a scale too small cuts off the largest.
+# Scales are powers of two, so dividing by one rounds nothing: every value is rounded as at scale 1,
+# except those that scale 1 would saturate or flush to zero. Which mantissas large values fall on is
+# chance: with other scales the demo's bits per byte vary by up to 0.6 %. The headroom is for unseen
+# text. It is cheap because e4m3 is floating point: doubling the scale costs one bit for values
+# below 1/14336 of the largest, while too small a scale saturates the largest.
 HEADROOM = 2.0
-TOKENS = 256  # whose queries are taken into latent space at a time
+TOKENS = 256  # tokens whose queries are absorbed at a time
 
 
 class Measured:
-    """The largest magnitudes of one layer so far, on its device: nothing waits for them."""
+    """The largest magnitudes of one layer so far, kept on its device to avoid syncs."""
 
     def __init__(self) -> None:
         self.largest: dict[str, Tensor] = {}
@@ -41,7 +41,7 @@ class Measured:
             self.largest[name] = found if before is None else torch.maximum(before, found)
 
     def see_step(self, projected: Projected, absorbed: AbsorbedWeights) -> None:
-        """A step's tokens, finished."""
+        """Measure a step's tokens, normalized and rotated."""
         self.see("latent", projected.kv_c)
         self.see("k_pe", projected.k_pe)
         self.see("q_pe", projected.q_pe)
@@ -54,8 +54,8 @@ class Measured:
                 self.see("q_nope", in_latent)
 
     def scales(self, where: str, headroom: float) -> LayerScales:
-        """The next power of two from what was seen, with headroom, over the largest e4m3; 1 of what
-        was always 0."""
+        """Return scales: the next power of two of the largest magnitude times headroom over the
+        largest e4m3, or 1 for tensors that were always 0."""
         largest = {name: float(value) for name, value in self.largest.items()}
         for name, value in largest.items():
             if not math.isfinite(value):
@@ -82,7 +82,7 @@ def check_headroom(headroom: object) -> float:
 def calibrate_layer(
     layer: MLAAttention, batches: Iterable[Sequence[Any]], headroom: float
 ) -> LayerScales:
-    """Over the arguments of the layer's forward(); nothing is written, nothing attends."""
+    """Measure batches of forward() arguments, without writing to the cache or attending."""
     measured, seen = Measured(), False
     for batch in batches:
         if not isinstance(batch, tuple | list) or len(batch) != 4:

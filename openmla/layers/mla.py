@@ -47,10 +47,10 @@ EXPAND_BY = ("auto", "linear", "copy")
 
 
 def _into_place(kept: Tensor | None, fresh: Tensor) -> Tensor:
-    """Fresh values where the old ones are, for graphs that read there; if they fit."""
+    """Copy fresh values over the old ones if they fit: captured graphs read that address."""
     if kept is None or kept.shape != fresh.shape or kept.dtype != fresh.dtype:
         return fresh
-    with torch.inference_mode():  # where the old ones may have been made
+    with torch.inference_mode():  # the old tensor may be an inference tensor
         return kept.copy_(fresh)
 
 
@@ -59,7 +59,7 @@ def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
 
 
 def _take_scales(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Scales of a cache are no parameters: out of what is loaded, before names are compared."""
+    """Remove cache scales, which are not parameters, from a state dict before it is checked."""
     found = {}
     for name in [name for name in state if name.startswith(prefix)]:
         kind = kind_in_layer(name.removeprefix(prefix))
@@ -78,7 +78,7 @@ def check_tokens(
     config: MLAConfig,
     weight: Tensor,
 ) -> None:
-    """Raise unless a layer's tokens fit the plan, and the layer, one of whose weights is given."""
+    """Raise unless the tokens fit the plan and the layer, which `weight` is a weight of."""
     if isinstance(cache, Plan) and isinstance(plan, LayerCache):
         raise ConfigError(
             f"{where}: cache and plan are swapped, got a Plan as cache. Pass (hidden, positions, "
@@ -209,12 +209,12 @@ class MLAAttention(nn.Module):
         if config.rope.kind != "none":
             self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
         self.expand_by = "auto"
-        # dense weights of a quantised kv_b_proj; a plain one is used in place
+        # Dense copy of a quantized kv_b_proj; a plain one is used in place.
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
         self.scales: LayerScales | None = None
         self.register_load_state_dict_pre_hook(_take_scales)
-        # what absorbed_format="fp8" keeps beside kv_b_proj, as bytes: casts leave it alone
+        # Data for absorbed_format="fp8", as bytes, which casts do not change.
         self.absorbed_format = absorbed_format
         self.register_buffer("kv_b_eight", None, persistent=False)
         self.kv_b_eight: Tensor | None
@@ -222,13 +222,13 @@ class MLAAttention(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the layer computes in, that of its norms: its linears may be quantized."""
+        """The dtype that the layer computes in: that of its norms. Linears may be quantized."""
         return self.kv_a_layernorm.weight.dtype
 
     @property
     def output_format(self) -> str | None:
         """The format that o_proj quantizes its input to, for make_plan(output=layer.output_format).
-        None if it takes 16 bits, as a plain linear does."""
+        None if its input is 16-bit, as for a plain linear."""
         return output_format(self.o_proj)
 
     def refresh_weights(self) -> None:
@@ -296,7 +296,7 @@ class MLAAttention(nn.Module):
         return 0.0 if self.kv_b_eight is None else largest_error(self.kv_b_eight, self.config)
 
     def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
-        """One of the layer's linears."""
+        """Apply one of the layer's linears."""
         return apply_linear(getattr(self, name), x, plan, f"MLAAttention: {name}")
 
     def project(
@@ -339,7 +339,7 @@ class MLAAttention(nn.Module):
     ) -> Tensor:  # [T, hidden_size]
         """Project, write the cache, attend, and project back.
 
-        Over ranks, every rank calls this with the same tokens and its own share of the cache.
+        Across ranks, every rank calls this with the same tokens and its own share of the cache.
 
         Args:
             hidden: [T, hidden_size] hidden states of the plan's tokens, in the layer's dtype.

@@ -19,7 +19,7 @@ from openmla.plan import Plan
 
 
 class GroupedLinear(nn.Module):
-    """One projection per group of heads; the weight holds them one below the other."""
+    """One projection per group of heads, with all weights stacked along rows."""
 
     def __init__(self, width: int, out: int, groups: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, std=width**-0.5)
 
     def forward(self, hidden: Tensor, fixed_by: str | None = None) -> Tensor:
-        """[T, groups, width] to [T, groups * out]; `fixed_by` is the plan's."""
+        """Project [T, groups, width] to [T, groups * out]. `fixed_by`: from the plan."""
         weight = self.weight.view(self.groups, -1, hidden.shape[-1])
         if fixed_by is not None:
             out = hidden.new_empty((*hidden.shape[:2], weight.shape[1]))
@@ -119,13 +119,13 @@ class MLAAttentionV4(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the layer computes in, that of its norms: its linears may be quantized."""
+        """The dtype that the layer computes in: that of its norms. Linears may be quantized."""
         return self.kv_norm.weight.dtype
 
     def forward(
         self,
         hidden: Tensor,  # [T, hidden_size]
-        positions: Tensor,  # [T] i64, of the tokens in their sequences
+        positions: Tensor,  # [T] i64, positions in the sequences
         cache: LayerCache,
         plan: Plan,
     ) -> Tensor:  # [T, hidden_size]
@@ -181,7 +181,7 @@ class MLAAttentionV4(nn.Module):
         return self._times("o_b_proj", grouped, plan)
 
     def _times(self, name: str, x: Tensor, plan: Plan) -> Tensor:
-        """One of the layer's linears."""
+        """Apply one of the layer's linears."""
         return apply_linear(getattr(self, name), x, plan, f"MLAAttentionV4: {name}")
 
     def _attend(self, inputs: CompressedInputs, cache: LayerCache, plan: Plan) -> Tensor:
@@ -225,7 +225,7 @@ class MLAAttentionV4(nn.Module):
             )
         if positions.device.type != "cpu" or torch.compiler.is_compiling():
             return
-        # what fills up a captured step, or belongs to an empty request, may have any
+        # Padding of a captured step and tokens of empty requests may have any position.
         counted = slice(int(shared.query_start_loc[-1]))
         planned, given = shared.positions[counted], positions[counted]
         if bool(((planned >= 0) & (given != planned)).any()):

@@ -9,7 +9,7 @@ from openmla.attention.products import rms_normed
 
 
 class RMSNorm(nn.Module):
-    """Normalised in float32, rounded, then weighted: the order models are trained with."""
+    """Normalizes in float32, rounds, then multiplies by the weight, in the order of training."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -17,5 +17,5 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor, fixed_by: str | None = None) -> Tensor:
-        """`fixed_by` is the plan's."""
+        """Normalize the last dimension. `fixed_by`: from the plan."""
         return self.weight * rms_normed(hidden, self.eps, fixed_by)

@@ -1,8 +1,9 @@
-"""An o_proj of fp8 weights that is handed outputs quantised already: which format, its product.
+"""fp8 o_proj over attention outputs that are already quantized.
 
-transformers' FP8Linear takes 16 bits and quantises them itself: dynamically per token and 128
-columns, or by a fixed scale. Where outputs come so quantised, the product is torch's own scaled
-one on GPUs that have it, else both sides decoded and multiplied in float32.
+FP8Linear of transformers takes 16-bit inputs and quantizes them itself: dynamically per token and
+128 columns, or with a fixed scale. For outputs quantized the same way, the product is
+torch._scaled_mm on GPUs that support it. Elsewhere both sides are decoded and multiplied in
+float32.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from openmla.layers.weights import FP8_PRODUCTS, spread_scale
 from openmla.outputs import QuantizedOutput, decode_output, make_output
 
 BLOCK = 128
-ALIGNED = 16  # columns of both sides of torch's scaled product
-# The one capability whose cuBLAS multiplies by blocks, from CUDA 12.9 on, and the multiple of
-# blocks along a row that it wants.
+ALIGNED = 16  # column multiple on both sides of torch._scaled_mm
+# The only compute capability with block-scaled products in cuBLAS, the CUDA version that added them
+# (12.9), and the required multiple of blocks along a row.
 BLOCKS_ON, BLOCKS_CUDA, BLOCKS_ALIGNED = (9, 0), (12, 9), 4
-_OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
+_OWN = (Tensor, nn.Parameter)  # torch's own classes, which hide no other data
 
 
 def output_format(linear: nn.Module) -> str | None:
-    """The format of OUTPUT_FORMATS that a linear quantises its input to; None if it does not."""
+    """Return the format of OUTPUT_FORMATS that a linear quantizes its input to, or None."""
     weight, scale = linear._parameters.get("weight"), getattr(linear, "weight_scale_inv", None)
     scheme = getattr(linear, "activation_scheme", None)
     hooked = linear._forward_hooks or linear._forward_pre_hooks or hasattr(linear, "_hf_hook")
@@ -44,7 +45,7 @@ def output_format(linear: nn.Module) -> str | None:
 
 
 def check_taken(linear: nn.Module, format: str) -> None:
-    """Raise unless a linear reads this format."""
+    """Raise unless the linear reads this format."""
     taken = output_format(linear)
     if taken != format:
         raise ConfigError(
@@ -54,8 +55,8 @@ def check_taken(linear: nn.Module, format: str) -> None:
 
 
 def output_buffers(linear: nn.Module, format: str, T: int) -> QuantizedOutput:
-    """For T rows: rows and columns of scales as the product wants them. Behind them there may be
-    rows up to a multiple of 4, which nobody reads."""
+    """Allocate buffers for T rows, with scales in the layout that the product needs. They may be
+    padded to a multiple of 4 rows, which are never read."""
     weight = linear.weight
     assert isinstance(weight, Tensor)
     fixed = getattr(linear, "activation_scale", None)
@@ -70,9 +71,9 @@ def output_buffers(linear: nn.Module, format: str, T: int) -> QuantizedOutput:
     return whole._replace(values=whole.values[:T], scales=whole.scales[:T])
 
 
-@torch.no_grad()  # scales may be parameters that want a gradient
+@torch.no_grad()  # scales may be parameters that require grad
 def project_output(linear: nn.Module, out: QuantizedOutput, dtype: torch.dtype) -> Tensor:
-    """[T, hidden] in dtype: what the linear makes of these outputs."""
+    """Apply the linear to quantized outputs. Returns [T, hidden] in `dtype`."""
     weight, bias = linear.weight, getattr(linear, "bias", None)
     scale = linear.weight_scale_inv
     assert isinstance(weight, Tensor) and isinstance(scale, Tensor)
@@ -86,7 +87,7 @@ def project_output(linear: nn.Module, out: QuantizedOutput, dtype: torch.dtype) 
 
 
 def multiplies_scaled(format: str, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies these as they are."""
+    """Whether torch multiplies these without decoding."""
     able, (rows, columns) = capability(weight.device), weight.shape
     if able is None or able < FP8_PRODUCTS or rows % ALIGNED or columns % ALIGNED:
         return False

@@ -1,4 +1,4 @@
-"""RopeTable: cos and sin of every position, a buffer of the layers; the rotation is ops/rope."""
+"""RopeTable: cos and sin of every position, a buffer of the layers. ops/rope applies it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RopeTable(nn.Module):
         self.made_of = (rope, R, num_positions)
         table = rope_table(*self.made_of)
         device = torch.get_default_device()
-        if device.type != "meta":  # a layer made there gets its values elsewhere; these are known
+        if device.type != "meta":  # a meta layer keeps its table, whose values are known
             table = table.to(device)
         self.register_buffer("table", table, persistent=False)
 
@@ -53,7 +53,7 @@ class RopeTable(nn.Module):
         return given
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What .to(), .cuda(), .half() and to_empty() do: only the device is taken over."""
+        """Called by .to(), .cuda(), .half() and to_empty(): changes only the device."""
         device = fn(self.table.new_empty(0)).device
         if self.table.is_meta and device.type != "meta":
             self.table = rope_table(*self.made_of)
@@ -62,10 +62,10 @@ class RopeTable(nn.Module):
 
 
 def rope_table(rope: RopeConfig, R: int, num_positions: int) -> Tensor:
-    """[num_positions, R] f32 on the CPU: cos in the first half of a row, sin in the second.
+    """Return [num_positions, R] f32 on the CPU: cos in the first half of a row, sin in the second.
 
-    longrope: twice as many rows, the second half with the long factors. Float32 throughout, as
-    models are trained with, and on the CPU, so that the bits are the same on every machine.
+    longrope has twice as many rows, the second half with the long factors. All math is in float32,
+    as in training, and on the CPU, so that results are bitwise equal on every machine.
     """
     with torch.device("cpu"):
         tables = [
@@ -81,7 +81,7 @@ def _cos_sin(frequencies: Tensor, num_positions: int, scale: float) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, R: int) -> list[Tensor]:
-    """[R/2] f32 radians per position; for longrope the short and the long variant."""
+    """Return [R/2] f32 radians per position; for longrope the short and the long variant."""
     if rope.kind == "external":
         raise ConfigError(
             "rope: a config of kind 'external' has no RoPE table. Apply RoPE yourself, or make the "
@@ -100,7 +100,7 @@ def inverse_frequencies(rope: RopeConfig, R: int) -> list[Tensor]:
 
 
 def _yarn(rope: RopeConfig, R: int, powers: Tensor) -> Tensor:
-    """Fast pairs keep their frequency, slow ones are stretched, a ramp between."""
+    """Keep the frequency of fast pairs, stretch slow ones, and interpolate between."""
     low, high = (_pair_that_turns(turns, rope, R) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -113,6 +113,6 @@ def _yarn(rope: RopeConfig, R: int, powers: Tensor) -> Tensor:
 
 
 def _pair_that_turns(turns: float, rope: RopeConfig, R: int) -> float:
-    """The (fractional) pair that makes `turns` turns within the original context."""
+    """Return the (fractional) pair that makes `turns` turns within the original context."""
     wavelength = rope.original_positions / (turns * 2 * math.pi)
     return R * math.log(wavelength) / (2 * math.log(rope.theta))

@@ -1,4 +1,4 @@
-"""warmup(): memory reserved and kernels compiled before the first request comes."""
+"""warmup(): reserves memory and compiles kernels before the first request."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def warmup(
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
 ) -> Workspace:
-    """Reserve what steps of up to max_requests requests and max_tokens new tokens need, for all
-    layers, and on a GPU run a step of every shape once, so that its kernels are compiled.
+    """Reserve memory for steps of up to max_requests requests and max_tokens new tokens, for all
+    layers, and on a GPU run a step of every shape once to compile its kernels.
 
     Pass the result to make_plan, with the same `backend`, `dtype`, `output`, `query_dtype`,
     `prefill_dtype` and `batch_invariant`. Steps then compile nothing and allocate no expanded keys
-    or values of their own. Nothing is written: the steps have no slots.
-    V4 expands none, and its layers of each ratio have kernels of their own: warm up a cache of
-    each. Where entries are chosen, ratio 4, the result holds the choice of max_tokens tokens and
-    serves the other layers too, and the allocator is asked once for what scores need. On a GPU a
-    temporary layer of zeros in `dtype` runs the steps, or `absorbed`: a layer's weights, where they
-    are in eight bits. Over `ranks` every rank calls it, with its own cache.
+    or values of their own. Nothing is written: the steps have no slots. On a GPU the steps use a
+    temporary layer of zeros in `dtype`, or `absorbed`: the weights of a layer, if they are fp8.
+    With `ranks` every rank calls this with its own cache. DeepSeek V4 has no expanded keys, and
+    each compress ratio has its own kernels: warm up a cache of each. At ratio 4, where entries are
+    selected, the result holds the top-k selection of max_tokens tokens and serves the other layers
+    too, and memory for scores is allocated once.
     """
     check_backend_choice("warmup", backend)
     check_kind("warmup", "config", config, MLAConfig)
@@ -109,7 +109,7 @@ def warmup(
             return workspace
         size = 1 if ranks is None else ranks.shard.size
         shapes = step_shapes(config, cache, workspace, max_requests, max_tokens, size)
-        if absorbed is not None or batch_invariant:  # products have one kernel for many tokens
+        if absorbed is not None or batch_invariant:  # products use one kernel for many tokens
             many = min(max_tokens, max(MANY_TOKENS, -(-MANY_ROWS // config.num_heads)))
             longest = min(
                 LONG, config.max_positions, cache.parts[0].num_blocks * cache.parts[0].block_size
@@ -123,23 +123,23 @@ def warmup(
 
 
 MANY_TOKENS = 128
-MANY_ROWS = 1024  # query rows from which fixed runs are merged by another tile
-LONG = 16384  # keys that are more fixed runs than launch early
-SOME_REQUESTS = 4  # of which each is cut into some runs: fewer than one request, more than many
-FOLDED_ROWS = 128  # most query rows, tokens times heads, that read keys together
+MANY_ROWS = 1024  # query rows from which fixed runs are merged with another tile size
+LONG = 16384  # keys for more fixed runs than launch early
+SOME_REQUESTS = 4  # each is split into fewer runs than a single request, more than many
+FOLDED_ROWS = 128  # maximum query rows, tokens times heads, that read keys together
 
 
 class StepShape(NamedTuple):
-    """Equal requests: how many, the new tokens and the length of each, the form."""
+    """A step of equal requests: their number, the new tokens and length of each, and the form."""
 
     requests: int
     new: int
     length: int
     form: str
-    widest: int = 0  # positions that the table has columns for, where others are longer
+    widest: int = 0  # positions that the table has columns for, if larger than length
 
     def batch(self, latent: PagedCache, ranks: int = 1) -> Batch:
-        """Over ranks a block holds so many times its tokens."""
+        """Make the batch. Across `ranks` ranks a block holds that many times its tokens."""
         BS = latent.block_size * ranks
         B, columns = self.requests, -(-max(self.length, self.widest) // BS)
         table = (torch.arange(columns, dtype=torch.int32) % latent.num_blocks).expand(B, -1)
@@ -151,46 +151,46 @@ def step_shapes(
     config: MLAConfig, cache: LayerCache, workspace: Workspace, max_requests: int, max_tokens: int,
     ranks: int = 1,
 ) -> Iterator[StepShape]:  # fmt: skip
-    """One request and as many as there may be, short and long: cut into runs or not, choosing keys
-    or not; where keys are chosen, numbers of tokens between; prefill without context, with some,
-    with more than the workspace holds."""
+    """Yield steps of one request and of up to the maximum, short and long, split into runs or not,
+    with and without top-k selection; with selection, token counts in between; and prefill without
+    context, with some, and with more than the workspace holds."""
     assert cache.latent is not None
     BS = cache.latent.block_size * ranks
     capacity = cache.latent.num_blocks * BS
     chosen = config.indexer.topk if config.indexer is not None else 0
     longest = min(capacity, config.max_positions, max(4096, 2 * chosen, 2 * workspace.num_rows))
-    dense = min(chosen or longest, longest)  # most keys that are all attended to
+    dense = min(chosen or longest, longest)  # maximum keys without top-k selection
     most = min(max_requests, max_tokens)
     for B in sorted({1, min(SOME_REQUESTS, most), most}):
         for length in sorted({1, min(BS + 1, longest), dense, longest}):
             yield StepShape(B, 1, length, "absorbed")
-    # one request that is cut into many runs, or has a table wide enough for them
+    # One request that is split into many runs, or whose table is wide enough for them.
     far = min(capacity, config.max_positions, LONG)
     yield StepShape(1, 1, far, "absorbed")
     yield StepShape(1, 1, dense, "absorbed", far)
-    # drafted tokens share a tile of query rows, as many as fit: a kernel for each power of two,
-    # and, where heads are no power of two, for what fits and is none
+    # As many draft tokens as fit share a tile of query rows. There is a kernel for each power of
+    # two and, if the number of heads is not a power of two, for the other counts that fit.
     uneven = config.num_heads & (config.num_heads - 1) != 0
     for new in range(2, min(FOLDED_ROWS // config.num_heads + uneven, max_tokens, dense) + 1):
         if uneven or new & (new - 1) == 0:
             yield StepShape(1, new, dense, "absorbed")
     if config.indexer is not None:
-        # beside longer requests; so many that their keys are more than the workspace holds
+        # Next to longer requests, then enough requests to exceed the workspace with their keys.
         yield StepShape(1, 1, dense, "absorbed", longest)
         many = min(max_requests, max_tokens, workspace.num_rows // dense + 1)
         yield StepShape(many, 1, dense, "expanded")
-        # chosen rows are cut as the number of tokens wants
+        # The number of tokens decides how selected rows are split.
         units = multiprocessors(cache.latent.data.device)
         for T in numbers_of_tokens(min(max_tokens, max(4 * units, 8)), units, config.num_heads):
-            for B in sorted({1, min(T, max_requests)}):  # indexers take a request's together
+            for B in sorted({1, min(T, max_requests)}):  # indexers batch the tokens of a request
                 if longest >= T // B:
                     yield StepShape(B, T // B, longest, "absorbed")
-            # so long that chosen rows are decoded each time they are read
+            # Long enough that selected rows are decoded at each read.
             rare = min(capacity, config.max_positions, T * chosen // 4)
             if rare > longest:
                 yield StepShape(1, T, rare, "absorbed")
     new = min(max_tokens, longest)
-    for form in ("auto", "expanded"):  # as plans are made; all of it absorbed would take far more
+    for form in ("auto", "expanded"):  # as in plans; absorbing all would cost far more
         for length in sorted({new, min(new + BS, longest), longest}):
             yield StepShape(1, new, length, form)
 
@@ -208,8 +208,8 @@ def run_step(
     ranks: Ranks | None = None,
     **options: Any,
 ) -> None:
-    """A step over whatever the cache's first blocks hold, with rows that come finished and ones
-    that do not; every slot is -1."""
+    """Run a step over the current contents of the cache's first blocks, with finished and with raw
+    rows. Every slot is -1."""
     assert cache.latent is not None
     device, H = cache.latent.data.device, config.num_heads
     batch = shape.batch(cache.latent, 1 if ranks is None else ranks.shard.size)
@@ -256,7 +256,7 @@ def run_step(
         selection = select_step(index, cache, plan)
     for unfinished in (None,) if config.is_external else (None, raw):
         attend_step(projected, absorbed, cache, plan, selection=selection, raw=unfinished)
-    if plan.group("expanded") is not None:  # new rows are copied where others stand between them
+    if plan.group("expanded") is not None:  # separated new rows are copied
         attend_step(projected, absorbed, cache, listed(plan), selection=selection)
     if output is not None:
         quantize_steps(projected, absorbed, cache, plan, output, selection)
@@ -270,8 +270,8 @@ def quantize_steps(
     output: str,
     selection: Selection | None,
 ) -> None:
-    """The same step into quantised buffers: its tokens side by side, and one by one as those of
-    requests that are not neighbours, which are kernels of their own."""
+    """Run the step with quantized buffers: with contiguous tokens, and with tokens listed one by
+    one, as for requests that are not adjacent, which uses other kernels."""
     T, device = plan.num_tokens, projected.q_nope.device
     columns = plan.config.num_heads * plan.config.v_head_dim
     scale = 1.0 if get_output_format(output).global_scale else None
@@ -281,7 +281,7 @@ def quantize_steps(
 
 
 def listed(plan: Plan) -> Plan:
-    """The same step, its tokens named one by one."""
+    """Return the same plan with its tokens listed one by one."""
     rows = torch.arange(plan.num_tokens, device=plan.slot_mapping.device)
     groups = []
     for group in plan.groups:

@@ -1,7 +1,7 @@
-"""V4's warm-up steps, run by a layer of zeros over requests that only the device knows are empty.
+"""Warm-up steps of V4: a layer of zeros over requests that are empty on the device only.
 
-The plan sees the lengths on the host, so every kernel is launched as it will be when serving; the
-lengths on the device are 0: nothing is written, little computed.
+The plan uses lengths on the host, so every kernel is launched as in serving. The lengths on the
+device are 0, so nothing is written and little is computed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from openmla.layers.mla_v4 import MLAAttentionV4
 from openmla.plan import Batch, Plan, Workspace, make_plan
 from openmla.ranks import Ranks
 
-ENOUGH = 1024  # entries of a table: of wider ones as many runs are merged at once
-WIDER_TILES = 256  # output rows from which runs are merged by wider tiles
+ENOUGH = 1024  # entries of a table; wider ones merge the same number of runs at once
+WIDER_TILES = 256  # output rows from which runs are merged with wider tiles
 
 
 class CompressedStepShape(NamedTuple):
-    """Equal requests: how many, the new tokens and the length of each, and the columns of their
-    entry and window tables: callers may pass more than a step needs."""
+    """A step of equal requests: their number, the new tokens and length of each, and the columns of
+    their entry and window tables, which may be more than the step needs."""
 
     requests: int
     new: int
@@ -44,31 +44,31 @@ def run_compressed_steps(
     backend: BackendChoice,
     ranks: Ranks | None = None,
 ) -> None:
-    """A step of every shape, in a layer of the cache's ratio."""
+    """Run a step of every shape in a layer of the cache's ratio."""
     layer = empty_layer(config, cache, dtype)
     size = sharing(cache, ranks)
     shapes = list(compressed_step_shapes(config, cache, max_requests, max_tokens, size))
     for shape in shapes:
         run_compressed(shape, layer, cache, workspace, dtype, backend, ranks)
     indexer = getattr(layer.compressor, "indexer", None)
-    if indexer is not None and indexer.hadamard:  # without it, keys are pooled by another kernel
+    if indexer is not None and indexer.hadamard:  # another kernel pools keys without it
         indexer.hadamard = False
         run_compressed(shapes[-1], layer, cache, workspace, dtype, backend, ranks)
 
 
 def sharing(cache: LayerCache, ranks: Ranks | None) -> int:
-    """How many ranks hold a block's entries together."""
+    """Return how many ranks share the entries of a block."""
     return 1 if ranks is None or cache.ratio != INDEXED_RATIO else ranks.shard.size
 
 
 def compressed_step_shapes(
     config: MLAConfig, cache: LayerCache, max_requests: int, max_tokens: int, ranks: int = 1
 ) -> Iterator[CompressedStepShape]:
-    """Numbers of tokens that differ in how attention is cut, each in one request and in as many as
-    there may be; nothing before them, a full window, as many entries as an indexer chooses among,
-    all there is room for; tables as narrow as that allows and wider ones.
+    """Yield token counts that differ in how attention is split, each in one request and in the
+    maximum number of requests. Context: none, a full window, enough entries for top-k selection,
+    and all that fits. Tables: as narrow as that allows, and wider.
 
-    The largest steps come first: what others need fits into the memory they leave behind.
+    The largest steps come first: the memory that they free is enough for the others.
     """
     assert config.compressor is not None and cache.window is not None
     span, ratio, BS = config.compressor.window, cache.ratio, cache.window.block_size
@@ -100,9 +100,9 @@ def compressed_step_shapes(
 
 
 def numbers_of_tokens(most: int, units: int, num_heads: int) -> list[int]:
-    """Falling. Half as much again each time meets every power of two that a number of runs is
-    rounded up to; from two tokens per multiprocessor, of `units`, on nothing is cut. Between them,
-    where rows become so many that runs are merged by wider tiles."""
+    """Return token counts in falling order. Steps of 1.5x cover every power of two that a number of
+    runs is rounded up to. From two tokens per multiprocessor (`units`) on, nothing is split. Also
+    included: the count from which runs are merged with wider tiles."""
     powers = [2**i for i in range(max(2 * units, 8).bit_length() + 1)]
     wider = -(-WIDER_TILES // num_heads)
     numbers = {n for n in (*powers, *(3 * n // 2 for n in powers[1:]), wider) if n < most}
@@ -110,7 +110,7 @@ def numbers_of_tokens(most: int, units: int, num_heads: int) -> list[int]:
 
 
 def empty_layer(config: MLAConfig, cache: LayerCache, dtype: torch.dtype) -> MLAAttentionV4:
-    """A layer of the cache's ratio, all its weights 0."""
+    """Return a layer of the cache's ratio with all weights 0."""
     assert config.compressor is not None and config.indexer is not None
     assert cache.window is not None
     ratios, DI = config.compressor.ratios, config.indexer.head_dim
@@ -132,11 +132,11 @@ def run_compressed(
     backend: BackendChoice,
     ranks: Ranks | None = None,
 ) -> Plan:
-    """One forward; no slot and no state is written."""
+    """Run one forward pass, writing no slot and no state."""
     assert cache.window is not None
     device, B = cache.window.data.device, shape.requests
     table = torch.zeros((B, shape.columns), dtype=torch.int32)
-    if cache.compressed is not None:  # no two requests finish the same entry
+    if cache.compressed is not None:  # requests must not finish the same entry
         wide = cache.compressed.block_size * cache.ratio * sharing(cache, ranks)
         own = -(-shape.new // wide) + 1
         table += torch.arange(shape.columns, dtype=torch.int32)

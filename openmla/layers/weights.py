@@ -1,4 +1,4 @@
-"""kv_b_proj as dense weights: views of a plain linear, or decoded from any other module."""
+"""kv_b_proj as dense weights: views of a plain linear, or a decoded copy of any other module."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from openmla.hardware import capability
 _PLAIN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_PRODUCTS = (8, 9)  # the first capability with fp8 matrix instructions
-OWN = (Tensor, nn.Parameter)  # torch's own classes: what they hold is what they show
+OWN = (Tensor, nn.Parameter)  # torch's own classes, which hide no other data
 
 
 class Known(NamedTuple):
-    """A kv_b_proj that was looked at and found plain, and the views made of its weight."""
+    """A kv_b_proj that was checked to be plain, and the views of its weight."""
 
     linear: nn.Linear
     weight: Tensor
@@ -29,7 +29,7 @@ class Known(NamedTuple):
     views: AbsorbedWeights
 
     def still_holds(self, linear: nn.Module) -> bool:
-        """Whether everything that was looked at is as it was, but what is in the weight."""
+        """Whether all that was checked is unchanged, except for the values of the weight."""
         parameters = linear._parameters
         return (
             linear is self.linear
@@ -68,24 +68,24 @@ def absorb(
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether a linear's own weight says all it does: 16 or more bits, no forward of its own.
+    """Whether a linear is fully described by its weight: 16 or more bits, no custom forward.
 
-    A tensor of another class (torchao's, DTensor) may keep anything behind the dtype it shows.
+    A tensor of another class (torchao, DTensor) may hold data that its dtype does not show.
     """
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         return False
-    if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate's moves tensors
+    if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):  # accelerate moves tensors
         return False
-    # a fake one stands for a plain one while a model is traced
+    # While a model is traced, a fake tensor stands for a plain one.
     return type(linear.weight) in (*OWN, FakeTensor) and linear.weight.dtype in _PLAIN
 
 
 def expands_itself(linear: nn.Module, device: torch.device) -> bool:
-    """Whether prefill is cheaper by a linear itself than by its decoded copy.
+    """Whether prefill is cheaper with the linear itself than with its decoded copy.
 
-    It is where fp8 weights meet activations in fp8 (transformers' FP8Linear says so by its
-    activation_scheme): half the bytes and twice the throughput of 16 bits, on GPUs that multiply
-    fp8. Any other linear decodes its weight at every call, which is what the copy saves.
+    It is if fp8 weights multiply fp8 activations (FP8Linear of transformers sets activation_scheme)
+    on GPUs with fp8 products: half the bytes and twice the throughput of 16 bits. Any other linear
+    decodes its weight at every call, which the copy avoids.
     """
     weight, can = linear._parameters.get("weight"), capability(device)
     return (
@@ -94,19 +94,19 @@ def expands_itself(linear: nn.Module, device: torch.device) -> bool:
         and weight.dtype in FP8
         and type(linear).forward is not nn.Linear.forward
         and getattr(linear, "activation_scheme", None) is not None
-        and not hasattr(linear, "_hf_hook")  # offloaded: it would be brought in for every chunk
+        and not hasattr(linear, "_hf_hook")  # offloaded: it would be loaded for every chunk
         and can is not None
         and can >= FP8_PRODUCTS
     )
 
 
 def parts_of(linear: nn.Module) -> tuple[nn.Module, ...]:
-    """A linear and the modules in it; a plain one has none, and every layer's is asked."""
+    """Return a linear and its submodules, with a fast path for plain linears without any."""
     return tuple(linear.modules()) if linear._modules else (linear,)
 
 
 def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
-    """Attention uses kv_b_proj's weight without calling it: hooks and biases would be lost."""
+    """Raise if kv_b_proj has hooks or a bias: attention reads its weight without calling it."""
     parts = parts_of(linear)
     if any(module._forward_hooks or module._forward_pre_hooks for module in parts):
         raise UnsupportedError(
@@ -118,7 +118,7 @@ def refuse_unabsorbable(linear: nn.Module, name: str) -> None:
 
 
 def state_of(linear: nn.Module) -> tuple[Any, ...]:
-    """What a linear's weight depends on, cheap to compare: its tensors, switches and numbers."""
+    """Return what a linear's weight depends on, cheap to compare: tensors, flags and numbers."""
     found: list[Any] = []
     for module in linear.modules():
         tensors = (*module._parameters.items(), *module._buffers.items())
@@ -128,18 +128,18 @@ def state_of(linear: nn.Module) -> tuple[Any, ...]:
     return tuple(found)
 
 
-_MODULE = frozenset(vars(nn.Module()))  # tensors, children and hooks, which are looked at apart
+_MODULE = frozenset(vars(nn.Module()))  # tensors, children and hooks, compared separately
 
 
 def _identity(tensor: Tensor) -> tuple[int, ...]:
-    """Another one where a tensor was replaced, moved or written to."""
-    with torch._C.DisableTorchFunctionSubclass():  # asked of the tensor, not of its class
+    """Return a key that changes if the tensor is replaced, moved or written to."""
+    with torch._C.DisableTorchFunctionSubclass():  # bypasses overrides of a subclass
         version = 0 if tensor.is_inference() else tensor._version
     return id(tensor), version, tensor.data_ptr() if type(tensor) in OWN else 0
 
 
 def _frozen(value: Any) -> Any:
-    """A value as something that can be compared; what is no plain data, by which object it is."""
+    """Convert a value to something comparable; objects that are not plain data become their id."""
     if isinstance(value, Tensor):
         return _identity(value)
     if isinstance(value, dict):
@@ -149,15 +149,15 @@ def _frozen(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
-@torch.no_grad()  # scales may be parameters that want a gradient
+@torch.no_grad()  # scales may be parameters that require grad
 def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
-    """The weight [out, C] in dtype of a linear that is not plain: quantised, or with adapters.
+    """Return the weight [out, C] in `dtype` of a linear that is quantized or has adapters.
 
-    fp8 with `weight_scale_inv` or `weight_scale`: multiplied out, one scale per tensor, per row or
-    per block of 128 x 128. Anything else: an identity is pushed through the linear itself, which
-    is exact unless it quantises its activations with a fixed scale.
+    fp8 with `weight_scale_inv` or `weight_scale` is multiplied out, with one scale per tensor, per
+    row or per block of 128 x 128. For anything else the linear is applied to an identity matrix,
+    which is exact unless it quantizes its activations with a fixed scale.
     """
-    # its own: an adapter shows the weight of the linear it wraps, which is not all it does
+    # Not getattr(): an adapter exposes the weight of the linear it wraps, without its own part.
     weight = linear._parameters.get("weight", linear._buffers.get("weight"))
     if isinstance(weight, Tensor) and type(weight) in OWN and weight.dtype in FP8:
         for name in ("weight_scale_inv", "weight_scale"):
@@ -170,7 +170,7 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
         )
     device = next((t.device for t in (*linear.parameters(), *linear.buffers())), None)
     pushed = linear(torch.eye(C + 1, C, dtype=dtype, device=device))
-    if bool(pushed[C].any()):  # what comes out where nothing went in
+    if bool(pushed[C].any()):  # the output of a zero input
         raise UnsupportedError(
             "weights: kv_b_proj or one of its adapters has a bias, which is not supported in "
             "attention."
@@ -179,7 +179,7 @@ def decode_weight(linear: nn.Module, C: int, dtype: torch.dtype) -> Tensor:
 
 
 def spread_scale(scale: Tensor, weight: Tensor, name: str) -> Tensor:
-    """A scale tensor repeated to the weight's shape."""
+    """Repeat a scale tensor to the shape of the weight."""
     rows, columns = weight.shape
     if scale.numel() == 1:
         return scale.reshape(1, 1)

@@ -1,4 +1,4 @@
-"""A group of processes that share caches and heads: layout, collectives, merges, agreement."""
+"""Ranks that share caches and heads: layout, collectives, merging, and checks for equal plans."""
 
 from openmla.ranks.layout import Shard
 from openmla.ranks.merge import merge_over_ranks

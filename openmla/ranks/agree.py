@@ -1,7 +1,7 @@
-"""check_agreement: every rank plans the same step, found by one small all-gather before it runs.
+"""check_agreement: checks with one small all-gather that every rank plans the same step.
 
-Ranks that plan different steps would wait for one another, or add up numbers that do not belong
-together. Each rank sends eight bytes per field; tensors that are on a GPU are not looked at.
+Ranks that plan different steps would wait for each other, or add up unrelated numbers. Each rank
+sends eight bytes per field. Tensors on a GPU are not compared.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FIELDS = (
 
 @contextmanager
 def agreeing(fields: dict[str, Any], ranks: Ranks | None, cache: object) -> Iterator[None]:
-    """Compare `fields`, which are filled meanwhile, with the other ranks' at the end. Where this
-    rank failed, its own error is the one to be seen."""
+    """Compare `fields`, which the body fills, with those of the other ranks at the end. If this
+    rank failed, its own error is raised."""
     if ranks is None or not getattr(ranks, "check", False):
         yield
         return
@@ -47,8 +47,8 @@ def agreeing(fields: dict[str, Any], ranks: Ranks | None, cache: object) -> Iter
 
 
 def check_agreement(fields: Mapping[str, Any], link: Link, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all have the same fields. A rank whose planning failed
-    sends what it has, with `refused` set: the others raise instead of waiting for it."""
+    """Raise, on all ranks, unless all have the same fields. A rank whose planning failed sends the
+    fields that it has with `refused` set, so that the others raise instead of waiting for it."""
     mine = torch.tensor([_digest(fields.get(name)) for name in FIELDS], dtype=torch.int64)
     every: list[list[int]] = all_gather(mine.to(device), link).tolist()
     fine = _digest(False)
@@ -67,7 +67,7 @@ def check_agreement(fields: Mapping[str, Any], link: Link, device: torch.device)
 
 
 def _digest(value: Any) -> int:
-    """64 bits of a value; 0 of a tensor that only a device has."""
+    """Hash a value to 64 bits; 0 for a tensor on a device."""
     if isinstance(value, Tensor):
         if not value.is_cpu:
             return 0

@@ -1,4 +1,4 @@
-"""The four collectives this room calls, on process groups and device meshes as they are."""
+"""The four collectives that openmla.ranks uses, on process groups and device meshes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional  # what compilers trace
+import torch.distributed._functional_collectives as functional  # traced by compilers
 from torch import Tensor
 
 from openmla.errors import ConfigError
 
 
 def _newest(name: str, older: str) -> Any:
-    """torch 2.13 renames two collectives and warns of their older names."""
+    """Look up a collective: torch 2.13 renames two and deprecates the old names."""
     return getattr(dist, name, None) or getattr(dist, older)
 
 
 def group_of(group: Any) -> Any:
-    """The process group that was given, or that of a device mesh of one dimension."""
+    """Return the given process group, or the group of a one-dimensional device mesh."""
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
             "parallel: torch.distributed is not initialized. Call "
@@ -41,7 +41,7 @@ def group_of(group: Any) -> Any:
 
 
 class Link(NamedTuple):
-    """A group as the collectives below take it: the name is what a compiler knows it by."""
+    """A group as the collectives below use it. Compilers refer to it by name."""
 
     group: Any
     name: Any
@@ -55,7 +55,7 @@ def link_of(group: Any) -> Link:
 
 
 def all_gather(tensor: Tensor, link: Link, out: Tensor | None = None) -> Tensor:  # [W, ...]
-    """Everyone's tensor, by rank; in `out`, contiguous and of as many elements, if it is given."""
+    """Gather the tensors of all ranks, into `out` if given: contiguous, of W times the elements."""
     mine = tensor.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_gather_tensor(mine, 0, link.name).view(link.size, *mine.shape)
@@ -66,7 +66,7 @@ def all_gather(tensor: Tensor, link: Link, out: Tensor | None = None) -> Tensor:
 
 
 def all_to_all(parts: Tensor, link: Link) -> Tensor:  # [W, ...]
-    """parts[r] goes to rank r; what ranks sent here, by rank."""
+    """Send parts[r] to rank r. Returns the parts received, in order of ranks."""
     sent = parts.contiguous()
     if torch.compiler.is_compiling():
         flat = functional.all_to_all_single(sent.flatten(0, 1), None, None, link.name)
@@ -77,7 +77,7 @@ def all_to_all(parts: Tensor, link: Link) -> Tensor:  # [W, ...]
 
 
 def reduce_scatter(parts: Tensor, link: Link) -> Tensor:
-    """parts [W, ...] summed over ranks; this rank's."""
+    """Sum parts [W, ...] over ranks and return this rank's part."""
     if torch.compiler.is_compiling():
         flat = parts.contiguous().flatten(0, 1)
         return functional.reduce_scatter_tensor(flat, "sum", 0, link.name)
@@ -88,7 +88,7 @@ def reduce_scatter(parts: Tensor, link: Link) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, link: Link) -> Tensor:
-    """Summed over ranks, in place if it is contiguous."""
+    """Sum a tensor over ranks, in place if it is contiguous."""
     total = tensor.contiguous()
     if torch.compiler.is_compiling():
         return functional.all_reduce(total, "sum", link.name)

@@ -1,12 +1,12 @@
-"""Shard: which rank holds which position of a sequence, and where; pure arithmetic.
+"""Shard: which rank holds which position of a sequence, and where. Pure arithmetic.
 
-Of W ranks, runs of I positions go round: position g lives on rank (g // I) % W, there at index
-(g // (W * I)) * I + g % I. A rank's keys so keep the order of positions: whoever sees the first n
-positions of a sequence sees the first local_lens(n) keys of a rank.
+Runs of I positions are distributed round-robin over W ranks: position g is on rank (g // I) % W, at
+index (g // (W * I)) * I + g % I. The keys of a rank thus keep the order of positions: a token that
+sees the first n positions of a sequence sees the first local_lens(n) keys of a rank.
 
-A table entry names a block on every rank, BS tokens on each: it covers BS * W positions. The caller
-keeps tables and slots as of one process whose blocks hold BS * W tokens; `local_slots` turns such
-slots into a rank's own. That needs runs that do not cross blocks: BS is a multiple of I.
+A table entry is a block of BS tokens on every rank, so it covers BS * W positions. The caller keeps
+tables and slots as for one process whose blocks hold BS * W tokens, and `local_slots` converts such
+slots to a rank's own. Runs must not cross blocks, so BS is a multiple of I.
 """
 
 from __future__ import annotations
@@ -55,45 +55,45 @@ class Shard:
             )
 
     def owners(self, positions: Integers) -> Integers:
-        """The rank that holds each position."""
+        """Return the rank that holds each position."""
         return positions // self.interleave % self.size
 
     def local_indices(self, positions: Integers) -> Integers:
-        """Where its owner has each position, counted from 0 in the request."""
+        """Return the index of each position on its owner, counted from 0 in the request."""
         size, run = self.size, self.interleave
         return positions // (size * run) * run + positions % run
 
     def global_positions(self, indices: Integers) -> Integers:
-        """The positions that this rank has at these indices."""
+        """Return the positions that this rank holds at these indices."""
         size, run = self.size, self.interleave
         return indices // run * (size * run) + self.rank * run + indices % run
 
     def local_len(self, length: int) -> int:
-        """How many of the first `length` positions are here."""
+        """Return how many of the first `length` positions this rank holds."""
         run = self.interleave
         rounds, rest = divmod(length, self.size * run)
         return rounds * run + min(max(rest - self.rank * run, 0), run)
 
     def local_lens(self, lengths: Sequence[int]) -> list[int]:
-        """The same of several requests, or tokens."""
+        """Return local_len() of several requests or tokens."""
         return [self.local_len(length) for length in lengths]
 
     def local_counts(self, lengths: Tensor) -> Tensor:
-        """The same of many, in a tensor of integers."""
+        """Return local_len() of a tensor of integers."""
         run = self.interleave
         rounds, rest = lengths // (self.size * run), lengths % (self.size * run)
         return rounds * run + (rest - self.rank * run).clamp(0, run)
 
     def most_local(self, length: int) -> int:
-        """The most of the first `length` positions that any rank holds: what collectives are sized
-        by, for all ranks know it."""
+        """Return the most of the first `length` positions that any rank holds. Collectives use this
+        size, because all ranks can compute it."""
         run = self.interleave
         rounds, rest = divmod(length, self.size * run)
         return rounds * run + min(rest, run)
 
     def local_slots(self, slots: Tensor, BS: int) -> Tensor:
-        """Slots of blocks of BS * size tokens as this rank's slots; -1 where another rank holds the
-        position, and of -1."""
+        """Convert slots of blocks of BS * size tokens to this rank's slots; -1 if another rank
+        holds the position, and for -1."""
         wide = BS * self.size
         blocks, offsets = slots // wide, slots % wide
         here = (slots >= 0) & (self.owners(offsets) == self.rank)

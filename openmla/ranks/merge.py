@@ -1,16 +1,17 @@
-"""merge_over_ranks: partial attentions over the keys of several ranks into one.
+"""merge_over_ranks: merges partial attention results over the keys of several ranks.
 
     m    = max over ranks of lse_r
     out  = sum of exp(lse_r - m) * out_r / z,  z = sum of exp(lse_r - m), in the order of ranks
     lse  = m + log(z)
 
-A rank whose lse is -inf saw no key: its out is not looked at, whatever it holds. No rank saw one:
-out 0, lse -inf. A rank whose lse is NaN or +inf makes out and lse of its row NaN on every rank.
-Arithmetic is in float32 (float64 if out is), out is rounded once.
+A rank whose lse is -inf saw no key, and its out is ignored. If no rank saw a key, out is 0 and lse
+-inf. A rank whose lse is NaN or +inf makes out and lse of its row NaN on every rank. Arithmetic is
+in float32 (float64 if out is), and out is rounded once.
 
-Two schedules give the same sums. "gather": all ranks' lse, then each scales its own out and the
-group adds them up. "exchange": out and lse go, in one message, to whoever wants the row, and are
-merged there. On two ranks they agree to the bit; on more, the group adds in an order of its own.
+Two schedules compute the same sums. "gather" gathers lse from all ranks, then each rank scales its
+own out and a collective adds them up. "exchange" sends out and lse in one message to the ranks that
+need the row, which merge them. On two ranks the results are bitwise equal; on more, the collective
+chooses the order of additions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from openmla.ranks.collectives import (
 
 SCHEDULES = ("auto", "gather", "exchange")
 HEADS = ("all", "own")
-SMALL = 256 * 1024  # bytes: below, the number of collectives costs more than what they carry
+SMALL = 256 * 1024  # bytes; below, the number of collectives costs more than their data
 
 
 def merge_over_ranks(
@@ -43,7 +44,7 @@ def merge_over_ranks(
     *,
     heads: str = "all",
     schedule: str = "auto",
-) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]; of heads="own": [T, H / W, ...]
+) -> tuple[Tensor, Tensor]:  # out [T, H, V], lse [T, H]; heads="own": [T, H / W, ...]
     """Merge partial attentions over the keys of several ranks. Every rank calls it.
 
     Shapes must be the same on all ranks.
@@ -65,7 +66,7 @@ def merge_over_ranks(
 def merge(
     out: Tensor, lse: Tensor, link: Link, *, heads: str, schedule: str
 ) -> tuple[Tensor, Tensor]:
-    """The same over a group that was looked up before."""
+    """Same as merge_over_ranks() for a group that is already resolved."""
     check_merge(out, lse, link.size, heads, schedule)
     wide = torch.promote_types(out.dtype, torch.float32)
     lse = lse.to(wide)
@@ -77,7 +78,7 @@ def merge(
 
 
 def choose_schedule(shape: Sequence[int], dtype: torch.dtype, size: int, heads: str) -> str:
-    """Whichever sends fewer bytes; of little, the one of fewer collectives."""
+    """Return the schedule that sends fewer bytes, or fewer collectives if there is little data."""
     gather, exchange = (
         sent_bytes(schedule, heads, shape, dtype, size) for schedule in ("gather", "exchange")
     )
@@ -91,7 +92,7 @@ def sent_bytes(
     dtype: torch.dtype,
     size: int,
 ) -> int:
-    """What each rank sends to merge partials of `shape` [T, H, V], by either schedule.
+    """Return the bytes that each rank sends to merge partials of `shape` [T, H, V].
 
     An all-gather sends a rank's tensor to W - 1 others, an all-to-all and a reduce-scatter send
     (W - 1) / W of it, an all-reduce twice that.
@@ -99,7 +100,7 @@ def sent_bytes(
     T, H, V = shape
     rows, others = T * H, size - 1
     wide = torch.promote_types(dtype, torch.float32).itemsize
-    row = V * dtype.itemsize + wide  # out as it is, lse behind it
+    row = V * dtype.itemsize + wide  # out in its dtype, then lse
     if schedule == "exchange":
         return others * rows * row if heads == "all" else others * (rows // size) * row
     added = others * rows * V * wide // size
@@ -132,9 +133,9 @@ def _exchange(out: Tensor, lse: Tensor, link: Link, heads: str) -> tuple[Tensor,
     return merged.to(out.dtype), total
 
 
-def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> the same, and [T, H]
-    """Each rank's weight in a row, and the row's lse; 0 and -inf where nobody saw a key, NaN where
-    a rank's lse is NaN or +inf."""
+def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> [W, T, H] and [T, H]
+    """Return each rank's weight in a row, and the row's lse: 0 and -inf if no rank saw a key, NaN
+    if the lse of a rank is NaN or +inf."""
     top = lses.amax(0)
     shares = torch.where(lses == -torch.inf, 0, (lses - top).exp())
     sums = shares[0].clone()
@@ -145,7 +146,7 @@ def weigh(lses: Tensor) -> tuple[Tensor, Tensor]:  # [W, T, H] -> the same, and 
 
 
 def scale(out: Tensor, lse: Tensor, weight: Tensor) -> Tensor:
-    """out * weight in weight's dtype; where lse is -inf, out is not looked at."""
+    """Return out * weight in weight's dtype, and 0 where lse is -inf, whatever out holds."""
     scaled = out.to(weight.dtype) * weight[..., None]
     return torch.where((lse == -torch.inf)[..., None], 0, scaled)
 
@@ -158,13 +159,13 @@ def _packed(out: Tensor, lse: Tensor) -> Tensor:  # [T, H, bytes] u8
 
 def _unpacked(packed: Tensor, dtype: torch.dtype, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     out, lse = packed.split([packed.shape[-1] - wide.itemsize, wide.itemsize], dim=-1)
-    plain = torch.contiguous_format  # copied even where a single row is contiguous, for alignment
+    plain = torch.contiguous_format  # copies even a contiguous single row, for alignment
     out, lse = out.clone(memory_format=plain), lse.clone(memory_format=plain)
     return out.view(dtype), lse.view(wide)[..., 0]
 
 
 def check_merge(out: Tensor, lse: Tensor, size: int, heads: str, schedule: str) -> None:
-    """What is wrong alone is wrong on every rank: found before anybody waits for anybody."""
+    """Check arguments. An error is the same on every rank, so no rank waits for another."""
     if schedule not in SCHEDULES:
         raise ConfigError(
             f"merge: schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}."

@@ -1,4 +1,4 @@
-"""Ranks: a group of processes and how a cache and heads are spread over them."""
+"""Ranks: a group of processes, and how a cache and heads are distributed over them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ranks:
         object.__setattr__(self, "shard", Shard(self.link.size, self.link.rank, self.interleave))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """A copied model's ranks are the same processes."""
+        """Return self: a copied model runs on the same processes."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -69,7 +69,7 @@ class Ranks:
 
 
 def with_all_heads(config: MLAConfig, ranks: Ranks) -> MLAConfig:
-    """As a rank attends: with its own heads, which are all, or with everyone's."""
+    """Return the config of attention on a rank, which uses the heads of all ranks."""
     if ranks.heads == "all":
         return config
     return replace(config, num_heads=config.num_heads * ranks.shard.size)

@@ -1,12 +1,12 @@
-"""Cases, poisoned memory and error budgets: how an op is tested, for integrators too.
+"""Test cases, poisoned memory and error budgets for ops, also for integrators.
 
     inputs = PagedCase("mine", query_lens=(1, 4), seq_lens=(70, 9)).make("cuda")
-    actual = inputs.run(mqa_paged, backend="mine")      # before the reference: see below
+    actual = inputs.run(mqa_paged, backend="mine")      # before the reference, see below
     exact = inputs.double().run(mqa_paged, backend="reference")
     peer = inputs.run(mqa_paged, backend="reference")
     assert_within_budget(actual, exact, peer)
 
-The op under test runs first, so that it cannot find the right answer in reused memory.
+The op under test runs first, so that it cannot read the right answer from reused memory.
 """
 
 from openmla.testing.budgets import (

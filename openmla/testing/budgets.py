@@ -1,4 +1,4 @@
-"""Error budgets: how much worse than the reference in the same precision an op may be."""
+"""Error budgets: the allowed error of an op, relative to the reference in the same precision."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Budget(NamedTuple):
-    """Share of the error budget an implementation used; above 1 it is wrong."""
+    """Share of the error budget that an implementation used; above 1 it is wrong."""
 
     out: float
     lse: float
@@ -20,9 +20,9 @@ def _rms(values: Tensor) -> float:
 
 
 def out_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
-    """RMS error over its bound: 1.5 times the peer's, or 0.25 * eps * RMS(exact) if larger.
+    """Return RMS error / bound: 1.5 times the peer's, or 0.25 * eps * RMS(exact) if larger.
 
-    The floor serves cases where the peer happens to be exact.
+    The floor is for cases in which the peer happens to be exact.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"out must be {tuple(exact.shape)}, got {tuple(actual.shape)}")
@@ -37,9 +37,9 @@ def out_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
 
 
 def lse_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
-    """Largest error over its bound: 2 * (the peer's + float32 eps * the largest value).
+    """Return largest error / bound: 2 * (the peer's + float32 eps * the largest value).
 
-    The sharp test: a lost key, a wrong scale or a wrong base shows here at every size.
+    This is the sensitive test: a lost key, wrong scale or wrong base is visible at every size.
     """
     if actual.shape != exact.shape:
         raise AssertionError(f"lse must be {tuple(exact.shape)}, got {tuple(actual.shape)}")
@@ -62,11 +62,11 @@ Attended = tuple[Tensor, Tensor]
 
 
 def e4m3_slack(lse: Tensor, columns: int) -> float:
-    """What logits of so many e4m3 products may lose on a tensor core, as a fraction.
+    """Return the error, as a fraction, that a tensor core may add to logits of e4m3 products.
 
-    It keeps about 13 bits behind the leading one of what it adds up (as measured by others on
-    SM90), 32 columns at a time, and truncates: up to the last bit at each step, of a sum whose size
-    the largest lse stands for.
+    Tensor cores on SM90 (as measured by others) keep about 13 bits after the leading one of a sum
+    and truncate. Each step of 32 columns can lose up to the last bit of a sum whose size is
+    estimated by the largest lse.
     """
     finite = lse[lse.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 0.0
@@ -74,8 +74,8 @@ def e4m3_slack(lse: Tensor, columns: int) -> float:
 
 
 def budget_used(actual: Attended, exact: Attended, peer: Attended, e4m3: int = 0) -> Budget:
-    """Both shares for an attention op's (out, lse); raises where no tolerance applies. `e4m3`: so
-    many columns of e4m3 were multiplied on a tensor core."""
+    """Return both shares for the (out, lse) of an attention op. Raises for errors without a
+    tolerance. `e4m3`: columns of e4m3 that were multiplied on a tensor core."""
     empty = exact[1] == -torch.inf
     lse = lse_budget(actual[1], exact[1], peer[1])
     out = out_budget(actual[0], exact[0], peer[0])
@@ -91,7 +91,7 @@ def budget_used(actual: Attended, exact: Attended, peer: Attended, e4m3: int = 0
 
 
 def assert_within_budget(actual: Attended, exact: Attended, peer: Attended) -> None:
-    """Raise AssertionError when an attention op errs more than its budget allows."""
+    """Raise AssertionError if the error of an attention op exceeds its budget."""
     used = budget_used(actual, exact, peer)
     if used.lse > 1:
         raise AssertionError(f"lse errs {used.lse:.2f} times its budget (out: {used.out:.2f})")

@@ -1,4 +1,4 @@
-"""Cases of dense ops: random inputs of a shape, cached in shuffled, poisoned pages."""
+"""Cases for dense ops: random inputs, cached in shuffled, poisoned pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from openmla.cache.format import FORMATS, FP8_MAX, get_format, raw_view, to_fp8
 from openmla.testing.memory import poison, strided
 
-GARBAGE_BLOCK = 2**30 + 7  # a block id no cache has, for table columns nobody may read
+GARBAGE_BLOCK = 2**30 + 7  # an invalid block ID, for table columns that must not be read
 LATENT_FORMATS, INDEX_FORMATS = (
     tuple(name for name, layout in FORMATS.items() if layout.holds == rows)
     for rows in ("latent", "index")
@@ -30,8 +30,7 @@ class Inputs:
     widen: tuple[str, ...]
 
     def double(self) -> Inputs:
-        """The same values with queries in float64, times their scale; stored bytes stay as they
-        are."""
+        """Return inputs with queries in float64, times their scale. Stored bytes do not change."""
         wide = {
             name: tensor.double() if name in self.widen else tensor
             for name, tensor in self.tensors.items()
@@ -42,7 +41,7 @@ class Inputs:
         return Inputs(wide, self.scalars, self.widen)
 
     def clone(self) -> Inputs:
-        """Fresh tensors with the same strides, for ops that write in place."""
+        """Copy tensors with their strides, for ops that write in place."""
         copies = {name: _clone_strided(tensor) for name, tensor in self.tensors.items()}
         return Inputs(copies, self.scalars, self.widen)
 
@@ -54,7 +53,7 @@ class Inputs:
 
 
 def _clone_strided(tensor: Any) -> Any:
-    if tensor is None:  # an argument that is not given
+    if tensor is None:  # an omitted argument
         return None
     copy = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
@@ -64,7 +63,7 @@ def _clone_strided(tensor: Any) -> Any:
 
 
 def start_loc(lens: Sequence[int], device: str | torch.device = "cpu") -> Tensor:
-    """[B+1] i32 cumulative lengths."""
+    """Return [B+1] i32 cumulative lengths."""
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
 
 
@@ -79,7 +78,7 @@ def paged_rows(
     spare_blocks: int = 3,
     page_padding: int = 5,
 ) -> tuple[Tensor, Tensor]:
-    """A poisoned cache that holds each request's rows [S, D] in shuffled blocks, and its table.
+    """Return a poisoned cache with each request's rows [S, D] in shuffled blocks, and its table.
 
     Pages are strided (padding between them), unused slots are NaN, unused columns are garbage.
     """
@@ -105,7 +104,7 @@ def paged_rows(
 
 
 def quantized_queries(q: Tensor, scale: str) -> tuple[Tensor, Tensor]:
-    """e4m3 queries and their scale: one for all of them, or one per token and head."""
+    """Return e4m3 queries and their scale: one for all of them, or one per token and head."""
     largest = q.abs().amax(-1).clamp_min(1e-10)  # [T, H]
     if scale == "tensor":
         largest = largest.amax() if q.numel() else largest.new_ones(())
@@ -130,9 +129,9 @@ class PagedCase:
     kv_scale: float = 1.0
     run_length: int = 0
     padding: int = 0  # query rows that belong to no request
-    contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
-    q_scale: str = ""  # of e4m3 queries: "tensor" or "heads"
-    outliers: float = 1.0  # some columns of queries and rows are so many times as large
+    contiguous: bool = False  # plain strides, for benchmarks; tests use odd ones
+    q_scale: str = ""  # scale of e4m3 queries: "tensor" or "heads"
+    outliers: float = 1.0  # factor of some columns of queries and rows
     seed: int = 0
 
     def __str__(self) -> str:
@@ -194,12 +193,12 @@ class RaggedCase:
     key_lens: tuple[int, ...]
     H: int = 4
     E: int = 24
-    R: int = 0  # columns of keys that all heads share, and that come by themselves
+    R: int = 0  # shared key columns, passed separately
     V: int = 16
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     padding: int = 0  # query and key rows that belong to no request
-    contiguous: bool = False  # plain strides, for benchmarks; tests want them odd
+    contiguous: bool = False  # plain strides, for benchmarks; tests use odd ones
     seed: int = 0
 
     def __str__(self) -> str:
@@ -233,7 +232,7 @@ class RaggedCase:
         return Inputs(tensors, scalars, ("q", "k", "v", *(("k_pe",) if self.R else ())))
 
 
-# Shapes of benchmarks, named after models and phases; openmla/bench takes them from here.
+# Benchmark shapes, named after models and phases, used by openmla/bench.
 _V3_ROWS: dict[str, Any] = {"C": 512, "R": 64, "BS": 64, "contiguous": True}
 PAGED_SHAPES = {
     "tiny-decode-b4-s256": PagedCase("", (1,) * 4, (256,) * 4, BS=64, contiguous=True),

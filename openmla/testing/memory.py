@@ -1,4 +1,4 @@
-"""Memory that shows misuse: NaN where nobody may read, odd strides, poisoned allocations."""
+"""Memory that reveals misuse: NaN outside of valid data, odd strides, poisoned allocations."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: str | torch.device = "cpu") -> Tensor:
-    """A tensor of 0xFF bytes: NaN in every floating dtype, -1 in signed integers."""
+    """Return a tensor of 0xFF bytes: NaN in every floating dtype, -1 in signed integers."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
     tensor.view(torch.uint8).fill_(0xFF)
     return tensor
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values inside a larger poisoned buffer: rows contiguous, outer strides not."""
+    """Copy values into a larger poisoned buffer: rows are contiguous, outer strides are not."""
     shape = tensor.shape
     around = [size + 1 if dim else size for dim, size in enumerate(shape)]
     around[-1] += 7
@@ -28,7 +28,7 @@ def strided(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def poisoned_memory(on: bool = True) -> Iterator[None]:
-    """While this is on, torch.empty and its relatives hand out NaN instead of old memory."""
+    """Make torch.empty and similar functions return NaN instead of old memory."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic

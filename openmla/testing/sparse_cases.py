@@ -1,4 +1,4 @@
-"""Cases of sparse ops: segments of listed rows, and selections as bit masks."""
+"""Cases for sparse ops: segments of listed rows, and selections as bit masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from openmla.testing.memory import poison, strided
 
 @dataclass(frozen=True)
 class SparseInputs(Inputs):
-    """Arguments of mqa_sparse: absent tensors are left out, those of a second segment end in _2.
+    """Arguments of mqa_sparse: absent tensors are omitted, names of the second segment end in _2.
 
     scalars["segments"] holds (format, kind, span) of each.
     """
@@ -61,19 +61,19 @@ class SparseInputs(Inputs):
 
 @dataclass(frozen=True)
 class SegmentCase:
-    """How one segment of a SparseCase names its rows; every row nobody names is NaN."""
+    """How one segment of a SparseCase lists its rows; all other rows are NaN."""
 
     kind: str = "slots"
-    K: int = 21  # slots and positions: columns, filled with visible entries as far as there are
+    K: int = 21  # slots and positions: columns, filled with visible entries
     ratio: int = 1  # slots and positions: tokens per cached entry
     span: int = 0  # window and prefix
-    ring: bool = False  # window: a table with only the columns the step needs
+    ring: bool = False  # window: a table with only the columns that the step needs
     BS: int = 16
     format: str = "bf16"
     kv_scale: float = 1.0
 
     def num_rows(self, position: int) -> int:
-        """Rows a token at a position attends to."""
+        """Return the number of rows that a token at a position attends to."""
         if self.kind == "window":
             return min(self.span, position + 1)
         if self.kind == "prefix":
@@ -81,7 +81,7 @@ class SegmentCase:
         return min(self.K, (position + 1) // self.ratio)
 
     def entries(self, position: int, generator: torch.Generator) -> Tensor:
-        """[n] i64 what a token at a position attends to, counted within its request."""
+        """Return [n] i64 entries that a token at a position attends to, numbered in its request."""
         n = self.num_rows(position)
         if self.kind == "window":
             return torch.arange(position + 1 - n, position + 1)
@@ -134,7 +134,7 @@ class SegmentCase:
         cache: Tensor,
         rng: random.Random,
     ) -> dict[str, Tensor]:
-        """rows and row_lens; tests want entries to skip among them and live ones past the end."""
+        """Return rows and row_lens. For tests, add entries to skip and valid ones past the end."""
         num_slots, in_table = cache.shape[0] * self.BS, table.shape[1] * self.BS
         # the last column of a table is garbage
         skipped = [-1, -(2**31), 2**31 - 1, num_slots if self.kind == "slots" else in_table - 1]
@@ -151,7 +151,7 @@ class SegmentCase:
                 rows[t, : row_lens[t]] = torch.tensor(rng.choices(skipped, k=int(row_lens[t])))
             columns = sorted(rng.sample(range(int(row_lens[t])), n))
             rows[t, columns] = entries.to(torch.int32)
-        rows[len(wanted) :] = 0  # tokens of no request list what looks like a row
+        rows[len(wanted) :] = 0  # padding tokens list a valid-looking row
         return {"rows": rows, "row_lens": row_lens}
 
 
@@ -168,10 +168,10 @@ class SparseCase:
     C: int = 32
     R: int = 8
     dtype: torch.dtype = torch.bfloat16
-    sink: tuple[float, ...] = ()  # the heads take them in turn; none: no sink
+    sink: tuple[float, ...] = ()  # cycled over the heads; empty: no sink
     padding: int = 0  # query rows that belong to no request
-    contiguous: bool = False  # plain strides and lists, for benchmarks; tests want them odd
-    q_scale: str = ""  # of e4m3 queries: "tensor" or "heads"
+    contiguous: bool = False  # plain strides and lists, for benchmarks; tests use odd ones
+    q_scale: str = ""  # scale of e4m3 queries: "tensor" or "heads"
     seed: int = 0
 
     def __str__(self) -> str:
@@ -186,7 +186,7 @@ class SparseCase:
         return (self.first,) if self.second is None else (self.first, self.second)
 
     def tokens(self) -> list[tuple[int, int]]:
-        """Request and position of every token that has a request."""
+        """Return (request, position) of every token that belongs to a request."""
         return [
             (b, S - n + i)
             for b, (n, S) in enumerate(zip(self.query_lens, self.seq_lens, strict=True))
@@ -232,21 +232,21 @@ class MaskedCase:
     name: str
     query_lens: tuple[int, ...]
     key_lens: tuple[int, ...]
-    K: int = 12  # bits per query, as far as there are keys to see
+    K: int = 12  # bits per query, at most the visible keys
     H: int = 4
     E: int = 24
     V: int = 16
     dtype: torch.dtype = torch.bfloat16
-    causal: bool = True  # whether the bits are
+    causal: bool = True  # whether the bits are causal
     padding: int = 0  # query and key rows that belong to no request
-    contiguous: bool = False  # plain strides and masks, for benchmarks; tests want them odd
+    contiguous: bool = False  # plain strides and masks, for benchmarks; tests use odd ones
     seed: int = 0
 
     def __str__(self) -> str:
         return self.name
 
     def bits(self) -> list[Tensor]:
-        """[n, S] bool of each request; in tests some queries have none."""
+        """Return [n, S] bool masks by request; in tests some queries have no bits."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         made = []
         for n, S in zip(self.query_lens, self.key_lens, strict=True):
@@ -259,7 +259,7 @@ class MaskedCase:
         return made
 
     def mask(self) -> Tensor:
-        """[T, words] i32; in tests all bits that no one may look at are set at random."""
+        """Return [T, words] i32; in tests bits that must not be read are random."""
         T = sum(self.query_lens) + self.padding
         words = -(-max(self.key_lens, default=0) // 32)
         words += 0 if self.contiguous else 2
