@@ -1,4 +1,4 @@
-"""What an op is: contract, schema, shape check; the arithmetic lives in backends/."""
+"""What an op is: contract, signature, checks; the arithmetic lives in backends/."""
 
 from openmla.ops.cache_gather import cache_gather
 from openmla.ops.cache_write import cache_write

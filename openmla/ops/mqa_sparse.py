@@ -152,6 +152,9 @@ def _flat(
     """The signature of torch.ops.openmla.mqa_sparse, which takes the tensors of the segments."""
 
 
+_OP = torch.ops.openmla.mqa_sparse.default  # looked up once
+
+
 def mqa_sparse(
     q_latent: Tensor,  # [T, H, D]
     query_start_loc: Tensor,  # [B+1] i32
@@ -174,7 +177,7 @@ def mqa_sparse(
         flat += [segment.cache, segment.kv_scale, segment.block_table, segment.rows]
         flat.append(segment.row_lens)
     flat += [None] * (10 - len(flat))
-    out, lse = torch.ops.openmla.mqa_sparse.default(
+    out, lse = _OP(
         q_latent, query_start_loc, positions, *flat, sink, q_scale,
         formats=[segment.format for segment in given],
         kinds=[segment.kind for segment in given],
