@@ -67,7 +67,8 @@ def op(
                       default of the first
         sizes         returns letters that scalars or other shapes determine; runs before bind()
         check         raises for metadata that no shape text describes; `traced` is True in the fake
-        check_values  raises for wrong values; runs in every call, but only on CPU tensors
+        check_values  raises for wrong values; runs in every call, but only on CPU tensors, and
+                      knows only arguments, sizes and `op`
         fake          returns empty results; ops that return nothing have no such hook
         call          calls the implementation, if run(*tensors, **scalars) is not what it takes
 

@@ -57,10 +57,13 @@ def merge_quantize(
 ) -> None:
     """Merge and quantize n rows; see the module docstring for the contract."""
     lse, other_lse = in_nats("merge_quantize", base, lse, other_lse)
-    torch.ops.openmla.merge_quantize.default(
+    _OP(
         values, scales, out, lse, other_out, other_lse, global_scale, rows,
         first_row=first_row, format=format, backend=backend,
     )  # fmt: skip
+
+
+_OP = torch.ops.openmla.merge_quantize.default  # looked up once
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int, format: str) -> Cost:

@@ -76,14 +76,14 @@ def merge_states(
         # Merging a slice in place would compile two graphs: one for slices that cover their whole
         # tensor, and one for the others.
         merged = out.clone(), lse.clone()
-        _MERGE(*merged, other_out, other_lse, backend=backend)
+        _OP(*merged, other_out, other_lse, backend=backend)
         out.copy_(merged[0])
         lse.copy_(merged[1])
         return
-    _MERGE(out, lse, other_out, other_lse, backend=backend)
+    _OP(out, lse, other_out, other_lse, backend=backend)
 
 
-_MERGE = torch.ops.openmla.merge_states.default
+_OP = torch.ops.openmla.merge_states.default  # looked up once
 
 
 def cost(num_rows: int, *, H: int, V: int, itemsize: int) -> Cost:

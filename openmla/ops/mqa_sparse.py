@@ -154,6 +154,9 @@ def _flat(
     """Signature of torch.ops.openmla.mqa_sparse, which takes the segments as tensors."""
 
 
+_OP = torch.ops.openmla.mqa_sparse.default  # looked up once
+
+
 def mqa_sparse(
     q_latent: Tensor,  # [T, H, D]
     query_start_loc: Tensor,  # [B+1] i32
@@ -176,7 +179,7 @@ def mqa_sparse(
         flat += [segment.cache, segment.kv_scale, segment.block_table, segment.rows]
         flat.append(segment.row_lens)
     flat += [None] * (10 - len(flat))
-    out, lse = torch.ops.openmla.mqa_sparse.default(
+    out, lse = _OP(
         q_latent, query_start_loc, positions, *flat, sink, q_scale,
         formats=[segment.format for segment in given],
         kinds=[segment.kind for segment in given],
