@@ -39,11 +39,11 @@ def messages() -> Iterator[tuple[str, str]]:
         if name.startswith(ELSEWHERE):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            made = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-            if made and node.func.id in ERRORS and node.args:  # type: ignore[attr-defined]
-                text = template(node.args[0])  # type: ignore[attr-defined]
-                if text is not None:
-                    yield f"{name}:{node.lineno}", text
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            text = template(node.args[0]) if node.func.id in ERRORS and node.args else None
+            if text is not None:
+                yield f"{name}:{node.lineno}", text
 
 
 FOUND = list(messages())
