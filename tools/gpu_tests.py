@@ -28,7 +28,7 @@ FOLDERS = (
 # Nothing in these is a GPU's business; the tests that are have the marker "gpu".
 WITHOUT_A_GPU = {
     "tests/integrations/test_vllm_v4.py": "V4 in vLLM, which is refused elsewhere than on CPUs",
-    "tests/attention/test_arguments.py": "what is refused before anything runs",
+    "tests/attention/test_messages.py": "errors that are raised before anything runs",
     "tests/attention/test_facts.py": "what a layer does on the host",
     "tests/attention/test_quantized_v4.py": "by the reference; its ops have contracts there",
     "tests/attention/test_step.py": "float64, by the reference; layers run the step on a GPU",
@@ -39,6 +39,7 @@ WITHOUT_A_GPU = {
     "tests/integrations/test_memory.py": "bytes of caches; test_graph_memory.py counts them there",
     "tests/integrations/test_quantised_models.py": "a GPU that multiplies fp8 is pretended",
     "tests/integrations/test_vllm_plugin.py": "what is registered with vLLM",
+    "tests/layers/test_messages.py": "errors that are raised before anything runs",
     "tests/layers/test_quantised.py": "a GPU that multiplies fp8 is pretended",
     "tests/layers/test_v4_formats.py": "bytes of formats, which each op's contract compares there",
     "tests/layers/test_v4_histories.py": "which rows a step names; test_v4.py attends there",

@@ -47,7 +47,7 @@ class Settings:
             if getattr(self, name) not in known:
                 listed = ", ".join(filter(None, known))
                 raise ConfigError(
-                    f"bisect: {name} in a dump must be one of {listed}, "
+                    f"bisect: {name} of the dump must be one of {listed}, "
                     f"got {getattr(self, name)!r}."
                 )
         for name, holds in (("cache_format", "latent"), ("index_format", "index")):
@@ -55,7 +55,8 @@ class Settings:
                 get_format(getattr(self, name), holds)
         if self.block_size and not re.fullmatch(r"[1-9]\d{0,8}", self.block_size):
             raise ConfigError(
-                f"bisect: block_size in a dump must be a positive number, got {self.block_size!r}."
+                "bisect: block_size of the dump must be a positive integer, got "
+                f"{self.block_size!r}."
             )
 
     @property
@@ -109,7 +110,7 @@ def read_dump(path: str) -> Dump:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"bisect: --against must be a whole safetensors file, got {path!r}: {error}."
+            f"bisect: --against must be a valid safetensors file, got {path!r}: {error}."
         ) from error
     known = {each.name for each in fields(Settings)}
     settings = Settings(**{name: value for name, value in metadata.items() if name in known})

@@ -33,7 +33,7 @@ def check_config(config: MLAConfig) -> None:
     for what, found in beyond.items():
         if found:
             raise UnsupportedError(
-                f"bisect: {config.model_type} {what}, which is not compared here yet."
+                f"bisect: {config.model_type} {what}, which bisect does not support yet."
             )
 
 
@@ -50,7 +50,8 @@ class Reference(NamedTuple):
             for name, weight in module.named_parameters():
                 if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                     raise UnsupportedError(
-                        f"bisect: weights must not be quantised, got {weight.dtype} for {name}."
+                        f"bisect: quantized weights are not supported, got {weight.dtype} for "
+                        f"{name}."
                     )
 
     def components(self, layer: int) -> Mapping[str, Component]:
@@ -93,26 +94,26 @@ class Reference(NamedTuple):
         read_as = FAMILIES[said].reads_as or said if said in FAMILIES else said
         if said and read_as != self.config.model_type:
             raise ConfigError(
-                f"bisect: the dump must be of this model's type {self.config.model_type}, "
+                f"bisect: model_type of the dump must be {self.config.model_type} like the model, "
                 f"got {said}."
             )
         if not dump.layers:
             raise ConfigError(
-                "bisect: the dump must have tensors layers.{i}.{component}, got none such."
+                "bisect: the dump has no tensors named layers.{i}.{component}. Add at least 1."
             )
         known = {*self.components(0), "hidden_in", "kv_scale", "rope_ratio"}
         for number in dump.layers:
             if number >= len(self.modules):
                 raise ConfigError(
-                    f"bisect: the dump must be of the model's {len(self.modules)} layers, "
-                    f"got layer {number}."
+                    f"bisect: layers of the dump must be in 0..{len(self.modules) - 1} for this "
+                    f"model, got layer {number}."
                 )
             known |= set(self.components(number))
         for name in dump.tensors:
             match = NAME.fullmatch(name)
             if name not in OF_ALL and (match is None or match[2] not in known):
                 raise ConfigError(
-                    f"bisect: tensors of a dump must be layers.{{i}} with one of "
+                    f"bisect: tensors of the dump must be named layers.{{i}} and one of "
                     f"{', '.join(sorted(known))}, got {name!r}."
                 )
         return _num_tokens(dump)
@@ -128,7 +129,8 @@ def _num_tokens(dump: Dump) -> int:
         found = next((dump.tensors[name] for name in names if name in dump.tensors), None)
     if found is None or found.dim() == 0 or found.shape[0] == 0:
         raise ShapeError(
-            "bisect: the dump must have tokens or hidden_in, with a row per token, got neither."
+            "bisect: the dump has neither tokens nor hidden_in, which have one row per token. Add "
+            "one of them."
         )
     fresh_from = dump.tensors.get("fresh_from")
     if fresh_from is not None and fresh_from.shape != found.shape[:1]:
@@ -155,6 +157,6 @@ def check_prompt(dump: Dump, tokens: Tensor) -> None:
         return
     if found.flatten().tolist() != tokens.tolist():
         raise ConfigError(
-            f"bisect: the dump must be of the prompt's {len(tokens)} tokens, "
-            f"got {found.numel()} others, or in another order."
+            f"bisect: tokens of the dump must be the {len(tokens)} tokens of the prompt, got "
+            f"{found.numel()} other tokens or another order. Record the dump with this prompt."
         )

@@ -130,12 +130,12 @@ def test_families_that_are_not_compared(family: str) -> None:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        ({}, r"must have tensors layers\.\{i\}\.\{component\}, got none"),
-        ({"layers.9.hidden_in": (5, 64)}, "must be of the model's 3 layers, got layer 9"),
+        ({}, r"has no tensors named layers\.\{i\}\.\{component\}"),
+        ({"layers.9.hidden_in": (5, 64)}, "must be in 0\.\.2 for this model, got layer 9"),
         ({"layers.0.hidden_in": (5, 63)}, r"layers.0.hidden_in must be \[5, 64\] .*\[5, 63\]"),
         ({"layers.0.q_a": (5, 16), "layers.1.q_a": (6, 16)}, r"layers.1.q_a must be \[5, "),
         ({"layers.0.wrong": (5, 64)}, "got 'layers.0.wrong'"),
-        ({"layers.0.kv_scale": (1,)}, "must have tokens or hidden_in"),
+        ({"layers.0.kv_scale": (1,)}, "has neither tokens nor hidden_in"),
         ({"layers.0.hidden_in": (5, 64), "fresh_from": (4,)}, r"fresh_from must be \[5\]"),
         ({"layers.0.hidden_in": (5, 64), "layers.0.kv_scale": (2,)}, "kv_scale must be one number"),
     ],
@@ -150,10 +150,10 @@ def test_dumps_that_are_refused(tensors: dict[str, tuple[int, ...]], said: str) 
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"lse_base": "10"}, "lse_base in a dump must be one of e, 2, got '10'"),
-        ({"dtype": "int4"}, "dtype in a dump must be one of fp32, bf16, fp16"),
+        ({"lse_base": "10"}, "lse_base of the dump must be one of e, 2, got '10'"),
+        ({"dtype": "int4"}, "dtype of the dump must be one of fp32, bf16, fp16"),
         ({"cache_format": "fp7"}, "format 'fp7' is not known"),
-        ({"block_size": "-4"}, "block_size in a dump must be a positive number"),
+        ({"block_size": "-4"}, "block_size of the dump must be a positive integer"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from openmla.integrations.transformers import attachment_of
 from tests.cli.conftest import KINDS
 
 
-def bits_per_byte(model: object, windows: torch.Tensor, kv_scale: Scales | float) -> float:
+def bits_per_byte(model: Any, windows: torch.Tensor, kv_scale: Scales | float) -> float:
     attach(model, cache_format="fp8", kv_scale=kv_scale)
     result = measure(model, windows, "dense", "fp8")
     detach(model)

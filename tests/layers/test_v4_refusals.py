@@ -168,57 +168,6 @@ def test_bad_plans() -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_bad_calls_write_nothing(ratio: int) -> None:
-    server, batch = ready(ratio)
-    layer, plan = server.layer, server.plan(batch)
-    hidden, positions = server.tokens([("a", 3), ("b", 1)])
-    before = server.bytes()
-    wrong = [
-        (
-            hidden[:3],
-            positions,
-            ShapeError,
-            "hidden must be [T, hidden_size] = (4, 64) for this plan, got (3",
-        ),
-        (hidden.half(), positions, ShapeError, "hidden must be torch.float32 like the layer, got"),
-        (hidden.tolist(), positions, ShapeError, "hidden must be a tensor, got list"),
-        (
-            hidden[:, :63],
-            positions,
-            ShapeError,
-            "hidden must be [T, hidden_size] = (4, 64) for this plan, got",
-        ),
-        (hidden, positions[:3], ShapeError, "positions must be [T] = (4,) for this plan, got (3,)"),
-        (hidden, positions + 1, ShapeError, "positions must count the tokens of each sequence fro"),
-        (hidden, positions.flip(0), ShapeError, "positions must count the tokens of each sequence"),
-    ]
-    for rows, places, kind, message in wrong:
-        with pytest.raises(kind) as error:
-            layer(rows, places, server.cache, plan)
-        assert f"MLAAttentionV4: {message}" in str(error.value)
-    for other in RATIOS:
-        if other == ratio:
-            continue
-        another, its_batch = ready(other)
-        message = f"plan and cache must have this layer's compress ratio {ratio}, got"
-        with pytest.raises(ConfigError, match=f"{message} {other} and {ratio}"):
-            layer(hidden, positions, server.cache, another.plan(its_batch))
-        with pytest.raises(ConfigError, match=f"{message} {ratio} and {other}"):
-            layer(hidden, positions, another.cache, plan)
-    for given in ((server.cache, None), (None, plan)):
-        with pytest.raises(
-            ConfigError, match=r"^MLAAttentionV4: .* must be of type .*got NoneType"
-        ):
-            layer(hidden, positions, *given)
-    longer = make_layer(replace(layer.config, max_positions=2048), ratio)
-    with pytest.raises(ShapeError, match="plan must be made for this layer's config"):
-        longer(hidden, positions, server.cache, plan)
-    assert server.unchanged(before)
-    out = layer(hidden, positions, server.cache, plan)
-    assert out.isfinite().all() and not server.unchanged(before)
-
-
-@pytest.mark.parametrize("ratio", RATIOS)
 def test_bad_steps_write_nothing(ratio: int) -> None:
     """The function below the layer looks at what it is given before it writes."""
     server, batch = ready(ratio)

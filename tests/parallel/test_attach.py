@@ -153,7 +153,8 @@ def over_fixed_tensors(rank: int) -> None:
         ids, mask = prompts(3, length)
         for name in ("greedy", "beams") if make is makers[0] else ("greedy",):
             found = []
-            for options in ({}, {"group": dist.group.WORLD, "capture": True}):
+            over: dict[str, Any] = {"group": dist.group.WORLD, "capture": True}
+            for options in ({}, over):
                 attach(model, block_size=BS, **options)
                 found.append(generated(model, ids, mask, **WAYS[name]))
                 if options:
@@ -242,7 +243,7 @@ def refused(rank: int) -> None:
         (make_model("deepseek_v3"), {"group": 2}, ConfigError, "group must be a process group"),
     ):
         with pytest.raises(kind, match=sentence):
-            attach(model, **{"group": group, **options})
+            attach(model, **{"group": group, **options})  # type: ignore[arg-type]
         assert not any(hasattr(module, "openmla") for module in model.modules())
     model = attach(make_model("deepseek_v3"), group=group)
     ids = prompts(1, 8)[0]

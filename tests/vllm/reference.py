@@ -99,7 +99,7 @@ def generate(*asked: Any) -> list[list[int]]:
     if question.attach is not None:
         from openmla import attach
 
-        attach(model, **question.attach)
+        attach(model, **question.attach)  # type: ignore[arg-type]
     answers = []
     with torch.inference_mode():
         for prompt, new in zip(question.prompts, question.new, strict=True):
