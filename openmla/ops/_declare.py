@@ -135,6 +135,7 @@ class _Op:
         self.tensors = [each for each in arguments if each.is_tensor]
         self.scalars = [each for each in arguments if not each.is_tensor]
         self.count = len(self.tensors)
+        self.omitted = (None,) * self.count
         self.places = {each.name: i for i, each in enumerate(self.tensors)}
         self.defaults = {each.name: each.default for each in arguments if each.name in optional}
         self.shapes = {each.name: each.shape for each in self.tensors if each.shape is not None}
@@ -191,8 +192,8 @@ class _Op:
         return self.call_fake(args, scalars, facts)
 
     def run(self, found: Decided, args: tuple[Any, ...], scalars: dict[str, Any]) -> Any:
-        if len(args) < self.count:
-            args = self.filled(args)
+        if len(args) < self.count:  # torch omits trailing defaults of the schema
+            args += self.omitted[len(args) :]
         if self.no_grad and torch.is_grad_enabled():
             given = (args[i] for i in self.no_grad)
             refuse_grad(self.name, [each for each in given if each is not None])
@@ -208,15 +209,11 @@ class _Op:
         scalars.pop("batch_invariant", None)  # only chooses the implementation, which lacks it
         return self.call(run, *args, **scalars) if self.call else run(*args, **scalars)
 
-    def filled(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """All tensors: torch omits trailing arguments that equal their default in the schema."""
-        return args + (None,) * (self.count - len(args))
-
     def checked(
         self, args: tuple[Any, ...], scalars: Mapping[str, Any], *, traced: bool
     ) -> tuple[tuple[Any, ...], dict[str, int], dict[str, Any]]:
         """Raise, or return all tensors, the sizes by letter, and what else hooks may name."""
-        args = self.filled(args)
+        args += self.omitted[len(args) :]
         facts = {
             "tensors": args, "traced": traced, "device": args[0].device,
             "dtype": args[self.typed].dtype,
