@@ -38,7 +38,7 @@ class Decode(NamedTuple):
 
 
 def config_of(layer: Any, num_heads: int, vllm_config: Any) -> openmla.MLAConfig:
-    """This rank's part of a layer. The model's config file is no use: vLLM changes what it loads."""
+    """This rank's part of a layer. The config file is no use: vLLM changes what it loads."""
     indexer, text = None, vllm_config.model_config.hf_text_config
     if layer.use_sparse:
         indexer = openmla.IndexerConfig(text.index_n_heads, text.index_head_dim, text.index_topk)
