@@ -1,4 +1,5 @@
-"""Decode queries into e4m3: the step before mqa_paged and mqa_sparse with query_dtype="fp8"."""
+"""Quantize decode queries to e4m3: the step before mqa_paged and mqa_sparse with
+query_dtype="fp8"."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Every byte as the reference has it, or wrong."""
+    """Every byte must equal the reference's."""
     found = inputs.run(quantize_queries, backend=backend)
     wanted = inputs.run(quantize_queries, backend="reference")
     same = torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))

@@ -22,7 +22,7 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 
 Compute = Callable[["Layer", Precision], Tensor]
-STORED = {"cache": "cache_format", "index_cache": "index_format"}  # bytes, and their format
+STORED = {"cache": "cache_format", "index_cache": "index_format"}  # bytes; where their format is
 ALWAYS_WIDE = ("lse", "index_scores", "kv_scale", "rope_ratio", "entries", "index_entries")
 TOKENS, ENTRIES, ROW, ANY = -1, -2, -3, -4  # sizes in shapes: T, entries, a stored row, any
 
