@@ -189,7 +189,7 @@ def add_peers(
                 if used[peer.name] > 1:
                     why = f"WRONG: {used[peer.name]:.2f} times its error budget"
                     del calls[peer.name]
-            except Exception as error:  # another package's: its row says so, the run goes on
+            except Exception as error:  # another package's: reported, and the run continues
                 why = f"failed: {one_line(error)}"
         if why is not None:
             left_out.append(LeftOut(shape, peer.name, why))

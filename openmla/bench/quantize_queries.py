@@ -23,7 +23,7 @@ def check(inputs: Inputs, backend: str) -> float:
 
 
 def job(T: int, H: int, C: int, R: int, device: str) -> Job:
-    latent = torch.randn(H, T, C, device=device).bfloat16().transpose(0, 1)  # as bmm leaves it
+    latent = torch.randn(H, T, C, device=device).bfloat16().transpose(0, 1)  # bmm's layout
     q_pe = torch.randn(T, H, R, device=device).bfloat16()
     inputs = Inputs({"latent": latent, "q_pe": q_pe}, {}, ())
     return Job(inputs, cost(T, H=H, D=C + R, itemsize=2), check)
