@@ -40,7 +40,7 @@ KEYS, DRAFTS, PROMPT = 8192, 4, 2048
 WARM, ROUNDS = 30, 200
 FORMATS = {"deepseek-v3": "bf16", "deepseek-v3.2": "fp8_ds_mla", "deepseek-v4-flash": "fp8_dsv4"}
 RATIOS = (4, 0, 128)  # compress ratios of V4's layers
-TARGETS = {("deepseek-v3", 1): 150, ("deepseek-v3", 64): 300}  # us of make_plan; others:
+TARGETS = {("deepseek-v3", 1): 150, ("deepseek-v3", 64): 300}  # us for make_plan; otherwise:
 SPARSE_TARGET = 400
 
 
