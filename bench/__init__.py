@@ -1,7 +1,7 @@
 """Comparisons with other packages on a GPU, and results: python3 -m bench.<name>.
 
-What `openmla bench` runs is part of the package, in openmla/bench; python3 -m bench.rope
-finds it there.
+The benchmarks of `openmla bench` are part of the package, in openmla/bench; python3 -m bench.rope
+finds them.
 """
 
 from openmla import bench

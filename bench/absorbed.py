@@ -1,13 +1,14 @@
-"""Absorbed products on a GPU: w_uk and w_uv in eight bits beside torch.bmm with them in bf16.
+"""Absorbed products on a GPU: fp8 w_uk and w_uv compared with torch.bmm and bf16 weights.
 
     python3 -m bench.absorbed --json absorbed.json
     python3 -m bench.absorbed --sweep --only w_uv-h16
 
-Weights of as many layers as outgrow the L2 cache are read in turn, as a model's are. Contenders are
-checked against float64, captured in CUDA graphs of one call a layer, and replayed in rotation;
-medians. Ratios are to torch.bmm; for queries, whose product goes into the first columns of
-q_latent, also with what puts the others beside it. --sweep runs other tiles of ours in the same
-rotation: what wins is written into backends/triton/_head_weights.py by hand.
+Weights of enough layers to exceed the L2 cache are read in turn, as in a model. Contenders are
+checked against float64, captured in CUDA graphs of one call per layer, and replayed in rotation;
+times are medians. Ratios are to torch.bmm; for queries, whose product goes into the first columns
+of q_latent, torch.bmm is also timed together with the copy of the other columns. --sweep runs other
+tiles of openmla in the same rotation: the winner is written into backends/triton/_head_weights.py
+by hand.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from openmla.ops import project_heads
 from openmla.ops.project_heads import cost
 
 P, C, R = 128, 512, 64
-OUTGROWN = 128 << 20  # bytes: twice an H200's L2 cache, and more
+OUTGROWN = 128 << 20  # bytes: more than twice an H200's L2 cache
 BASE = "bf16, torch.bmm"
 E4M3 = torch.float8_e4m3fn
-WRONG = 6e-3  # of a product of bf16, relative
+WRONG = 6e-3  # relative error limit of a bf16 product
 # block_m, block_n, block_k, warps, stages
 SWEPT = {
     True: [
@@ -53,14 +54,14 @@ SWEPT = {
 
 
 class Shape(NamedTuple):
-    contenders: dict[str, Callable[[], Tensor]]  # each gives out [T, H, N] of the next layer
-    exact: Tensor  # of the first layer, float64
+    contenders: dict[str, Callable[[], Tensor]]  # each returns out [T, H, N] of the next layer
+    exact: Tensor  # for the first layer, float64
     layers: int
-    bytes: dict[bool, int]  # moved by a call, with weights in eight bits or not
+    bytes: dict[bool, int]  # moved by a call, by whether weights are fp8
 
 
 def make(into: bool, T: int, H: int, sweep: bool) -> Shape:
-    """Queries into latent space, or outputs out of it."""
+    """Project queries into latent space, or outputs out of it."""
     torch.manual_seed(0)
     layers = max(64, OUTGROWN // (H * P * C))
     K, N = (P, C) if into else (C, P)
@@ -117,8 +118,8 @@ def make(into: bool, T: int, H: int, sweep: bool) -> Shape:
 
 
 def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[..., None]]:
-    """run() of project_heads or project_quantize with other tiles, by name: not the op itself,
-    which would repeat the launches of the tile it had first."""
+    """run() of project_heads or project_quantize with other tiles, by name. The op itself would
+    repeat the launches of its first tile."""
     module = import_module(f"openmla.backends.triton.{op}")
     shared = import_module("openmla.backends.triton._head_weights")
 
@@ -138,7 +139,8 @@ def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[...,
 
 
 def checked(title: str, shape: Shape) -> dict[str, float]:
-    """Relative errors of all that the machine has room for. Each begins with the first layer."""
+    """Relative errors of all contenders that the machine can launch. Each begins with the first
+    layer."""
     too_large = import_module("triton.runtime.errors").OutOfResources
     found = {}
     for name, contender in shape.contenders.items():
@@ -148,7 +150,7 @@ def checked(title: str, shape: Shape) -> dict[str, float]:
             print(f"{title:<22} {name:<26} does not fit: {reason}")
             continue
         found[name] = float((out - shape.exact).norm() / shape.exact.norm())
-        for _ in range(shape.layers - 1):  # back to the first
+        for _ in range(shape.layers - 1):  # cycle back to the first layer
             contender()
     return found
 

@@ -3,9 +3,9 @@
     python3 -m bench.compile --json compile.json
     python3 -m bench.compile --tiny               small shapes, also on a CPU, without the graph
 
-All three run the same weights over the same caches. What plans for a step take is shown apart: an
-engine makes them anew at every step. The compiled model first runs twenty steps of growing lengths,
-which take one graph.
+All three run the same weights over the same caches. The time to plan a step is shown separately: an
+engine makes new plans at every step. The compiled model first runs twenty steps of growing lengths,
+which need one graph.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from openmla.bench.harness import (
 )
 from openmla.ops._register import Cost
 
-GROWING = 20  # steps that the compiled model runs before it is timed
-TAKEN = 1024  # tokens taken at once while contexts are made
-RATIOS = (0, 4, 128)  # of V4's layers
+GROWING = 20  # steps of the compiled model before it is timed
+TAKEN = 1024  # tokens per pool.take() while contexts are made
+RATIOS = (0, 4, 128)  # compress ratios of V4's layers
 
 
 class Shape(NamedTuple):
-    """What is decoded."""
+    """What to decode."""
 
     preset: str
     num_heads: int
@@ -89,7 +89,7 @@ class Model(nn.Module):
 
 
 class Decode:
-    """Requests of about `keys` tokens each, about to decode one more; none is ever kept."""
+    """Requests of about `keys` tokens each, about to decode one more; new tokens are not kept."""
 
     def __init__(self, shape: Shape, num_layers: int, device: str) -> None:
         torch.manual_seed(0)
@@ -122,10 +122,10 @@ class Decode:
         self.grow()
 
     def _take(self, request: int, num_tokens: int) -> None:
-        self.pool.take({request: num_tokens})  # nothing is shared, nothing is copied
+        self.pool.take({request: num_tokens})  # no block is shared or copied
 
     def grow(self) -> None:
-        """One more token for every request, and what the model is fed for it."""
+        """Add one token to every request, and make the model's input for it."""
         for b in range(self.shape.requests):
             self._take(b, 1)
             self.lens[b] = self.pool.seq_len(b)
@@ -160,7 +160,7 @@ class Decode:
         return model(self.hidden, self.positions, self.caches, plans)
 
     def captured(self) -> tuple[Callable[[], None], Tensor]:
-        """A graph of the step over buffers, and where its result is."""
+        """A graph of the step over buffers, and the tensor with its result."""
         B, M = self.shape.requests, self.shape.keys // self.shape.block_size + 2
         buffers: dict[int, dict[str, Tensor]] = {}
         for cache in self.caches:
@@ -172,7 +172,7 @@ class Decode:
         rings = next(iter(buffers.values())).get("window_table")
         batch = self.batch(0 if rings is None else rings.shape[1])
         plans = self.plans(batch, buffers)
-        self.held = buffers, plans  # the graph reads them, but does not keep them
+        self.held = buffers, plans  # the graph reads them but does not keep them alive
         self.run(self.model, plans)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -191,7 +191,7 @@ def _config(shape: Shape, num_layers: int) -> MLAConfig:
 
 
 def _fill(cache: LayerCache, config: MLAConfig) -> None:
-    """Random rows, a part at a time."""
+    """Fill a cache with random rows, a part at a time."""
     for part in cache.parts:
         if part is cache.state:
             continue
@@ -207,7 +207,7 @@ def _fill(cache: LayerCache, config: MLAConfig) -> None:
 
 
 def host_time(call: Callable[[], Any]) -> float:
-    """Microseconds, the least of some: what the host does before a step."""
+    """Microseconds, the minimum of several runs: host time before a step."""
     times = []
     for _ in range(30):
         start = time.perf_counter()

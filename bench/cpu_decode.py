@@ -1,11 +1,11 @@
-"""A layer's decode step on a CPU: openmla's, and vLLM's own where it is installed, in turn.
+"""A layer's decode step on a CPU: openmla's, and vLLM's own if it is installed, in turn.
 
     python3 -m bench.cpu_decode                    16 heads, 1 and 8 requests of 8192 keys
     python3 -m bench.cpu_decode --heads 8 128 --threads 1
 
-Blocks of 16 tokens, in no order. A step writes the new rows, takes the queries into latent space,
-attends and takes the outputs out of it; vLLM's is what its CPU_MLA backend calls for that. Between
-two calls everything else on the machine may run: the ratio is what counts.
+Blocks of 16 tokens, in random order. A step writes the new rows, projects the queries into latent
+space, attends and projects the outputs out of it; vLLM's step is what its CPU_MLA backend calls for
+that. Other programs may run between two calls, so only the ratio is meaningful.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from openmla.bench.harness import (
 from openmla.layers.weights import absorb
 from openmla.ops._register import Cost
 
-BLOCK = 16  # vLLM's op takes no other
+BLOCK = 16  # the only size that vLLM's op supports
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Decode:
-    """Requests of `keys` tokens each, the last of them this step's."""
+    """Requests of `keys` tokens each, the last of them from this step."""
 
     def __init__(self, config: MLAConfig, requests: int, keys: int, format: str) -> None:
         torch.manual_seed(0)

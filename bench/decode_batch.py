@@ -1,10 +1,10 @@
-"""Batches of dense decode for bench.latent, among them batches as vLLM 0.32 passes them.
+"""Batches of dense decode for bench.latent, including batches as vLLM 0.32 passes them.
 
 vLLM allocates the pages of all layers as one tensor. By default (layout LBNHC) the pages of a layer
 are contiguous. With blocks outermost (BLNHC, selected by VLLM_KV_CACHE_LAYOUT; for MLA the same as
 BLHNC, which vLLM's sparse indexer needs), the layers' pages alternate, and each cache is strided.
 Block 0 is never given to a request. A block table has columns for max_model_len tokens; those
-beyond a request's own blocks hold whatever an earlier step left there.
+beyond a request's own blocks hold stale values of earlier steps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-D, C = 576, 512  # columns of a cached row, and those of them that are values
-NOPE = 128  # columns of a query head that stand before its rope columns
+D, C = 576, 512  # columns of a cached row, and those that are values
+NOPE = 128  # columns of a query head before its rope columns
 MAX_MODEL_LEN = 33792
 TABLE_TOKENS = 128  # vLLM rounds the width of a block table up to a multiple of this many tokens
-LAYERS = (4, 61)  # fewest, and as many as DeepSeek-V3 has
-COLD = 1 << 28  # bytes of all layers together that leave nothing useful in an L2 cache
+LAYERS = (4, 61)  # the minimum, and DeepSeek-V3's number
+COLD = 1 << 28  # bytes of all layers together that evict everything from an L2 cache
 UNEVEN = "uneven"  # 64 requests of 1 to 32768 keys, the same in every run
 LOG_UNIFORM = "log"  # as in "64xlog": 64 requests of 1024 to 32768 keys, the same in every run
 ANY = "any"  # as in "64xany": 64 requests of 1 to 32768 keys, log-uniform, the same in every run
@@ -38,11 +38,11 @@ class DecodeBatch(NamedTuple):
     start_loc: Tensor  # [B + 1] i32
     lens: list[int]  # keys of each request, including the new ones
     new: int
-    halves: tuple[Tensor, Tensor]  # q[..., :C] and q[..., C:], as an engine has them
+    halves: tuple[Tensor, Tensor]  # q[..., :C] and q[..., C:], as an engine passes them
 
     @property
     def max_model_len(self) -> int:
-        """Keys that a row of the table has room for."""
+        """Keys that a row of the table can hold."""
         return self.table.shape[1] * self.layers[0].shape[1]
 
 
@@ -111,17 +111,17 @@ def vllm_table(
 def vllm_batch(
     keys: str, H: int, new: int, BS: int, layout: str = "LBNHC", device: str = "cuda"
 ) -> DecodeBatch:
-    """A step as vLLM passes it, with so many layers that their rows do not fit in an L2 cache."""
+    """A step as vLLM passes it, with enough layers that their rows do not fit in an L2 cache."""
     lens = [max(S, new) for S in lengths(keys)]
     used = sum(-(-S // BS) for S in lens)
-    N = 1 + used + used // 4  # the null block, and blocks of others
+    N = 1 + used + used // 4  # the null block, and blocks of other requests
     fewest, most = LAYERS
     num_layers = min(max(-(-COLD // (used * BS * D * 2)), fewest), most)
     T = len(lens) * new
     latent, heads = (
         (torch.randn(T, H, width, device=device) / 3).bfloat16() for width in (C, NOPE + D - C)
     )
-    halves = latent, heads[..., NOPE:]  # the rope columns stay where q_b_proj has put them
+    halves = latent, heads[..., NOPE:]  # the rope columns stay where q_b_proj has written them
     layers = vllm_layers(N, BS, num_layers, layout, device)
     table = vllm_table(lens, N, BS, device, max(MAX_MODEL_LEN, *lens))
     return decode_batch(halves, layers, table, lens, new)

@@ -1,11 +1,11 @@
-"""The drop-ins beside the originals, which must be installed: same results, times, overhead.
+"""The drop-ins compared with the originals, which must be installed: results, times, overhead.
 
     python3 -m bench.dropin equal --sets 500     random arguments, both against float64
     python3 -m bench.dropin times                the shapes that the originals publish
     python3 -m bench.dropin overhead             host time of a drop-in call over the op itself
 
-One process: the originals under their own names, ours as openmla.integrations. --device cpu is a
-dry run of the first, in which our functions stand in for the originals.
+One process: the originals under their own names, the drop-ins as openmla.integrations. --device cpu
+is a dry run of the first, in which the drop-ins stand in for the originals.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from openmla.integrations import deep_gemm, flash_mla
 from openmla.testing.budgets import lse_budget, out_budget
 
 OURS = {"flash_mla": flash_mla, "deep_gemm": deep_gemm}
-# How many of each kind in a hundred.
+# How many of each kind per hundred.
 SHARES = {"dense": 30, "dense_fp8": 8, "listed": 20, "listed_v4": 22, "prefill": 15, "logits": 5}
 
 
 class Originals:
-    """The packages by name, imported when asked for; on a CPU ours in their place."""
+    """The packages by name, imported on demand; on a CPU the drop-ins replace them."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class Originals:
 
 @contextlib.contextmanager
 def replaced(make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
-    """The ops that the drop-ins call, by others made of them."""
+    """Replace the ops that the drop-ins call by functions that `make` builds from them."""
     places = [(flash_mla, "mqa_paged"), (flash_mla, "mqa_sparse")]
     places += [(deep_gemm, "index_logits"), (deep_gemm, "index_logits_ragged")]
     before = [getattr(module, name) for module, name in places]
@@ -63,8 +63,8 @@ def replaced(make: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
 
 
 def by_reference(double: bool) -> contextlib.AbstractContextManager[None]:
-    """The drop-ins' calls by the reference, in float64 if asked: the same conversion of arguments,
-    whose rightness is what the originals then show."""
+    """Run the drop-ins' calls with the reference backend, optionally in float64. The conversion of
+    arguments is the same, and the comparison with the originals shows that it is right."""
 
     def make(op: Any) -> Callable[..., Any]:
         def run(q: Tensor, *args: Any, **more: Any) -> Any:
@@ -76,7 +76,7 @@ def by_reference(double: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def kept_results() -> contextlib.AbstractContextManager[None]:
-    """Ops that do their work once: what a call takes then is the drop-in's own."""
+    """Make ops compute only once, so that later calls measure the drop-in's own overhead."""
 
     def make(op: Any) -> Callable[..., Any]:
         kept: list[Any] = []
@@ -96,12 +96,12 @@ def none_as_less(lse: Tensor) -> Tensor:
 
 
 def shares_used(ours: Any, theirs: Any, exact: Any, peer: Any) -> tuple[float, float]:
-    """What ours and theirs use of the error budget, the larger of out and lse. A result that errs
-    no more than the other does is within it."""
+    """Shares of the error budget that ours and theirs use, the larger of out and lse. A result with
+    no larger error than the other one is within the budget."""
     mine = share_used(ours, theirs, exact, peer)
     try:
         return mine, share_used(theirs, ours, exact, peer)
-    except AssertionError:  # theirs is what no tolerance allows
+    except AssertionError:  # no tolerance applies to theirs
         return mine, float("inf")
 
 
@@ -115,14 +115,14 @@ def share_used(mine: Any, other: Any, exact: Any, peer: Any) -> float:
 
 
 def logits_used(logits: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
-    """The largest error by what index_logits allows for products of fp8."""
+    """The largest error as a share of what index_logits allows for fp8 products."""
     seen = exact != -torch.inf
     error = (logits.double() - exact).abs()[seen] / (2**-12 * magnitudes[seen])
     return float(error.max())
 
 
 class Refused(Exception):
-    """The original refuses these arguments; ours is checked all the same."""
+    """The original rejects these arguments; the drop-in is checked anyway."""
 
     def __init__(self, mine: float, why: str) -> None:
         super().__init__(mine, why)
@@ -130,7 +130,7 @@ class Refused(Exception):
 
 
 def compare(case: cases.Case, peers: Originals) -> tuple[float, float]:
-    """What both use of the budget for one set of arguments."""
+    """Shares of the error budget that both use for one set of arguments."""
     ours = case.call(OURS[case.package])
     theirs, package, why = None, peers[case.package], ""
     try:
@@ -138,7 +138,7 @@ def compare(case: cases.Case, peers: Originals) -> tuple[float, float]:
     except (RuntimeError, AssertionError) as error:
         why = str(error)[-120:]
         if peers.device != "cpu":
-            torch.cuda.synchronize()  # raises if it is more than a refusal
+            torch.cuda.synchronize()  # raises if more than the call failed
     if case.exact is not None:
         exact, magnitudes = case.exact()
         mine = logits_used(ours, exact, magnitudes)
@@ -167,7 +167,7 @@ def run_equal(options: argparse.Namespace) -> None:
             compare_signature(package, name, OURS[package], peers[package])
     part, parts = map(int, options.part.split("/"))
     chance = random.Random(options.seed * parts + part)
-    # sets, within, refused by theirs, of those within, most of the budget: ours, theirs
+    # sets, within, refused by theirs, of those within, largest share of the budget: ours, theirs
     counts: dict[str, list[Any]] = {name: [0, 0, 0, 0, 0.0, 0.0] for name in names}
     began, reasons = time.time(), set[str]()
     while (
@@ -207,7 +207,7 @@ def run_equal(options: argparse.Namespace) -> None:
 
 
 def compare_signature(package: str, name: str, ours: Any, theirs: Any) -> None:
-    """Print where an original takes something else; one that is compiled does not tell."""
+    """Print where an original's signature differs; compiled functions have none."""
     if not hasattr(theirs, name) or not inspect.isfunction(getattr(theirs, name)):
         return
 
@@ -215,7 +215,7 @@ def compare_signature(package: str, name: str, ours: Any, theirs: Any) -> None:
         parameters = inspect.signature(getattr(module, name)).parameters.values()
         return [(each.name, each.default) for each in parameters]
 
-    added = ("out", None)  # ours alone
+    added = ("out", None)  # only in openmla's signature
     if [each for each in of(ours) if each != added] != [
         each for each in of(theirs) if each != added
     ]:
@@ -277,7 +277,8 @@ def run_overhead(options: argparse.Namespace) -> None:
 
 
 def leave_out_the_adapter() -> None:
-    """The backend flashmla calls the original's kernels: compared with itself nothing shows."""
+    """Disable the flashmla backend, which calls the original's kernels: that would compare the
+    original with itself."""
     for op, names in BACKENDS.items():
         BACKENDS[op] = tuple(name for name in names if name != "flashmla")
     forget_choices()

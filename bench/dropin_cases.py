@@ -26,19 +26,19 @@ SIGNS: tuple[Callable[[Tensor], Tensor], ...] = (torch.clone, torch.abs)
 class Case(NamedTuple):
     package: str
     title: str
-    call: Callable[..., Any]  # of a package, and whether it is the original
-    exact: Callable[[], tuple[Tensor, Tensor]] | None = None  # logits, and those of absolute values
-    calls: int = 8  # in a graph
-    small: Callable[[], Case] | None = None  # the same kind, small enough to be checked
+    call: Callable[..., Any]  # takes a package, and whether it is the original
+    exact: Callable[[], tuple[Tensor, Tensor]] | None = None  # logits; logits of absolute values
+    calls: int = 8  # calls per graph
+    small: Callable[[], Case] | None = None  # the same kind, small enough to check
 
 
 def legacy(theirs: bool, package: Any) -> dict[str, bool]:
-    """The original's switch to the kernels for Hopper."""
+    """The original's switch to its Hopper kernels."""
     return {"use_legacy": True} if theirs and package is not flash_mla else {}
 
 
 def table_of(lens: list[int], BS: int, device: str) -> tuple[int, Tensor]:
-    """Pages there are, and a table in no order."""
+    """Number of pages, and a table in random order."""
     M = max(-(-max(lens) // BS), 1)
     return len(lens) * M, torch.randperm(len(lens) * M, device=device).int().view(len(lens), M)
 
@@ -83,12 +83,12 @@ def dense_case(
 
 
 def lengths(chance: Random, B: int, n: int) -> list[int]:
-    """Some without keys, some with as many as tokens, the rest long."""
+    """Random lengths: some without keys, some as long as their tokens, the rest long."""
     return [chance.choice((0, n, n + 1, 63, 64, 65, chance.randrange(n, 3000))) for _ in range(B)]
 
 
-# Tokens, heads of queries and of keys, dtype, causal: each has kernels of its own, which take
-# longer to compile than to run. A process may draw from a part of them.
+# Tokens, heads of queries and of keys, dtype, causal. Each combination has kernels of its own,
+# which take longer to compile than to run, so a process may draw from a part of them.
 DENSE_KERNELS = [
     (1, 128, 1, BF16, False), (2, 128, 1, BF16, True), (1, 64, 1, BF16, False),
     (1, 16, 1, BF16, True), (2, 128, 2, BF16, False), (1, 64, 1, FP16, True),
@@ -125,7 +125,7 @@ def listed_case(
     B: int, n: int, H: int, D: int, widths: list[int], blocks: list[tuple[int, int]], device: str,
     *, sink: bool, lens: list[bool], holes: float, **more: Any,
 ) -> Case:  # fmt: skip
-    """One segment or two: `widths` rows of caches of (pages, rows of a page)."""
+    """One or two segments: `widths` rows each, of caches of (pages, rows per page)."""
     format = "fp8_ds_mla" if D == 576 else "fp8_dsv4"
     q = torch.randn(B, n, H, D, device=device, dtype=BF16) / 4
     caches = [stored(format, N, BS, D, device) for N, BS in blocks]
@@ -161,7 +161,7 @@ def listed_case(
     return Case("flash_mla", title, call, **more)
 
 
-# Heads, sink; and of V4 whether there are two caches, the second one's page.
+# Heads, sink; and for V4 whether there are two caches, and the second one's page size.
 LISTED_KERNELS = [(128, True), (64, True), (64, False), (128, False)]
 V4_KERNELS = [
     (64, True, True, 2), (128, True, True, 64), (64, False, True, 64), (128, False, False, 64),
@@ -170,7 +170,7 @@ V4_KERNELS = [
 
 
 def listed(chance: Random, device: str, part: slice) -> Case:
-    """V3.2. Lists with lengths are among them, which the original refuses."""
+    """Cases for V3.2, including lists with lengths, which the original rejects."""
     H, sink = chance.choice(LISTED_KERNELS[part])
     return listed_case(
         chance.randrange(1, 40), chance.choice((1, 2, 3)), H, 576,
@@ -226,7 +226,7 @@ def prefill(chance: Random, device: str, part: slice) -> Case:
 
 
 def tensor_of(found: Any) -> Tensor:
-    """What sgl-deep-gemm returns may be another library's tensor."""
+    """Convert what sgl-deep-gemm returns, which may be another library's tensor."""
     return found if isinstance(found, Tensor) else from_dlpack(found)
 
 
@@ -267,7 +267,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
         slots = torch.arange(start, min(start + 2**18, N * 64), device=device)
         layout.write(pages, slots, torch.randn(len(slots), 128, device=device), one)
     q, w = torch.randn(B, n, H, 128, device=device).to(FP8), torch.randn(B * n, H, device=device)
-    # a length a token, the last one's the request's
+    # one length per token; the last one is the request's
     behind = torch.arange(n - 1, -1, -1, device=device, dtype=I32)
     context = torch.tensor(lens, dtype=I32, device=device)[:, None] - behind
     M = table.shape[1] * 64
@@ -367,7 +367,7 @@ PUBLISHED = DENSE | SPARSE | OTHERS
 
 
 def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
-    """Small calls, each by the drop-in and by the op with its arguments ready."""
+    """Small calls, each through the drop-in and through the op with its arguments ready."""
     heads = 16 if device == "cpu" else 128
     lens, one = [64, 10], torch.ones((), device=device)
     start = torch.tensor([0, 1, 2], dtype=I32, device=device)

@@ -1,7 +1,7 @@
 """FlashAttention 3's MLA decode, from vLLM's libraries, as vLLM's FLASH_ATTN_MLA calls it.
 
 The rope columns are its keys, the latent columns its values and, with q_v, the other part of its
-keys. vLLM prepares the schedule once per step, so it is not part of a call here. The number of
+keys. vLLM prepares the schedule once per step, so a timed call does not include it. The number of
 splits and max_seqlen_k depend on the mode: full CUDA graphs are captured with an upper bound of
 both; without them the kernel chooses by the step's longest request.
 """
@@ -21,13 +21,13 @@ from bench.decode_batch import C, D, DecodeBatch
 INTERFACE = "vllm.vllm_flash_attn.flash_attn_interface"
 SCALE = D**-0.5
 GRAPH_SPLITS = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
-GRAPH_TOKENS = 512  # vLLM's largest size of a captured batch
+GRAPH_TOKENS = 512  # vLLM's largest captured batch size
 Decode = Callable[[Tensor], tuple[Tensor, Tensor]]  # cache -> out [T, H, C], lse [T, H]
 
 
 @cache
 def why_absent() -> str | None:
-    """Why FA3 cannot be compared with here."""
+    """Why FA3 is not available for comparison."""
     try:
         interface = import_module(INTERFACE)
     except Exception as error:  # vLLM's own imports may fail in any way
@@ -40,7 +40,7 @@ def why_absent() -> str | None:
 
 
 def decoders(batch: DecodeBatch) -> Iterator[tuple[str, Decode]]:
-    """By name: with the arguments of full CUDA graphs, and with those of eager mode."""
+    """FA3 calls by name: with the arguments of full CUDA graphs, and with those of eager mode."""
     yield "fa3", decoder(batch, graphs=True)
     yield "fa3 eager", decoder(batch, graphs=False)
 
@@ -64,7 +64,7 @@ def decoder(batch: DecodeBatch, *, graphs: bool) -> Decode:
         "block_table": batch.table, "softmax_scale": SCALE, "causal": True, "fa_version": 3,
         "scheduler_metadata": schedule, "num_splits": num_splits, "cp_world_size": 1, "cp_rank": 0,
         "cp_tot_seqused_k": None,
-        "return_softmax_lse": True,  # always computed; vLLM asks for it with context parallelism
+        "return_softmax_lse": True,  # always computed; vLLM requests it with context parallelism
     }  # fmt: skip
 
     def decode(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +76,7 @@ def decoder(batch: DecodeBatch, *, graphs: bool) -> Decode:
 
 
 def persistent(schedule: Tensor) -> Tensor:
-    """The schedule at the start of the buffer that captured graphs read, with zeros behind it."""
+    """The schedule at the start of the buffer that captured graphs read, followed by zeros."""
     buffer = torch.zeros(1 + 4 * GRAPH_TOKENS, dtype=torch.int32, device=schedule.device)
     buffer[: len(schedule)] = schedule
     return buffer[: len(schedule)]

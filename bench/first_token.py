@@ -1,4 +1,4 @@
-"""The first token: generate(max_new_tokens=1), attached and by plain transformers with sdpa.
+"""The first token: generate(max_new_tokens=1), attached and with plain transformers and sdpa.
 
     python3 -m bench.first_token --out first_token.json
     python3 -m bench.first_token --only 8x2048 --rounds 15
@@ -6,9 +6,9 @@
 On a GPU two random models (openmla/bench/generate.py), DeepSeek-V2-Lite with 8 of its experts and
 "small", 8 layers of 32 heads with V3's widths, in bf16; on a CPU the demo, left-padded where its
 prompts are uneven, in fp32 and bf16 with one and two threads. Both models have the same weights and
-take turns, each goes first in every other round; medians of what a caller waits for. Logits are
-compared beforehand. On a GPU a profile of one more call says how long kernels ran: all, those
-launched by the attention modules, projections included, and the attention kernels among them.
+take turns, each going first in every other round; times are medians of a caller's wait. Logits are
+compared beforehand. On a GPU a profile of one more call gives kernel times: of all kernels, of
+those launched by the attention modules, projections included, and of the attention kernels.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ ROUNDS, WARM_UP = 9, 2
 PROMPTS = ([8192], [32768], [2048] * 8)
 DEMO_PROMPTS = ([3500], [2000], [96], [200, 700, 350, 512], [40, 900])
 KERNELS = ("flash", "fmha", "mha", "sdpa", "attention", "expanded")  # in names of attention kernels
-# A trained model's logits are nearer to one another than a random one's, in bf16 above all.
+# A trained model's logits are closer together than a random model's, especially in bf16.
 DEMO_LIMITS = {torch.bfloat16: 0.1, torch.float32: 1e-4}
 
 
 class Case(NamedTuple):
-    """Prompts for a model and its copy that is attached."""
+    """Prompts for a model and its attached copy."""
 
     name: str
     plain: Any
     attached: Any
     lens: list[int]
-    limit: float  # of the relative difference between logits
-    threads: int = 0  # 0: as they are
+    limit: float  # on the relative difference between logits
+    threads: int = 0  # 0: unchanged
 
 
 def gpu_cases(only: str) -> Iterator[Case]:
@@ -103,7 +103,7 @@ def first_token(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
 
 
 def compare(case: Case, inputs: dict[str, Tensor]) -> tuple[float, int]:
-    """How far logits are apart, and how many tokens are the same."""
+    """The difference of the logits, and the number of equal tokens."""
     ours, theirs = (
         first_token(model, inputs, return_dict_in_generate=True, output_logits=True).logits[0]
         for model in (case.attached, case.plain)
@@ -113,7 +113,7 @@ def compare(case: Case, inputs: dict[str, Tensor]) -> tuple[float, int]:
 
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Of one call, from an idle device to an idle device."""
+    """Time of one call, from an idle device to an idle device."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 class Named:
-    """Kernels that attention modules launch, told from all others in a profile."""
+    """Marks the kernels that attention modules launch in a profile."""
 
     def __init__(self, model: Any) -> None:
         self.open: list[Any] = []
@@ -147,7 +147,7 @@ class Named:
 
 
 def profiled(model: Any, inputs: dict[str, Tensor]) -> dict[str, float]:
-    """Milliseconds that kernels of one call ran."""
+    """Milliseconds of kernel time in one call."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     named = Named(model)
     try:

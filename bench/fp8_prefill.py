@@ -1,13 +1,14 @@
-"""Prefill attention in fp8 on a GPU, beside our bf16: speed, and errors against float64.
+"""Prefill attention in fp8 on a GPU, compared with bf16: speed, and errors against float64.
 
     python3 -m bench.fp8_prefill --json fp8_prefill.json
 
 Causal prompts. "fp8" is attention over queries and keys that are e4m3 already; "fp8, quantised"
-starts from bf16 as the expansion leaves it: queries, and keys with the shared columns joined, two
-launches of quantize_heads. Values are bf16. Contenders are checked, captured in CUDA graphs
-and replayed in rotation; medians, ratios to bf16 in the same run. Errors are relative (RMS of out,
-largest of lse) on the last rows of two heads, for normal inputs and for such with outliers: eight
-columns of queries, eight others of keys and one token of values in a hundred are 30 times as large.
+starts from bf16 in the layout of the expansion: queries, and keys with the shared columns joined,
+two launches of quantize_heads. Values are bf16. Contenders are checked, captured in CUDA graphs and
+replayed in rotation; times are medians, ratios are to bf16 in the same run. Errors are relative
+(RMS for out, maximum for lse) on the last rows of two heads, for normal inputs and for inputs with
+outliers: eight columns of queries, eight others of keys and one token of values in a hundred are 30
+times as large.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from openmla.ops.quantize_heads import allocate_heads
 E4M3 = torch.float8_e4m3fn
 # V3, V2-Lite, Mistral 4, GLM-5.
 SHAPES = ((128, 192, 64, 128), (16, 192, 64, 128), (32, 128, 64, 128), (64, 256, 64, 256))
-CHECKED, HEADS = 256, 2  # last rows and first heads that are computed in float64
-MOST = {"bf16": 0.01, "fp8": 0.12}  # relative error beyond which a contender is wrong
+CHECKED, HEADS = 256, 2  # last rows and first heads to compute in float64
+MOST = {"bf16": 0.01, "fp8": 0.12}  # relative error above which a contender is wrong
 BASE = "bf16"
-TUNED = ((240, 24), (232, 40), (216, 72))  # registers of the groups that attend, and load
+TUNED = ((240, 24), (232, 40), (216, 72))  # registers of the attention and of the load warpgroups
 
 
 class Heads:
-    """Inputs of one shape in bf16, and what is made of them."""
+    """Inputs of one shape in bf16, and their quantized forms."""
 
     def __init__(self, lens: Sequence[int], H: int, E: int, R: int, V: int, outliers: bool) -> None:
         torch.manual_seed(0)
         bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
         T, self.lens, self.R = sum(lens), lens, R
         self.q, self.k_pe = torch.randn(T, H, E, **bf16), torch.randn(T, R, **bf16)
-        both = torch.randn(T, H, E - R + V, **bf16)  # as an expansion leaves them
+        both = torch.randn(T, H, E - R + V, **bf16)  # the layout of the expansion
         self.k, self.v = both.split([E - R, V], dim=-1)
         if outliers:
             self.q[:, :, :8] *= 30
@@ -100,8 +101,8 @@ class Heads:
         return out
 
     def exact(self, made: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Tensor]:
-        """The last rows of the last request and the first heads, in float64: of the inputs, or of
-        what was made of them."""
+        """The last rows of the last request and the first heads, in float64, from the inputs or
+        from their quantized forms."""
         n, h = self.lens[-1], slice(0, HEADS)
         rows = min(CHECKED, n)
         if made is None:
@@ -129,7 +130,7 @@ def errors(got: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> tuple[fl
 
 
 def show_errors(lens: Sequence[int], H: int, E: int, R: int, V: int) -> list[dict[str, Any]]:
-    """Of all paths, for both kinds of inputs; "own": against float64 over the same e4m3."""
+    """Errors of all paths, for both kinds of inputs; "own": against float64 over the same e4m3."""
     rows = []
     for outliers in (False, True):
         heads = Heads(lens, H, E, R, V, outliers)

@@ -1,11 +1,11 @@
-"""What e4m3 queries cost in accuracy: errors against float64, beside 16-bit queries.
+"""The accuracy cost of e4m3 queries: errors against float64, compared with 16-bit queries.
 
-    python3 -m bench.fp8_queries            # on a CPU, by the reference
+    python3 -m bench.fp8_queries            # on a CPU, with the reference backend
     python3 -m bench.fp8_queries --device cuda
 
-Rows are cached in fp8 and fp8_ds_mla; the truth is float64 over the very bytes, with queries as
-they were before they were rounded. Outliers: four columns of queries and rows are 30 times the
-others. Logits have a standard deviation of 1.7 in both.
+Rows are cached in fp8 and fp8_ds_mla; the exact result is float64 over the same bytes, with
+unrounded queries. Outliers: four columns of queries and rows are 30 times the others. Logits have a
+standard deviation of 1.7 in both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attend(inputs: Inputs, q: Tensor, q_scale: Tensor | None, backend: str) -> A
 
 
 def errors(case: PagedCase, device: str) -> dict[str, tuple[float, float]]:
-    """Relative error of out, largest of lse, by what queries are."""
+    """Relative error of out, largest error of lse, by query dtype."""
     inputs = replace(case, dtype=torch.float32).make(device)
     q, D = inputs["q_latent"], case.C + case.R
     columns = torch.ones(D, device=device)

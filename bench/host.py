@@ -1,10 +1,10 @@
-"""Host time of an op call outside a graph, beside FlashMLA's where that package is installed.
+"""Host time of an op call outside a graph, compared with FlashMLA's if that package is installed.
 
     python3 -m bench.host --json host.json
-    python3 -m bench.host --profile       where the time goes, function by function
+    python3 -m bench.host --profile       time per function
 
-What is timed ends when the call returns: the GPU works on. Calls come in bursts that fit in the
-launch queue, contenders take turns, and the median is of single calls.
+Timing ends when the call returns, while the GPU is still working. Calls come in bursts that fit in
+the launch queue, contenders take turns, and times are medians of single calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from bench.latent import compressed, errors, paged, sparse
 from openmla.bench.harness import describe_machine
 
-BURST, ROUNDS = 40, 9  # calls in a row, and how often
+BURST, ROUNDS = 40, 9  # calls in a row, and repetitions
 CASES = {
     "dense-bf16-h16-1x4096": partial(paged, "1x4096", 16, 1, 1),
     "dense-bf16-h128-64x1024": partial(paged, "64x1024", 128, 1, 1),

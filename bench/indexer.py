@@ -1,10 +1,12 @@
-"""The lightning indexer on a GPU: scores, choice and both, beside torch.topk and DeepGEMM.
+"""The lightning indexer on a GPU: scores, selection and both, compared with torch.topk and
+DeepGEMM.
 
     python3 -m bench.indexer --json indexer.json
 
 64 heads of 128, fp8 queries and keys, top 2048. One process: contenders are checked, captured in
-CUDA graphs and replayed in rotation; medians. DeepGEMM takes part where its package is installed.
-torch chooses in no order ("unsorted"), which is its faster way, and ours is in none.
+CUDA graphs and replayed in rotation; times are medians. DeepGEMM is included if its package is
+installed. torch selects without sorting ("unsorted"), which is faster, and openmla does not sort
+either.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ FP8 = torch.float8_e4m3fn
 
 
 class Shape(NamedTuple):
-    groups: dict[str, dict[str, Callable[[], Any]]]  # what is done: contenders
-    wrong: dict[str, str]  # contenders that are not right, and why
+    groups: dict[str, dict[str, Callable[[], Any]]]  # task: contenders
+    wrong: dict[str, str]  # contenders with wrong results, and why
     calls: int
 
 
 def make(
     B: int, n: int, S: int, calls: int, backend: str = "triton", device: str = "cuda"
 ) -> Shape:
-    """B requests of S keys, the last n tokens of each ask; n = 1 is decode."""
+    """B requests of S keys, of which the last n tokens are queries; n = 1 is decode."""
     torch.manual_seed(0)
     T, blocks, layout = B * n, S // BS, get_format(FORMAT)
     cache = torch.empty(B * blocks, BS, layout.width(DI), dtype=layout.dtype, device=device)
@@ -72,7 +74,7 @@ def make(
         return index_select(*asked, **common, K=K)[0]
 
     def torch_topk(scores: Tensor) -> Tensor:
-        return scores.topk(K, dim=1, sorted=False).indices  # ours are in no order either
+        return scores.topk(K, dim=1, sorted=False).indices  # openmla does not sort either
 
     groups: dict[str, dict[str, Callable[[], Any]]] = {
         "scores": {"triton": score},
@@ -88,7 +90,7 @@ def make(
     }
     if find_spec("deep_gemm") is not None:
         groups["scores"]["deep_gemm"] = _deep_gemm(q, w, cache, table, lens, B, n, S)
-        # what a row may not see must be -inf before torch chooses
+        # scores that a row may not see must be -inf before torch selects
         clean = _deep_gemm(q, w, cache, table, lens, B, n, S, clean=n > 1)
         groups["both"]["deep_gemm, unsorted"] = lambda: torch_topk(clean())
     return Shape(groups, _problems(asked, logits, choose(), fused()), calls)
@@ -97,7 +99,8 @@ def make(
 def _problems(
     asked: tuple[Tensor, ...], logits: Tensor, chosen: Tensor, fused: Tensor
 ) -> dict[str, str]:
-    """The first row's scores against float64, every row's choice against the scores."""
+    """Check the first row's scores against float64, and every row's selection against the
+    scores."""
     q, w, cache, table, _, lens = asked
     wrong = {}
     n = int(lens[0])
@@ -127,7 +130,7 @@ def _deep_gemm(
     S: int,
     clean: bool = False,
 ) -> Callable[[], Tensor]:
-    """Its scores; a decode step's plan is made beforehand and not in the time."""
+    """DeepGEMM's scores; a decode step's plan is made beforehand and not timed."""
     gemm = import_module("deep_gemm")
     if n == 1:
         pages = cache.view(cache.shape[0], BS, 1, -1)

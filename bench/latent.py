@@ -6,11 +6,11 @@
     python3 -m bench.latent --sweep --only h128
 
 One process: each shape's contenders are checked against float64, captured in CUDA graphs of several
-calls, and replayed in rotation; medians. FlashMLA takes 64 or 128 heads: fewer are padded for it.
-It needs the package flash_mla and, over all keys, pages of 64 rows. FA3 decodes bf16 rows and needs
-vLLM's _vllm_fa3_C: "fa3" has the arguments that vLLM uses under full CUDA graphs, "fa3 eager" those
-that it uses without. Ratios are to the fastest of these kernels.
---sweep runs other tiles of the portable kernel in the same rotation: what wins is written into
+calls, and replayed in rotation; times are medians. FlashMLA supports 64 or 128 heads, so fewer are
+padded for it. It needs the package flash_mla and, over all keys, pages of 64 rows. FA3 decodes bf16
+rows and needs vLLM's _vllm_fa3_C: "fa3" has the arguments that vLLM uses under full CUDA graphs,
+"fa3 eager" those that it uses without. Ratios are to the fastest of these kernels.
+--sweep runs other tiles of the portable kernel in the same rotation: the winner is written into
 backends/triton/_tiles.py by hand.
 """
 
@@ -55,15 +55,15 @@ K, BS = 2048, 64
 SCALE = D**-0.5
 PEERS = ("flashmla", "fa3")  # parts of the names of other packages' contenders
 ROUNDS = 9
-CHECKED = 64  # requests
+CHECKED = 64  # requests to check
 Contender = Callable[..., tuple[Tensor, Tensor]]  # without arguments: out [T, H, C], lse [T, H]
 
 
 class Shape(NamedTuple):
     contenders: dict[str, Contender]
-    exact: tuple[Tensor, Tensor]  # of the first tokens, float64
-    calls: int  # in one graph
-    rows: int  # read, for the bandwidth
+    exact: tuple[Tensor, Tensor]  # for the first tokens, float64
+    calls: int  # per graph
+    rows: int  # rows read, for the bandwidth
     row_bytes: int
 
 
@@ -89,7 +89,8 @@ def attended(
 
 
 def taken(q: Tensor, segments: Sequence[Segment]) -> str:
-    """Which of our own backends runs a call: FlashMLA's adapter would be first."""
+    """Which openmla backend runs a call; FlashMLA's adapter is left out, since it would come
+    first."""
     problem = problem_of(q, segments, C=C, run_length=0)
     can = why_not(problem, "gluon") is None and slower(problem, "gluon") is None
     return "gluon" if can else "triton"
@@ -101,7 +102,7 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
     named = torch.randint(0, num_rows, (T, K), device="cuda", dtype=torch.int32)
     lens = torch.full((T,), K, device="cuda", dtype=torch.int32)
     positions = torch.full((T,), num_rows - 1, device="cuda")
-    if T > 1024 and format != "bf16":  # one request's positions, as plans hand them over
+    if T > 1024 and format != "bf16":  # one request's positions, as in plans
         table = torch.randperm(num_rows // BS, device="cuda").int()
         slots = (table[(named // BS).long()] * BS + named % BS).int()
         start_loc = torch.tensor([0, T], device="cuda", dtype=torch.int32)
@@ -137,21 +138,22 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
 
 
 def adapted(problem: Problem, call: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Contender]:
-    """FlashMLA as `auto` would run it, conversions included: what `slower` is decided by."""
+    """FlashMLA as `auto` would run it, conversions included; this decides what counts as
+    `slower`."""
     if why_not(problem, "flashmla") is not None:
         return {}
     return {"flashmla adapter": partial(call, backend="flashmla")}
 
 
 def legacy_side(flash: Any) -> dict[str, bool]:
-    """Where sgl-flash-mla keeps the kernels for SM90."""
+    """Select the SM90 kernels in sgl-flash-mla."""
     taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
     return {"use_legacy": True} if "use_legacy" in taken else {}
 
 
 def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> dict[str, Contender]:
-    """Its decode kernel reads packed rows as they are; a prompt's may also be gathered for its bf16
-    kernel, all of them, which is faster."""
+    """FlashMLA over lists. Its decode kernel reads packed rows directly; for prefill all rows may
+    also be gathered for its bf16 kernel, which is faster."""
     flash = import_module("flash_mla")
     T, H, _ = q.shape
     padded = q if H >= 64 else torch.zeros(T, 64, D, device="cuda", dtype=q.dtype)
@@ -186,7 +188,7 @@ def _flash_sparse(q: Tensor, cache: Tensor, slots: Tensor, format: str) -> dict[
 
 
 def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shape:
-    """Dense decode, `new` query tokens a request, causal among themselves."""
+    """Dense decode with `new` query tokens per request, causal among themselves."""
     lens = lengths(keys)
     blocks = [-(-S // BS) for S in lens]
     cache = cached(sum(blocks) * BS, format)
@@ -195,7 +197,7 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
     q = (torch.randn(len(lens) * new, H, D, device="cuda") / 3).bfloat16()
     if format != "bf16":  # other contenders' queries are fp8
         q = q.to(torch.float8_e4m3fn).bfloat16()
-    # as many layers as calls: the adapter's schedule is of a step, and one layer is its end
+    # as many layers as calls: the adapter's schedule covers a step, which ends after one layer
     copies = calls - 1 if format == "bf16" else 0
     layers = (cache, *(cache.clone() for _ in range(copies)))
     batch = decode_batch((q[..., :C], q[..., C:]), layers, table, lens, new)
@@ -205,8 +207,9 @@ def paged(keys: str, H: int, new: int, calls: int, format: str = "bf16") -> Shap
 def served(
     keys: str, H: int, new: int, page: int, layout: str = "LBNHC", device: str = "cuda"
 ) -> Shape:
-    """Dense decode as vLLM passes it, one call per layer in a graph. "cat+openmla" is what the vLLM
-    backend of openmla runs: it joins the two parts of the queries first. FA3 takes them apart."""
+    """Dense decode as vLLM passes it, one call per layer in a graph. "cat+openmla" is what
+    openmla's vLLM backend runs: it joins the two parts of the queries first. FA3 takes them
+    separately."""
     batch = vllm_batch(keys, H, new, page, layout, device)
     shape = dense(batch, len(batch.layers))
     ours = shape.contenders["openmla"]
@@ -218,7 +221,7 @@ def served(
 
 
 def in_turn(call: Contender, layers: Sequence[Tensor]) -> Contender:
-    """Calls `call` with the cache of the next layer each time."""
+    """Call `call` with the cache of the next layer each time."""
     caches = itertools.cycle(layers)
     return lambda **changed: call(next(caches), **changed)
 
@@ -306,7 +309,7 @@ def _flash_paged(batch: DecodeBatch) -> Callable[[Tensor], tuple[Tensor, Tensor]
 
 
 def _flash_paged_fp8(batch: DecodeBatch) -> Contender:
-    """Takes fp8 queries, and rounds probabilities to fp8."""
+    """FlashMLA with fp8 queries, which rounds probs to fp8."""
     q, cache, table, seq_lens, new = (
         batch.q, batch.layers[0], batch.table, batch.seq_lens, batch.new
     )  # fmt: skip
@@ -329,8 +332,8 @@ def _flash_paged_fp8(batch: DecodeBatch) -> Contender:
 
 
 def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
-    """V4: each token over its last 128 rows and its chosen entries, with a sink. Decode is a
-    request a token; prefill, one request whose tokens follow one another."""
+    """V4: each token over its last 128 rows and its selected entries, with a sink. Decode has one
+    token per request; prefill has one request with consecutive tokens."""
     window, format, M, entries, scale = 128, "fp8_dsv4", 4, 32768, C**-0.5
     one, prefill = torch.ones((), device="cuda"), T > 1024
     B = 1 if prefill else T
@@ -377,7 +380,7 @@ def compressed(T: int, H: int, chosen: int, calls: int) -> Shape:
 def gather_all(
     out: Tensor, caches: Sequence[Tensor], format: str = "fp8_dsv4"
 ) -> Callable[[], None]:
-    """What writes every row of some caches, one cache after another, in 16 bits."""
+    """A function that writes every row of some caches, one cache after another, in 16 bits."""
     calls, first = [], 0
     for cache in caches:
         N, BS, _ = cache.shape
@@ -398,8 +401,8 @@ def gather_all(
 def _flash_compressed(
     q: Tensor, rows: Tensor, near: Tensor, pool: Tensor, far: Tensor, sink: Tensor
 ) -> dict[str, Contender]:
-    """Prefill is its bf16 kernel alone, over rows gathered beforehand, and with our gather of all
-    rows, which a layer would need."""
+    """FlashMLA for V4. Prefill is its bf16 kernel alone, over rows gathered beforehand, and with
+    openmla's gather of all rows, which a layer would need."""
     flash = import_module("flash_mla")
     T, H, _ = q.shape
     padded = q if H >= 64 else torch.zeros(T, 64, C, device="cuda", dtype=q.dtype)
@@ -453,7 +456,7 @@ def tiles(title: str, ours: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, C
     few_heads = "-h16-" in title or "-h8-" in title
 
     def tried(config: Any) -> tuple[Tensor, Tensor]:
-        forget_choices()  # calls are repeated as they were
+        forget_choices()  # otherwise calls repeat their first backend and config
         with patch.object(launch, "config_of", lambda *_: config):
             return ours(backend="triton")
 
@@ -462,7 +465,7 @@ def tiles(title: str, ours: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, C
 
 
 def shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
-    """Names and what makes them: only what is asked for is made."""
+    """Names and functions that make the shapes, so that only requested shapes are made."""
     for H in (16, 32, 64, 128):
         for B in (1, 4, 16, 64, 128):
             make = partial(sparse, B, H, "fp8_ds_mla", 524288, 20)
@@ -511,7 +514,7 @@ def serving_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
 
 
 def vllm_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
-    """What vLLM passes to attention in a decode step: pages of 16 rows by default, of 64 for its
+    """Decode steps as vLLM passes them to attention: pages of 16 rows by default, of 64 for its
     FLASHMLA."""
     uneven = [f"{B}x{LOG_UNIFORM}" for B in (16, 64, 128)]
     even = ["1x1024", "1x32768", "16x8192", "64x4096", "128x2048"]
@@ -525,7 +528,7 @@ def vllm_shapes() -> Iterator[tuple[str, Callable[[], Shape]]]:
 
 
 def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, float]:
-    """Relative error of out, largest of lse, over the tokens that were computed exactly."""
+    """Relative error of out, largest error of lse, over the tokens that were computed exactly."""
     out, lse = contender()
     n = len(exact[0])
     wrong = (out[:n].double() - exact[0]).norm() / exact[0].norm()
@@ -533,7 +536,7 @@ def errors(contender: Contender, exact: tuple[Tensor, Tensor]) -> tuple[float, f
 
 
 def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
-    """Errors of all that the machine has room for."""
+    """Errors of all contenders that the machine can launch."""
     too_large = import_module("triton.runtime.errors").OutOfResources
     found = {}
     for name, contender in shape.contenders.items():
@@ -549,7 +552,7 @@ def checked_ones(title: str, shape: Shape) -> dict[str, tuple[float, float]]:
 
 
 def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, float]:
-    """Microseconds a call, medians over rounds in rotation."""
+    """Microseconds per call, medians over rounds in rotation."""
     graphs = {}
     for name, contender in contenders.items():
         contender()
@@ -571,7 +574,8 @@ def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, 
 
 
 def is_baseline(name: str) -> bool:
-    """Whether ratios may be to this contender: not to our adapter of another package's kernel."""
+    """Whether ratios may be to this contender; openmla's adapter of another package's kernel does
+    not count."""
     return name.endswith("flashmla") or name.startswith("fa3")
 
 
@@ -584,7 +588,7 @@ def absent() -> dict[str, str]:
 
 
 def kept_rows(path: str | None, machine: Any) -> list[dict[str, Any]]:
-    """Shapes measured before a run was cut, if on this machine and commit."""
+    """Shapes measured before a run was interrupted, if on this machine and commit."""
     if path is None or not os.path.exists(path):
         return []
     with open(path) as file:
@@ -614,8 +618,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
             shape.contenders.update(tiles(title, shape.contenders["openmla"]))
         checked = checked_ones(title, shape)
         right = {name: run for name, run in shape.contenders.items() if name in checked}
-        limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probabilities in fp8
-        if "fp8_ds_mla" not in title:  # where queries are widened; else products are in fp8
+        limits = {"flashmla": 5e-2} if "-fp8-" in title else {}  # probs in fp8
+        if "fp8_ds_mla" not in title:  # fp8_ds_mla widens queries; the others multiply in fp8
             limits |= {name: 8e-3 for name in right if name.endswith("e4m3")}
         right = {
             name: run for name, run in right.items() if checked[name][0] < limits.get(name, 4e-3)

@@ -1,10 +1,10 @@
-"""Expanded attention on a GPU: our backends beside torch's cuDNN attention, called plainly.
+"""Expanded attention on a GPU: openmla's backends compared with torch's cuDNN attention.
 
     python3 -m bench.mha --json mha.json
 
 Causal prompts, alone and several: checked against one another, captured in CUDA graphs, replayed in
-rotation; medians. The plain calls get their tensors as they like them, [B, H, n, E]: all requests
-padded to the longest, or one call each. Ratios are to the faster of the two.
+rotation; times are medians. cuDNN gets its tensors in its preferred layout, [B, H, n, E]: all
+requests padded to the longest, or one call each. Ratios are to the faster of the two.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LENGTHS = {
     "8x1024": [1024] * 8,
     "uneven": [_SEEDED.randint(1, 3000) for _ in range(8)],
 }
-# Heads, columns of keys, of them shared, and of values: V3 at tensor parallel 8 and 1, GLM-5,
+# Heads, key columns, shared key columns, and value columns: V3 at tensor parallel 8 and 1, GLM-5,
 # Mistral 4, MiniCPM3.
 SHAPES = ((16, 192, 64, 128), (128, 192, 64, 128), (20, 256, 64, 256), (32, 128, 64, 128),
           (40, 96, 32, 64))  # fmt: skip
@@ -43,14 +43,14 @@ PLAIN = ("cuDNN, padded", "cuDNN, one by one")
 
 
 def make(lens: Sequence[int], H: int, E: int, R: int, V: int) -> dict[str, Callable[[], Tensor]]:
-    """Contenders by name; each gives the first request's output."""
+    """Contenders by name; each returns the first request's output."""
     torch.manual_seed(0)
     bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     T, longest = sum(lens), max(lens)
     q, k, v = (torch.randn(T, H, width, **bf16) for width in (E, E, V))
     k_pe = torch.randn(T, R, **bf16)
     k[:, :, E - R :] = k_pe[:, None]
-    both = torch.cat([k[:, :, : E - R], v], dim=-1)  # as an expansion leaves them
+    both = torch.cat([k[:, :, : E - R], v], dim=-1)  # the layout of the expansion
     k_nope, values = both.split([E - R, V], dim=-1)
     bounds = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device="cuda")
     apart = [[part.transpose(0, 1)[None] for part in each.split(list(lens))] for each in (q, k, v)]

@@ -1,14 +1,14 @@
-"""The quantised end of a step on a GPU: one op beside the ops it stands for.
+"""The quantized end of a step on a GPU: one op compared with the ops that it replaces.
 
     python3 -m bench.outputs --json outputs.json
     python3 -m bench.outputs --sweep --only decode-b1-h16-fp8_128
 
-Decode: out of latent space and quantised. project_quantize, against torch.bmm and quantize_out, and
-against torch.bmm and the quantiser in torch's own ops, as an engine without either has it. w_uv is
-another layer's at each call, more of them than a cache holds. Prefill: the last merge.
-merge_quantize, against merge_states and quantize_out, and merge_states and torch's ops. Checked
-against one another, captured in CUDA graphs, replayed in rotation; medians. Ratios are to the two
-ops, and to torch's.
+Decode projects out of latent space and quantizes: project_quantize, against torch.bmm and
+quantize_out, and against torch.bmm and the quantizer in torch's own ops, as in an engine without
+either. w_uv is another layer's at each call, over more layers than a cache holds. Prefill is the
+last merge: merge_quantize, against merge_states and quantize_out, and against merge_states and
+torch's ops. Contenders are checked against one another, captured in CUDA graphs, and replayed in
+rotation; times are medians. Ratios are to the two ops, and to torch's.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from openmla.outputs import QuantizedOutput, decode_output, get_output_format, m
 C, V = 512, 128
 HEADS, BATCHES, CHUNKS = (16, 128), (1, 16, 128), (512, 8192)
 FORMATS = ("fp8", "fp8_128", "fp8_128_pow2", "nvfp4")
-COLD_BYTES = 1 << 28  # of weights in turn
+COLD_BYTES = 1 << 28  # total size of the weights read in turn
 FUSED, TWO_OPS, TORCH = "one op", "two ops", "torch's quantiser"
 Contenders = dict[str, Callable[[], None]]
 Make = Callable[[int, int, QuantizedOutput], tuple[Contenders, int]]
 
 
 def quantize_by_torch(out: QuantizedOutput, x: Tensor) -> None:
-    """fp8 formats in torch's own ops; x is [n, H, V]."""
+    """Quantize to fp8 formats with torch's own ops; x is [n, H, V]."""
     format = get_output_format(out.format)
     wide = x.flatten(1).float()
     if not format.group:
@@ -70,11 +70,11 @@ def plainly(out: QuantizedOutput, x: Tensor) -> None:
 def projecting(
     n: int, H: int, out: QuantizedOutput, one_op: Callable[..., None] = project_quantize
 ) -> tuple[Contenders, int]:
-    """Contenders by name, and how many calls see other weights."""
+    """Contenders by name, and how many calls use different weights."""
     calls = max(COLD_BYTES // (2 * H * C * V), 1)
     latent = (torch.randn(n, H, C, device="cuda") / 3).bfloat16()
     kv_b = (torch.randn(calls, H, V, C, device="cuda") / C**0.5).bfloat16()
-    weights = list(kv_b.transpose(2, 3))  # views of kv_b_proj, as layers have them
+    weights = list(kv_b.transpose(2, 3))  # views of kv_b_proj, as in layers
     turns = {name: cycle(weights) for name in (FUSED, TWO_OPS, TORCH)}
 
     def product(name: str) -> Tensor:
@@ -122,8 +122,8 @@ def shapes() -> Iterator[tuple[str, Make, int, int, str]]:
 
 
 def differences(make: Make, n: int, H: int, out: QuantizedOutput) -> dict[str, float]:
-    """How far each is from the one op, of the values that the buffers stand for; inputs are made
-    anew for each, as merge_states changes them."""
+    """How far each contender is from the one op, in dequantized values. Inputs are rebuilt for
+    each, since merge_states changes them."""
     found: dict[str, Tensor] = {}
     torch.manual_seed(0)
     for name in make(n, H, out)[0]:
@@ -135,7 +135,7 @@ def differences(make: Make, n: int, H: int, out: QuantizedOutput) -> dict[str, f
 
 
 def swept(n: int, H: int, out: QuantizedOutput) -> Contenders:
-    """The one op with other tiles, those that the machine has room for and that are right."""
+    """The one op with other tiles that the machine can launch and that give right results."""
     too_large = import_module("triton.runtime.errors").OutOfResources
     found: Contenders = {}
     runs = tiles("project_quantize", n, C, get_output_format(out.format).group)

@@ -1,12 +1,12 @@
-"""What a step's Batch and plans cost the host, and how many torch operations they take.
+"""Host time of a step's Batch and plans, and how many torch operations they take.
 
     python3 -m bench.plans
     python3 -m bench.plans --device cuda
     python3 -m bench.plans --device meta        on a CPU, as if there were a device to upload to
 
 Microseconds, medians of 200 after a warm-up. `captured` is make_plan(into=), the update of a step
-that a graph replays. V4 has a plan per compress ratio, the second and third beside the first; its
-rows are of one plan each, and of all three.
+that a graph replays. V4 has one plan per compress ratio, the second and third made with beside= the
+first; its rows show each plan, and all three.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from openmla.bench.harness import describe_machine
 KEYS, DRAFTS, PROMPT = 8192, 4, 2048
 WARM, ROUNDS = 30, 200
 FORMATS = {"deepseek-v3": "bf16", "deepseek-v3.2": "fp8_ds_mla", "deepseek-v4-flash": "fp8_dsv4"}
-RATIOS = (4, 0, 128)  # of V4's layers
-TARGETS = {("deepseek-v3", 1): 150, ("deepseek-v3", 64): 300}  # us of make_plan; others:
+RATIOS = (4, 0, 128)  # compress ratios of V4's layers
+TARGETS = {("deepseek-v3", 1): 150, ("deepseek-v3", 64): 300}  # us for make_plan; otherwise:
 SPARSE_TARGET = 400
 
 
 class Operations(TorchDispatchMode):
-    """Counts the torch operations that are called while it is entered."""
+    """Counts the torch operations called inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Operations(TorchDispatchMode):
 
 
 class Step(NamedTuple):
-    """Requests to plan for, new tokens of each."""
+    """Requests to plan for, and new tokens of each."""
 
     preset: str
     what: str
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One row of the table: how a batch is made, planned, and planned for a graph."""
+    """One row of the table: how to make a batch, its plan, and its plan for a graph."""
 
     step: Step
     layers: str
@@ -87,15 +87,15 @@ def steps() -> Iterator[Step]:
 
 
 def lengths(B: int) -> list[int]:
-    """Of the requests, this step's tokens included: no two alike."""
+    """Distinct lengths of the requests, including this step's tokens."""
     return [KEYS - 7 * b for b in range(B)]
 
 
 def latent_case(step: Step, device: str) -> Case:
-    """One plan for all layers. Contexts share their blocks, so that caches stay small."""
+    """One plan for all layers. Contexts share their blocks, which keeps caches small."""
     BS, B = 64, len(step.query_lens)
     M = KEYS // BS
-    own = -(-PROMPT // BS) + 1  # columns of a request's own
+    own = -(-PROMPT // BS) + 1  # a request's own columns
     cache = allocate_cache(
         step.config, num_blocks=M + B * own, block_size=BS, format=FORMATS[step.preset],
         device=device,
@@ -125,7 +125,7 @@ def cases(step: Step, device: str) -> Iterator[Case]:
 
 
 def compressed_cases(step: Step, device: str) -> Iterator[Case]:
-    """A plan per compress ratio."""
+    """One plan per compress ratio."""
     config, B = step.config, len(step.query_lens)
     assert config.compressor is not None
     longest = max(step.query_lens)
@@ -186,7 +186,7 @@ def _tables(cache: LayerCache, step: Step, columns: int) -> dict[str, Any]:
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Median microseconds of a call; what it launches is not waited for in between."""
+    """Median microseconds of a call, without waiting for what it launches."""
     times = []
     for turn in range(WARM + ROUNDS):
         start = time.perf_counter()
@@ -197,7 +197,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def operations(call: Callable[[], object]) -> int:
-    call()  # what is found once is found here
+    call()  # fills caches
     with Operations() as counted:
         call()
     return counted.count

@@ -2,10 +2,10 @@
 
     python3 -m bench.routes --json routes.json
 
-8192 new tokens of one V3.2 layer on a context, each with the same 2048 chosen keys either way, from
-the cache to the layer's heads: what the planner decides between (plan/forms.py). Both routes are
-checked against one another and run in turns; medians. The last column says whether the planner took
-the faster one.
+8192 new tokens of one V3.2 layer on a context, each with the same 2048 selected keys in both
+routes, from the cache to the layer's heads: what the planner decides between (plan/forms.py). Both
+routes are checked against one another and run in turns; times are medians. The last column shows
+whether the planner picked the faster one.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def make_absorbed(config: MLAConfig, device: str) -> AbsorbedWeights:
 
 
 def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
-    """K of each row's keys at even distances, from a place of the row's own on."""
+    """K of each row's keys at equal distances, with an offset per row."""
     assert plan.select is not None
     lens = plan.select.row_lens
     step = (lens.double() / K).clamp(min=1)[:, None]
     begin = torch.rand_like(step) * step
     places = (torch.arange(K, device=lens.device) * step + begin).int()
     places = places.where(places < lens[:, None], -1)
-    if not bool((lens >= K).all()):  # short rows take all they have
+    if not bool((lens >= K).all()):  # short rows select all their keys
         every = torch.arange(K, device=lens.device, dtype=torch.int32)
         places = places.where(lens[:, None] >= K, every.where(every < lens[:, None], -1))
     rows = chosen_rows(places, cache, plan)

@@ -1,4 +1,4 @@
-"""Shapes that servers have, for bench.latent: a fixed list, and medians of what was measured.
+"""Shapes that servers have, for bench.latent: a fixed list, and medians of the measured ratios.
 
 Dense decode covers uneven lengths, odd batch sizes and head counts, short contexts and several
 query tokens (draft tokens). Each value occurs at least three times; the full product would have
@@ -19,7 +19,7 @@ KEYS = (
     "1x65536", "2x40000", "3x30000", "4x20000", "8x4096", "12x3000", "24x6000", "32x2048",
     "48x1000", "96x2500", "200x700", f"64x{ANY}", f"200x{ANY}", ONE_LONG,
 )  # fmt: skip
-TOKENS = (1, 1, 2, 3, 4)  # of a request
+TOKENS = (1, 1, 2, 3, 4)  # per request
 FP8_KEYS = ("2x40000", "24x6000", "96x2500", f"64x{ANY}")
 FP8_HEADS = (16, 32, 64, 128)
 BATCHES = (1, 2, 8, 16, 33, 67, 96, 133, 200, 300)
@@ -28,7 +28,7 @@ GROUPS = ("decode", "several", "fp8", "sparse", "v4")
 
 
 def dense_shapes() -> Iterator[tuple[str, str, int, int, int, str]]:
-    """Name, lengths, heads, query tokens of a request, rows of a page, format of the cache."""
+    """Name, lengths, heads, query tokens per request, rows per page, cache format."""
     for i, keys in enumerate(KEYS):
         for j, new in enumerate(TOKENS):
             H = HEADS[(2 * i + 5 * j) % len(HEADS)]
@@ -41,7 +41,7 @@ def dense_shapes() -> Iterator[tuple[str, str, int, int, int, str]]:
 
 
 def sparse_shapes() -> Iterator[tuple[str, str, int, int]]:
-    """Name, "sparse" or "v4", heads, tokens, a request each."""
+    """Name, "sparse" or "v4", heads, tokens (one per request)."""
     for i, B in enumerate(BATCHES):
         for shift, kind in enumerate(("sparse", "v4")):
             H = SPARSE_HEADS[(i + shift) % len(SPARSE_HEADS)]

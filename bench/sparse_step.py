@@ -3,9 +3,10 @@
     python3 -m bench.sparse_step --json sparse_step.json
     python -m bench.sparse_step --measured sparse_step.json --plot sparse_step.png
 
-Write both caches, score every key, choose 2048, attend: what a layer does for B requests between
-its projections. The whole chain is captured as one CUDA graph, each op as one of its own; all are
-replayed in rotation, medians. Shares are of the ops' sum, which a graph of them all undercuts.
+Write both caches, score every key, select 2048, attend: what a layer does for B requests between
+its projections. The whole chain is captured as one CUDA graph, and each op as a graph of its own;
+all are replayed in rotation, and times are medians. Shares are of the ops' sum, which is larger
+than the time of the whole graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from openmla.ops import (
 )
 
 BS, C, R, D, HI, DI, K = 64, 512, 64, 576, 64, 128, 2048
-CALLS = 10  # in one graph
+CALLS = 10  # per graph
 SHAPES = [(H, B, S) for H in (16, 128) for B in (1, 16, 64) for S in (32768, 131072)]
 
 
@@ -127,8 +128,8 @@ class Step:
 
 
 def problems(step: Step) -> list[str]:
-    """What is wrong with a step's own results, by the reference: a selection that misses better
-    keys, an output past 1 % of it."""
+    """Check a step's results against the reference: no better key may be left out, and the output
+    must be within 1 %."""
     out, lse = step.whole()
     logits, chosen = step.logits, step.chosen.long()
     worst = logits.gather(1, chosen).min(1).values
@@ -144,7 +145,7 @@ def problems(step: Step) -> list[str]:
 
 
 def draw(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """A bar per shape: the ops on top of one another, the graph of all as a line."""
+    """Draw one bar per shape: the ops stacked, the whole graph as a line."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.5))

@@ -1,6 +1,6 @@
 """One cached attention of DeepSeek-V2-Lite's shape, in every cache format for it, against float64.
 
-A prompt's latent rows go into a paged cache; then one new token attends to all of them.
+A prompt's latent rows are written to a paged cache; then one new token attends to all of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def main() -> None:
     config = openmla.PRESETS["deepseek-v2-lite"]
     H, C, R, D = config.num_heads, config.kv_lora_rank, config.qk_rope_head_dim, config.latent_dim
     torch.manual_seed(0)
-    rows = torch.randn(PROMPT, D)  # normalised latents and rotated keys have unit size
+    rows = torch.randn(PROMPT, D)  # normalized latents and rotated keys have unit size
     query = torch.randn(1, H, D) / (config.scale * D**0.5)  # logits of unit size
 
-    # the truth: float64 softmax over the rows before any rounding
+    # the exact result: float64 softmax over the rows before any rounding
     logits = config.scale * (query.double()[0] @ rows.double().T)
     truth = logits.softmax(-1) @ rows.double()[:, :C]
 

@@ -1,10 +1,11 @@
 """A small serving engine: continuous batching of many requests over one paged cache.
 
     python examples/engine.py                              20 requests to the demo model
-    python examples/engine.py --requests 200 --blocks 30   more of them, and memory for few
+    python examples/engine.py --requests 200 --blocks 30   more requests, and little memory
 
-Start reading at Engine.step(): who runs, which blocks, one forward, tokens back. openmla does the
-attention and keeps the books of blocks; the rest of the model is transformers' own modules.
+Start reading at Engine.step(): which requests run, which blocks they get, one forward, new tokens.
+openmla provides the attention and the block pool; the rest of the model is transformers' own
+modules.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @dataclass(eq=False)
 class Request:
-    number: int  # its name in the pool
+    number: int  # the request's name in the pool
     prompt: list[int]
     max_new_tokens: int
-    tokens: list[int] = field(default_factory=list)  # the prompt, then what was generated
+    tokens: list[int] = field(default_factory=list)  # the prompt, then generated tokens
 
 
 class PagedModel:
-    """A Hugging Face model's weights over packed tokens: MLAAttention for its attention, a cache
+    """A Hugging Face model's weights over packed tokens: MLAAttention for its attention, one cache
     per layer, one plan for all of them."""
 
     def __init__(self, model: Any, num_blocks: int, block_size: int) -> None:
@@ -53,12 +54,12 @@ class PagedModel:
             self.layers.append(layer)
 
     def __call__(self, ids: Tensor, positions: Tensor, plan: openmla.Plan) -> Tensor:
-        """[T, vocabulary]: logits of the step's tokens, those of all requests behind each other."""
+        """[T, vocabulary]: logits of the step's tokens, requests concatenated."""
         inner, selection = self.model.model, None
         hidden = inner.embed_tokens(ids)
         for block, layer, cache in zip(inner.layers, self.layers, self.caches, strict=True):
             normed = block.input_layernorm(hidden)
-            # layers that share a selection of keys take the one before
+            # layers that share a selection of keys use the previous one
             out, selection = layer.attend(normed, positions, cache, plan, selection)
             hidden = hidden + out
             hidden = hidden + block.mlp(block.post_attention_layernorm(hidden)[None])[0]
@@ -67,13 +68,13 @@ class PagedModel:
 
 
 class Prefixes:
-    """Whole blocks of prompts that were read, kept for prompts that begin alike. They are requests
-    of the pool like any other: a block lives as long as somebody uses it."""
+    """A prefix cache: whole blocks of prefilled prompts, kept for prompts with the same prefix.
+    Each is a request in the pool like any other; a block lives as long as it is in use."""
 
     def __init__(self, pool: openmla.BlockPool) -> None:
         self.pool, self.size = pool, pool.block_size
-        self.kept: list[Any] = []  # names in the pool; used longest ago comes first
-        self.known: dict[tuple[int, ...], Any] = {}  # tokens: who has them
+        self.kept: list[Any] = []  # names in the pool, least recently used first
+        self.known: dict[tuple[int, ...], Any] = {}  # tokens of a prefix: its name
 
     def remember(self, request: Request) -> None:
         whole = len(request.prompt) // self.size * self.size
@@ -86,7 +87,7 @@ class Prefixes:
             self.forget_one()
 
     def share(self, request: Request) -> int:
-        """Start a request with the longest prefix there is; one token at least is left to read."""
+        """Start a request with its longest known prefix; at least one token is left to prefill."""
         for n in range((len(request.tokens) - 1) // self.size * self.size, 0, -self.size):
             if (name := self.known.get(tuple(request.tokens[:n]))) is not None:
                 self.pool.share(name, request.number, n)
@@ -103,8 +104,9 @@ class Prefixes:
 
 
 class Engine:
-    """Admits requests as there is room, and advances all that run by a step at a time: at most
-    max_requests of them by max_tokens in all, so that longer prompts are read in chunks."""
+    """Admits requests as capacity allows, and advances all running ones by a step at a time: at
+    most max_requests requests and max_tokens tokens per step, so longer prompts are prefilled in
+    chunks."""
 
     def __init__(
         self,
@@ -126,14 +128,14 @@ class Engine:
         self.running: list[Request] = []  # the oldest first
         self.finished: list[Request] = []
         self.counts: Counter[str] = Counter()
-        # fixed tensors of the largest decode step; a graph of any size uses their first rows
+        # fixed tensors of the largest decode step; graphs of any size use their first rows
         sizes: Any = {"max_requests": max_requests, "max_tokens": max_requests}
         sizes["max_blocks"] = -(-self.longest // block_size)
         self.buffers = openmla.plan_buffers(self.model.config, self.model.caches[0], **sizes)
         self.ids = torch.zeros(max_requests, dtype=torch.int64, device=self.model.device)
         self.positions = torch.zeros_like(self.ids)
         self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        # one is replayed at a time, and its tokens are read before the next
+        # graphs are replayed one at a time, and tokens are read before the next replay
         self.graph_pool = torch.cuda.graph_pool_handle() if self.ids.is_cuda else None
 
     def add(self, prompt: list[int], max_new_tokens: int) -> Request:
@@ -146,7 +148,7 @@ class Engine:
         return request
 
     def step(self) -> None:
-        """One forward: the next token of requests that decode, a chunk of those still read."""
+        """One forward: the next token of decoding requests, a chunk of the prompts in prefill."""
         wanted = self._next_tokens()
         if self._make_room(wanted):
             self._admit(wanted)
@@ -154,7 +156,7 @@ class Engine:
             return
         copies = self.pool.take({request.number: n for request, n in wanted.items()})
         for cache in self.model.caches:
-            cache.copy_blocks(copies)  # none here: only whole blocks are shared
+            cache.copy_blocks(copies)  # copies nothing: only whole blocks are shared
         ends = {request: self.pool.seq_len(request.number) for request in wanted}
         spans = [(r.number, ends[r] - n, ends[r]) for r, n in wanted.items()]
         batch = openmla.Batch(
@@ -168,12 +170,12 @@ class Engine:
         run = self._decode if batch.num_tokens == len(wanted) else self._read
         tokens = run(batch, torch.tensor(ids), torch.tensor(positions))
         for request, token in zip(wanted, tokens, strict=True):
-            if ends[request] == len(request.tokens):  # all of it is read
+            if ends[request] == len(request.tokens):  # prefill is complete
                 self._append(request, token)
         self.counts["steps"] += 1
 
     def _next_tokens(self) -> dict[Request, int]:
-        """How many tokens of each running request are next; those that decode come first."""
+        """How many tokens of each running request are next; decoding requests come first."""
         left = {r: len(r.tokens) - self.pool.seq_len(r.number) for r in self.running}
         wanted, budget = {}, self.max_tokens
         for request in sorted(self.running, key=left.__getitem__):
@@ -183,8 +185,8 @@ class Engine:
         return wanted
 
     def _make_room(self, wanted: dict[Request, int]) -> bool:
-        """Blocks for all of them, if need be those of prefixes, then of the newest request, which
-        is read again later. Returns whether nobody had to go."""
+        """Free blocks for all of them, if necessary by evicting prefixes, then by preempting the
+        newest request, which is prefilled again later. Returns whether no request was preempted."""
         preempted = False
         while not self._fits(wanted):
             if not self.prefixes.forget_one():
@@ -197,7 +199,7 @@ class Engine:
         return not preempted
 
     def _admit(self, wanted: dict[Request, int]) -> None:
-        """New requests in order, while there is room for all of their tokens."""
+        """Admit new requests in order, as long as all of their tokens fit."""
         budget = self.max_tokens - sum(wanted.values())
         while budget and self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]
@@ -232,7 +234,7 @@ class Engine:
             self.finished.append(request)
 
     def _read(self, batch: openmla.Batch, ids: Tensor, positions: Tensor) -> list[int]:
-        """A step with prompts in it: each request in the form that is cheaper for it."""
+        """A step that includes prefill: each request in its cheaper form."""
         model = self.model
         plan = openmla.make_plan(batch, model.config, model.caches[0])
         logits = model(ids.to(model.device), positions.to(model.device), plan)
@@ -241,13 +243,14 @@ class Engine:
         return tokens
 
     def _decode(self, batch: openmla.Batch, ids: Tensor, positions: Tensor) -> list[int]:
-        """A token each, filled up to a power of two: on a GPU a graph for each of these sizes."""
+        """One token per request, padded to a power of two: on a GPU there is a graph for each of
+        these sizes."""
         model, B = self.model, batch.num_tokens
         size = min(1 << (B - 1).bit_length(), self.max_requests)
         self.counts[f"graph of {size}"] += 1
         into = openmla.slice_buffers(self.buffers, max_requests=size, max_tokens=size)
         plan = openmla.make_plan(batch, model.config, model.caches[0], into=into)
-        self.ids[:B].copy_(ids)  # what stands behind them is padding, whatever it is
+        self.ids[:B].copy_(ids)  # the rows after them are padding with any content
         self.positions[:B].copy_(positions)
 
         def step() -> Tensor:
@@ -271,13 +274,14 @@ def load_demo(device: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).to(device)
-    if device.startswith("cuda"):  # experts grouped by their tokens ask the host: no graph of that
+    if device.startswith("cuda"):  # grouped experts synchronize with the host: no graph
         model.set_experts_implementation("batched_mm")
     return model.eval().requires_grad_(False)
 
 
 def some_prompts(count: int, dice: random.Random) -> list[list[int]]:
-    """Bytes of Python; most begin with one of four texts, as chats do with their system's."""
+    """Python source bytes; most begin with one of four texts, as chats do with their system
+    prompt."""
     text = (DEMO / "heldout.txt").read_bytes().replace(b"\0", b"\n")
     starts = [b"", *(text[i : i + 96] for i in range(0, 40_000, 10_000))]
     places = [dice.randrange(len(text) - 200) for _ in range(count)]
@@ -310,7 +314,7 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def line(engine: Engine) -> str:
-    """One step: blocks of requests, of prefixes nobody uses just now, and free ones."""
+    """One step: blocks of requests, of prefixes not in use, and free ones."""
     pool, width = engine.pool, 40
     used = len({block for r in engine.running for block in pool.blocks(r.number)})
     held, gone = (
@@ -327,7 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
     arriving, start = deque(some_prompts(options.requests, dice)), time.perf_counter()
     print("blocks: █ of requests that run, ▒ kept for prompts that begin alike, · free\n")
     while arriving or engine.waiting or engine.running:
-        while arriving and dice.random() < 0.4:  # they come when they come
+        while arriving and dice.random() < 0.4:  # random arrivals
             engine.add(arriving.popleft(), dice.randint(8, MOST_NEW))
         engine.step()
         if engine.counts["steps"] % 10 == 1:

@@ -1,6 +1,6 @@
-"""A Hugging Face MLA model before and after attach(): the same tokens, another speed.
+"""A Hugging Face MLA model before and after attach(): same tokens, different speed.
 
-A random model of DeepSeek-V3's shape stands in for a checkpoint, so that nothing is downloaded.
+A random model of DeepSeek-V3's shape replaces a checkpoint, so nothing is downloaded.
 """
 
 from __future__ import annotations

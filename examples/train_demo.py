@@ -2,14 +2,15 @@
 
     python examples/train_demo.py --out openmla/demo
 
-1. Text: the standard library's and torch's own sources, as installed (their licences allow it).
-   A few modules of the standard library are held out and written beside the weights.
+1. Text: the installed sources of the standard library and torch (their licenses allow it).
+   A few modules of the standard library are held out and written next to the weights.
 2. The model learns the text with dense attention (transformers' `deepseek_v3`); in the last part
-   of it with cached rows rounded to fp8, so that an fp8 cache costs it little.
-3. Its weights frozen, the lightning indexer of each layer learns to give every key the share of
-   attention that the layer's own heads give it, on average, so that its top-k means something.
+   of it with cached rows rounded to fp8, so that an fp8 cache costs little accuracy.
+3. With its weights frozen, the lightning indexer of each layer learns to give every key its share
+   of the layer's attention, averaged over heads, so that its top-k selection is meaningful.
 
-Seeded throughout. Other GPUs and versions round differently: the same loss, not the same bits.
+Seeded throughout. Other GPUs and versions round differently: the same loss, but not bitwise
+identical weights.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from transformers import (
 )
 
 CONTEXT = 4096
-ROUNDED = 0.7  # from this part of the steps on, latents and rope keys are rounded to fp8
+ROUNDED = 0.7  # after this fraction of the steps, latents and rope keys are rounded to fp8
 END = 0  # the byte between two files
 HELD_OUT = ["bisect.py", "fractions.py", "heapq.py", "sched.py", "shelve.py", "textwrap.py"]
-# Tests and tables of characters are no prose; the rest of the two libraries is.
+# Tests and tables of characters are excluded; the rest of the two libraries is used.
 LEFT_OUT = {"test", "tests", "testing", "encodings", "site-packages", "dist-packages", "pydoc_data"}
 
 ATTENTION = {
@@ -70,7 +71,7 @@ MODEL = {
     "eos_token_id": END,
     "pad_token_id": END,
 }
-# Sixteen index heads: with few, many keys score exactly zero and the cut falls among equals.
+# Sixteen index heads: with few, many keys score exactly zero and the cutoff falls among ties.
 INDEXER = {"index_n_heads": 16, "index_head_dim": 32, "index_topk": 256}
 
 
@@ -157,7 +158,7 @@ class MasterWeights:
 
 
 class Balance:
-    """Evens out the experts' load by the router's bias, a small step against each imbalance."""
+    """Balances the experts' load with the router's bias, a small step against each imbalance."""
 
     def __init__(self, model: Any) -> None:
         for router in (layer.mlp.gate for layer in model.model.layers[1:]):
@@ -171,10 +172,10 @@ class Balance:
 
 
 class Rounding:
-    """Rows as an fp8 cache would give them back; gradients pass as if nothing had happened.
+    """Rows as read back from an fp8 cache; gradients pass through unchanged.
 
-    A cache holds rope keys after their rotation, and it matters: rounding before it would give a
-    key the same error wherever it stands.
+    A cache holds rope keys after their rotation, and that matters: rounding before it would give a
+    key the same error at every position.
     """
 
     def __init__(self, model: Any, device: str) -> None:
@@ -194,7 +195,7 @@ class Rounding:
             return out
         latent, k_pe = out[..., : -self.rope], out[..., -self.rope :]
         turned = self.rounded(rotate_pairs(k_pe.detach().float(), self.cos, self.sin))
-        back = rotate_halves(turned, self.cos, -self.sin)  # first members of the pairs in front
+        back = rotate_halves(turned, self.cos, -self.sin)  # first members of the pairs come first
         back = torch.stack(back.chunk(2, -1), -1).flatten(-2)
         return torch.cat([latent, self.instead(k_pe, back)], -1)
 
@@ -224,7 +225,7 @@ def train_language_model(model: Any, windows: Windows, args: argparse.Namespace)
 
 
 class LayerInputs:
-    """What each attention module is called with."""
+    """Records the arguments of each attention module's calls."""
 
     def __init__(self, model: Any) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -236,7 +237,7 @@ class LayerInputs:
 
 
 def train_indexer(model: Any, sparse: Any, windows: Windows, args: argparse.Namespace) -> None:
-    """Each layer's indexer against that layer's attention, for some queries of every window."""
+    """Train each layer's indexer on that layer's attention, for some queries of every window."""
     indexers = [layer.self_attn.indexer for layer in sparse.model.layers]
     optimizer = MasterWeights(
         (p for indexer in indexers for p in indexer.parameters()), args.rate, args.index_steps
@@ -303,7 +304,7 @@ def later(rows: Tensor, num_keys: int) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbouring columns are a pair; the result has the pairs' first members in front."""
+    """Rotate pairs of adjacent columns; the result has the pairs' first members first."""
     return rotate_halves(torch.cat([x[..., 0::2], x[..., 1::2]], -1), cos, sin)
 
 
@@ -313,7 +314,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Progress:
-    """A line every hundred steps, with the mean of what was measured since the last."""
+    """Prints a line every hundred steps, with the means since the last line."""
 
     def __init__(self, name: str, steps: int, unit: str) -> None:
         self.name, self.steps, self.unit = name, steps, unit
@@ -346,7 +347,7 @@ def bits_per_byte(model: Any, text: bytes, device: str, num_windows: int | None)
 
 
 def save(sparse: Any, held_out: bytes, folder: Path) -> None:
-    """Hugging Face layout: bf16 weights, computed in float32 unless one asks otherwise."""
+    """Save in Hugging Face layout: bf16 weights, computed in float32 unless requested otherwise."""
     for parameter in sparse.parameters():  # not the routers' biases
         parameter.data = parameter.data.bfloat16()
     sparse.save_pretrained(folder)

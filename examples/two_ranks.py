@@ -1,11 +1,11 @@
-"""One model on two processes, each with half of the cache: the tokens of one process.
+"""One model on two processes, each with half of the cache: the same tokens as with one process.
 
     python examples/two_ranks.py                                 # starts two processes itself
     torchrun --nproc-per-node 2 examples/two_ranks.py            # or is started by torchrun
 
-Every process runs the whole model on the same tokens; positions of a sequence are dealt out in
-turns. A random model of DeepSeek-V3's shape stands in for a checkpoint. The group is gloo's, on
-CPUs; by torchrun, with a GPU per process, it is NCCL's.
+Every process runs the whole model on the same tokens; positions of a sequence are assigned round
+robin. A random model of DeepSeek-V3's shape replaces a checkpoint. The process group uses gloo on
+CPUs; under torchrun, with a GPU per process, it uses NCCL.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def make_model(device: str) -> DeepseekV3ForCausalLM:
 
 
 def cached_bytes(model: DeepseekV3ForCausalLM, prompt: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Tokens, and the most that the cache held meanwhile."""
+    """Generated tokens, and the largest size of the cache meanwhile."""
     past = model(prompt, use_cache=True).past_key_values
     held = attachment_of(model).memory().used_bytes
     del past

@@ -1,1 +1,1 @@
-"""Scripts for people who work on the project; not part of the package."""
+"""Scripts for developing the project; not part of the package."""

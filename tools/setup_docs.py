@@ -1,8 +1,8 @@
-"""Makes .venv-docs, in which `make docs` builds the site. Run again, it finds nothing to do.
+"""Makes .venv-docs, in which `make docs` builds the site. Does nothing if it is up to date.
 
     python3 -m tools.setup_docs
 
-The site is built from text: the environment has no torch and is there in seconds.
+The site is built from text: the environment has no torch and takes only seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = ".venv-docs"
 
 
 def requirements() -> list[str]:
-    """The extra `docs` of pyproject.toml; Python 3.10 has no tomllib."""
+    """The extra `docs` of pyproject.toml, parsed by hand since Python 3.10 has no tomllib."""
     text = (setup.ROOT / "pyproject.toml").read_text()
     (found,) = re.findall(r"^docs = \[(.*?)\]$", text, re.MULTILINE)
     return re.findall(r'"([^"]+)"', found)

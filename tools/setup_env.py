@@ -1,10 +1,10 @@
-"""Makes .venv with what `make demo` and `make test` need. Run again, it finds nothing to do.
+"""Makes .venv with what `make demo` and `make test` need. Does nothing if it is up to date.
 
     python3 tools/setup_env.py --torch 2.15.0 --transformers 5.22.2 --triton 3.9.0
 
-makes another one for these versions, any of them, in a folder that is named after them; that is
-what `make test TORCH=2.15.0` does. Standard library only, no root, no python3-venv package: the
-environment is made without pip and filled by the pip of the Python that runs this.
+makes another one for any such versions, in a folder named after them, which is what `make test
+TORCH=2.15.0` does. Standard library only, no root, no python3-venv package: the environment is made
+without pip and filled by the pip of the Python that runs this.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ".[triton,hf,dev]"
 PACKAGES = ("torch", "transformers", "triton")
-# The oldest Triton that kernels are written for, beside the environment's own: a test compiles some
-# with it, in a process that finds it first. Linux alone has it.
+# The oldest Triton that kernels support, in addition to the environment's own: a test compiles some
+# kernels with it, in a process that imports it first. Only Linux has it.
 OLDEST_TRITON = "3.6.0"
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if complete(venv) and stamp(venv).read_text() == wanted:
         return
     require_pip()
-    if venv.exists():  # pip keeps what it finds, so another set of requirements begins anew too
+    if venv.exists():  # pip keeps what is installed, so changed requirements need a new environment
         say(f"{venv.name} is half-made or of other requirements, building it anew")
         shutil.rmtree(venv)
     say(f"making {venv.name}")
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def constraints_for(versions: dict[str, str]) -> str:
-    """constraints.txt with these versions in the place of its own."""
+    """constraints.txt with its versions replaced by these."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     for package, version in versions.items():
         lines = [line for line in lines if not line.startswith((f"{package}=", f"{package}<"))]
@@ -110,7 +110,7 @@ def pip(venv: Path, *arguments: str) -> list[str]:
 
 
 def run(command: list[str], what: str) -> None:
-    """Run a command, showing in one line what it is at; all its words only if it fails."""
+    """Run a command with one line of progress; all its output is printed only if it fails."""
     words: list[str] = []
     steps = ("Collecting", "Downloading", "Using cached", "Processing", "Building", "Installing")
     with subprocess.Popen(
@@ -129,7 +129,7 @@ def run(command: list[str], what: str) -> None:
 
 
 def fingerprint(constraints: str) -> str:
-    """Changes when the requirements or the interpreter change."""
+    """A hash that changes with the requirements and the interpreter."""
     digest = hashlib.sha256(constraints.encode())
     for name in ("pyproject.toml", "tools/setup_env.py"):
         digest.update((ROOT / name).read_bytes())
@@ -138,7 +138,7 @@ def fingerprint(constraints: str) -> str:
 
 
 def complete(venv: Path) -> bool:
-    """Whether an earlier set-up ran to its end and its interpreter still starts."""
+    """Whether an earlier setup finished and its interpreter still starts."""
     if not stamp(venv).exists():
         return False
     try:
@@ -148,13 +148,13 @@ def complete(venv: Path) -> bool:
 
 
 def announce_torch(venv: Path, constraints: str) -> None:
-    """Say beforehand when torch will bring gigabytes of GPU libraries."""
+    """Announce it if torch will bring gigabytes of GPU libraries."""
     pins = constraints.split()
     version = next(pin.partition("==")[2] for pin in pins if pin.startswith("torch=="))
     seen = subprocess.run(pip(venv, "index", "versions", "torch"), capture_output=True, text=True)
     if seen.returncode != 0:
         say("pip cannot see torch. Check the network and pip's index settings.")
-        return  # the install below will say exactly what is wrong
+        return  # the installation below reports the exact error
     offered = seen.stdout.replace(",", " ").split()
     if f"{version}+cpu" in offered:
         say(f"torch {version}: taking the CPU build that pip sees")

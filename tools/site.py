@@ -1,8 +1,8 @@
 """Hooks of mkdocs: links to files outside docs/, words after a fence's language, search ranks.
 
 Pages link to `../examples/engine.py`, which works in the repository. On the site, each linked file
-becomes a page with its text, and the link leads to that page. What a fence tells tests/docs
-("slow", "not run: ...") is removed. Search ranks guides above the API and linked files.
+becomes a page with its text, and the link leads to that page. Annotations of fences for tests/docs
+("slow", "not run: ...") are removed. Search ranks guides above the API and linked files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json"}
 
 
 def outside(uri: str, link: re.Match[str]) -> str | None:
-    """The path from the repository's root of what a page's link names, if it is not in docs/."""
+    """The path, relative to the repository's root, of a link's target outside docs/; None
+    inside."""
     path = posixpath.normpath(
         posixpath.join("docs", posixpath.dirname(uri), link["up"] + link["path"])
     )

@@ -33,7 +33,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 COMPATIBILITY = RESULTS / "compatibility.json"
 
-# What people call the model types; every type of the table of families must be here.
+# Display names of the model types; every type in the table of families must be listed.
 NAMES = {
     "axk1": "A.X-K1",
     "axk2": "A.X-K2",
@@ -53,7 +53,7 @@ NAMES = {
     "youtu": "Youtu",
 }
 HYBRID = ("kimi_linear", "bailing_hybrid")  # only their MLA layers have a cache
-# Parts of a step, and the row of `openmla doctor` that reports each.
+# Parts of a step, and the row of `openmla doctor` that reports each part.
 WORK = {
     "prefill": "mha_ragged",
     "dense decode": "mqa_paged",
@@ -158,7 +158,7 @@ def formats_table() -> str:
 
 
 def ops_table() -> str:
-    """One row per op, one column per backend: what the tree holds."""
+    """One row per op, one column per backend, from the files in the tree."""
     backends = all_backends()
     rows = []
     for op, names in BACKENDS.items():
@@ -168,7 +168,7 @@ def ops_table() -> str:
     return table(["op", "what it does", *(f"`{name}`" for name in backends)], rows)
 
 
-# Arguments of make_plan() that are no default, for refusals to apply to.
+# Non-default arguments of make_plan(), to find unsupported combinations.
 ASKED: tuple[dict[str, Any], ...] = (
     {"form": "expanded"},
     {"form": "chosen"},
@@ -183,7 +183,7 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def asked_together() -> Iterator[Combination]:
-    """What may be asked for: one option or two, of V3 or V4, with buffers, beside, over ranks."""
+    """Combinations to check: one option or two, for V3 or V4, with buffers, beside=, over ranks."""
     pairs = ({**one, **other} for one, other in combinations(ASKED, 2))
     configs = PRESETS["deepseek-v3"], PRESETS["deepseek-v4-flash"]
     for options, config in product(({}, *ASKED, *pairs), configs):
@@ -192,7 +192,7 @@ def asked_together() -> Iterator[Combination]:
 
 
 def refusals_table() -> str:
-    """One row per combination that make_plan() refuses, with the reason it gives."""
+    """One row per combination that make_plan() does not support, with the reason it gives."""
     rows = []
     for refusal in REFUSALS:
         asked = next(each for each in asked_together() if refusal.applies(each))
@@ -201,7 +201,7 @@ def refusals_table() -> str:
 
 
 def versions_table() -> str:
-    """One row per run: versions, machine, the command, and what it said."""
+    """One row per run: versions, machine, the command, and its result."""
     runs: list[dict[str, Any]] = json.loads(COMPATIBILITY.read_text())["runs"]
     columns = ["python", "torch", "triton", "transformers", "machine", "command", "result"]
     rows = [
@@ -236,7 +236,7 @@ def contracts() -> str:
     return "\n" + "\n\n".join(parts) + "\n"
 
 
-# What stands between markers, by page: "<!-- models: make table -->" and "<!-- end of models -->".
+# Content between markers, by page: "<!-- models: make table -->" and "<!-- end of models -->".
 TABLES = {
     PAGE: {
         "models": families_table,

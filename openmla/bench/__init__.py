@@ -1,1 +1,1 @@
-"""Benchmarks, one file per op: `openmla bench <op>`. A number is a ratio inside one run."""
+"""Benchmarks, one file per op: `openmla bench <op>`. Results are ratios within one run."""

@@ -1,4 +1,4 @@
-"""Rows out of a paged cache into a workspace, for every format."""
+"""Gather rows of a paged cache into a workspace, for every format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BS, D = 64, 576
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Each row is rounded once: exact or wrong."""
+    """Each row is rounded once, so the result is exact or wrong."""
     mine, theirs = inputs.clone(), inputs.clone()
     mine.run(cache_gather, backend=backend)
     theirs.run(cache_gather, backend="reference")

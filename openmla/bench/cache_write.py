@@ -1,4 +1,4 @@
-"""Rows into a paged cache, for every format."""
+"""Write rows into a paged cache, for every format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BS, C, R = 64, 512, 64
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Bytes are exact or wrong: nothing between."""
+    """Bytes are either exact or wrong."""
     mine, theirs = inputs.clone(), inputs.clone()
     mine.run(cache_write, backend=backend)
     theirs.run(cache_write, backend="reference")

@@ -1,4 +1,4 @@
-"""V4's compressor: tokens pooled into entries of a paged cache."""
+"""V4's compressor: pool tokens into entries of a paged cache."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ R = 64
 C4A: dict[str, Any] = {"D": 512, "ratio": 4, "overlap": True, "format": "fp8_dsv4"}
 C128A: dict[str, Any] = {"D": 512, "ratio": 128, "overlap": False, "format": "fp8_dsv4"}
 INDEX: dict[str, Any] = {**C4A, "D": 128, "format": "index_fp8"}
-# Each request's tokens, and where the first one starts; the next ones start one later each, so that
-# a decode step finishes entries of one request in `ratio`.
+# Each request's tokens, and where the first request starts. Each of the next ones starts one later,
+# so that a decode step completes an entry for one request in `ratio`.
 DECODE: dict[str, Any] = {"lens": (1,) * 128, "start": 8192}
 PREFILL: dict[str, Any] = {"lens": (8192,), "start": 0}
 SIZES: dict[str, dict[str, Any]] = {
@@ -38,7 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def finished(inputs: Inputs) -> Tensor:
-    """[n] i64 slots of the entries a step writes."""
+    """[n] i64 slots of the entries that a step writes."""
     ratio, BS = inputs.scalars["ratio"], inputs["cache"].shape[1]
     bounds = inputs["query_start_loc"].tolist()
     slots = []
@@ -50,7 +50,7 @@ def finished(inputs: Inputs) -> Tensor:
 
 
 def left_behind(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
-    """Entries [n, D] and state that a backend leaves in fresh copies."""
+    """Entries [n, D] and state that a backend writes into fresh copies."""
     fresh = inputs.clone()
     fresh.run(compress_kv, backend=backend)
     layout, D = get_format(fresh.scalars["format"]), fresh["norm_weight"].shape[0]
@@ -60,7 +60,7 @@ def left_behind(inputs: Inputs, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Against entries that were not rounded to the format; the state counts as much."""
+    """Compare with entries that were not rounded to the format; the state counts as much."""
     actual, peer = left_behind(inputs, backend), left_behind(inputs, "reference")
     wide = inputs.double()
     D = wide["norm_weight"].shape[0]
@@ -82,10 +82,10 @@ def job(shape: dict[str, Any], device: str) -> Job:
     W, CD = layout.width(D), 2 * D if overlap else D
     half = torch.arange(0, R, 2, device=device) / R
     angles = torch.outer(torch.arange(float(Q), device=device), 10000.0**-half)
-    V = state_rows(ratio, overlap=overlap) + 1  # a draft: rows read are not the ones written
+    V = state_rows(ratio, overlap=overlap) + 1  # one draft token: it reads rows it does not write
     state = torch.randn(B, V, state_width(D, overlap=overlap), device=device)
     if not overlap:
-        state[..., D : 2 * D] = state[..., D : 2 * D].abs() + 1  # a sum that has its largest in it
+        state[..., D : 2 * D] = state[..., D : 2 * D].abs() + 1  # a sum that includes its maximum
     positions = [p for start, n in zip(starts, lens, strict=True) for p in range(start, start + n)]
     tensors = {
         "cache": pages[:, : BS * W].unflatten(1, (BS, W)),

@@ -6,8 +6,8 @@
 cache_implementation="static": the fastest decode without openmla.
 
 "small" has about 0.3 B parameters, 32 heads with V3's widths; "v2-lite" is DeepSeek-V2-Lite with 8
-of its 64 experts. The prompts are prefilled once, attached; plain transformers gets the same rows
-in its own cache. Then all decode the same next tokens in turns.
+of its 64 experts. The prompts are prefilled once, with the attached model; plain transformers gets
+the same rows in its own cache. Then all decode the same next tokens in turns.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from openmla.ops._register import Cost
 from openmla.plan.explanation import counted
 
 PREFILL = 1024
-# How far logits may be from transformers'. Seen: 0.016 to 0.035 in bf16 (H200, 27 layers), 2e-6 in
-# float32 (CPU). One key of 512 that is lost changes them by 0.046: float32 is the sharp one.
+# Limits on the difference of logits from transformers'. Measured: 0.016 to 0.035 in bf16 (H200, 27
+# layers), 2e-6 in float32 (CPU). Losing one key of 512 changes them by 0.046: only float32 is a
+# sharp test.
 LIMITS = {torch.bfloat16: 0.07, torch.float32: 1e-5}
 
 
@@ -90,7 +91,7 @@ def small() -> Any:
 
 
 def prefill(model: Any, ids: Tensor) -> Any:
-    """The attached model's cache of a prompt, made in chunks with a bar of progress."""
+    """Prefill the attached model's cache with a prompt in chunks, with a progress bar."""
     past = None
     with progress(ids.shape[1]) as tell:
         for start in range(0, ids.shape[1], PREFILL):
@@ -134,7 +135,7 @@ def plain_cache(model: Any, past: Any, B: int, S: int) -> Any:
 
 def compiled_step(plain: Any, filled: Any, S: int, ids: Tensor) -> Callable[[], Tensor]:
     """A decode step of transformers over a static cache with the rows of `filled`, compiled as
-    generate() compiles it. Every call forgets its own row again."""
+    generate() compiles it. Every call drops its own row again."""
     from transformers import CompileConfig, StaticCache
 
     cache = StaticCache(config=plain.config, max_cache_len=S + 1)
@@ -148,25 +149,26 @@ def compiled_step(plain: Any, filled: Any, S: int, ids: Tensor) -> Callable[[], 
         out = forward(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         torch._foreach_sub_(lengths, 1)
         logits: Tensor = out.logits
-        return logits.clone()  # the next replay of a graph writes over them
+        return logits.clone()  # the next replay of a graph overwrites them
 
     return step
 
 
 def weightless_copy(model: Any) -> Any:
-    """A second model over the same parameters."""
+    """A second model with the same parameters."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def decode_as_generate_does(model: Any) -> None:
-    """generate() takes experts one by one while it decodes on a GPU, which waits for nothing."""
+    """Run experts as generate() does while it decodes on a GPU: one by one, without
+    synchronizing."""
     if model.device.type == "cuda":
         model.set_experts_implementation("batched_mm")
 
 
 def tell_memory(calls: dict[str, Callable[[], Tensor]], attached: Any, output: Output) -> None:
-    """What a step takes besides weights and caches, which stay, and what its graph holds."""
+    """Print what a step allocates besides weights and caches, and the size of its graph's pool."""
     graph = attachment_of(attached).memory().graph_bytes
     for name, call in calls.items():
         torch.cuda.synchronize()
@@ -220,7 +222,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def time_keys(
     plain: Any, B: int, S: int, rounds: int, output: Output, *, static: bool
 ) -> dict[str, float]:
-    """Tokens a second of B prompts of S tokens each, by contender."""
+    """Tokens per second for B prompts of S tokens each, by contender."""
     device, dtype = plain.device.type, plain.dtype
     attached = weightless_copy(plain)
     attach(attached, capture=True)

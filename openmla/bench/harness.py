@@ -1,7 +1,7 @@
 """Checks contenders, then times them round robin in one process.
 
 A contender outside the error budget is printed as WRONG and not timed. Times are medians over
-rotated rounds, with the L2 cache flushed in between. "% of peak" is the time of a roofline over the
+rotated rounds, with the L2 cache flushed in between. "% of peak" is the roofline time over the
 median: the bytes and FLOPs that the operation needs, at the copy and matmul rates measured just
 before.
 """
@@ -36,18 +36,18 @@ __all__ = [
     "main", "make_rows", "measure_roofs", "save", "tabulate", "time_once", "time_round_robin",
 ]  # fmt: skip
 MIN_ROUNDS = 15
-OURS = ("reference", "triton", "gluon", "sdpa")  # whose failures are errors of this package
+OURS = ("reference", "triton", "gluon", "sdpa")  # their failures are errors of this package
 Check = Callable[[Inputs, str], float]
 Calls = dict[str, Callable[[], Any]]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One shape of an op: its inputs, what the mathematics costs, and how a backend is judged."""
+    """One shape of an op: its inputs, its minimum cost, and how to check a backend."""
 
     inputs: Inputs
     cost: Cost
-    check: Check  # inputs, backend -> share of the budget used
+    check: Check  # inputs, backend -> share of the error budget used
 
 
 def main(
@@ -55,7 +55,7 @@ def main(
     op: Callable[..., Any],
     shapes: Mapping[str, Callable[[str], Job]],
 ) -> None:
-    """Command line of one op's benchmark."""
+    """Run the command line of one op's benchmark."""
     parser = argument_parser(op.__name__)
     known = ", ".join(shapes)
     parser.add_argument(
@@ -107,7 +107,7 @@ def main(
 
 
 def argument_parser(name: str, *, scripted: bool = False) -> argparse.ArgumentParser:
-    """`scripted`: of a script that prints as it likes, and has no Output."""
+    """The options of a benchmark. `scripted`: for a script with its own printing and no Output."""
     parser = Parser(
         prog=f"openmla bench {name}",
         description=f"{in_paragraphs(__doc__)}\n\nKernels of FlashMLA, FlashInfer, DeepGEMM and "
@@ -133,7 +133,7 @@ def argument_parser(name: str, *, scripted: bool = False) -> argparse.ArgumentPa
 
 
 def in_paragraphs(text: str | None) -> str:
-    """A docstring whose lines are joined, for help that wraps by itself."""
+    """Join a docstring's lines into paragraphs, for help that wraps by itself."""
     parts = (text or "").strip().split("\n\n")
     return "\n\n".join(" ".join(part.split()) for part in parts)
 
@@ -141,7 +141,7 @@ def in_paragraphs(text: str | None) -> str:
 def able_backends(
     op: Callable[..., Any], job: Job, shape: str = ""
 ) -> tuple[Calls, dict[str, float], list[LeftOut]]:
-    """Calls to time, each one's share of the error budget, and why others are missing."""
+    """Calls to time, each one's share of the error budget, and why the others are missing."""
     calls: Calls = {}
     used: dict[str, float] = {}
     left_out = []
@@ -151,7 +151,7 @@ def able_backends(
             used[backend] = job.check(job.inputs, backend)
         except UnsupportedError as reason:
             why = str(reason).splitlines()[1].strip().removeprefix(backend).strip()
-        except Exception as error:  # another package's
+        except Exception as error:  # from another package
             if backend in OURS:
                 raise
             why = f"failed: {one_line(error)}"
@@ -173,7 +173,8 @@ def add_peers(
     calls: Calls,
     used: dict[str, float],
 ) -> list[LeftOut]:
-    """Kernels of other packages, compared with the backends; what is left out has a reason."""
+    """Add kernels of other packages to compare with the backends. Returns what is left out and
+    why."""
     left_out = []
     for peer in peers:
         why = peer.suits(job.inputs)
@@ -188,7 +189,7 @@ def add_peers(
                 if used[peer.name] > 1:
                     why = f"WRONG: {used[peer.name]:.2f} times its error budget"
                     del calls[peer.name]
-            except Exception as error:  # another package's: its row says so, the run goes on
+            except Exception as error:  # another package's: reported, and the run continues
                 why = f"failed: {one_line(error)}"
         if why is not None:
             left_out.append(LeftOut(shape, peer.name, why))
@@ -196,7 +197,7 @@ def add_peers(
 
 
 def one_line(error: Exception) -> str:
-    """An exception of a package that is not ours, short."""
+    """Shorten the message of another package's exception."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:160]}".rstrip(": ")
 
@@ -209,8 +210,8 @@ def time_round_robin(
     guests: Sequence[str] = (),
     failed: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds per call, contenders taking turns; two more rounds go first to warm up. Guests that
-    fail are left out, and told in `failed`."""
+    """Seconds per call, with contenders taking turns after two warm-up rounds. Guests that fail are
+    left out and reported in `failed`."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 2):
         if tell is not None:
@@ -237,7 +238,7 @@ def make_rows(
     roofs: Cost,
     errors: Mapping[str, float],
 ) -> list[Row]:
-    """One shape's rows."""
+    """The result rows of one shape."""
     rows = []
     medians = {name: statistics.median(each) for name, each in times.items()}
     for name, median in medians.items():
@@ -272,7 +273,7 @@ def tabulate(
 
 
 def time_once(call: Callable[[], Any], device: str) -> float:
-    """Seconds of one call, device work included, with a cold L2."""
+    """Seconds of one call, including device work, with a cold L2."""
     if device == "cpu":
         start = time.perf_counter()
         call()
@@ -287,7 +288,7 @@ def time_once(call: Callable[[], Any], device: str) -> float:
 
 
 def measure_roofs(device: str) -> Cost:
-    """Bytes and flops per second that a large copy and a large product reach here, now."""
+    """Bytes and FLOPs per second of a large copy and a large matrix product on this device, now."""
     size = (1 << 30) if device == "cuda" else (1 << 26)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -300,10 +301,10 @@ def measure_roofs(device: str) -> Cost:
 
 
 def describe_machine(device: str) -> str:
-    """One line that says where and with what the numbers were made."""
+    """One line with the hardware and versions that the results depend on."""
     root = Path(__file__).parents[2]
     commit = ""
-    if (root / ".git").exists() and shutil.which("git"):  # a clone, not what was installed
+    if (root / ".git").exists() and shutil.which("git"):  # a clone, not an installed package
         command = ["git", "-C", str(root), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"

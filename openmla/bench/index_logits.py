@@ -25,7 +25,7 @@ class Shape(NamedTuple):
     n: int
     S: int
     HI: int
-    K: int = 2048  # index_select's
+    K: int = 2048  # for index_select
     format: str = "index_fp8"
     dtype: torch.dtype = torch.float8_e4m3fn
 
@@ -73,7 +73,8 @@ SHAPES = {
 
 
 def score_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
-    """lse's bound on the largest error and out's on the RMS, whichever is used more."""
+    """The larger of two shares: the largest error of the budget for lse, the RMS error of that for
+    out."""
     finite = exact.isfinite()
     used = out_budget(actual[finite], exact[finite], peer[finite])
     return max(lse_budget(actual, exact, peer), used)

@@ -16,7 +16,8 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """How far the lowest key chosen scores below the right one, over the rounding of a score."""
+    """How far the lowest selected key scores below the right one, over the rounding error of a
+    score."""
     positions, lens = inputs.run(index_select, backend=backend)
     wanted, wanted_lens = inputs.double().run(index_select, backend="reference")
     real = torch.arange(positions.shape[1], device=lens.device) < lens[:, None]
@@ -40,7 +41,7 @@ def scored(inputs: Inputs) -> Tensor:
 
 
 def lowest(scores: Tensor, positions: Tensor, real: Tensor) -> Tensor:
-    """[T] the cut of each row."""
+    """[T] the lowest selected score of each row."""
     chosen = scores.gather(1, positions.long().clamp_min(0))
     return chosen.masked_fill(~real, torch.inf).amin(1)
 

@@ -1,4 +1,4 @@
-"""Top-k positions of rows of scores, decode and prefill widths."""
+"""Top-k positions of rows of scores, at decode and prefill widths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openmla.ops import index_topk
 from openmla.ops.index_topk import cost
 from openmla.testing import Inputs
 
-# rows, columns, K, keys the first row sees; the last one sees all
+# rows, columns, K, keys the first row sees; the last row sees all
 SHAPES = {
     "tiny-decode-b4-s1k": (4, 1000, 64, 1000),
     "tiny-ties-b4-s1k": (4, 1000, 64, 1000),
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """One set per row, in any order: exact or wrong."""
+    """One set per row, in any order, so the result is exact or wrong."""
     positions, lens = inputs.run(index_topk, backend=backend)
     wanted, wanted_lens = inputs.run(index_topk, backend="reference")
     K = positions.shape[1]
@@ -40,7 +40,7 @@ def job(T: int, S: int, K: int, shortest: int, ties: bool, device: str) -> Job:
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(T, S, generator=generator, device=device)
     if ties:
-        logits = logits.mul_(2).round_()  # a dozen values, so the cut is inside equals
+        logits = logits.mul_(2).round_()  # a dozen distinct values: the cutoff has ties
     row_lens = torch.linspace(shortest, S, T, device=device).round().int()
     if T == 1:
         row_lens.fill_(S)

@@ -1,4 +1,4 @@
-"""Indexer keys into a paged cache, for every format."""
+"""Write indexer keys into a paged cache, for every format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def written(inputs: Inputs, backend: str) -> Tensor:
-    """[T, DI] the keys a backend leaves in a fresh copy of the cache."""
+    """[T, DI] the keys that a backend writes into a fresh copy of the cache."""
     fresh = inputs.clone()
     fresh.run(index_write, backend=backend)
     one = torch.ones((), device=fresh["cache"].device)
@@ -38,7 +38,7 @@ def written(inputs: Inputs, backend: str) -> Tensor:
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Against keys that were not rounded to the format."""
+    """Compare with keys that were not rounded to the format."""
     actual, peer = written(inputs, backend), written(inputs, "reference")
     wide = inputs.double()
     data = torch.zeros((*wide["cache"].shape[:2], DI), device=wide["cache"].device)

@@ -1,11 +1,11 @@
 """The cost of batch_invariant: an attention step by the default plan and by the invariant one.
 
 A step is DeepSeek-V3's attention without its projections, with 16 heads (one of eight ranks) and
-with 128: write the rows, take queries into latent space, attend, and take outputs out of it; in
-prefill, expand the keys. On a GPU both are replayed from CUDA graphs. The layer's own linears are
-timed separately, by torch and in one fixed order of sums. A step is WRONG and not timed if its
-first request has other bits alone than in its batch, or if it differs from the default step by more
-than the error of 16 bits.
+with 128: write the rows, project queries into latent space, attend, and project outputs out of it;
+in prefill, expand the keys. On a GPU both plans are replayed from CUDA graphs. The layer's own
+linears are timed separately, by torch and with a fixed order of summation. A step is WRONG and not
+timed if its first request differs bitwise between running alone and in its batch, or if it differs
+from the default step by more than the error of 16 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 class Sizes(NamedTuple):
-    """Keys of a decoding request; new tokens of all prompts together, context of each."""
+    """Keys of a decoding request; new tokens of all prompts together, and the context of each."""
 
     preset: str
     keys: int
@@ -54,7 +54,7 @@ CPU = Sizes("tiny-v3", 256, 128, 32, 16)
 
 
 class Step:
-    """B requests of n new tokens over a context, their caches filled."""
+    """B requests of n new tokens over a context, with filled caches."""
 
     def __init__(
         self, config: MLAConfig, B: int, n: int, context: int, block_size: int, device: str,
@@ -83,7 +83,7 @@ class Step:
         self.absorbed: AbsorbedWeights = absorb(kv_b, config)
 
     def plan(self, requests: int, **options: Any) -> Plan:
-        """Of the first so many requests."""
+        """A plan for the first `requests` requests."""
         S, names = self.context + self.n, list(range(requests))
         slots = self.pool.slot_mapping([(name, self.context, S) for name in names])
         table = self.pool.block_table(names)
@@ -95,7 +95,7 @@ class Step:
         return lambda: attend_step(projected, self.absorbed, self.cache, plan)
 
     def wrong(self) -> str:
-        """Why the invariant step is not one, "" if it is."""
+        """Why the invariant step is wrong, "" if it is right."""
         plain, fixed = self.plan(self.B), self.plan(self.B, batch_invariant=True)
         expected, actual = self.call(plain)().double(), self.call(fixed)()
         error = float((actual.double() - expected).norm() / expected.norm())
@@ -106,7 +106,7 @@ class Step:
 
 
 def replayed(call: Callable[[], Any], device: str) -> Callable[[], Any]:
-    """The call from a graph, where there are any: what the host takes does not count."""
+    """The call replayed from a graph on a GPU, which excludes host time."""
     if device != "cuda":
         return call
     for _ in range(3):
@@ -126,7 +126,7 @@ def compare(
     device: str,
     output: Output,
 ) -> Row:
-    """Both, in turns, and a line of the table."""
+    """Time both in turns and print a line of the table."""
     calls = {"default": replayed(plain, device), "invariant": replayed(fixed, device)}
     times = time_round_robin(calls, rounds, device)
     medians = {name: statistics.median(each) * 1e6 for name, each in times.items()}
@@ -166,7 +166,7 @@ def time_steps(
 def time_products(
     sizes: Sizes, rounds: int, device: str, dtype: torch.dtype, output: Output
 ) -> list[Row]:
-    """q_a, q_b, kv_a and o_proj of a layer of 128 heads, one after the other."""
+    """Time q_a, q_b, kv_a and o_proj of a layer of 128 heads, one after the other."""
     config, rows = PRESETS[sizes.preset], []
     hidden, rank, H = config.hidden_size, config.q_lora_rank or config.hidden_size, config.num_heads
     shapes = (
@@ -197,7 +197,7 @@ def time_runs(
     dtype: torch.dtype,
     output: Output,
 ) -> None:
-    """mqa_paged alone, its keys split every so many."""
+    """Time mqa_paged alone, with keys split at each of these lengths."""
     output.say("\nmqa_paged, us by run length, 0: as is fastest")
     for H in HEADS:
         config = replace(PRESETS[sizes.preset], num_heads=H)

@@ -1,4 +1,4 @@
-"""A step's rows normalised, rotated and stored, queries turned with them, V3's and V4's."""
+"""A step's rows normalized, rotated and stored, with its queries rotated too, for V3 and V4."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES: dict[str, tuple[int, int, dict[str, Any], str]] = {
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """The worse of rows and queries, against float64."""
+    """The larger error of rows and queries, against float64."""
     mine, theirs, exact = inputs.clone(), inputs.clone(), inputs.double().clone()
     mine.run(latent_write, backend=backend)
     theirs.run(latent_write, backend="reference")

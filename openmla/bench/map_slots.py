@@ -1,4 +1,4 @@
-"""Positions into slots: one rank and eight, columns kept and moved to the front."""
+"""Map positions to slots: one rank and eight, columns kept in place or moved to the front."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES = {
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Integers are exact or wrong."""
+    """Integers are either exact or wrong."""
     mine = inputs.run(map_slots, backend=backend)
     theirs = inputs.run(map_slots, backend="reference")
     same = all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

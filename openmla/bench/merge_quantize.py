@@ -1,4 +1,4 @@
-"""The last merge of two partial attentions, quantised: a prefill chunk's worth of rows."""
+"""The last merge of two partial attentions, quantized: the rows of a prefill chunk."""
 
 from __future__ import annotations
 

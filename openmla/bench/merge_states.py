@@ -1,4 +1,4 @@
-"""Two partial attentions into one: a prefill chunk's worth of rows."""
+"""Merge two partial attentions: the rows of a prefill chunk."""
 
 from __future__ import annotations
 

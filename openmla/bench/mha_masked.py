@@ -1,4 +1,4 @@
-"""Attention over expanded keys and values where bits are set: prefill and context-chunk shapes."""
+"""Attention over expanded keys and values with a bit mask: prefill and context-chunk shapes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def job(case: SparseCase, device: str) -> Job:
     needed = [
         cost(
             sum(part.num_rows(position) for _, position in tokens),
-            0 if number else len(tokens),  # queries are read once, whatever the segments
+            0 if number else len(tokens),  # queries are read once for all segments
             H=case.H,
             D=case.D,
             C=case.C,

@@ -1,4 +1,4 @@
-"""What a benchmark prints: lines or Markdown as it goes, JSON and a picture at the end."""
+"""Benchmark output: lines or Markdown while it runs, JSON and a plot at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from openmla.bench.titles import in_words
 from openmla.cli.terminal import Table, shown_time
 from openmla.errors import UnsupportedError
 
-STANDARD_OUTPUT = "-"  # where --json without a file goes, and then nothing else does
+STANDARD_OUTPUT = "-"  # target of --json without a file; nothing else is printed then
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Row:
     median_us: float
     min_us: float
     max_us: float
-    ratio: float  # baseline's median over this one's
+    ratio: float  # baseline's median over this contender's
     baseline: str
     roof: float
     error: float  # share of the error budget used
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Who did not take part in a shape, and why: cannot, is wrong, or failed."""
+    """A contender that a shape leaves out, and why: not supported, wrong, or failed."""
 
     shape: str
     contender: str
@@ -52,7 +52,7 @@ class LeftOut:
 
 
 class Output:
-    """Where rows go, by the options of argument_parser()."""
+    """Where rows go, given the options of argument_parser()."""
 
     def __init__(self, options: argparse.Namespace, machine: str) -> None:
         if options.plot and find_spec("matplotlib") is None:
@@ -63,12 +63,12 @@ class Output:
         self.say(machine)
 
     def say(self, text: str) -> None:
-        """A line for people, unless JSON is all that is asked for."""
+        """Print a line, unless only JSON is requested."""
         if self.options.json != STANDARD_OUTPUT:
             print(text, flush=True)
 
     def add(self, shape: str, rows: Sequence[Row], left_out: Sequence[LeftOut] = ()) -> None:
-        """One shape's table."""
+        """Add one shape's rows and print its table."""
         self.rows += rows
         self.left_out += left_out
         if self.options.markdown:
@@ -81,7 +81,7 @@ class Output:
             self.say(f"  {each.contender:<12} {each.why}")
 
     def close(self, **more: Any) -> None:
-        """JSON, where it is asked for."""
+        """Write JSON if requested."""
         left_out = [asdict(each) for each in self.left_out]
         save(self.options.json, self.machine, self.rows, left_out=left_out, **more)
 
@@ -92,7 +92,7 @@ class Output:
             draw_bars(self.rows, title, self.machine, self.options.plot)
 
     def draw_lines(self, title: str, unit: str, points: Mapping[str, Mapping[int, float]]) -> None:
-        """`points`: of each contender, a value at every number of keys."""
+        """Plot `points`: for each contender, a value at every number of keys."""
         if self.options.plot:
             from openmla.bench.pictures import draw_lines
 
@@ -115,7 +115,7 @@ def table(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> Table:
 
 
 def save(path: str | None, machine: str, rows: Sequence[Row], **more: Any) -> None:
-    """Rows as JSON, into a file or onto standard output."""
+    """Write rows as JSON to a file or to standard output."""
     found = {"machine": machine, "rows": [asdict(row) for row in rows], **more}
     if path == STANDARD_OUTPUT:
         print(json.dumps(found))

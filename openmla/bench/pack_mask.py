@@ -1,4 +1,5 @@
-"""Selections of prefill tokens into bit masks, whole sequences and one chunk of them."""
+"""Pack selections of prefill tokens into bit masks, for whole sequences and for one chunk of
+them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Bits are right or wrong; there is no budget."""
+    """Bits are right or wrong; there is no error budget."""
     actual = inputs.run(pack_mask, backend=backend)
     same = torch.equal(actual, inputs.run(pack_mask, backend="reference"))
     return 0.0 if same else float("inf")

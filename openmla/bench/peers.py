@@ -1,7 +1,8 @@
-"""Kernels of other packages that take part in benchmarks by themselves wherever they are installed.
+"""Kernels of other packages that benchmarks include wherever they are installed.
 
-flash_mla is a backend of this package and takes part as "flashmla". The others are here: found by
-name, called the way their own engines call them, judged by the same exact results, never required.
+flash_mla is a backend of this package and is timed as "flashmla". The others are defined in this
+file: found by name, called as their own engines call them, checked against the same exact results,
+and never required.
 """
 
 from __future__ import annotations
@@ -20,29 +21,30 @@ from openmla.backends.requirements import is_ours
 from openmla.hardware import multiprocessors
 from openmla.testing import Inputs, out_budget
 
-WORKSPACE = 128 << 20  # bytes, what FlashInfer asks for
-LOGITS_ERROR = 2**-9  # relative, RMS: fp8 products are summed in fewer bits than float32 has
-PAGE = 64  # tokens, the only page that DeepGEMM's paged kernels take
+WORKSPACE = 128 << 20  # bytes, as FlashInfer requires
+LOGITS_ERROR = 2**-9  # relative RMS: fp8 products are summed in fewer bits than float32 has
+PAGE = 64  # tokens, the only page size that DeepGEMM's paged kernels support
 
 
 class Prepared(NamedTuple):
-    """A call to time, and what makes of its result the op's own output (of attention, out)."""
+    """A call to time, and a function that converts its result to the op's own output (for
+    attention, out)."""
 
     call: Callable[[], Any]
     result: Callable[[Any], Tensor]
 
 
 class Peer(NamedTuple):
-    """A package's kernel for an op."""
+    """Another package's kernel for an op."""
 
     name: str
     package: str
-    suits: Callable[[Inputs], str | None]  # why not for such inputs
+    suits: Callable[[Inputs], str | None]  # result, exact, reference -> share of budget
     prepare: Callable[[Inputs], Prepared]
     judge: Callable[[Tensor, Any, Any], float]  # result, exact, reference: share of what may err
 
     def absent(self, device: str) -> str | None:
-        """Why it cannot take part on this machine at all."""
+        """Why it cannot run on this machine at all."""
         if is_ours(self.package):
             return f"package {self.package} is openmla's own drop-in"
         if find_spec(self.package) is None:
@@ -51,7 +53,7 @@ class Peer(NamedTuple):
 
 
 def attention_error(actual: Tensor, exact: Any, reference: Any) -> float:
-    """Of out alone: lse has other bases and precisions elsewhere."""
+    """Check out only: lse has other bases and precisions in other packages."""
     return out_budget(actual, exact[0], reference[0])
 
 
@@ -124,7 +126,7 @@ def _vllm_decode(inputs: Inputs) -> Prepared:
     q, C = inputs["q_latent"], inputs.scalars["C"]
     B, H = q.shape[:2]
     rows = inputs["cache"].unsqueeze(2)
-    # splits that give every multiprocessor two programs; its own backend takes no fewer than 4
+    # enough splits for two programs per multiprocessor; vLLM's own backend uses at least 4
     programs = B * math.ceil(H / 16)
     splits = min(max(4, 2 * multiprocessors(q.device) // programs), 64)
     out, lse = q.new_empty(B, H, C), q.new_empty(B, H)
@@ -167,7 +169,7 @@ def _deep_gemm_ragged(inputs: Inputs) -> Prepared:
 
 
 def _tensor(found: Any) -> Tensor:
-    """What sgl-deep-gemm returns may be another library's tensor."""
+    """Convert what sgl-deep-gemm returns, which may be another library's tensor."""
     return found if isinstance(found, Tensor) else from_dlpack(found)
 
 

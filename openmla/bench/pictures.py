@@ -1,4 +1,4 @@
-"""Pictures of benchmarks: bars of contenders by shape, lines over the length of the context."""
+"""Plots of benchmarks: bars of contenders by shape, lines over the context length."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
-    """A panel per shape, whose axis begins at 0; each bar says its time and its ratio to the
-    baseline. Panels have scales of their own: times of two shapes are not compared."""
+    """One panel per shape, with an axis that begins at 0; each bar shows its time and its ratio to
+    the baseline. Panels have separate scales: times of two shapes are not compared."""
     names = list(dict.fromkeys(row.contender for row in rows))
     panels = {shape: [row for row in rows if row.shape == shape] for shape in
               dict.fromkeys(row.shape for row in rows)}  # fmt: skip
@@ -32,7 +32,7 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
             for place, row in enumerate(panel):
                 text = f" {shown_time(row.median_us / 1e6)}, {row.ratio:.2f}x"
                 axes.annotate(text, (row.median_us, place), va="center", fontsize=9)
-            axes.set_xlim(0, 1.4 * max(times))  # room for what the bars say
+            axes.set_xlim(0, 1.4 * max(times))  # room for the labels of the bars
             axes.invert_yaxis()
             axes.set_title(textwrap.fill(in_words(shape), 80), loc="left")
             axes.tick_params(bottom=False, labelbottom=False, left=False)
@@ -42,7 +42,7 @@ def draw_bars(rows: Sequence[Row], title: str, machine: str, path: str) -> None:
 def draw_lines(
     points: Mapping[str, Mapping[int, float]], title: str, unit: str, machine: str, path: str
 ) -> None:
-    """A line per contender over the keys of a context."""
+    """One line per contender over the keys of a context."""
     with picture(path, 4.4, f"{title}\n{machine}") as figure:
         axes = figure.subplots()
         for number, (name, values) in enumerate(points.items()):

@@ -1,4 +1,5 @@
-"""Queries into latent space and outputs out of it, weights in eight bits and in sixteen."""
+"""Project queries into latent space and outputs out of it, with fp8 weights and with 16-bit
+weights."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def check(inputs: Inputs, backend: str) -> float:
 
 
 def job(T: int, H: int, P: int, C: int, into: bool, eight_bits: bool, device: str) -> Job:
-    """`into`: by w_uk, else out by w_uv, a transpose."""
+    """`into`: project queries by w_uk; else outputs by w_uv, a transpose."""
     K, N = (P, C) if into else (C, P)
     w = torch.randn(H, P, C, device=device) / 8
     stored = (64 * w).to(torch.float8_e4m3fn) if eight_bits else w.bfloat16()

@@ -1,4 +1,4 @@
-"""Latent outputs out of latent space and into fp8 with group scales, weights in eight bits."""
+"""Project latent outputs out of latent space into fp8 with group scales, with fp8 weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from openmla.testing import Inputs, out_budget
 
 
 def decoded(inputs: Inputs, backend: str) -> Tensor:
-    """What the written bytes stand for."""
+    """The values that the written bytes represent."""
     fresh = inputs.clone()
     fresh.run(project_quantize, backend=backend)
     out = QuantizedOutput(fresh["values"], fresh["scales"], None, inputs.scalars["format"])

@@ -1,4 +1,4 @@
-"""Expanded heads into e4m3, as prefill in fp8 wants them: queries, keys, values."""
+"""Quantize expanded heads to e4m3 for fp8 prefill: queries, keys, values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Every byte as the reference has it, or wrong."""
+    """Every byte must equal the reference's."""
     held = []
     for name in (backend, "reference"):
         copy = inputs.clone()

@@ -1,4 +1,4 @@
-"""Attention outputs into what a quantised o_proj reads: decode steps, and a prompt's worth."""
+"""Quantize attention outputs for a quantized o_proj: decode steps, and a prefill."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Every byte as the reference has it, or wrong."""
+    """Every byte must equal the reference's."""
     return bytes_differ(quantize_out, inputs, backend)
 
 

@@ -1,4 +1,5 @@
-"""Decode queries into e4m3: the step before mqa_paged and mqa_sparse with query_dtype="fp8"."""
+"""Quantize decode queries to e4m3: the step before mqa_paged and mqa_sparse with
+query_dtype="fp8"."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """Every byte as the reference has it, or wrong."""
+    """Every byte must equal the reference's."""
     found = inputs.run(quantize_queries, backend=backend)
     wanted = inputs.run(quantize_queries, backend="reference")
     same = torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
@@ -22,7 +23,7 @@ def check(inputs: Inputs, backend: str) -> float:
 
 
 def job(T: int, H: int, C: int, R: int, device: str) -> Job:
-    latent = torch.randn(H, T, C, device=device).bfloat16().transpose(0, 1)  # as bmm leaves it
+    latent = torch.randn(H, T, C, device=device).bfloat16().transpose(0, 1)  # bmm's layout
     q_pe = torch.randn(T, H, R, device=device).bfloat16()
     inputs = Inputs({"latent": latent, "q_pe": q_pe}, {}, ())
     return Job(inputs, cost(T, H=H, D=C + R, itemsize=2), check)

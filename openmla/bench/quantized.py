@@ -1,4 +1,5 @@
-"""What benchmarks of quantised outputs share: buffers among the inputs, bytes that differ."""
+"""Helpers for benchmarks of quantized outputs: buffers among the inputs, and a bytewise
+comparison."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from openmla.testing import Inputs
 def output_inputs(
     tensors: dict[str, Tensor], format: str, n: int, columns: int, device: str
 ) -> Inputs:
-    """Arguments of an op that writes n quantised rows with scales: buffers, then tensors."""
+    """Arguments of an op that writes n quantized rows with scales: buffers, then tensors."""
     scale = 1.0 if get_output_format(format).global_scale else None
     made = make_output(format, n, columns, global_scale=scale, device=device)
     assert made.scales is not None

@@ -1,4 +1,4 @@
-"""Rotation of query heads in place, both pairings."""
+"""Rotate query heads in place, with both pairings."""
 
 from __future__ import annotations
 

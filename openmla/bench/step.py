@@ -70,7 +70,7 @@ class Decode:
         self.keys, self.values = self.expand_context()
 
     def project_context(self) -> Projected:
-        """Random hidden states through the layer's own projections, 2048 tokens at a time."""
+        """Project random hidden states with the layer's own projections, 2048 tokens at a time."""
         hidden = torch.randn(self.S, self.config.hidden_size, device=self.device, dtype=self.dtype)
         latent = self.cache.latent
         assert latent is not None
@@ -86,7 +86,7 @@ class Decode:
         return whole
 
     def projected(self, hidden: Tensor, positions: Tensor) -> Projected:
-        """Normalised and rotated, with no slot to write to."""
+        """Normalized and rotated, with no slot to write to."""
         latent = self.cache.latent
         assert latent is not None
         projected, raw, _ = self.layer.project(hidden, positions, self.plan)
@@ -104,7 +104,7 @@ class Decode:
         return k.transpose(0, 1), both[..., P:].transpose(0, 1)  # [H, S, E], [H, S, V]
 
     def expand_context(self) -> tuple[Tensor, Tensor]:
-        """Expanded caches with one row free at the end, contiguous per head."""
+        """Expanded caches with one free row at the end, contiguous per head."""
         H, E, V = self.config.num_heads, self.config.qk_head_dim, self.config.v_head_dim
         keys = torch.zeros(H, self.S + 1, E, device=self.device, dtype=self.dtype)
         values = torch.zeros(H, self.S + 1, V, device=self.device, dtype=self.dtype)
@@ -253,7 +253,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
 def time_keys(
     keys: int, rounds: int, device: str, dtype: torch.dtype, roofs: Cost, output: Output
 ) -> dict[str, float]:
-    """Microseconds of a step over so many keys, by contender."""
+    """Microseconds of a step over that many keys, by contender."""
     decode = Decode(keys, device, dtype)
     title = f"V2-Lite layer, one token over {keys} keys, {dtype}"
     calls: dict[str, Callable[[], Tensor]] = {

@@ -1,4 +1,4 @@
-"""Shapes of benchmarks in words: v3-tp8-decode-b64-s8k is for command lines, not for pictures."""
+"""Titles of benchmark shapes: v3-tp8-decode-b64-s8k is for command lines, not for plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODELS = {
     "glm": "GLM-4.7-Flash",
     "tiny": "tiny",
 }
-# What a part of a name says, the first that fits.
+# What a part of a name means; the first match counts.
 PARTS = (
     (r"tp(\d+)", r"heads of one of \1 GPUs"),
     (r"cp(\d+)", r"one of \1 ranks"),
@@ -35,10 +35,10 @@ PARTS = (
 
 
 def in_words(shape: str) -> str:
-    """A shape's name as one would say it; what has no code stays as it is."""
+    """A shape's name in words; parts without a known meaning are kept."""
     code = next((code for code in MODELS if f"{shape}-".startswith(f"{code}-")), None)
     if code is None:
-        return shape  # named in words already
+        return shape  # already in words
     rest = shape[len(code) :].strip("-")
     rest = re.sub(r"(\d+k?)-on-(\d+k?)", r"\1 new tokens over \2 keys", rest)
     rest = re.sub(r"(\d+)-heads", r"\1 heads", rest)

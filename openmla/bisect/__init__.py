@@ -1,8 +1,8 @@
-"""Which component of a model's attention is wrong: each compared with float64 on its own inputs.
+"""Find the wrong component of a model's attention: compare each with float64 on its own inputs.
 
-dump = record(model, tokens)            # this package's own steps, or read_dump(file)
+dump = record(model, tokens)            # openmla's own steps, or read_dump(file)
 verdicts = compare(model, dump)         # one per layer and component
-first_wrong(verdicts)                   # None: all of them are within their budgets
+first_wrong(verdicts)                   # None: all are within their budgets
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def reference_of(model: Any) -> Reference:
 
 
 def record(model: Any, tokens: Any, **options: Any) -> Dump:
-    """A dump of this package's own steps over tokens [T], with attach()'s options."""
+    """Dump openmla's own steps over tokens [T], with attach()'s options."""
     from openmla.bisect.recorder import record
 
     return record(model, tokens, **options)
@@ -52,5 +52,5 @@ def compare(model: Any, dump: Dump) -> list[Verdict]:
 
 
 def first_wrong(verdicts: Iterable[Verdict]) -> Verdict | None:
-    """The first component that leaves its budget."""
+    """The first component that exceeds its budget."""
     return next((verdict for verdict in verdicts if verdict.wrong), None)

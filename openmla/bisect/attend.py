@@ -1,4 +1,5 @@
-"""Attention as a component: the dumped queries over the dumped keys, in either form."""
+"""Attention as a component: the dumped queries over the dumped keys, in absorbed or expanded
+form."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from torch import Tensor
 from openmla.bisect.layer import Layer
 from openmla.bisect.precision import Precision
 
-AT_ONCE = 2**24  # scores held at a time, all heads together
+AT_ONCE = 2**24  # scores held at once, over all heads
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """How attention is known to go wrong; the defaults are none."""
+    """A known way for attention to go wrong; the defaults mean no mistake."""
 
     scale: float | None = None
     first: int = 0  # keys before this one are not seen
-    ahead: int = 0  # keys past its own that a query sees; -1: its own is lost
-    everything: bool = False  # the choice of keys is not looked at
+    ahead: int = 0  # keys after its own that a query sees; -1: it misses its own
+    everything: bool = False  # misread block: its rows, those read, its size
     moved: tuple[int, int, int] | None = None  # rows to and from which one block was read, and size
 
 
@@ -33,8 +34,8 @@ class Attended(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the queries meet, as stored and as projected: [S, C] and [S, R], or if expanded
-    [H, S, P + R] and [H, S, V]."""
+    """The keys that queries attend to, as stored and as projected: [S, C] and [S, R], or if
+    expanded [H, S, P + R] and [H, S, V]."""
 
     stored: tuple[Tensor, Tensor]
     fresh: tuple[Tensor, Tensor]
@@ -46,7 +47,8 @@ NONE = Mistake()
 def attend(
     layer: Layer, precision: Precision, *, form: str = "absorbed", mistake: Mistake = NONE
 ) -> Attended:
-    """Softmax attention of every token over its keys. `form` says what is rounded on the way."""
+    """Softmax attention of every token over its keys. `form` determines which intermediates are
+    rounded."""
     config = layer.config
     P, H, C = config.qk_nope_head_dim, config.num_heads, config.kv_lora_rank
     q_nope, q_pe = layer.get("q", precision)[..., :P], layer.get("q_pe", precision)
@@ -54,7 +56,7 @@ def attend(
     keys = _keys(layer, precision, mistake)
     kv_b = precision.take(layer.weight("kv_b_proj")).view(H, -1, C)
     w_uk, w_uv = kv_b[:, :P], kv_b[:, P:]
-    if form == "expanded":  # of all tokens at once: chunks of queries meet the same keys
+    if form == "expanded":  # for all tokens at once: all chunks of queries use the same keys
         both = layer.fresh_from is not None
         stored = _expanded(keys.stored, w_uk, w_uv, precision)
         fresh_keys = _expanded(keys.fresh, w_uk, w_uv, precision) if both else stored
@@ -73,7 +75,8 @@ def attend(
 def visible(
     layer: Layer, rows: slice, precision: Precision, mistake: Mistake
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, S] bool: keys each of some tokens sees; and those it reads as they were projected."""
+    """[n, S] bool: the keys that each token in `rows` sees; and those it reads as they were
+    projected."""
     places = torch.arange(layer.num_tokens)
     own = places[rows, None]
     seen = (places >= mistake.first) & (places <= own + mistake.ahead)
@@ -102,7 +105,7 @@ def _keys(layer: Layer, precision: Precision, mistake: Mistake) -> Keys:
 
 
 def moved_rows(rows: Tensor, moved: tuple[int, int, int]) -> Tensor:
-    """One block of rows in another's place: to, from, size."""
+    """Replace one block of rows by another: destination, source, size."""
     to, source, size = moved
     size = min(size, len(rows) - to, len(rows) - source)
     rows = rows.clone()
@@ -111,7 +114,7 @@ def moved_rows(rows: Tensor, moved: tuple[int, int, int]) -> Tensor:
 
 
 def out_of_latent(layer: Layer, precision: Precision) -> Tensor:
-    """The dumped attention in latent space, projected to the heads' values."""
+    """The dumped latent attention output, projected to the heads' values."""
     H, P = layer.config.num_heads, layer.config.qk_nope_head_dim
     w_uv = precision.take(layer.weight("kv_b_proj")).view(H, -1, layer.config.kv_lora_rank)[:, P:]
     latent = layer.get("out_latent", precision).transpose(0, 1)
@@ -137,7 +140,7 @@ class _Keyed(NamedTuple):
     def absorbed(
         self, q_nope: Tensor, q_pe: Tensor, seen: Tensor, fresh: Tensor | None
     ) -> Attended:
-        """In latent space: scores stay wide, as flash kernels keep them."""
+        """Attention in latent space. Scores stay in the wide dtype, as in flash kernels."""
         p = self.precision
         q_latent = p.product(q_nope.transpose(0, 1), self.w_uk).to(p.dtype)  # [H, n, C]
 
@@ -155,7 +158,8 @@ class _Keyed(NamedTuple):
     def expanded(
         self, q_nope: Tensor, q_pe: Tensor, seen: Tensor, fresh: Tensor | None
     ) -> Attended:
-        """Keys and values per head, everything rounded, as transformers' eager attention does."""
+        """Attention with keys and values per head, everything rounded, as in transformers' eager
+        attention."""
         p = self.precision
         q = torch.cat([q_nope, q_pe], dim=-1).transpose(0, 1)  # [H, n, E]
 
@@ -166,7 +170,7 @@ class _Keyed(NamedTuple):
             return p.product(probs, keys[1])
 
         out, lse = self._softmax(score, value, seen, fresh)
-        latent = out.new_zeros((*out.shape[:2], self.w_uv.shape[2]))  # it has none
+        latent = out.new_zeros((*out.shape[:2], self.w_uv.shape[2]))  # the expanded form has none
         return Attended(*(part.transpose(0, 1) for part in (out, lse, latent)))
 
     def _softmax(

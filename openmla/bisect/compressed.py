@@ -1,4 +1,4 @@
-"""Components of V4's kind of layer: a latent that is key and value, window, entries, sink."""
+"""Components of V4 layers: a latent that is both key and value, window, entries, sink."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from openmla.layers.indexer import hadamard_transform
 
 @dataclass(frozen=True)
 class Mistake:
-    """How V4's attention is known to go wrong; the defaults are none."""
+    """A known way for V4's attention to go wrong; the defaults mean no mistake."""
 
     scale: float | None = None
-    window: int = 0  # keys more than the window has
-    early: int = 0  # tokens before its end at which an entry is seen
-    everything: bool = False  # the choice of entries is not looked at
+    window: int = 0  # extra keys beyond the window
+    early: int = 0  # tokens before its end from which an entry is visible
+    everything: bool = False  # the selection of entries is ignored
     sink: bool = True
 
 
@@ -65,7 +65,7 @@ def _q(layer: Layer, p: Precision) -> Tensor:
 
 
 def _turned(layer: Layer, x: Tensor, p: Precision, fault: str, inverse: bool = False) -> Tensor:
-    """The last R columns rotated, by the rope of the layer's kind."""
+    """Rotate the last R columns with the RoPE of the layer's kind."""
     rope = _compressor(layer).rope if _ratio(layer) else layer.config.rope
     start = x.shape[-1] - layer.config.qk_rope_head_dim
     turned = rotate(
@@ -116,7 +116,7 @@ def _chosen(layer: Layer, p: Precision) -> Tensor:
 
 
 def _visible(layer: Layer, rows: slice, mistake: Mistake) -> Tensor:
-    """[rows, T + n] bool: the window's rows, then entries."""
+    """[rows, T + n] bool: visible rows of the window, then visible entries."""
     places = torch.arange(layer.num_tokens)
     own, span = places[rows, None], _compressor(layer).window + mistake.window
     seen = (places <= own) & (places > own - span)
@@ -137,7 +137,7 @@ def _attend(
     layer: Layer, p: Precision, short: bool = False, mistake: Mistake = NONE
 ) -> tuple[Tensor, Tensor]:
     """Out [T, H, D], still rotated, and lse [T, H] without the sink. `short`: scores are rounded,
-    as transformers' eager attention does."""
+    as in transformers' eager attention."""
     q = layer.get("q_rotated", p).transpose(0, 1)  # [H, T, D]
     if layer.has("cache"):
         keys = layer.dumped("cache").to(p.dtype)
@@ -197,7 +197,7 @@ def _other_base(layer: Layer, p: Precision) -> Tensor:
 def _out(
     layer: Layer, p: Precision, short: bool = False, mistake: Mistake = NONE, fault: str = ""
 ) -> Tensor:
-    """Rotated back. On the dumped attention if it is there, else attention and all."""
+    """Attention output, rotated back. Uses the dumped attention if available, else computes it."""
     attended = layer.get("attended", p) if layer.has("attended") else None
     if attended is None:
         attended = _attended(layer, p, short, mistake)
@@ -212,7 +212,7 @@ def _o_a(layer: Layer, p: Precision) -> Tensor:
 
 
 def _parts_before(config: MLAConfig) -> list[Component]:
-    """Queries and raw rows."""
+    """Components up to the queries and raw rows."""
     T, H, D, rank = TOKENS, config.num_heads, config.latent_dim, config.q_lora_rank or 0
     linear = partial(partial, _linear)
     return [
@@ -244,7 +244,7 @@ def _parts_before(config: MLAConfig) -> list[Component]:
 
 
 def _parts_of_entries(config: MLAConfig, ratio: int) -> list[Component]:
-    """The compressor, and the indexer that chooses among its entries."""
+    """Components of the compressor, and of the indexer that selects its entries."""
     T, D = TOKENS, config.latent_dim
     chooses = ratio == INDEXED_RATIO
     linear = partial(partial, _linear, given="hidden_in")
@@ -296,7 +296,7 @@ def _parts_of_entries(config: MLAConfig, ratio: int) -> list[Component]:
 
 
 def compressed_components(config: MLAConfig, layer: int) -> Mapping[str, Component]:
-    """By key, in order."""
+    """The layer's components by key, in order."""
     assert config.compressor is not None
     ratio, groups = config.compressor.ratio(layer), config.compressor.output_groups
     T, H, D = TOKENS, config.num_heads, config.latent_dim

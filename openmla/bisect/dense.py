@@ -1,4 +1,4 @@
-"""Components of V2's and V3's kind of layer, in the order in which a layer computes them."""
+"""Components of V2 and V3 layers, in the order in which a layer computes them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _k_pe(layer: Layer, p: Precision, fault: str = "") -> Tensor:
 
 
 def _cache(layer: Layer, p: Precision) -> Tensor:
-    """Rows as they are meant; through the format and back where rounding counts."""
+    """Cache rows in exact arithmetic, or through the cache format and back if rounding is
+    modeled."""
     rows = torch.cat([layer.get("kv_c", p), layer.get("k_pe", p)], dim=-1)
     return rows if p.exact else layer.round_trip("cache", rows)
 
@@ -99,7 +100,7 @@ def _output(layer: Layer, p: Precision) -> Tensor:
 
 
 def mistakes(config: MLAConfig) -> dict[str, Mistake]:
-    """What is tried where attention is outside its budget."""
+    """Mistakes to try if attention is outside its budget."""
     tried = {
         "as if the softmax scale were left out": Mistake(scale=1.0),
         "as if every row of keys began one key late": Mistake(first=1),
@@ -115,7 +116,7 @@ def mistakes(config: MLAConfig) -> dict[str, Mistake]:
 
 
 def dense_components(config: MLAConfig) -> Mapping[str, Component]:
-    """By key, in order."""
+    """The layer's components by key, in order."""
     H, R, E = config.num_heads, config.qk_rope_head_dim, config.qk_head_dim
     C, V = config.kv_lora_rank, config.v_head_dim
     T, tried = TOKENS, mistakes(config)

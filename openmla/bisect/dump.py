@@ -18,7 +18,7 @@ from openmla.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAME = re.compile(r"layers\.(\d{1,6})\.([a-z0-9_]+)")
-OF_ALL = ("tokens", "fresh_from")  # tensors that belong to no layer
+OF_ALL = ("tokens", "fresh_from")  # tensors that are not per layer
 _CHOICES = {
     "dtype": ("", *DTYPES),
     "lse_base": ("e", "2"),
@@ -30,11 +30,11 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a dump's metadata say; all are strings there, and all may be left out."""
+    """A dump's metadata; all values are strings, and all may be left out."""
 
     model_type: str = ""
-    dtype: str = ""  # what was computed in; empty: that of the tensors
-    cache_format: str = ""  # of FORMATS, where `cache` holds bytes; empty: it holds values
+    dtype: str = ""  # compute dtype; empty: that of the tensors
+    cache_format: str = ""  # a key of FORMATS if `cache` holds bytes; empty: it holds values
     index_format: str = ""
     lse_base: str = "e"
     rope_order: str = "kept"  # split: the first members of all pairs, then the second ones
@@ -61,13 +61,13 @@ class Settings:
 
     @property
     def block_rows(self) -> int:
-        """0 where it is not known."""
+        """The block size in rows, 0 if unknown."""
         return int(self.block_size or 0)
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Tensors by name, `layers.{i}.{component}` and those of all layers, and settings."""
+    """Tensors by name, `layers.{i}.{component}` and those of no single layer, and settings."""
 
     tensors: Mapping[str, Tensor]
     settings: Settings = field(default_factory=Settings)
@@ -90,7 +90,8 @@ class Dump:
     def save(self, path: str) -> None:
         """Write the file that read_dump() reads."""
         said = {each.name: getattr(self.settings, each.name) for each in fields(self.settings)}
-        # copies: a file's tensors must not share memory, as unrounded index keys and their cache do
+        # copies: a file's tensors must not share memory, but unrounded index keys and their cache
+        # do
         tensors = {
             name: tensor.clone(memory_format=torch.contiguous_format)
             for name, tensor in self.tensors.items()
@@ -99,7 +100,7 @@ class Dump:
 
 
 def read_dump(path: str) -> Dump:
-    """A file that an engine wrote."""
+    """Read a file that an engine wrote."""
     try:
         if not Path(path).is_file():
             raise ConfigError(f"bisect: --against must be a file, got {path!r}.")

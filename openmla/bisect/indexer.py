@@ -1,4 +1,4 @@
-"""Components of the lightning indexer: queries, keys, scores and the choice of keys."""
+"""Components of the lightning indexer: queries, keys, scores and the top-k selection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from openmla.layers.indexer import hadamard_transform
 
 
 def of_indexer(layer: Layer) -> IndexerConfig:
-    """Its numbers; a layer without one has none of these components."""
+    """The layer's indexer config. A layer without an indexer has none of these components."""
     assert layer.config.indexer is not None
     return layer.config.indexer
 
@@ -38,7 +38,7 @@ def _index_k_normed(layer: Layer, p: Precision) -> Tensor:
 
 
 def _turned(layer: Layer, x: Tensor, p: Precision, fault: str) -> Tensor:
-    """R of the channels rotated, then Hadamard's rotation of all, if the subject has it."""
+    """R of the channels rotated, then all Hadamard-transformed, if the subject does that."""
     indexer, R = of_indexer(layer), layer.config.qk_rope_head_dim
     start = 0 if indexer.rope_side == "first" else indexer.head_dim - R
     before, turned, behind = x.tensor_split((start, start + R), dim=-1)
@@ -69,9 +69,9 @@ def _index_weights(layer: Layer, p: Precision) -> Tensor:
 
 
 def scores(q: Tensor, keys: Tensor, weights: Tensor, layer: Layer, p: Precision) -> Tensor:
-    """[T, S]: relu of every head's products, weighted; kept wide, as all who score do."""
+    """[T, S]: relu of every head's products, weighted; kept wide, as every scoring kernel does."""
     indexer = of_indexer(layer)
-    if layer.settings.index_format:  # queries of a packed format are quantised too
+    if layer.settings.index_format:  # a packed format also quantizes queries
         encoded, scales = get_format(layer.settings.index_format).encode_query(q.float())
         if scales is not None:
             q = (encoded.to(p.wide) * scales[..., None].to(p.wide)).to(p.wide)
@@ -92,7 +92,7 @@ def _index_scores(layer: Layer, p: Precision) -> Tensor:
 
 
 def _chosen(layer: Layer, p: Precision) -> Tensor:
-    """The best of the keys a token sees; -1 where it sees fewer."""
+    """The top-k of the keys that a token sees; -1 if it sees fewer."""
     found = layer.get("index_scores", EXACT)
     places = torch.arange(layer.num_tokens)
     hidden = places > places[:, None]
@@ -102,7 +102,7 @@ def _chosen(layer: Layer, p: Precision) -> Tensor:
 
 
 def indexer_components(config: MLAConfig) -> Mapping[str, Component]:
-    """By key, in order: they come before attention."""
+    """The indexer's components by key, in order; they come before attention."""
     assert config.indexer is not None
     HI, DI, T = config.indexer.num_heads, config.indexer.head_dim, TOKENS
     listed = (

@@ -17,16 +17,16 @@ from openmla.testing import lse_budget, out_budget
 
 @dataclass(frozen=True)
 class Verdict:
-    """One component of one layer: how much of its budget the subject's error takes."""
+    """One component of one layer: the share of its budget that the subject's error uses."""
 
     layer: int
     component: Component
-    used: float  # above 1 it is wrong; nan: it was not judged
-    error: float = math.nan  # root mean square; of lse and scores the largest
+    used: float  # above 1: wrong; nan: not judged
+    error: float = math.nan  # root mean square; for lse and scores the maximum
     budget: float = math.nan
-    size: float = math.nan  # of the exact values, in the same measure
-    rows: tuple[int, ...] = ()  # tokens (entries) that are outside
-    note: str = ""  # what is known beyond numbers, or why it was not judged
+    size: float = math.nan  # size of the exact values, in the same measure
+    rows: tuple[int, ...] = ()  # tokens (entries) outside the budget
+    note: str = ""  # what numbers do not show, or why it was not judged
 
     @property
     def judged(self) -> bool:
@@ -37,12 +37,12 @@ class Verdict:
         return self.judged and self.used > 1
 
 
-# Not computed here; what came before the layer is judged as far as it is numbers.
+# The layer's input is not computed, only checked for NaN and infinity.
 INPUT = Component("hidden_in", "input of the layer", lambda layer, p: layer.get("hidden_in", p), ())
 
 
 class Measured(NamedTuple):
-    """Errors of the subject and what they may be, all together and row by row."""
+    """The subject's errors and their budgets, overall and row by row."""
 
     used: float
     error: float
@@ -52,7 +52,8 @@ class Measured(NamedTuple):
 
 
 def judge_layer(layer: Layer) -> Iterator[Verdict]:
-    """A verdict for every component of the layer, in order; of its input if it is no number."""
+    """Verdicts for all components of the layer, in order; first for its input if that is not
+    finite."""
     if layer.has("hidden_in"):
         wrong = _unusable(layer.dumped("hidden_in"), INPUT)
         if wrong:
@@ -104,7 +105,7 @@ def _judge_values(layer: Layer, component: Component) -> Verdict:
 
 
 def _unusable(actual: Tensor, component: Component) -> str:
-    """What no tolerance applies to."""
+    """Why no tolerance can apply to these values, or an empty string."""
     bad = int((~actual.isfinite()).sum())
     if bad:
         return f"{bad} of {actual.numel()} values are NaN or infinite"
@@ -114,8 +115,8 @@ def _unusable(actual: Tensor, component: Component) -> str:
 
 
 def _lost(layer: Layer, component: Component, exact: Tensor, peer: Tensor) -> str:
-    """Why no bytes could be right: the format, under the dump's scale, keeps so little of the true
-    rows that the budget would be larger than the rows, and any bytes would be within it."""
+    """Why no bytes could be right: at the dump's scale the format keeps so little of the true rows
+    that the budget would exceed the rows, and any bytes would pass."""
     e, p = exact.double(), peer.double()
     if not e.numel() or 1.5 * _rms(p - e, None) < _rms(e, None) or not bool(e.any()):
         return ""
@@ -129,8 +130,8 @@ def _lost(layer: Layer, component: Component, exact: Tensor, peer: Tensor) -> st
 def measure(
     component: Component, actual: Tensor, exact: Tensor, peers: Sequence[Tensor]
 ) -> Measured:
-    """openmla.testing's budgets of the whole, and the same of each row by itself, so that one
-    wrong token is not lost among thousands. Of several peers the largest error counts."""
+    """Check openmla.testing's budgets for the whole and for each row by itself, so that one wrong
+    token is not lost among thousands. Among several peers the largest error counts."""
     if actual.numel() == 0:
         return Measured(0.0, 0.0, 0.0, 0.0, torch.zeros(0))
     a, e = actual.double().flatten(1), exact.double().flatten(1)
@@ -150,17 +151,17 @@ def measure(
     by_row = torch.where(errors == 0, torch.zeros_like(errors), errors / bound)
     budget = float(error) / used if used else float(bound)
     worst = float(by_row.max())
-    if worst > max(used, 1.0):  # one row is wrong, the rest makes up for it
+    if worst > max(used, 1.0):  # one row is wrong, and the others hide it
         error, budget = errors.max(), float(bound)
     return Measured(max(used, worst), float(error), budget, float(size), by_row)
 
 
 def with_factor(found: Measured, actual: Tensor, exact: Tensor, peer: Tensor) -> Measured:
-    """Of rows in few bits: a wrong scale can be less than their rounding, but it goes one way.
+    """Check rows in few bits for a common factor: a wrong scale can cost less than the rows'
+    rounding, but its error has one sign.
 
-    Rounding leaves the factor between stored and true values at 1, but for chance (six standard
-    deviations, from the peer's errors) and for values that are cut off, of which the peer has its
-    share.
+    Rounding leaves the factor between stored and true values at 1, except for chance (six standard
+    deviations, from the peer's errors) and for saturated values, which the peer has as well.
     """
     a, e, p = (part.double().flatten() for part in (actual, exact, peer))
     total = e.square().sum()
@@ -173,7 +174,7 @@ def with_factor(found: Measured, actual: Tensor, exact: Tensor, peer: Tensor) ->
 
 
 def _floating(tensor: Tensor) -> torch.dtype:
-    """The dtype whose epsilon an exact peer is measured by; values of a cache are float64."""
+    """The dtype whose epsilon applies to an exact peer; cached values are float64."""
     usual = (torch.float32, torch.bfloat16, torch.float16)
     return tensor.dtype if tensor.dtype in usual else torch.float32
 
@@ -194,7 +195,8 @@ def explain(
     peers: Sequence[Tensor],
     rows: tuple[int, ...],
 ) -> str:
-    """A known mistake that gives what was dumped, within the same budget; or nothing."""
+    """Name a known mistake that reproduces the dump within the same budget, or return an empty
+    string."""
     for text, alternative in component.alternatives.items():
         other = alternative(layer, EXACT)
         if _agrees(component, actual, other, peers, exact):
@@ -218,10 +220,10 @@ def explain(
 def _agrees(
     component: Component, actual: Tensor, other: Tensor, peers: Sequence[Tensor], exact: Tensor
 ) -> bool:
-    """Whether an alternative explains the dump: the peers' errors carried over to it."""
+    """Whether an alternative explains the dump, allowing it the peers' errors."""
     if other.shape != actual.shape or not torch.equal(other == -torch.inf, actual == -torch.inf):
         return False
-    seen = other != -torch.inf  # queries that see no key
+    seen = other != -torch.inf  # False where a query sees no key
     actual, other = actual.where(seen, 0), other.where(seen, 0)
     if not bool(actual.isfinite().all() and other.isfinite().all()):
         return False
@@ -241,7 +243,8 @@ def _moved_block(
     peers: Sequence[Tensor],
     rows: tuple[int, ...],
 ) -> str:
-    """One block of the cache read in another's place: tried for the first block that is off."""
+    """Check if one block of the cache was read in place of another, for the first block that is
+    off."""
     size = layer.settings.block_rows
     if not size or not rows or component.reread is None:
         return ""
@@ -256,17 +259,18 @@ def _moved_block(
 
 
 def judge_choice(layer: Layer, component: Component) -> Verdict:
-    """Chosen keys against scores: no key left out may be better than one that is in by more than
-    the scores may err. Keys past a token's own, and negative ones, count as none."""
+    """Compare the selected keys with the scores: no key left out may beat a selected one by more
+    than the error budget of the scores. Keys after a token's own, and negative ones, are
+    ignored."""
     chosen = layer.dumped("chosen").long()
     exact = layer.get("index_scores", EXACT)
     if bool(exact.isnan().any()):
         return Verdict(layer.number, component, math.nan, note="its inputs are not numbers")
     loose = layer.get("index_scores", Precision(layer.dtype)).double()
-    given = layer.has("index_scores")  # judged on the subject's own: they have no error
+    given = layer.has("index_scores")  # the subject's own scores, which have no error
     slack = 0.0 if given else 2 * float((loose - exact).abs().max())
     slack += 2 * torch.finfo(torch.float32).eps * max(float(exact.abs().max()), 1.0)
-    limits = layer.num_choices()  # [T] keys each token may choose from
+    limits = layer.num_choices()  # [T] keys each token may select from
     K = layer.config.indexer.topk if layer.config.indexer else 0
     gaps, notes = torch.zeros(len(chosen), dtype=torch.float64), {}
     for t, limit in enumerate(limits.tolist()):
@@ -296,7 +300,7 @@ def judge_choice(layer: Layer, component: Component) -> Verdict:
 def _shifted(
     layer: Layer, chosen: Tensor, exact: Tensor, slack: float, limits: Tensor, K: int
 ) -> str:
-    """Whether every choice is right but for one position: rows that start one off."""
+    """Whether every selection is right except for an offset of one position."""
     for by, text in ((1, "late"), (-1, "early")):
         good = True
         for t, limit in enumerate(limits.tolist()):

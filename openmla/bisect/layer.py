@@ -1,7 +1,7 @@
-"""Layer: what a dump has of one layer, and the reference of whatever it has not.
+"""Layer: the dumped tensors of one layer, and reference values for whatever was not dumped.
 
-A component is judged on the inputs that were dumped for it, so that a fault accuses no component
-behind it. Inputs that were not dumped are computed from those before them.
+A component is judged on the inputs that were dumped for it, so that a fault is not attributed to
+later components. Inputs that were not dumped are computed from earlier ones.
 """
 
 from __future__ import annotations
@@ -22,54 +22,55 @@ from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError
 
 Compute = Callable[["Layer", Precision], Tensor]
-STORED = {"cache": "cache_format", "index_cache": "index_format"}  # bytes, and their format
+STORED = {"cache": "cache_format", "index_cache": "index_format"}  # bytes; where their format is
 ALWAYS_WIDE = ("lse", "index_scores", "kv_scale", "rope_ratio", "entries", "index_entries")
-TOKENS, ENTRIES, ROW, ANY = -1, -2, -3, -4  # sizes in shapes: T, entries, a stored row, whatever
+TOKENS, ENTRIES, ROW, ANY = -1, -2, -3, -4  # sizes in shapes: T, entries, a stored row, any
 
 
 class MissingError(Exception):
-    """An input that is not in the dump and cannot be computed from what is."""
+    """An input is not in the dump and cannot be computed from what is."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """One step of a layer: its key in a dump, what it is called, and how it is computed.
+    """One step of a layer: its key in a dump, its title, and how to compute it.
 
-    `peers` are ways of computing it that round differently, the first compute itself; the largest
-    error of them is the measure. `alternatives` are known mistakes, for telling what happened.
+    `peers` are implementations that round differently, the first is compute itself; the largest of
+    their errors is the budget. `alternatives` are known mistakes, to explain what happened.
     """
 
     name: str
     title: str
     compute: Compute
-    shape: tuple[int, ...]  # of a dumped tensor, heads may be flattened; with the sizes above
-    kind: str = "values"  # values, lse, scores or choice
+    shape: tuple[int, ...]  # of a dumped tensor (heads may be flattened); may use the sizes above
+    kind: str = "values"  # values, lse, scores or choice (top-k selection)
     peers: tuple[Compute, ...] = ()
     alternatives: Mapping[str, Compute] = field(default_factory=dict)
-    first_row: str = ""  # what it means if row 0 alone is off
-    # the same with one block of cached rows in another's place: (to, from, size)
+    first_row: str = ""  # what it means if only row 0 is off
+    # compute() with one block of cached rows replaced: (destination, source, size)
     reread: Callable[[Layer, Precision, tuple[int, int, int]], Tensor] | None = None
 
 
 @dataclass(eq=False)
 class Layer:
-    """One layer of a dump, its weights and the components it is made of."""
+    """One layer of a dump, its weights and its components."""
 
     number: int
     config: MLAConfig
     weights: Mapping[str, Tensor]
-    eps: Mapping[str, float]  # of its norms, by module
+    eps: Mapping[str, float]  # of the norms, by module
     tensors: Mapping[str, Tensor]
     settings: Settings
     components: Mapping[str, Component]
     num_tokens: int
     fresh_from: Tensor | None = None  # [T]: the first key a token reads as projected, not stored
-    shared: Tensor | None = None  # the choice of an earlier layer, where this one has no indexer
+    shared: Tensor | None = None  # an earlier layer's selection, if this layer has no indexer
     computed: dict[tuple[str, Precision], Tensor] = field(default_factory=dict)
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What the subject computed in: as it says, or as the values of its tensors do."""
+        """The subject's compute dtype: the declared one, or the one that the tensors' values
+        imply."""
         if self.settings.dtype:
             return DTYPES[self.settings.dtype]
         found = [
@@ -77,7 +78,7 @@ class Layer:
             for name, tensor in self.tensors.items()
             if tensor.dtype in DTYPES.values() and name not in STORED and name not in ALWAYS_WIDE
         ]
-        for dtype in (torch.bfloat16, torch.float16):  # in fewer bits, or written in more
+        for dtype in (torch.bfloat16, torch.float16):  # values may be stored in a wider dtype
             if found and all(torch.equal(part.to(dtype).to(part.dtype), part) for part in found):
                 return dtype
         return min((part.dtype for part in found), key=lambda d: d.itemsize, default=torch.float32)
@@ -86,7 +87,7 @@ class Layer:
         return name in self.tensors
 
     def get(self, name: str, precision: Precision) -> Tensor:
-        """A component's output: as it was dumped, or the reference's."""
+        """A component's output: the dumped one, else the reference's."""
         if name in self.tensors:
             return self.dumped(name).to(precision.dtype)
         key = (name, precision)
@@ -98,7 +99,8 @@ class Layer:
         return self.computed[key]
 
     def dumped(self, name: str) -> Tensor:
-        """As values: bytes of a cache are decoded, scores that nobody may use are 0."""
+        """A dumped tensor as values: cache bytes are decoded, scores that must not be used are
+        0."""
         if name == "index_scores":
             return self.tensors[name].where(self.usable_scores, 0)
         if name not in STORED:
@@ -116,7 +118,7 @@ class Layer:
         return str(getattr(self.settings, STORED[name]))
 
     def decoded(self, name: str, stored: Tensor, D: int) -> Tensor:
-        """Rows of a cache as attention meets them, float64 where that says more."""
+        """Cache rows as attention reads them, in float64 where it represents more."""
         format = self.format_of(name)
         values = stored
         if format:
@@ -127,7 +129,7 @@ class Layer:
         return values
 
     def round_trip(self, name: str, rows: Tensor) -> Tensor:
-        """Rows through the format of a cache and back."""
+        """Quantize rows to a cache format and back."""
         format = self.format_of(name)
         if not format:
             return rows
@@ -144,7 +146,7 @@ class Layer:
 
     @property
     def chooses(self) -> bool:
-        """Whether tokens attend to chosen keys; V4's entries are another matter."""
+        """Whether tokens attend to selected keys; V4's entries are handled separately."""
         return self.config.indexer is not None and self.config.compressor is None
 
     def get_chosen(self) -> Tensor:
@@ -160,15 +162,15 @@ class Layer:
         return places.masked_fill(places >= limits[:, None], -1)
 
     def num_choices(self) -> Tensor:
-        """[T] i64: keys, of V4 entries, that each token may choose from."""
+        """[T] i64: how many keys (for V4: entries) each token may select from."""
         tokens = torch.arange(1, self.num_tokens + 1)
         compressor = self.config.compressor
         return tokens if compressor is None else tokens // compressor.ratio(self.number)
 
     @cached_property
     def usable_scores(self) -> Tensor:
-        """[T, S] bool: scores of keys that a token may choose; none of a dumped row without any,
-        as of tokens that see so few keys that nobody scored them."""
+        """[T, S] bool: scores of keys that a token may select. None in a dumped row without scores,
+        which means that the token sees so few keys that they were not scored."""
         limits = self.num_choices()[:, None]
         width = self.num_entries if self.config.compressor is not None else self.num_tokens
         usable = torch.arange(width) < limits
@@ -187,8 +189,8 @@ class Layer:
         return precision.rms_norm(x, self.weight(module), self.eps[module])
 
     def checked(self) -> Layer:
-        """The same with every tensor in its component's shape, or a sentence about one that is
-        not of this model."""
+        """Return the layer with every tensor in its component's shape, or raise for one that does
+        not fit this model."""
         tensors = dict(self.tensors)
         for name, tensor in self.tensors.items():
             if name in ("kv_scale", "rope_ratio"):
@@ -241,14 +243,14 @@ class Layer:
 
     @property
     def num_entries(self) -> int:
-        """Of V4's layers: one for every full window."""
+        """Number of V4 entries: one for every full window."""
         compressor = self.config.compressor
         ratio = 0 if compressor is None else compressor.ratio(self.number)
         return self.num_tokens // ratio if ratio else 0
 
 
 def _fits(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """As wanted, or one of the two with all but the first dimension flattened."""
+    """Whether shapes agree, allowing one of them to have all but the first dimension flattened."""
     if ANY in wanted:
         return len(shape) == len(wanted) and shape[0] == wanted[0]
     flat = 2 in (len(shape), len(wanted)) and shape[:1] == wanted[:1]

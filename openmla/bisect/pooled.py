@@ -1,4 +1,4 @@
-"""V4's compressor as a component: tokens pooled into entries, and how its state goes stale."""
+"""V4's compressor as a component: pools tokens into entries, and models stale state."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NOT_RESET = "as if the compressor's state of an earlier request had not been res
 def pool(
     layer: Layer, p: Precision, kv: Tensor, score: Tensor, module: str, fault: str = ""
 ) -> Tensor:  # [n, D]
-    """Every `ratio` tokens [T, CD] into one entry: softmax over the pool, norm, RoPE.
+    """Pool every `ratio` tokens [T, CD] into one entry: softmax over the pool, norm, RoPE.
 
-    Channels are twice an entry's where windows overlap: the first half of a token's goes into the
-    entry of the window after it.
+    Overlapping windows have twice as many channels as an entry: the first half of a token's
+    channels goes into the entry of the next window.
     """
     compressor = layer.config.compressor
     assert compressor is not None
@@ -55,14 +55,15 @@ def pool(
 
 
 def entries(layer: Layer, p: Precision, fault: str = "") -> Tensor:
-    """What attention meets beside its window; through the cache's format where rounding counts."""
+    """The entries that attention reads in addition to its window; through the cache format if
+    rounding is modeled."""
     kv, score = layer.get("pool_kv", p), layer.get("pool_score", p)
     made = pool(layer, p, kv, score, "compressor", fault)
     return made if p.exact else layer.round_trip("cache", made)
 
 
 def index_entries(layer: Layer, p: Precision, fault: str = "") -> Tensor:
-    """The indexer's keys, by a compressor of its own."""
+    """The indexer's keys, from a compressor of its own."""
     kv, score = layer.get("index_pool_kv", p), layer.get("index_pool_score", p)
     made = pool(layer, p, kv, score, "compressor.indexer", fault)
     if layer.settings.index_hadamard == "true":

@@ -1,7 +1,7 @@
 """Precision: the arithmetic a component is computed in, exact or as plain PyTorch would round.
 
-What is judged may err as much as this: every result rounded to the model's dtype, sums of products
-in float32 in the least careful order. Bounds so follow from the precision, for any shape.
+The latter is the error budget: every result rounded to the model's dtype, sums of products in
+float32 in the least careful order. Bounds therefore follow from the precision, for any shape.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXACT_DTYPE = torch.float64
 
 @dataclass(frozen=True)
 class Precision:
-    """float64 is exact; of any other dtype, results are rounded to it."""
+    """float64 is exact; with any other dtype, results are rounded to it."""
 
     dtype: torch.dtype
 
@@ -27,18 +27,18 @@ class Precision:
 
     @property
     def wide(self) -> torch.dtype:
-        """What sums are kept in."""
+        """The dtype of sums."""
         return EXACT_DTYPE if self.exact else torch.float32
 
     def take(self, given: Tensor) -> Tensor:
-        """A tensor that came from outside: exact as it is, else rounded."""
+        """Take a tensor from outside: unchanged if exact, else rounded."""
         return given.to(self.dtype)
 
     def product(self, x: Tensor, w: Tensor) -> Tensor:
         """x [..., n, K] @ w [..., K, m], kept wide.
 
-        Not exact: float32 sums of K terms may be off by u * sqrt(K) times the sum of magnitudes,
-        whoever adds them up; that much is added here, with signs that alternate.
+        If not exact: float32 sums of K terms may have an error of u * sqrt(K) times the sum of
+        magnitudes, in any order of summation. That much is added, with alternating signs.
         """
         wide = self.wide
         x, w = x.to(wide), w.to(wide)
@@ -51,16 +51,18 @@ class Precision:
         return result + signs * slack * (x.abs() @ w.abs())
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """A projection as nn.Linear's, rounded once."""
+        """A projection like nn.Linear, rounded once."""
         result = self.product(self.take(x), self.take(weight).mT)
         if bias is not None:
             result = result + self.take(bias).to(self.wide)
         return result.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Normalised, rounded, then weighted and rounded: the order models are trained with.
+        """Normalize, round, then multiply by the weight and round: the order models are trained
+        with.
 
-        Without a weight (V4's queries) transformers rounds the reciprocal root itself."""
+        Without a weight (V4's queries) transformers rounds the reciprocal root itself.
+        """
         values = self.take(x).to(self.wide)
         root = (values.square().mean(-1, keepdim=True) + eps).rsqrt() * self._root
         if weight is None:
@@ -75,7 +77,8 @@ class Precision:
 
     @property
     def _root(self) -> float:
-        """Reciprocal square roots are right to two units in the last place on GPUs."""
+        """Error factor of reciprocal square roots, which GPUs compute to two units in the last
+        place."""
         return 1.0 if self.exact else 1.0 + 2 * torch.finfo(torch.float32).eps
 
 

@@ -1,6 +1,6 @@
-"""record(): a dump of this package's own steps inside a transformers model.
+"""record(): dump openmla's own steps inside a transformers model.
 
-A prompt, then tokens one by one, so that prefill and decode are both in it.
+A prompt, then tokens one by one, so that the dump covers both prefill and decode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from openmla.config import MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.integrations.transformers.attachment import Attended
 
-DECODED = 4  # tokens that are given one by one, if the prompt is long enough
+DECODED = 4  # tokens decoded one by one, if the prompt is long enough
 # Modules whose outputs are components, by their names in transformers' attention modules.
 OUTPUTS = {
     "q_a_proj": "q_a",
@@ -53,7 +53,7 @@ OUTPUTS_V4 = {
 
 
 class Recorder:
-    """Collects what modules and steps of an attached model compute, token after token."""
+    """Collects what the modules and steps of an attached model compute, token by token."""
 
     def __init__(self, config: MLAConfig, modules: list[nn.Module], num_tokens: int) -> None:
         self.config, self.num_tokens = config, num_tokens
@@ -72,12 +72,12 @@ class Recorder:
             handle.remove()
 
     def keep(self, number: int, key: str, rows: Tensor) -> None:
-        # copied: RoPE of queries is in place
+        # a copy, because RoPE changes queries in place
         self.parts[f"layers.{number}.{key}"].append(rows.detach().to("cpu", copy=True))
 
     def _keeper(self, number: int, key: str) -> Any:
         def keep(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
-            rows = out if args[0].dim() == 2 else out.flatten(0, 1)  # V4's are flat here and there
+            rows = out if args[0].dim() == 2 else out.flatten(0, 1)  # some of V4's are flat already
             self.keep(number, key, rows)
             if key == "o_a":
                 self.keep(number, "out", args[0].flatten(0, 1).flatten(1))
@@ -87,7 +87,7 @@ class Recorder:
         return keep
 
     def watch(self, step: Attended) -> None:
-        """After every layer's step."""
+        """Collect one layer's step; called after every step."""
         config, number, plan = self.config, step.layer, step.plan
         if config.compressor is not None:
             self._watch_v4(step)
@@ -100,7 +100,7 @@ class Recorder:
         if number == 0:
             fresh = torch.full((plan.num_tokens,), self.num_tokens)
             expanded = plan.group("expanded")
-            if expanded is not None:  # its own rows as they were projected
+            if expanded is not None:  # the request's own rows as projected
                 fresh[_on_host(expanded.rows)] = plan.seq_lens[0] - plan.num_tokens
             self.parts["fresh_from"].append(fresh)
         indexer = config.indexer
@@ -119,7 +119,8 @@ class Recorder:
     def _keep_scores(
         self, step: Attended, index: IndexInputs | None, scored: Any, ratio: int
     ) -> None:
-        """Scores of the tokens that choose, by the op that scored them; -inf of all others."""
+        """Keep scores of the tokens that select keys, from the op that scored them; -inf for all
+        others."""
         kept = torch.full((step.plan.num_tokens, self.num_tokens // ratio), -torch.inf)
         if index is not None and scored is not None:
             assert step.cache.index is not None
@@ -132,7 +133,7 @@ class Recorder:
         self.keep(step.layer, "index_scores", kept)
 
     def _watch_v4(self, step: Attended) -> None:
-        """Rows as they lie in the window right after the step: later ones take their place."""
+        """Keep the window's rows right after the step: later rows overwrite them."""
         number, window = step.layer, step.cache.window
         assert window is not None
         self.keep(number, "q_rotated", step.queries)
@@ -146,7 +147,7 @@ class Recorder:
         shared, index, indexer = step.plan.shared, step.index_inputs, self.config.indexer
         assert shared is not None and indexer is not None
         chosen = _first_keys(shared.positions.cpu(), indexer.topk, ratio=step.cache.ratio)
-        if index is not None:  # chosen within the step: once more
+        if index is not None:  # selected inside the step: repeat it
             self.keep(number, "index_q_rotated", index.q_idx)
             select = step.plan.select
             assert select is not None
@@ -178,10 +179,10 @@ class Recorder:
                     settings["index_format"] = made.format
 
     def dump(self, tokens: Tensor, dtype: torch.dtype) -> Dump:
-        """Everything, with what the caches hold in the end."""
+        """Everything collected, and the final contents of the caches."""
         tensors = {name: torch.cat(parts) for name, parts in self.parts.items()}
         for name in [name for name in tensors if name.endswith("index_q_rotated")]:
-            if len(tensors[name]) < self.num_tokens:  # steps in which nobody chose have none
+            if len(tensors[name]) < self.num_tokens:  # missing for steps without a selection
                 del tensors[name]
         tensors["tokens"] = tokens.cpu()
         config = self.config
@@ -199,7 +200,7 @@ class Recorder:
                 stored = rows.layout.stored(rows.data, slots.to(rows.data.device), width)
                 tensors[f"layers.{number}.{key}"] = stored.cpu()
                 settings["cache_format" if key == "cache" else "index_format"] = rows.format
-                if rows.format == "index_fp32":  # keys as they came
+                if rows.format == "index_fp32":  # keys are stored unrounded
                     tensors[f"layers.{number}.index_k_rotated"] = stored.to("cpu", dtype)
             latent = step.cache.latent
             if latent is not None and latent.layout.scaled:
@@ -211,12 +212,12 @@ class Recorder:
 
 
 def _on_host(rows: Any) -> Any:
-    """Rows of a step that a plan names by a slice or a tensor."""
+    """A plan's row indices (a slice or a tensor) on the host."""
     return rows.cpu() if isinstance(rows, Tensor) else rows
 
 
 def _first_keys(positions: Tensor, topk: int, ratio: int) -> Tensor:
-    """[T, K] i64: all keys of tokens that see no more than K, -1 behind them."""
+    """[T, K] i64: all keys of tokens that see at most K keys, then -1."""
     places = torch.arange(topk).expand(len(positions), -1)
     return places.masked_fill(places >= (positions[:, None] + 1) // ratio, -1)
 
@@ -226,7 +227,8 @@ def _index_width(config: MLAConfig) -> int:
 
 
 def _settings(config: MLAConfig, dtype: torch.dtype, found: dict[str, str]) -> Settings:
-    """transformers' modules write rotated pairs first members first, all but V2's and V4's."""
+    """Settings of the dump. transformers' modules write rotated pairs first members first, except
+    in V2 and V4."""
     kept = config.model_type in ("deepseek_v2", "deepseek_v4")
     order = "kept" if kept or config.rope.pairing == "halves" else "split"
     names = {known: name for name, known in DTYPES.items()}
@@ -241,7 +243,7 @@ def _settings(config: MLAConfig, dtype: torch.dtype, found: dict[str, str]) -> S
 
 @torch.no_grad()
 def record(model: Any, tokens: Tensor, **options: Any) -> Dump:
-    """Run a model's tokens [T] here, with attach()'s options, and say what every layer computed."""
+    """Run a model on tokens [T] with attach()'s options, and dump what every layer computed."""
     attach(model, capture=False, **options)
     attachment = attachment_of(model)
     recorder = Recorder(attachment.config, attachment.modules, len(tokens))

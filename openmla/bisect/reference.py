@@ -1,4 +1,4 @@
-"""Reference: a model's config and weights, beside which the layers of a dump are judged."""
+"""Reference: the config and weights that the layers of a dump are compared with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEFORE_ATTENTION = "lse"  # the indexer's components come before this one
 
 
 def check_config(config: MLAConfig) -> None:
-    """Raise unless the components of such a model are known here."""
+    """Raise unless the components of such a model are supported."""
     family = FAMILIES[config.model_type]
     beyond = {
         "gates its output": family.output_gate or config.head_gate,
@@ -38,13 +38,13 @@ def check_config(config: MLAConfig) -> None:
 
 
 class Reference(NamedTuple):
-    """A model as it is judged: its attention modules have the weights."""
+    """The reference model; the weights are those of its attention modules."""
 
     config: MLAConfig
     modules: list[nn.Module]
 
     def check(self) -> None:
-        """Raise unless every component of the model is known here."""
+        """Raise unless every component of the model is supported."""
         check_config(self.config)
         for module in self.modules:
             for name, weight in module.named_parameters():
@@ -55,7 +55,7 @@ class Reference(NamedTuple):
                     )
 
     def components(self, layer: int) -> Mapping[str, Component]:
-        """Of one layer, in the order in which it computes them."""
+        """The components of one layer, in the order in which it computes them."""
         config = self.config
         if config.compressor is not None:
             return compressed_components(config, layer)
@@ -67,7 +67,7 @@ class Reference(NamedTuple):
         return {**dense, **indexer_components(config), **attention}
 
     def judge(self, dump: Dump) -> Iterator[Verdict]:
-        """Every component of every layer that the dump has, layer by layer."""
+        """Judge every component of every layer in the dump, layer by layer."""
         num_tokens = self.check_dump(dump)
         fresh_from = dump.tensors.get("fresh_from")
         shared = None
@@ -89,7 +89,7 @@ class Reference(NamedTuple):
             shared = layer.tensors["chosen"].long() if layer.has("chosen") else shared
 
     def check_dump(self, dump: Dump) -> int:
-        """The dump's number of tokens, or a sentence about why it is not of this model."""
+        """Return the dump's number of tokens. Raise if the dump is not of this model."""
         said = dump.settings.model_type
         read_as = FAMILIES[said].reads_as or said if said in FAMILIES else said
         if said and read_as != self.config.model_type:
@@ -120,7 +120,7 @@ class Reference(NamedTuple):
 
 
 def _num_tokens(dump: Dump) -> int:
-    """Of the tokens if they are there, else of the first tensor with a row per token."""
+    """The number of tokens, from `tokens` or else from the first tensor with a row per token."""
     per_token = ("hidden_in", "q_a", "q", "kv_a", "kv_c", "q_pe", "k_pe", "out", "output", "kv")
     found = dump.tensors.get("tokens")
     found = None if found is None else found.flatten()
@@ -141,7 +141,8 @@ def _num_tokens(dump: Dump) -> int:
 
 
 def _epsilons(module: nn.Module) -> dict[str, float]:
-    """Of every norm inside, by name: transformers' RMSNorms and torch's LayerNorm call it so."""
+    """The epsilon of every norm inside, by name, as transformers' RMSNorms and torch's LayerNorm
+    have it."""
     found: dict[str, float] = {}
     for name, part in module.named_modules():
         eps: Any = getattr(part, "variance_epsilon", getattr(part, "eps", None))
@@ -151,7 +152,7 @@ def _epsilons(module: nn.Module) -> dict[str, float]:
 
 
 def check_prompt(dump: Dump, tokens: Tensor) -> None:
-    """The dump is of the prompt that was given."""
+    """Check that the dump is of the given prompt."""
     found = dump.tensors.get("tokens")
     if found is None:
         return

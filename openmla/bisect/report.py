@@ -1,4 +1,4 @@
-"""What bisect found, for people: a table, one sentence, and a picture."""
+"""Reports what bisect found: a table, one sentence, and a plot."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from openmla.bisect.judge import Verdict
 from openmla.cli.pictures import INK, WIDTH, picture
 from openmla.plan.explanation import counted
 
-SHOWN_ROWS = 4  # ranges of tokens that are named
+SHOWN_ROWS = 4  # ranges of tokens to list
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
-    """A line per component: its worst layer, and how many of the layers are outside."""
+    """One line per component: its worst layer, and how many layers exceed the budget."""
     lines = [f"{'component':<18}{'worst layer':>12}{'error':>11}{'budget':>11}{'used':>10}"]
     for name, found in by_component(verdicts).items():
         judged = [verdict for verdict in found if verdict.judged]
@@ -30,7 +30,8 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def by_component(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """In the order in which a layer computes; layers may differ in what they have."""
+    """Group verdicts by component, in the order of computation; layers may have different
+    components."""
     longest = max(_layers(verdicts).values(), key=len, default=[])
     found: dict[str, list[Verdict]] = {verdict.component.name: [] for verdict in longest}
     for verdict in verdicts:
@@ -46,7 +47,7 @@ def _layers(verdicts: Sequence[Verdict]) -> dict[int, list[Verdict]]:
 
 
 def sentence(verdicts: Sequence[Verdict], subject: str) -> str:
-    """Which component leaves its budget first, by how much, and what it looks like."""
+    """Name the first component that exceeds its budget, by how much, and the likely cause."""
     judged = [verdict for verdict in verdicts if verdict.judged]
     wrong = next((verdict for verdict in judged if verdict.wrong), None)
     if not judged:
@@ -78,7 +79,7 @@ def sentence(verdicts: Sequence[Verdict], subject: str) -> str:
 
 
 def stretches(rows: Sequence[int]) -> str:
-    """0 to 15, 32, and so on."""
+    """Format rows as ranges: 0 to 15, 32, and so on."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and row == runs[-1][1] + 1:
@@ -93,12 +94,12 @@ def stretches(rows: Sequence[int]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, whatever the size."""
+    """Format with three digits, whatever the magnitude."""
     return "any" if math.isinf(value) else f"{value:.3g}"
 
 
 def draw(verdicts: Sequence[Verdict], path: Path, title: str) -> None:
-    """Error by layer and component, as powers of ten of the budget: below 0 is within."""
+    """Plot error by layer and component, as log10 of the share of the budget: below 0 is within."""
     found = by_component(verdicts)
     names = [name for name, each in found.items() if any(verdict.judged for verdict in each)]
     layers = sorted(_layers(verdicts))

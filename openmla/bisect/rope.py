@@ -1,4 +1,4 @@
-"""RoPE as a component: both pairings, both orders of the rotated columns, and how it goes wrong."""
+"""RoPE as a component: both pairings, both orders of the rotated columns, and known mistakes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rotate(
     inverse: bool = False,
     fault: str = "",
 ) -> Tensor:
-    """Rotated columns, where they were ("kept") or first members before second ones ("split")."""
+    """Rotated columns in place ("kept"), or first members of pairs before second ones ("split")."""
     if fault == FAULTS[0]:
         pairing = "halves" if pairing == "pairs" else "pairs"
     if fault in FAULTS[1:3]:
@@ -51,7 +51,7 @@ def rotate(
         first, second = x[..., 0::2], x[..., 1::2]
     else:
         first, second = x.chunk(2, dim=-1)
-    # each product and each sum is rounded, as plain PyTorch does in the model's dtype
+    # round each product and each sum, as plain PyTorch does in the model's dtype
     turned = first * cos - second * sin, second * cos + first * sin
     if pairing == "halves" or order == "split":
         return torch.cat(turned, dim=-1)
@@ -61,8 +61,9 @@ def rotate(
 def _cos_sin(
     rope: RopeConfig, R: int, positions: Tensor, precision: Precision, *, short: bool
 ) -> tuple[Tensor, Tensor]:
-    """Of float32 angles, as models are trained with; not exact: of frequencies one unit in the
-    last place off, as another power function has them, and rounded to the dtype."""
+    """Cos and sin of float32 angles, as models are trained with. If not exact: from frequencies
+    that are one unit in the last place off, as with another power function, and rounded to the
+    dtype."""
     frequencies = inverse_frequencies(rope, R)[0]
     if precision.exact and not short:
         last = int(positions.max()) + 1 if positions.numel() else 0

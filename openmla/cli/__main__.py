@@ -40,11 +40,11 @@ OPTIONS = {
     "calibrate": calibrate_options,
     "bisect": bisect_options,
 }
-INTERRUPTED, PIPE_CLOSED = 130, 141  # what shells show for SIGINT and SIGPIPE
+INTERRUPTED, PIPE_CLOSED = 130, 141  # exit status for SIGINT and SIGPIPE, as in shells
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status: 2 after a sentence about what is wrong."""
+    """Run one subcommand. Returns the exit status: 2 after a one-line error."""
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return INTERRUPTED
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read this has left, as `| head` does
-        # the interpreter flushes its own stream once more when it ends
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
+        # the interpreter flushes its own stream once more at exit
         if sys.__stdout__ is not None and sys.stdout is sys.__stdout__:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno())
         return PIPE_CLOSED
@@ -80,7 +80,7 @@ def _run(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its options")
-    rest.required = False  # or argparse would name it as missing
+    rest.required = False  # otherwise argparse would report it as missing
     chosen = parser.parse_args(arguments)
     name, options = chosen.command, chosen.arguments
     _import_first(chosen.modules)
@@ -98,7 +98,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _import_first(modules: Sequence[str]) -> None:
-    """Modules of the current folder are found, as a script in it would find them."""
+    """Make modules of the current folder importable, as in a script."""
     if modules and "" not in sys.path:
         sys.path.insert(0, "")
     for name in modules:
@@ -111,7 +111,8 @@ def _import_first(modules: Sequence[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Errors that list backends and their reasons, or quote others, have several."""
+    """Join the lines of an error: those that list backends and reasons, or quote others, have
+    several."""
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     return "; ".join(line for line in lines if line).replace(":; ", ": ")
 

@@ -22,20 +22,20 @@ INVARIANT = "--batch-invariant"
 
 
 def names() -> tuple[str, ...]:
-    """What there is to run: the files of openmla/bench."""
+    """Names of the benchmarks: the files of openmla/bench."""
     folder = Path(__file__).parent.parent / "bench"
     found = {path.stem for path in folder.glob("[!_]*.py")} - {"harness"}
     return (*sorted(found & set(BACKENDS)), *(name for name in WHOLE if name in found))
 
 
 def purpose(op: str) -> str:
-    """What an op does, as its module says in the first line."""
+    """What an op does, from the first line of its module's docstring."""
     first = (import_module(f"openmla.ops.{op}").__doc__ or "").splitlines()[0]
     return first.partition(": ")[2].rstrip(".")
 
 
 def run_bench(arguments: Sequence[str]) -> int:
-    """Hand the rest of the command line to openmla/bench/<name>.py."""
+    """Pass the rest of the command line to openmla/bench/<name>.py."""
     if arguments and arguments[0] == INVARIANT:
         import_module("openmla.bench.invariance").run(arguments[1:])
         return 0

@@ -28,9 +28,9 @@ from openmla.cli.terminal import filled, note, progress, warn
 from openmla.errors import ConfigError, UnsupportedError
 from openmla.plan.explanation import counted
 
-OUTSIDE = 1  # the exit status where a component is outside its budget
+OUTSIDE = 1  # exit status if a component is outside its budget
 MANY_TOKENS = 2048
-USUAL_TOKENS = 256  # of the demo's own prompt
+USUAL_TOKENS = 256  # of the demo's default prompt
 
 
 def run_bisect(options: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def run_bisect(options: argparse.Namespace) -> int:
 
 
 def _read_against(options: argparse.Namespace) -> Dump | None:
-    """The dump, if one is given; options that say how to make one do not go with it."""
+    """The given dump, or None. Raises if options for making a dump are given as well."""
     if options.against is None:
         return None
     for name in ("cache_format", "kv_scale", "save"):
@@ -113,7 +113,7 @@ def _own(model: Any, ids: torch.Tensor, options: argparse.Namespace) -> Dump:
 
 
 def _judged(reference: Reference, dump: Dump) -> list[Verdict]:
-    """Layer by layer, with progress."""
+    """Verdicts layer by layer, with progress."""
     verdicts: list[Verdict] = []
     with progress(len(dump.layers)) as advance:
         for verdict in reference.judge(dump):

@@ -51,7 +51,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def calibrate_on(model: Any, windows: Tensor, headroom: float) -> Scales:
-    """Chunk by chunk, with progress."""
+    """Calibrate chunk by chunk, with progress."""
     count = len(windows)
     with progress(count) as advance:
 
@@ -66,7 +66,7 @@ def calibrate_on(model: Any, windows: Tensor, headroom: float) -> Scales:
 
 
 def print_scales(scales: Scales, headroom: float) -> None:
-    """A line for each layer."""
+    """Print one line per layer."""
     print(f"scales: powers of two that cover {headroom:g} times the largest value seen")
     print(f"{'layer':<28}{'latent':>12}{'k_pe':>12}{'latent, k_pe':>14}{'query':>12}")
     for place, each in scales.layers.items():

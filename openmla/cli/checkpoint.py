@@ -1,4 +1,4 @@
-"""Checks of what a command is given, before weights load: texts, device, backend, checkpoint."""
+"""Checks of a command's inputs before weights load: texts, device, backend, checkpoint."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class Stored(NamedTuple):
     """A tensor as a file's header describes it."""
 
-    dtype: str  # as safetensors calls it
+    dtype: str  # in safetensors' notation
     shape: tuple[int, ...]
 
 
 class Checkpoint(NamedTuple):
-    """A folder with a config that is understood and weights that can be opened."""
+    """A folder with a supported config and readable weights."""
 
     folder: Path
     config: MLAConfig
-    files: tuple[Path, ...]  # of safetensors; none where pickles are allowed and all there is
-    tensors: dict[str, Stored]  # in them, by name
+    files: tuple[Path, ...]  # safetensors files; none if only (allowed) pickles exist
+    tensors: dict[str, Stored]  # their tensors, by name
     num_bytes: int
 
 
@@ -52,17 +52,17 @@ def open_checkpoint(
             f"--revision {revision!r} applies to models of the Hugging Face Hub, and {name!r} is "
             "local. Leave it out."
         )
-    if not os.path.isfile(folder / "config.json"):  # False also for names no file can have
+    if not os.path.isfile(folder / "config.json"):  # False also for invalid file names
         raise ConfigError(
             f"model {name!r} is neither demo nor a folder with config.json. Check the path, or "
             "give a Hugging Face model ID (owner/name)."
         )
-    config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
+    config = read_config(folder, rotated=True)  # read as if rotated by the model, for any RoPE type
     files = _weight_files(folder, allow_pickle)
     tensors: dict[str, Stored] = {}
     for file in files:
         tensors.update(_tensors(file))
-    if files and config.num_layers > len(tensors):  # modules are made for each of them
+    if files and config.num_layers > len(tensors):  # modules are created for every layer
         raise ConfigError(
             f"{called(folder)}: config.json must have no more layers than the weights have "
             f"tensors, got {config.num_layers} and {len(tensors)}."
@@ -71,7 +71,7 @@ def open_checkpoint(
 
 
 def _weight_files(folder: Path, allow_pickle: bool) -> tuple[Path, ...]:
-    """As transformers looks for them: one file, or an index of several."""
+    """Find weight files like transformers: one file, or an index of several."""
     if (folder / SINGLE).exists():
         return (folder / SINGLE,)
     if (folder / INDEX).exists():
@@ -112,7 +112,7 @@ def _shards(index: Path) -> list[str]:
 
 
 def _tensors(file: Path) -> dict[str, Stored]:
-    """Reads the header, which must account for every byte of the file."""
+    """Read the header, which must account for every byte of the file."""
     try:
         if not file.is_file() or file.stat().st_size == 0:
             raise ValueError("it is empty or no file")
@@ -130,7 +130,7 @@ def _tensors(file: Path) -> dict[str, Stored]:
 
 
 def read_text(option: str, name: str) -> str:
-    """A text file that a user named."""
+    """Read a text file given by the user."""
     try:
         text = Path(name).read_text(encoding="utf-8")
     except OSError as error:
@@ -145,7 +145,7 @@ def read_text(option: str, name: str) -> str:
 
 
 def checked_device(name: str | None) -> str:
-    """A device that tensors can be made on; by default cuda where there is one."""
+    """A device that can hold tensors; by default cuda if available."""
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -162,7 +162,7 @@ def checked_device(name: str | None) -> str:
         )
     try:
         torch.zeros(1, device=device)
-    except Exception as error:  # every device fails in its own way
+    except Exception as error:  # every device type raises its own errors
         reason = str(error).strip().splitlines() or [type(error).__name__]
         first = reason[0].split(". ")[0].rstrip(".")
         raise UnsupportedError(
@@ -172,7 +172,8 @@ def checked_device(name: str | None) -> str:
 
 
 def check_backend(name: BackendChoice, device: str, format: str | None) -> None:
-    """A named backend exists and can at least write a model's rows; plans ask for all else."""
+    """Check that a named backend exists and can at least write a model's rows; plans check the
+    rest."""
     if not isinstance(name, str):
         check_backend_choice("--backend", name)
         return
@@ -189,7 +190,7 @@ def check_backend(name: BackendChoice, device: str, format: str | None) -> None:
 
 
 def check_tokens(tokens: list[int], vocab_size: Any) -> None:
-    """What a tokenizer made of a text is what the model has embeddings for."""
+    """Check that the model has embeddings for a tokenizer's output."""
     if not tokens:
         raise ConfigError("the text has no tokens. Give a longer one.")
     if isinstance(vocab_size, int) and max(tokens) >= vocab_size:

@@ -1,4 +1,4 @@
-"""`openmla doctor --compile`: every kernel for real GPUs, on a machine that needs none."""
+"""`openmla doctor --compile`: compile every kernel for real GPUs; works without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from openmla.plan.explanation import counted
 
 
 def run_compile(target: str) -> int:
-    """Compile for one target (sm_90) or all of them, and mark what does not fit its chip."""
+    """Compile for one target (sm_90) or all of them, and mark kernels that do not fit the chip."""
     if find_spec("triton") is None:
         raise UnsupportedError(
             'doctor: package triton is not installed. pip install "openmla[triton]".'

@@ -1,7 +1,7 @@
 """`openmla doctor`: the machine, the versions, and which backend runs which op, or why not.
 
-Standard library first and every probe guarded: on a broken machine the report still prints, with
-what is broken in the place of what could not be found out.
+Imports only the standard library first and guards every probe: on a broken machine the report still
+prints, with the error in place of what could not be determined.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PACKAGES = (
     "safetensors",
     "flash_mla",
 )
-# The lowest and the highest version that tests have run with; bench/results/compatibility.json has
-# the runs. vLLM's are in openmla.integrations.vllm.
+# The lowest and the highest version that tests have run with; bench/results/compatibility.json
+# lists the runs. vLLM's are in openmla.integrations.vllm.
 TESTED = {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9"), "transformers": ("5.17", "5.22")}
 DENSE_DECODE = "mqa_paged"  # the row that the verdict names
 ISA_SWITCH = "ONEDNN_MAX_CPU_ISA"
@@ -78,7 +78,7 @@ def run_doctor(arguments: Sequence[str]) -> int:
 
 
 def _of_target(gpu: GPU) -> list[str]:
-    """The ops section for a GPU that need not be there."""
+    """The ops section for a GPU that need not be installed."""
     rows = ops_on(gpu)
     units = f"{gpu.multiprocessors} multiprocessors"
     lines = filled(f"{gpu.title} ({gpu.target}): {_summary(rows)}")
@@ -88,7 +88,8 @@ def _of_target(gpu: GPU) -> list[str]:
 
 
 def ops_on(gpu: GPU) -> dict[str, dict[str, str]]:
-    """ops_of() for a GPU of the table. Backends see chips of NVIDIA; of AMD's, Triton's kernels."""
+    """ops_of() for a GPU of the table: all backends for NVIDIA's chips, Triton's kernels for
+    AMD's."""
     if gpu.target.startswith("sm_"):
         digits = int(gpu.target.removeprefix("sm_"))
         return ops_of("cuda", divmod(digits, 10), gpu.multiprocessors)
@@ -110,7 +111,7 @@ def _status(target: str) -> str:
 
 
 def _summary(rows: dict[str, dict[str, str]]) -> str:
-    """Which backend decodes, and how many ops run, by kernels or the reference."""
+    """Which backend decodes, and how many ops run on kernels or on the reference."""
     first = {row: next((n for n in cells if _runs(cells[n])), None) for row, cells in rows.items()}
     ops: dict[str, set[str | None]] = {}
     for row, name in first.items():
@@ -129,7 +130,7 @@ def _runs(cell: str) -> bool:
 
 
 def examine() -> dict[str, Any]:
-    """Every probe's answer, or a sentence that starts with `failed:`; and the verdict on them."""
+    """Results of all probes, or a sentence that starts with `failed:`, and the verdict."""
     report = {
         "machine": _guarded(_machine),
         "packages": _guarded(_packages),
@@ -144,7 +145,7 @@ def examine() -> dict[str, Any]:
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """A report in a few sentences: where it runs, by what, and what stands in the way."""
+    """Summarize a report: where openmla runs, on which backend, and what prevents more."""
     ops, gpus, untested = report["ops"], report["gpus"], report["untested"]
     lines = []
     if isinstance(ops, str) or isinstance(gpus, str):
@@ -169,7 +170,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def _untested() -> dict[str, str]:
-    """Packages whose version is outside the range that tests ran with, and that range."""
+    """Packages whose version is outside the tested range, and that range."""
     from openmla.integrations.vllm import KNOWN, installed
 
     found = {}
@@ -184,14 +185,14 @@ def _untested() -> dict[str, str]:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """2.13.0+cpu as (2, 13)."""
+    """Parse 2.13.0+cpu as (2, 13)."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def _guarded(probe: Callable[[], Any]) -> Any:
     try:
         return probe()
-    except Exception as error:  # the report must print whatever is broken
+    except Exception as error:  # the report must print even if anything is broken
         return f"failed: {type(error).__name__}: {error}"
 
 
@@ -236,7 +237,7 @@ def _packages() -> dict[str, str | None]:
 
 
 def _vllm() -> str | None:
-    """vLLM's version, and whether the plugin is active; None where there is no vLLM."""
+    """vLLM's version, and whether the plugin is active; None without vLLM."""
     from openmla.integrations.vllm import installed, why_not
 
     found = installed()
@@ -286,7 +287,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _cpu_bf16() -> str:
-    """Whether bf16 matrix products work on this CPU, tried in a child process."""
+    """Whether bf16 matrix products work on this CPU, tested in a child process."""
     if _matmul_survives(dict(os.environ)):
         setting = os.environ.get(ISA_SWITCH)
         return f"works with {ISA_SWITCH}={setting}" if setting else "works"
@@ -331,8 +332,8 @@ def _ops() -> dict[str, dict[str, dict[str, str]]]:
 def ops_of(
     device: str, capability: tuple[int, int] | None, multiprocessors: int
 ) -> dict[str, dict[str, str]]:
-    """op -> its backends, the one that is taken first -> "yes", with the kernel where there are
-    several, or why not."""
+    """op -> its backends, the default first -> "yes", with the kernel if there are several, or why
+    not."""
     from openmla.backends import BACKENDS, kernel_of, slower, why_not
 
     rows = {}
@@ -354,7 +355,7 @@ def ops_of(
 
 _INDEX = {"format": "index_bf16", "H": 64, "D": 128}
 _V4 = {"format": "fp8_dsv4", "D": 512, "kinds": ("window", "positions")}
-# What is asked about, DeepSeek's shapes for one token: V3's attention, V3.2's indexer, V4's rows.
+# The shapes to check, DeepSeek's for one token: V3's attention, V3.2's indexer, V4's rows.
 SHAPES: dict[str, dict[str, Any]] = {
     "cache_gather": {},
     "cache_write": {},
@@ -407,7 +408,7 @@ def problem_of(
 
 
 def render(report: dict[str, Any]) -> str:
-    """The report as text for a person."""
+    """The report as text."""
     lines = [line for sentence in report["verdict"] for line in filled(sentence)]
     lines += _section("machine", report["machine"])
     packages, untested = report["packages"], report["untested"]
@@ -434,7 +435,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _section(title: str, content: Any) -> list[str]:
-    """A title and, indented under it, a text or named values, none wider than a terminal."""
+    """A title followed by an indented text or named values, no wider than a terminal."""
     if isinstance(content, str):
         return ["", *filled(title), *filled(content, "  ")]
     column = max(map(len, content), default=0)
@@ -446,7 +447,7 @@ def _section(title: str, content: Any) -> list[str]:
 
 
 def _backends(cells: dict[str, str]) -> str:
-    """Those that can, best first, then why the others cannot."""
+    """Available backends, best first, then why the others are not."""
     able = {name: cell for name, cell in cells.items() if _runs(cell)}
     others = [f"not {name}: {cell}" for name, cell in cells.items() if name not in able]
     shown = ", ".join(

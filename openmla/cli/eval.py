@@ -40,18 +40,18 @@ from openmla.layers.measure import HEADROOM
 from openmla.plan.explanation import counted
 
 FORMATS = ("fp32", "bf16", "fp16", "fp8", "fp8+scales", "fp8_ds_mla", "fp8_dsv4")
-SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has the scale 1
-# Tokens per forward pass: all keys but these come out of the cache, through its format.
+SCALED = "fp8+scales"  # calibrated on the first window; plain fp8 has scale 1
+# Tokens per forward pass: all keys except these are read from the cache, in its format.
 CHUNK = 64
-# Rows that are no cache formats.
+# Rows that are not cache formats.
 EIGHT_BITS = "fp8-weights"  # the model's own format, kv_b_proj in fp8 wherever it is absorbed
 QUERIES = "fp8-queries"  # fp8+scales, and absorbed queries in fp8
 FP8_PREFILL = "fp8-prefill"  # the model's own format, expanded heads in fp8
-PLAIN = "transformers"  # the model as it is, with its own cache; only with a picture
+PLAIN = "transformers"  # the unmodified model with its own cache; only with a picture
 
 
 class Result(NamedTuple):
-    """Bits of every token of every window, in one attention and cache format."""
+    """Bits of every token of every window, for one attention and cache format."""
 
     attention: str
     format: str
@@ -122,7 +122,7 @@ def run_eval(options: argparse.Namespace) -> int:
 def draw_keys(
     model: Any, window: Tensor, config: MLAConfig, options: argparse.Namespace, title: str
 ) -> None:
-    """A second picture of a sparse model, next to the first: what it looks at."""
+    """Draw a second picture for a sparse model, next to the first: which keys it selects."""
     assert config.indexer is not None
     tokens = window[:LOOKED].to(model.device)
     first = Path(options.plot)
@@ -139,7 +139,7 @@ def draw_keys(
 
 
 def chosen_formats(named: str | None, index_format: str, config: MLAConfig) -> list[str]:
-    """The formats asked for, checked before anything is loaded, or all the model can use."""
+    """The requested formats, checked before anything is loaded, or all that the model supports."""
     usual = [name for name in FORMATS if format_of(name) in latent_formats(config)]
     chosen = usual if named is None else named.split(",")
     for name in chosen:
@@ -153,7 +153,7 @@ def format_of(name: str) -> str:
 
 
 def options_of(format: str, model: Any, windows: Tensor) -> dict[str, Any]:
-    """attach()'s arguments behind a row of the table."""
+    """attach()'s arguments for a row of the table."""
     if format in (SCALED, QUERIES):
         scaled = {"cache_format": "fp8", "kv_scale": calibrate_on(model, windows[:1], HEADROOM)}
         return scaled | ({"query_dtype": "fp8"} if format == QUERIES else {})
@@ -173,16 +173,16 @@ def measure(
     format: str,
     tell: Callable[[int], None] = lambda tokens: None,
 ) -> Result:
-    """All chunks of text side by side, CHUNK tokens at a time, so that the context is read from the
-    cache; fp8-prefill in one pass, for a few tokens over a context are absorbed. `tell` is called
-    with the tokens of context that are done."""
+    """Run all chunks of text in one batch, CHUNK tokens at a time, so that the context is read from
+    the cache. fp8-prefill runs in one pass, since a few tokens over a context would use absorption.
+    `tell` is called with the number of context tokens done."""
     past, parts = DynamicCache(config=model.config), []
     last, context = None, windows.shape[1]
     chunk = context if format == FP8_PREFILL else CHUNK
     for start in range(0, context, chunk):
         ids = windows[:, start : start + chunk]
         logits = model(ids, past_key_values=past, use_cache=True).logits.float()
-        if last is None:  # nothing predicts the first token
+        if last is None:  # the first token has no prediction
             predictions, targets = logits[:, :-1], ids[:, 1:]
         else:
             predictions, targets = torch.cat([last, logits[:, :-1]], 1), ids
@@ -232,9 +232,9 @@ def print_curves(results: list[Result]) -> None:
 
 
 def draw(results: list[Result], num_bytes: int, path: Path, title: str) -> None:
-    """Bytes of cache against bits per byte: a mark per format, compared with plain transformers.
+    """Plot cache bytes against bits per byte: a mark per format, compared with plain transformers.
 
-    Marks are rings, the later ones smaller: formats that coincide are seen within each other.
+    Marks are rings, later ones smaller, so that coinciding formats stay visible.
     """
     from matplotlib.lines import Line2D
 

@@ -1,4 +1,4 @@
-"""`openmla generate`: streamed text from a Hugging Face MLA model, and how it compares."""
+"""`openmla generate`: streamed text from a Hugging Face MLA model, and a comparison."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.plan import Plan
 
 PREFILL_CHUNK = 1024
-SHOWN = 300  # characters of a long prompt
-DEMO_TEMPERATURE = 0.7  # a small model that takes the most likely bytes soon repeats itself
-BOLD, DIM = "1", "2"  # of a terminal's escape sequences
+SHOWN = 300  # characters of a long prompt to print
+DEMO_TEMPERATURE = 0.7  # with the most likely bytes a small model soon repeats itself
+BOLD, DIM = "1", "2"  # terminal escape codes
 COUNTS = (
     "prefill = prompt tokens / time to first token; decode = later tokens / time after the first. "
     "Excludes model loading and a short warm-up pass."
@@ -47,16 +47,16 @@ COUNTS = (
 
 
 class Run(NamedTuple):
-    """What one generation did."""
+    """The result of one generation."""
 
     tokens: list[int]
     prefill_s: float
     decode_s: float
     cache_bytes: int
-    peak_bytes: int  # 0 on a CPU, where the whole process counts, both runs together
+    peak_bytes: int  # 0 on a CPU: only the process, with both runs, is measurable
     prompt_tokens: int = 0
     text: str = ""
-    decoded: int | None = None  # tokens that came in decode_s; None: all but the first
+    decoded: int | None = None  # tokens within decode_s; None: all but the first
 
     @property
     def prefill_rate(self) -> float:
@@ -64,13 +64,13 @@ class Run(NamedTuple):
 
     @property
     def decode_rate(self) -> float | None:
-        """Tokens a second, None where there was but one."""
+        """Tokens per second, None if there was only one."""
         count = len(self.tokens) - 1 if self.decoded is None else self.decoded
         return count / self.decode_s if self.decode_s else None
 
 
 def together(runs: Sequence[Run]) -> Run:
-    """Several prompts as one: tokens and times added up, memory the largest."""
+    """Combine several prompts: sums of tokens and times, maximum of memory."""
     return Run(
         [token for run in runs for token in run.tokens],
         sum(run.prefill_s for run in runs),
@@ -83,7 +83,7 @@ def together(runs: Sequence[Run]) -> Run:
 
 
 class Setting(NamedTuple):
-    """What stays the same from prompt to prompt."""
+    """What is the same for all prompts."""
 
     model: Any
     tokenizer: Any
@@ -92,7 +92,7 @@ class Setting(NamedTuple):
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Check everything, load, generate, and close with a short table."""
+    """Check everything, load, generate, and print a short table at the end."""
     with quiet(options.quiet):
         prompts = read_prompts(options)
         device = checked_device(options.device)
@@ -124,7 +124,7 @@ def prepared(
     device: str,
     tokenizer: Any,
 ) -> Setting:
-    """The model loaded, run for a moment, and attached."""
+    """The model loaded, warmed up, and attached."""
     dense = options.attention == "dense" or (options.attention is None and options.model == "demo")
     model = load_model(
         checkpoint, device, options.dtype, dense=dense, device_map=options.device_map
@@ -148,7 +148,7 @@ def prepared(
 def generate_all(
     setting: Setting, options: argparse.Namespace, prompts: list[str], encoded: list[list[int]]
 ) -> int:
-    """Every prompt with openmla, then with plain transformers if asked, and what was seen."""
+    """Run every prompt with openmla, then with plain transformers if requested, and report."""
     model, report = setting.model, not (options.json or options.quiet)
     two = {**setting.choice, "arguments": {**setting.choice["arguments"], "max_new_tokens": 2}}
     timed_on_gpu = options.compare and setting.device.type == "cuda"
@@ -190,7 +190,7 @@ def generate_all(
 
 
 def hold_chat(setting: Setting, options: argparse.Namespace) -> int:
-    """Turn by turn with whoever is at the terminal, until the input ends (Ctrl-D)."""
+    """Chat on the terminal turn by turn, until the input ends (Ctrl-D)."""
     history: Messages = []
     while True:
         try:
@@ -211,7 +211,7 @@ def hold_chat(setting: Setting, options: argparse.Namespace) -> int:
 
 
 def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
-    """Past a model's context, text gets worse."""
+    """Warn that text gets worse beyond a model's context."""
     if prompt + new > config.max_positions:
         warn(
             f"{prompt + new} tokens, the prompt's included, exceed the model's context of "
@@ -220,7 +220,8 @@ def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
 
 
 def print_prompt(prompt: str) -> None:
-    """The prompt, or the end of a long one, under a heading that tells it from what follows."""
+    """Print the prompt, or the end of a long one, under a heading that separates it from the
+    output."""
     if len(prompt) <= SHOWN + 100:
         print(f"{heading('prompt')}\n{styled(prompt.rstrip(), DIM)}")
     else:
@@ -234,7 +235,7 @@ def heading(text: str) -> str:
 
 
 def styled(text: str, style: str) -> str:
-    """Text in a terminal's style; as it is where a file or another program reads it."""
+    """Text in a terminal's style; unchanged if output goes to a file or a pipe."""
     return f"\033[{style}m{text}\033[0m" if sys.stdout.isatty() else text
 
 
@@ -257,7 +258,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": options.max_new_tokens,
         "do_sample": temperature > 0,
     }
-    arguments["num_beams"] = 1  # whatever the checkpoint's own choice: text is shown as it comes
+    arguments["num_beams"] = 1  # even if the checkpoint sets more: text is streamed
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": options.top_k, "top_p": options.top_p}
         note(f"sampling at temperature {temperature}, seed {options.seed}")
@@ -265,7 +266,7 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def generate_once(setting: Setting, tokens: list[int], *, shown: bool = False) -> Run:
-    """One generation, prefill and decode timed apart, with progress while prefilling."""
+    """Run one generation with prefill and decode timed separately, and progress during prefill."""
     model, choice = setting.model, setting.choice
     ids = torch.tensor([tokens], device=setting.device)
     on_gpu = setting.device.type == "cuda"
@@ -290,7 +291,7 @@ def generate_once(setting: Setting, tokens: list[int], *, shown: bool = False) -
                 **options,
             )
     except KeyboardInterrupt:
-        watch.end()  # what is there, and a line of its own for what comes
+        watch.end()  # print the rest, and end the line
         raise
     finally:
         progress.remove()
@@ -302,17 +303,17 @@ def generate_once(setting: Setting, tokens: list[int], *, shown: bool = False) -
 
 
 def cache_bytes(model: Any, past: Any) -> int:
-    """What the cache object really holds: our used blocks, or the sum of its tensors."""
+    """Actual size of the cache object: openmla's used blocks, or the sum of its tensors."""
     if any(hasattr(module, "openmla") for module in model.modules()):
         return attachment_of(model).used_bytes()
     layers = past.layers
-    # V4 keeps one tensor as keys and as values: by address, so that it counts once
+    # V4 keeps one tensor as both keys and values: deduplicate by address
     parts = {part.data_ptr(): part for part in tensors_in([vars(layer) for layer in layers])}
     return sum(part.numel() * part.element_size() for part in parts.values())
 
 
 def tensors_in(holder: Any) -> Iterator[Tensor]:
-    """Tensors in a cache: in its layers' fields and, for V4, in dicts of those."""
+    """Tensors in a cache: in its layers' fields and, for V4, in dicts among them."""
     if isinstance(holder, Tensor):
         yield holder
     elif isinstance(holder, list | tuple | dict):
@@ -339,7 +340,7 @@ def print_table(runs: dict[str, Run]) -> None:
 def as_json(
     name: str, dtype: str, setting: Setting, prompts: list[str], ours: list[Run], theirs: list[Run]
 ) -> dict[str, Any]:
-    """For programs: a result for each prompt, in order; times in seconds."""
+    """Results as JSON: one per prompt, in order; times in seconds."""
     ends = setting.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     results = []
@@ -370,7 +371,7 @@ def _run_json(run: Run) -> dict[str, Any]:
 
 
 def verdict(ours: Run, theirs: Run) -> str:
-    """How many tokens agree, and what was faster by how much."""
+    """How many tokens agree, and which run was faster by how much."""
     same = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=False))
     findings = [compared_time("prefill", ours.prefill_s, theirs.prefill_s)]
     if ours.decode_s and theirs.decode_s:
@@ -387,7 +388,7 @@ def verdict(ours: Run, theirs: Run) -> str:
 
 
 def compared_time(what: str, ours: float, theirs: float) -> str:
-    """A ratio of times as one would say it."""
+    """A ratio of times in words."""
     if alike(ours / theirs):
         return f"{what} takes about as long"
     if ours < theirs:
@@ -396,5 +397,5 @@ def compared_time(what: str, ours: float, theirs: float) -> str:
 
 
 def alike(ratio: float) -> bool:
-    """Whether one would round a ratio to 1."""
+    """Whether a ratio rounds to 1."""
     return 0.95 <= ratio < 1.05

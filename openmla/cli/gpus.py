@@ -1,4 +1,4 @@
-"""GPUS by the names people know: chip, multiprocessors, and what their makers publish of speed."""
+"""GPUS by their common names: chip, multiprocessors, and published speed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from openmla.cli.roofline import Machine
 
-RAN = {"sm_90": "run on an H200"}  # those of all other targets are compiled, never run
+RAN = {"sm_90": "run on an H200"}  # all other targets are compiled, never run
 
 
 class GPU(NamedTuple):
-    """A board. Where its maker publishes no dense bf16 throughput there is no Machine."""
+    """A GPU. Without a published dense bf16 throughput it has no Machine."""
 
     title: str
-    target: str  # of its kernels
+    target: str  # target of its kernels
     multiprocessors: int
     machine: Machine | None = None
 
@@ -25,9 +25,9 @@ def _machine(gigabytes: float, gigabytes_a_second: float, teraflops: float) -> M
     return Machine(gigabytes * 1e9, gigabytes_a_second * 1e9, teraflops * 1e12)
 
 
-# GB (10^9 bytes), GB/s, bf16 TFLOP/s without sparsity and with float32 sums; SXM or OAM boards
-# where there are several. Drivers show some percent more memory than these, or, with ECC, less.
-# The first of a target stands for it.
+# GB (10^9 bytes), GB/s, bf16 TFLOP/s without sparsity and with float32 sums; SXM or OAM boards if
+# there are several. Drivers show some percent more memory than these, or, with ECC, less. The first
+# GPU of a target represents it.
 GPUS = {
     "a100": GPU("A100", "sm_80", 108, _machine(80, 2039, 312)),
     "a100-40": GPU("A100", "sm_80", 108, _machine(40, 1555, 312)),
@@ -46,14 +46,14 @@ GPUS = {
     "gb10": GPU("DGX Spark (GB10)", "sm_121", 48),
     "mi300x": GPU("AMD MI300X", "gfx942", 304, _machine(192, 5300, 1307)),
 }
-# Of each target, the GPU that stands for it.
+# The GPU that represents each target.
 TARGETS = {gpu.target: gpu for gpu in reversed(GPUS.values())}
 TARGETS = {target: TARGETS[target] for target in dict.fromkeys(g.target for g in GPUS.values())}
 SIZED = {name: gpu.machine for name, gpu in GPUS.items() if gpu.machine is not None}
 
 
 def named(text: str) -> str:
-    """A GPU's key in GPUS, however its name is written: RTX 4090, rtx-4090, rtx4090; "" if none."""
+    """A GPU's key in GPUS, in any spelling: RTX 4090, rtx-4090, rtx4090; "" if none."""
     plain = _plain(text)
     return next((name for name in GPUS if _plain(name) == plain), "")
 
@@ -63,7 +63,7 @@ def _plain(name: str) -> str:
 
 
 def target(text: str) -> GPU:
-    """A type of option: a name of GPUS, or a target such as sm_80, for its first GPU."""
+    """Option type: a name in GPUS, or a target such as sm_80, for its first GPU."""
     if text in TARGETS:
         return TARGETS[text]
     if not named(text):
@@ -75,7 +75,7 @@ def target(text: str) -> GPU:
 
 
 def gpu(text: str) -> Machine:
-    """A type of option: a name of SIZED, or GB,GB/s,TFLOP/s as 141,4800,989."""
+    """Option type: a name in SIZED, or GB,GB/s,TFLOP/s such as 141,4800,989."""
     if named(text) in SIZED:
         return SIZED[named(text)]
     try:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: a model ID's files, through the Hub's cache on this disk."""
+"""Models of the Hugging Face Hub: a model ID's files, through the local Hub cache."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PICKLES = ["pytorch_model*.bin"]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name is owner/model and nothing on this disk."""
+    """Whether a name is owner/model and not a local path."""
     return ID.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def stay_offline(name: str) -> None:
-    """No request to the Hub for a local model. Call it before transformers is imported."""
+    """Prevent requests to the Hub for a local model. Call it before transformers is imported."""
     if not is_hub_id(name):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -33,7 +33,7 @@ def fetched(
     from huggingface_hub import hf_hub_download, logging, snapshot_download
 
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # each failed attempt would have a line
+    logging.set_verbosity_error()  # otherwise each failed attempt prints a line
     note(f"{name} is not a local folder: looking it up on the Hugging Face Hub")
     try:
         config = hf_hub_download(name, "config.json", revision=revision)
@@ -44,7 +44,7 @@ def fetched(
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except OpenMLAError:
         raise
-    except Exception as error:  # of many kinds: no network, no such id, no permission, no room
+    except Exception as error:  # of many types: no network, no such ID, no permission, no space
         reason = str(error).strip().splitlines() or [type(error).__name__]
         first = reason[0].split(". ")[0].rstrip(".")
         raise ConfigError(
@@ -56,7 +56,7 @@ def fetched(
 
 
 def called(folder: Path) -> str:
-    """What people call a folder: its name, or the model ID if it is in the Hub's cache."""
+    """A folder's display name: its own, or the model ID if it is in the Hub's cache."""
     if folder.parent.name != "snapshots":
         return folder.name
     return folder.parent.parent.name.removeprefix("models--").replace("--", "/")

@@ -1,4 +1,4 @@
-"""What a sparse model looks at: the keys its layers select, and their share of attention."""
+"""What a sparse model attends to: the keys its layers select, and their share of attention."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.integrations.transformers import attach, attachment_of, detach
 from openmla.integrations.transformers.attachment import Attended
 
-LOOKED = 2048  # tokens, at most
-CELLS = 64  # of a heat map's side
-SHOWN = 11  # layers drawn, at most
-ROWS = 128  # queries whose attention is computed at a time
+LOOKED = 2048  # maximum number of tokens
+CELLS = 64  # per side of a heat map
+SHOWN = 11  # maximum number of layers drawn
+ROWS = 128  # queries per chunk of attention
 
 
 class Looked(NamedTuple):
-    """One layer. Shares are fractions of a token's attention, means over heads, [T]."""
+    """Selection of one layer. Shares are fractions of a token's attention, means over heads,
+    [T]."""
 
     layer: int
     chosen: Tensor  # [T, S] bool
-    visible: Tensor  # [S of each token] i64
+    visible: Tensor  # [T] i64, number of keys each token sees
     topk: int
-    ratio: int  # tokens of a key: V4's entries stand for several
+    ratio: int  # tokens per key: a V4 entry stands for several
     share: Tensor
-    recent: Tensor  # of as many keys, the last ones
-    best: Tensor  # of as many keys, those that hold most
+    recent: Tensor  # share of the same number of most recent keys
+    best: Tensor  # share of the same number of highest-scoring keys
 
 
 class Seen(NamedTuple):
-    """What a layer of some tokens computes with: [H, T, E], [H or 1, S, E], [T, K]."""
+    """Inputs of one layer's attention for some tokens: [H, T, E], [H or 1, S, E], [T, K]."""
 
     layer: int
     queries: Tensor
@@ -47,7 +48,7 @@ class Seen(NamedTuple):
 
 @torch.no_grad()
 def look(model: Any, tokens: Tensor, config: MLAConfig, **options: Any) -> list[Looked]:
-    """Run tokens [T] with attach()'s options; every layer whose tokens choose keys."""
+    """Run tokens [T] with attach()'s options; returns every layer whose tokens select keys."""
     seen = _entries if config.compressor is not None else _rows
     found = []
     with progress(config.num_layers) as tell:
@@ -109,7 +110,7 @@ def _looked(seen: Seen, config: MLAConfig) -> Looked:
         limits = visible[rows, None]
         scores = config.scale * q[:, rows] @ keys.mT
         scores.masked_fill_(places >= limits, -torch.inf)
-        held = scores.softmax(-1).nan_to_num_().mean(0)  # [rows, S]; none where none is seen
+        held = scores.softmax(-1).nan_to_num_().mean(0)  # [rows, S]; 0 if no key is visible
         recent = (places < limits) & (places >= limits - K)
         picks = picked[rows, :S] & (places < limits)
         best = held.topk(min(K, S), -1).values.sum(-1)
@@ -121,8 +122,8 @@ def _looked(seen: Seen, config: MLAConfig) -> Looked:
 
 
 def heat(looked: Looked) -> Tensor:
-    """[cells, cells]: the fraction of keys that were selected, among those that a range of tokens
-    sees in a range of the context; NaN where it sees none."""
+    """[cells, cells]: the fraction of selected keys among those that a range of tokens sees in a
+    range of the context; NaN if it sees none."""
     T, S = looked.chosen.shape
     seen = torch.arange(S) < looked.visible[:, None]
     sides = [torch.arange(n) * CELLS // n for n in (T, S)]
@@ -137,7 +138,8 @@ def heat(looked: Looked) -> Tensor:
 
 
 def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
-    """A heat map for each layer, or some of many; then the share of attention of every layer."""
+    """Draw a heat map for each layer, or for some of many, and the share of attention of every
+    layer."""
     step = -(-len(found) // SHOWN)
     shown = list(found)[::step]
     lines = -(-len(shown) // 2)
@@ -168,7 +170,8 @@ def first_choice(looked: Looked) -> int:
 
 
 def _draw_shares(axes: Any, found: Sequence[Looked]) -> None:
-    """Means over tokens that have to select, compared with other selections of as many keys."""
+    """Draw means over tokens that have to select, compared with other selections of as many
+    keys."""
     K, layers = found[0].topk, [looked.layer for looked in found]
 
     def means(values: Sequence[Tensor]) -> list[float]:

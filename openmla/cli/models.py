@@ -1,4 +1,4 @@
-"""Models of the command line: a folder on disk, or the demo checkpoint in the package."""
+"""Models for the command line: a local folder, or the demo checkpoint in the package."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from openmla.plan.explanation import counted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 USUAL_CONTEXT = 4096
-# As safetensors calls them: what weights are stored in that nothing was lost of, and indices.
+# safetensors' names of the dtypes of unquantized weights, and of index tensors.
 WIDE, INDICES = ("F64", "F32", "F16", "BF16"), ("I64", "I32")
-# Of a GenerationConfig, whose validate() does not look at them.
+# Fields of a GenerationConfig that its validate() does not check.
 NUMBERS = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "num_beams"),
     *("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff"),
     *("eta_cutoff", "repetition_penalty", "encoder_repetition_penalty", "length_penalty"),
     *("no_repeat_ngram_size", "guidance_scale", "num_return_sequences"),
 )
-LONG = 2**29  # bytes of weights from which on transformers shows how far it is
+LONG = 2**29  # bytes of weights from which transformers' progress bar is shown
 
 
 class ByteTokenizer:
-    """One token per byte, for models that ship no tokenizer."""
+    """One token per byte, for models without a tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -61,13 +61,13 @@ class ByteTokenizer:
 
 
 def read_config(folder: Path) -> Any:
-    """transformers' config of a model that attach() takes."""
+    """The transformers config of a model that attach() supports."""
     try:
         with _only_errors():
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             quantized = getattr(config, "quantization_config", None)
             known = quantized is None or AutoHfQuantizer.supports_quant_method(quantized)
-    except Exception as error:  # of many kinds: whatever a field was not
+    except Exception as error:  # of many types, for any invalid field
         raise ConfigError(
             f"{called(folder)}: transformers cannot read config.json: {type(error).__name__}: "
             f"{error}"
@@ -84,7 +84,7 @@ def read_config(folder: Path) -> Any:
 
 
 def attentions(config: Any) -> tuple[str, ...]:
-    """The forms a checkpoint has: a V3.2 can leave its indexer."""
+    """The supported forms of attention: a V3.2 checkpoint also runs without its indexer."""
     if not hasattr(config.get_text_config(), "index_topk"):
         return ("dense",)
     return ("dense", "sparse") if config.model_type == "deepseek_v32" else ("sparse",)
@@ -98,7 +98,7 @@ def check_attention(asked: str | None, config: Any) -> None:
 
 
 def demo_text() -> str:
-    """The text held out when the demo was trained."""
+    """The text held out from the demo's training."""
     return (DEMO / "heldout.txt").read_text(encoding="utf-8")
 
 
@@ -110,7 +110,7 @@ def demo_prompt() -> str:
 
 
 def compute_dtype(config: Any, device: str, asked: str | None) -> torch.dtype:
-    """What a model computes in: as asked for or as the checkpoint says, if this machine can."""
+    """The compute dtype, requested or from the checkpoint, if this machine supports it."""
     wanted = DTYPES[asked] if asked else getattr(config, "dtype", None) or torch.float32
     if wanted not in DTYPES.values():
         raise ConfigError(
@@ -130,8 +130,8 @@ def load_model(
     dense: bool = False,
     device_map: str | None = None,
 ) -> Any:
-    """A causal language model, for inference. `dense`: a V3.2 checkpoint without its indexer.
-    `device_map`: where transformers shall put its parts, instead of all on `device`."""
+    """Load a causal language model for inference. `dense`: a V3.2 checkpoint without its indexer.
+    `device_map`: where transformers puts its parts, instead of all on `device`."""
     if isinstance(checkpoint, Path):
         checkpoint = open_checkpoint(str(checkpoint))
     folder = checkpoint.folder
@@ -176,7 +176,7 @@ def load_model(
                 )
     except (ConfigError, UnsupportedError):
         raise
-    except Exception as error:  # torch's, safetensors' and those of packages that decode weights
+    except Exception as error:  # from torch, safetensors and packages that decode weights
         raise UnsupportedError(
             f"{called(folder)}: transformers cannot load it: {type(error).__name__}: {error}"
         ) from error
@@ -185,8 +185,8 @@ def load_model(
 
 
 def _check_tensors(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
-    """Shapes by the config against those in the files, before memory is taken for either, and
-    dtypes: transformers casts whatever it finds."""
+    """Compare shapes given by the config with those in the files, before memory is allocated for
+    either, and check dtypes: transformers casts any dtype."""
     if getattr(config, "quantization_config", None) is not None:
         return  # stored in other shapes
     folder = called(checkpoint.folder)
@@ -199,7 +199,7 @@ def _check_tensors(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
                 f"{folder}: {name} must be {list(value.shape)} by config.json, "
                 f"got {list(found)} in the weights."
             )
-        # under names of the checkpoint's own integers are taken for indices
+        # integers under names that only the checkpoint has are taken for indices
         floats = WIDE if value is not None and value.is_floating_point() else (*WIDE, *INDICES)
         if dtype not in floats and (value is None or value.is_floating_point()):
             raise ConfigError(
@@ -210,8 +210,8 @@ def _check_tensors(cls: Any, config: Any, checkpoint: Checkpoint) -> None:
 
 
 def check_generation(folder: Path, config: Any) -> None:
-    """What generate() reads of a checkpoint: transformers takes defaults for a file that it cannot
-    read, and looks at values when it needs them."""
+    """Check what generate() reads of a checkpoint: transformers uses defaults for an unreadable
+    file, and checks values only when it needs them."""
     file = folder / "generation_config.json"
     where = file.name if file.exists() else "config.json"
     try:
@@ -221,7 +221,7 @@ def check_generation(folder: Path, config: Any) -> None:
             else:
                 found = GenerationConfig.from_model_config(config)
             found.validate()
-    except Exception as error:  # of many kinds: whatever a field was not
+    except Exception as error:  # of many types, for any invalid field
         raise ConfigError(
             f"{called(folder)}: transformers cannot use {where}: {type(error).__name__}: {error}"
         ) from error
@@ -243,15 +243,15 @@ def check_generation(folder: Path, config: Any) -> None:
 
 
 def run_once(model: Any, folder: Path) -> None:
-    """A short pass of plain transformers: the first of a process is slow, whoever runs it, and
-    numbers that do not go together show."""
+    """Run a short pass of plain transformers: the first pass of a process is always slow, and
+    config values that contradict each other raise."""
     ids = torch.zeros((1, 8), dtype=torch.int64, device=input_device(model))
     try:
         with torch.no_grad():
             model(ids, use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # torch's, of many kinds
+    except Exception as error:  # from torch, of many types
         raise UnsupportedError(
             f"{called(folder)}: transformers cannot run it: {type(error).__name__}: {error}. "
             "Compare config.json with the model's own."
@@ -259,7 +259,7 @@ def run_once(model: Any, folder: Path) -> None:
 
 
 def input_device(model: Any) -> torch.device:
-    """Where a model takes its tokens; what is offloaded comes back to where it runs."""
+    """The device for a model's input tokens; for an offloaded embedding, the device it runs on."""
     device: torch.device = model.get_input_embeddings().weight.device
     if device.type != "meta":
         return device
@@ -268,9 +268,10 @@ def input_device(model: Any) -> torch.device:
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
-    """Every tensor of the model came from the checkpoint; transformers would make up the rest.
+    """Check that every tensor of the model came from the checkpoint; transformers initializes
+    missing ones randomly.
 
-    It has already taken from these lists what it ties, and what a class says may be left over.
+    It has already removed tied tensors, and what a class allows to be unused, from these lists.
     """
     missing = sorted(info["missing_keys"])
     # attach() reads scales of a quantized cache
@@ -302,7 +303,7 @@ def _weights_without_indexer(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _without_indexer(config: Any) -> Any:
-    """The config as `deepseek_v3`: the same weights but for the indexers'."""
+    """The config as `deepseek_v3`: the same weights except for the indexers'."""
     known = set(DeepseekV3Config().to_dict()) - {"model_type", "architectures", "dtype"}
     fields = {name: value for name, value in config.to_dict().items() if name in known}
     return DeepseekV3Config(**fields)
@@ -330,7 +331,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         with _only_errors():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of many kinds, by the kind of tokenizer
+    except Exception as error:  # of many types, depending on the tokenizer
         raise ConfigError(
             f"{called(folder)}: transformers cannot load the tokenizer: {type(error).__name__}: "
             f"{error}"
@@ -345,7 +346,7 @@ def cut_windows(
     mla: MLAConfig,
     vocab_size: int | None,
 ) -> torch.Tensor:  # [windows, context]
-    """Chunks of the text, evenly spaced."""
+    """Evenly spaced chunks of the text."""
     tokens = tokenizer.encode(text)
     check_tokens(tokens, vocab_size)
     ids, limit = torch.tensor(tokens), mla.max_positions
@@ -362,7 +363,8 @@ def cut_windows(
 
 @contextmanager
 def _only_errors(bars: bool = False) -> Iterator[None]:
-    """No warnings of transformers, and its bars only for long work: commands print their own."""
+    """Disable transformers' warnings, and its progress bars except for long work: commands print
+    their own."""
     verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not bars:

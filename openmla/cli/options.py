@@ -1,4 +1,4 @@
-"""Options of the commands, checked as they are read; nothing here needs transformers."""
+"""Options of the commands, checked while parsing; this file needs no transformers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPE_NAMES = {
     "float16": "fp16",
     "half": "fp16",
 }
-LEAST_SCALE = 1e-12  # its inverse is the largest: no model's values need another
+LEAST_SCALE = 1e-12  # with the largest inverse: no model's values need another
 PICTURES = (".png", ".svg", ".pdf")
-COOLEST, HOTTEST = 0.01, 100.0  # logits over less are infinite, over more all alike
+COOLEST, HOTTEST = 0.01, 100.0  # logits divided by less are infinite, by more all alike
 
 
 class HelpText(argparse.HelpFormatter):
-    """Help that wraps at the terminal's width and breaks no word, option names included. Lines of a
-    description stay lines; those that are indented continue under their second column."""
+    """Help that wraps at the terminal's width and does not break words or option names. Lines of a
+    description stay lines; continuations of indented ones begin under their second column."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(
@@ -50,7 +50,7 @@ class HelpText(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, like all others of openmla."""
+    """An ArgumentParser with one-line errors, like all others of openmla."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=HelpText, **options)
@@ -62,10 +62,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """A type of option: a whole number in a range."""
+    """Option type: a whole number in a range."""
 
     def read(text: str) -> int:
-        # int() takes underscores too, and refuses thousands of digits with a ValueError
+        # int() also accepts underscores, and raises ValueError for thousands of digits
         value = int(text) if re.fullmatch(r"[+-]?\d{1,20}", text) else None
         if value is None or not low <= value <= high:
             raise argparse.ArgumentTypeError(
@@ -77,7 +77,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def temperature(text: str) -> float:
-    """A type of option: 0, or what logits can be divided by."""
+    """Option type: 0, or a number that logits can be divided by."""
     value = _number(text)
     if value != 0 and not COOLEST <= value <= HOTTEST:
         raise argparse.ArgumentTypeError(
@@ -87,7 +87,7 @@ def temperature(text: str) -> float:
 
 
 def probability(text: str) -> float:
-    """A type of option: a probability above 0."""
+    """Option type: a probability above 0."""
     value = _number(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text[:40]!r}")
@@ -95,7 +95,7 @@ def probability(text: str) -> float:
 
 
 def dtype(text: str) -> str | None:
-    """A type of option: a dtype by openmla's name, or by that of transformers and vLLM."""
+    """Option type: a dtype by openmla's name, or by that of transformers and vLLM."""
     name = DTYPE_NAMES.get(text, text)
     if name != "auto" and name not in DTYPES:
         known = ", ".join(("auto", *DTYPES, *DTYPE_NAMES))
@@ -104,7 +104,7 @@ def dtype(text: str) -> str | None:
 
 
 def headroom(text: str) -> float:
-    """A type of option: a number that makes room, not less."""
+    """Option type: a safety margin of at least 1."""
     value = _number(text)
     if not 1 <= value <= 1024:
         raise argparse.ArgumentTypeError(f"must be a number from 1 to 1024, got {text[:40]!r}")
@@ -112,7 +112,7 @@ def headroom(text: str) -> float:
 
 
 def kv_scale(text: str) -> float | str:
-    """A type of option: a scale, the name of a file with scales, or "first"."""
+    """Option type: a scale, the name of a file with scales, or "first"."""
     value = _number(text)
     if math.isnan(value) and text.strip().lower() != "nan":
         return text
@@ -132,7 +132,7 @@ def _number(text: str) -> float:
 
 
 def output_file(text: str) -> str:
-    """A type of option: a file that can be written at the end."""
+    """Option type: a file that can be written at the end."""
     if not os.path.isdir(os.path.dirname(text) or ".") or os.path.isdir(text):
         raise argparse.ArgumentTypeError(
             f"must be a file in an existing folder, got {text[:200]!r}"
@@ -141,7 +141,7 @@ def output_file(text: str) -> str:
 
 
 def picture_file(text: str) -> str:
-    """A type of option: such a file, of a kind that can be drawn."""
+    """Option type: an output file in a supported picture format."""
     if not text.lower().endswith(PICTURES):
         raise argparse.ArgumentTypeError(
             f"must be a file that ends in {', '.join(PICTURES)}, got {text[:200]!r}"
@@ -150,7 +150,7 @@ def picture_file(text: str) -> str:
 
 
 def backend(text: str) -> BackendChoice:
-    """A type of option: a name, or names per op as mha_ragged=sdpa,mqa_paged=triton."""
+    """Option type: a name, or names per op such as mha_ragged=sdpa,mqa_paged=triton."""
     if "=" not in text:
         return text
     asked: dict[str, str] = {}
@@ -165,16 +165,16 @@ def backend(text: str) -> BackendChoice:
 
 
 def add_model(parser: argparse.ArgumentParser, what: str, default: str | None = None) -> None:
-    """A model, named as the first argument or by --model."""
+    """Add the model argument, positional or as --model."""
     group = parser.add_mutually_exclusive_group(required=default is None)
-    # an argument that is left out would replace what --model gave by its default
+    # the default of an omitted positional would replace the value of --model
     group.add_argument("model", nargs="?", metavar="MODEL", help=what, default=argparse.SUPPRESS)
     again = "the model, if it is not the first argument"
     group.add_argument("--model", metavar="MODEL", help=again, default=default)
 
 
 def _model_parser(command: str, description: str) -> Parser:
-    """What generate, eval, calibrate and bisect have in common."""
+    """The common options of generate, eval, calibrate and bisect."""
     parser = Parser(prog=f"openmla {command}", description=description)
     add_model(parser, '"demo", a local folder, or a Hugging Face model ID (owner/name)')
     parser.add_argument("--revision", help="Hub branch, tag or commit (default: main)")
@@ -209,12 +209,12 @@ def _model_parser(command: str, description: str) -> Parser:
 
 
 def names(holds: str) -> str:
-    """The cache formats of latent rows or of indexer keys."""
+    """Cache formats for latent rows or for indexer keys."""
     return ", ".join(name for name, layout in FORMATS.items() if layout.holds == holds)
 
 
 def _add_windows(parser: Parser) -> None:
-    """A text, and which parts of it are looked at."""
+    """Options for a text and the parts of it to use."""
     parser.add_argument(
         "--text", metavar="FILE",
         help="text file to measure on (default: the demo's held-out text; required for other "
@@ -231,7 +231,7 @@ def _add_windows(parser: Parser) -> None:
 
 
 def _add_step(parser: Parser) -> None:
-    """How an attached model's steps run."""
+    """Options for the steps of an attached model."""
     parser.add_argument(
         "--cache-format", metavar="FORMAT",
         help=f"format of cached rows, {names('latent')} (default: the model's dtype)",

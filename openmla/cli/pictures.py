@@ -1,6 +1,6 @@
 """The style of the commands' pictures: transparent, and legible on light and dark pages.
 
-Text can be read when a picture is shown 500 pixels wide.
+Text stays legible when a picture is shown 500 pixels wide.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from openmla.cli.terminal import note
 
-WIDTH = 6.2  # inches; 500 pixels make 1.1 pixels of a point of these
-INK = "#797979"  # as far from white as from the dark pages of code hosts
+WIDTH = 6.2  # inches; at 500 pixels a point has 1.1 pixels
+INK = "#797979"  # equal contrast on white and on the dark pages of code hosts
 COLORS = (
     "#3b7dd8", "#e08a1e", "#2ca05a", "#a35bd6", "#d9483b", "#17a2b8", "#b58a00", "#e06ab8",
     "#8c6d5a", "#6fbf3a", "#5560c8", "#909090",
@@ -42,7 +42,7 @@ STYLE = {
 
 @contextmanager
 def picture(path: str | Path, height: float, title: str, *, width: float = WIDTH) -> Iterator[Any]:
-    """A figure of matplotlib under a title, written when it is complete."""
+    """A matplotlib figure with a title, written on exit."""
     from matplotlib import pyplot
 
     with pyplot.rc_context(STYLE):
@@ -59,7 +59,7 @@ def picture(path: str | Path, height: float, title: str, *, width: float = WIDTH
 
 
 def label_decades(axis: Any, text: Callable[[float], str]) -> None:
-    """Ticks of a logarithmic axis in words: powers of ten, with 2 and 5 where these are few."""
+    """Label a logarithmic axis in words: powers of ten, with 2 and 5 if there are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()

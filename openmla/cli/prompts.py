@@ -1,4 +1,4 @@
-"""Prompts of the command line: given, from files or standard input, plain or as a chat."""
+"""Prompts for the command line: from options, files or standard input, plain or as a chat."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from openmla.cli.terminal import note
 from openmla.errors import ConfigError, UnsupportedError
 
 Messages = list[dict[str, str]]
-PATIENCE = 1.0  # seconds to wait for piped text where there is a prompt without it
+PATIENCE = 1.0  # seconds to wait for piped text if there is a default prompt
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
-    """The texts to continue; none where a chat is to be held with whoever is at the terminal."""
+    """The texts to continue; none for an interactive chat."""
     if options.prompt:
         if options.prompt.count("-") > 1:
             raise ConfigError(
@@ -32,7 +32,8 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def read_prompt(prompt: str | None, model: str, command: str) -> str:
-    """One text: given, of @FILE, of standard input if it is - or piped, or the demo's own."""
+    """One text: given directly, from @FILE, from standard input if it is - or piped, or the demo's
+    own."""
     if prompt is None and model == "demo":
         text = _standard_input(command) if _is_waiting() else ""
         if not text:
@@ -55,7 +56,7 @@ def read_prompt(prompt: str | None, model: str, command: str) -> str:
         text = prompt
         try:
             prompt.encode()
-        except UnicodeEncodeError as error:  # bytes of a command line that are no text
+        except UnicodeEncodeError as error:  # command-line bytes that are not text
             raise ConfigError(f"{command}: --prompt must be text in UTF-8: {error}.") from error
     if not text.strip():
         raise ConfigError(
@@ -65,19 +66,19 @@ def read_prompt(prompt: str | None, model: str, command: str) -> str:
 
 
 def _is_waiting() -> bool:
-    """Whether standard input has text, or its end. A pipe that nobody writes to never has: the
-    demo, which needs no input, must not wait for it."""
+    """Whether standard input has text or has ended. A pipe without a writer has neither: the demo,
+    which needs no input, must not wait for it."""
     try:
         return not sys.stdin.isatty() and bool(select.select([sys.stdin], [], [], PATIENCE)[0])
-    except (AttributeError, OSError, ValueError):  # closed, or no file at all
+    except (AttributeError, OSError, ValueError):  # closed, or not a file
         return False
 
 
 def _standard_input(command: str) -> str:
-    """All of it, less the newline that ends the last line."""
+    """Read all of standard input, without the final newline."""
     try:
         text = sys.stdin.buffer.read().decode() if hasattr(sys.stdin, "buffer") else ""
-    except (OSError, ValueError) as error:  # closed, or bytes that are no text
+    except (OSError, ValueError) as error:  # closed, or not text
         raise ConfigError(f"{command}: standard input must be text in UTF-8: {error}.") from error
     return text.removesuffix("\n")
 
@@ -93,25 +94,25 @@ def check_chat(tokenizer: Any, name: str) -> None:
 
 
 def messages(text: str, system: str | None) -> Messages:
-    """A conversation's beginning."""
+    """The first messages of a conversation."""
     first = [{"role": "system", "content": system}] if system else []
     return [*first, {"role": "user", "content": text}]
 
 
 def encode(tokenizer: Any, text: str, options: argparse.Namespace) -> list[int]:
-    """Tokens of a text, as a user's message where a chat is wanted."""
+    """Tokens of a text, as a user's message in chat mode."""
     if not options.chat:
         return list(tokenizer.encode(text))
     return encode_chat(tokenizer, messages(text, options.system_prompt))
 
 
 def encode_chat(tokenizer: Any, history: Messages) -> list[int]:
-    """Tokens of a conversation, up to where the model's next message begins."""
+    """Tokens of a conversation, up to the start of the model's next message."""
     try:
         found = tokenizer.apply_chat_template(
             history, add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # a template is a program of the model's authors
+    except Exception as error:  # a template is code written by the model's authors
         raise ConfigError(
             f"--chat: the chat template rejects this conversation: {type(error).__name__}: {error}"
         ) from error

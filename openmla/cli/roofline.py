@@ -1,8 +1,9 @@
-"""The least time of a decode step: what it reads, computes and sends, over what a machine can.
+"""A lower bound on a decode step's time: what it reads, computes and sends, over a machine's
+limits.
 
-Bytes and flops are those of the ops' own cost(), for one rank, over all layers; the rest of a layer
-counts by its weights, each read once. Nothing overlaps and nothing waits: a measured step takes
-longer.
+Bytes and FLOPs are those of the ops' own cost(), for one rank, over all layers; the rest of a layer
+counts by its weights, each read once. The model has no overlap and no waiting: a measured step
+takes longer.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from openmla.ops.rope import cost as rope_cost
 
 ITEMSIZE = 2  # of queries and outputs: bf16
 LSE, SUM, CANDIDATE = 4, 4, 8  # bytes: two float32; a float32 score and an int32 position
-SMALL = 256 * 1024  # bytes of a message below which collectives are counted instead
+SMALL = 256 * 1024  # message bytes below which the number of collectives decides
 
 
 class Machine(NamedTuple):
-    """One GPU: bytes, bytes a second, bf16 products (dense) a second; and one way of its link."""
+    """One GPU: bytes, bytes/s, dense bf16 FLOP/s; and one direction of its link."""
 
     memory: float
     bandwidth: float
     flops: float
-    link: float | None = None  # bytes a second that leave a GPU; None: sending takes no time
-    latency: float = 0.0  # seconds, of each collective
+    link: float | None = None  # bytes/s that leave a GPU; None: communication takes no time
+    latency: float = 0.0  # seconds, per collective
 
 
 def layer_costs(step: Step, kind: Kind) -> dict[str, Cost]:
-    """One layer's ops between its projections, on the rank with most keys."""
+    """One layer's ops between its projections, on the rank with the most keys."""
     if step.config.compressor is not None:
         return _compressed_costs(step, kind)
     config, B, S = step.config, step.batch, step.local_context
@@ -53,7 +54,7 @@ def layer_costs(step: Step, kind: Kind) -> dict[str, Cost]:
         costs |= _index_costs(step)
     if step.chooses:
         assert config.indexer is not None
-        # the chosen keys are spread over ranks like all others
+        # the selected keys are spread over ranks like all others
         chosen = min(-(-config.indexer.topk // step.ranks.size), S)
         costs["mqa_sparse"] = sparse_cost(B * chosen, B, H=H, C=C, **rows)
     else:
@@ -64,7 +65,7 @@ def layer_costs(step: Step, kind: Kind) -> dict[str, Cost]:
 
 
 def _index_costs(step: Step) -> dict[str, Cost]:
-    """Keys written and, where requests have more than K, scored and chosen."""
+    """Write keys and, if requests have more than K, score and select them."""
     indexer = step.config.indexer
     assert indexer is not None
     sizes = {"DI": indexer.head_dim, "R": step.config.qk_rope_head_dim, "itemsize": ITEMSIZE}
@@ -73,7 +74,7 @@ def _index_costs(step: Step) -> dict[str, Cost]:
 
 
 def _scoring_costs(step: Step) -> dict[str, Cost]:
-    """All of a rank's keys scored, the best chosen; then the best of every rank's."""
+    """Score all of a rank's keys and select the best, then select from every rank's best."""
     B, S, W, indexer = step.batch, step.local_scored, step.ranks.size, step.config.indexer
     assert indexer is not None
     HI, DI, K = indexer.num_heads, indexer.head_dim, indexer.topk
@@ -85,8 +86,9 @@ def _scoring_costs(step: Step) -> dict[str, Cost]:
 
 
 def _merge_cost(step: Step) -> Cost:
-    """Exchanged: every rank's part of a head read once, the merged one written once. Gathered: all
-    ranks' lse read, this rank's part scaled into float32, the sums read and rounded."""
+    """With an exchange: every rank's part of a head is read once, the merged one written once. With
+    a gather: all ranks' lse are read, this rank's part is scaled into float32, the sums are read
+    and rounded."""
     W, B, H = step.ranks.size, step.batch, step.config.num_heads
     own, V = step.ranks.own_heads(step.config), step.ranks.out_width(step.config)
     if _schedule(step) == "exchange":
@@ -96,7 +98,8 @@ def _merge_cost(step: Step) -> Cost:
 
 
 def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
-    """V4: a row into the window, tokens into entries, attention over both, its rope undone."""
+    """V4: write a row into the window, pool tokens into entries, attend to both, and rotate
+    back."""
     config, B, S = step.config, step.batch, step.context
     own, D, R = step.ranks.own_heads(config), config.latent_dim, config.qk_rope_head_dim
     indexer = config.indexer
@@ -117,7 +120,7 @@ def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
             entries = min(entries, K)
         costs["compress_kv"] = _total(pooled)
     if step.ranks.size > 1 and kind.is_sharded(config):
-        # entries of this rank for all heads, then the window for its own
+        # this rank's entries for all heads, then the window for its own heads
         here = -(-entries // step.ranks.size)
         calls = [
             sparse_cost(B * here, B, H=config.num_heads, C=D, **rows),
@@ -135,10 +138,9 @@ def _total(costs: Sequence[Cost]) -> Cost:
 
 
 def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
-    """Bytes that leave one rank per token and layer whose keys ranks share, by what they are;
-    docs/size.md derives them.
+    """Bytes that leave one rank per token and sharded layer, by purpose; docs/size.md derives them.
 
-    `chooses`: of a layer with an indexer of its own whose requests have more than K keys.
+    `chooses`: the layer has an indexer of its own and requests have more than K keys.
     """
     W, H, config = step.ranks.size, step.config.num_heads, step.config
     if W == 1:
@@ -154,17 +156,17 @@ def sent_bytes(step: Step, *, chooses: bool = False) -> dict[str, float]:
 
 
 def _merge_bytes(step: Step, schedule: str) -> dict[str, float]:
-    """Everyone's lse gathered and outputs added up in float32, or both exchanged as they are."""
+    """Gather all lse and add up outputs in float32, or exchange both unchanged."""
     W, H, V = step.ranks.size, step.config.num_heads, step.ranks.out_width(step.config)
     own = step.ranks.heads == "own"
     if schedule == "exchange":
         return {"outputs": (W - 1) * (H // W if own else H) * (V * ITEMSIZE + LSE)}
-    # added up and scattered, or to everyone: twice that
+    # reduce-scatter, or all-reduce with twice the bytes
     return {"lse": (W - 1) * H * LSE, "outputs": (1 if own else 2) * (W - 1) * H * V * SUM / W}
 
 
 def _schedule(step: Step) -> str:
-    """As merge_over_ranks: whichever sends fewer bytes; of little, that of fewer collectives."""
+    """The schedule of merge_over_ranks: fewer bytes, or for small messages fewer collectives."""
     if step.ranks.schedule != "auto":
         return step.ranks.schedule
     gather, exchange = (
@@ -175,11 +177,11 @@ def _schedule(step: Step) -> str:
 
 
 class Predicted(NamedTuple):
-    """One rank's step: bytes and flops over all layers, seconds at the machine's limits."""
+    """One rank's step: bytes and FLOPs over all layers, seconds at the machine's limits."""
 
     costs: dict[str, Cost]  # by op
     weights: float  # bytes
-    sent: dict[str, float]  # bytes, by what they are
+    sent: dict[str, float]  # bytes, by purpose
     collectives: int
     attention_time: float
     weights_time: float
@@ -187,7 +189,7 @@ class Predicted(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Bytes that the rank's memory reads or writes, weights included."""
+        """Bytes that the rank reads from or writes to memory, weights included."""
         return sum(cost.bytes for cost in self.costs.values()) + self.weights
 
     @property
@@ -196,7 +198,7 @@ class Predicted(NamedTuple):
 
 
 def predict(step: Step, machine: Machine, weights: float = 0.0) -> Predicted:
-    """A step on a machine; `weights` are the bytes of them that the whole model reads in it."""
+    """Predict a step on a machine. `weights`: bytes of them that the whole model reads per step."""
     costs: dict[str, Cost] = {}
     sent: dict[str, float] = {}
     collectives, attention_time = 0, 0.0
@@ -222,5 +224,5 @@ def predict(step: Step, machine: Machine, weights: float = 0.0) -> Predicted:
 
 
 def roof(cost: Cost, machine: Machine) -> float:
-    """Seconds: bytes at the memory's speed or flops at that of matrix products, the longer."""
+    """Seconds: bytes over memory bandwidth or FLOPs over matrix throughput, whichever is longer."""
     return max(cost.bytes / machine.bandwidth, cost.flops / machine.flops)

@@ -35,7 +35,7 @@ from openmla.errors import ConfigError, UnsupportedError
 
 MOST_RANKS = 1024
 GIB = 2**30
-HYBRID = ("kimi_linear", "bailing_hybrid")  # most of their layers are no MLA
+HYBRID = ("kimi_linear", "bailing_hybrid")  # most of their layers are not MLA
 BLOCK_SIZE, V4_BLOCK_SIZE = 64, 256
 
 
@@ -52,7 +52,7 @@ def run_size(arguments: Sequence[str]) -> int:
 
 
 def number(low: float, high: float) -> Callable[[str], float]:
-    """A type of option: a number in a range."""
+    """Option type: a number in a range."""
 
     def read(text: str) -> float:
         try:
@@ -178,7 +178,7 @@ def make_report(options: argparse.Namespace) -> Report:
         held = held / size if options.heads == "own" else held
         try:
             each = replace(step, ranks=replace(ranks, size=size))
-        except ConfigError:  # of all that is checked, only the ranks are other ones
+        except ConfigError:  # among all checked values only the ranks differ
             return Row(size, 0, None)
         fits = tokens_that_fit(each, usable - held, block_size)
         return Row(size, fits, predict(each, machine, weights.read if weights else 0.0))
@@ -192,7 +192,7 @@ def make_report(options: argparse.Namespace) -> Report:
 
 
 def read_model(options: argparse.Namespace) -> tuple[MLAConfig, Weights | None]:
-    """The config behind --model, and its weights where that tells how large they are."""
+    """The config behind --model, and its weights if their size is known from it."""
     name = options.model
     if name in PRESETS:
         config, weights = PRESETS[name], estimated(PRESETS[name], FIELDS.get(name, {}))
@@ -224,7 +224,7 @@ def _read_folder(name: str, *, counted: bool) -> tuple[MLAConfig, Weights | None
     folder = DEMO if name == "demo" else Path(name)
     if is_hub_id(name):
         folder = fetched(name, weights=False)
-    config = read_config(folder, rotated=True)  # by the model, whatever its kind of rope
+    config = read_config(folder, rotated=True)  # read as if rotated by the model, for any RoPE type
     if not counted:
         return config, None
     if any((folder / file).exists() for file in (SINGLE, INDEX)):

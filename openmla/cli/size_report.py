@@ -1,4 +1,4 @@
-"""What `openmla size` computed, as a table, as JSON, as a picture; numbers say what they count."""
+"""Formats the results of `openmla size` as a table, as JSON, and as a picture."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from openmla.plan.explanation import counted
 
 
 class Row(NamedTuple):
-    """A number of ranks: what fits on all of them, and a step of one of them."""
+    """A number of ranks: the context that fits on all of them, and a step of one of them."""
 
     ranks: int
-    fits: int  # tokens of context, of all requests together
-    step: Predicted | None  # None where heads do not divide among that many
+    fits: int  # tokens of context, over all requests
+    step: Predicted | None  # None if heads cannot be divided among that many ranks
 
 
 class Report(NamedTuple):
-    """Everything that is shown, however it is shown."""
+    """Everything to show, in any output format."""
 
     model: str
     step: Step
     machine: Machine
     token: TokenBytes
-    weights: Weights | None  # of the whole model; None where their size is unknown
+    weights: Weights | None  # of the whole model; None if unknown
     memory_share: float
     block_size: int
     fixed: int  # bytes of V4's windows and compressor states
@@ -39,20 +39,20 @@ class Report(NamedTuple):
 
     @property
     def gpu_weights(self) -> float:
-        """Bytes of weights on each GPU, 0 where that is unknown."""
+        """Bytes of weights on each GPU, 0 if unknown."""
         total = self.weights.total if self.weights else 0.0
         return total / self.step.ranks.size if self.step.ranks.heads == "own" else total
 
     @property
     def wanted(self) -> int:
-        """Tokens of context that the step's requests have."""
+        """Tokens of context in the step's requests."""
         return self.step.batch * self.step.context
 
 
 def render(report: Report) -> str:
-    """For people."""
+    """The report as text."""
     step, asked = report.step, report.asked
-    assert asked.step is not None  # a request that cannot be met raises before
+    assert asked.step is not None  # an impossible request has raised before
     config, W, share = step.config, step.ranks.size, report.memory_share
     room = max(share * report.machine.memory - report.gpu_weights, 0)
     blocks = f"tokens of all requests together, in blocks of {report.block_size} on each GPU"
@@ -90,7 +90,7 @@ def _line(name: str, value: str, text: str) -> list[str]:
 
 
 def _verdict(report: Report) -> str:
-    """Whether the step's requests fit; no claim where the weights are unknown."""
+    """Whether the step's requests fit; no claim if the size of the weights is unknown."""
     tokens = f"{report.wanted:,} tokens of context"
     if report.weights is None:
         return (
@@ -186,7 +186,7 @@ def _table(report: Report) -> list[str]:
     ]
     for row in report.rows:
         if row.step is None:
-            continue  # a note says why
+            continue  # a note explains why
         times = (row.step.weights_time, row.step.attention_time, row.step.link_time, row.step.time)
         table.append(
             (
@@ -207,7 +207,7 @@ def _refused(report: Report) -> str:
 
 
 def _notes(report: Report) -> list[str]:
-    """What the table leaves out."""
+    """Notes on what the table leaves out."""
     notes = [
         '"memory" and "sent" are bytes per GPU per step. Step time is a lower bound: for each op, '
         "the larger of bytes / bandwidth and FLOPs / peak throughput, plus weights and "
@@ -242,7 +242,7 @@ def _notes(report: Report) -> list[str]:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """For programs: bytes, seconds, counts; "counts" says of what."""
+    """The report as JSON: bytes, seconds, counts; "counts" explains what they count."""
     step = report.step
     return {
         "model": report.model,
@@ -307,14 +307,14 @@ def _row_json(report: Report, row: Row) -> dict[str, Any]:
 
 
 def draw(report: Report, path: str) -> None:
-    """Memory over context by format; context and time over ranks."""
+    """Plot memory over context by format; context and time over ranks."""
     rows = [(row.ranks, row.fits, row.step) for row in report.rows if row.step is not None]
     ranks = [size for size, _, _ in rows]
     title = f"{report.model}, {report.step.format}, {_requests(report.step)}"
     with picture(path, 12.5, title) as figure:
         memory, context, time = figure.subplots(3, 1, height_ratios=[1.25, 1, 1])
         _draw_memory(memory, report)
-        fitting = [fits or math.nan for _, fits, _ in rows]  # 0 is not on such an axis
+        fitting = [fits or math.nan for _, fits, _ in rows]  # no 0 on a log axis
         context.plot(ranks, fitting, "o-", color=COLORS[0], ms=4, label=_fits(report))
         context.axhline(report.wanted, color=INK, ls=":", label="of this step")
         context.set(title="Context that fits", ylabel="tokens, all requests")
@@ -327,7 +327,7 @@ def draw(report: Report, path: str) -> None:
             }.items()
         ):
             if any(times):
-                us = [1e6 * each or math.nan for each in times]  # nothing to draw on such an axis
+                us = [1e6 * each or math.nan for each in times]  # no 0 on a log axis
                 style = "o-" if name == "step" else "o--"
                 time.plot(ranks, us, style, color=COLORS[number], ms=4, label=name)
         time.set(title="Lower bound on the time of a decode step", xlabel="ranks")
@@ -341,12 +341,13 @@ def draw(report: Report, path: str) -> None:
 
 
 def _draw_memory(axes: Any, report: Report) -> None:
-    """Bytes of the step's requests, all layers, by format; what others keep, and what there is."""
+    """Bytes of the step's requests over all layers, by format; other memory use, and the
+    capacity."""
     step = report.step
     config, batch = step.config, step.batch
     longest = max(config.max_positions, step.context, 2048)
     contexts = [2**n for n in range(10, longest.bit_length()) if 2**n < longest] + [longest]
-    sizes: dict[tuple[float, int], list[str]] = {}  # formats that take the same share a line
+    sizes: dict[tuple[float, int], list[str]] = {}  # formats of equal size share a line
     for format in latent_formats(config):
         each = replace(step, format=format, ranks=Split())
         key = token_bytes(each).total, room(each, report.block_size).fixed

@@ -1,7 +1,7 @@
-"""What is asked of a machine, and how much context fits: a decode step, its ranks, its caches.
+"""A decode step, its ranks and its caches, and how much context fits.
 
-A step is one new token for each of `batch` requests that have `context` keys; roofline.py has what
-it takes.
+A step is one new token for each of `batch` requests that have `context` keys; roofline.py computes
+its time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ HEADS, SCHEDULES = ("own", "all"), ("auto", "gather", "exchange")
 class Split:
     """`size` ranks that share every request's keys by position, round robin.
 
-    With `heads` "own" each has its part of the heads and of the weights (tensor parallelism):
-    queries are gathered, outputs merged and scattered back. With "all" each runs the whole model on
-    the same tokens. `schedule` is how partial outputs are merged.
+    With `heads` "own" each rank has its part of the heads and of the weights (tensor parallelism):
+    queries are gathered, outputs merged and scattered back. With "all" each rank runs the whole
+    model on the same tokens. `schedule` is how partial outputs are merged.
     """
 
     size: int = 1
@@ -44,11 +44,11 @@ class Split:
             raise ConfigError(f"ranks: size must be a positive integer, got {self.size!r}.")
 
     def out_width(self, config: MLAConfig) -> int:
-        """Values of a head's output as ranks merge it: latent, or past w_uv where all have that."""
+        """Values per head in merged outputs: latent, or after w_uv if all ranks have it."""
         return config.kv_lora_rank if self.heads == "own" else config.v_head_dim
 
     def own_heads(self, config: MLAConfig) -> int:
-        """Heads that a rank projects for; it attends for all of them."""
+        """Heads that a rank projects; it attends for all heads."""
         return config.num_heads // self.size if self.heads == "own" else config.num_heads
 
 
@@ -60,7 +60,7 @@ class Step:
     format: str = "bf16"
     index_format: str = "index_fp8"
     batch: int = 1
-    context: int = 1  # keys of each request, its new token's included
+    context: int = 1  # keys per request, including its new token
     ranks: Split = Split()
 
     def __post_init__(self) -> None:
@@ -76,40 +76,40 @@ class Step:
 
     @property
     def local_context(self) -> int:
-        """Keys of a request on the rank that has most of them."""
+        """Keys of a request on the rank with the most of them."""
         return -(-self.context // self.ranks.size)
 
     @property
     def scored(self) -> int:
-        """Keys of a request that an indexer chooses among: V4's are entries."""
+        """Keys of a request that an indexer selects from; for V4 these are entries."""
         return self.context if self.config.compressor is None else self.context // INDEXED_RATIO
 
     @property
     def local_scored(self) -> int:
-        """The same on the rank that has most of them."""
+        """Such keys on the rank with the most of them."""
         return -(-self.scored // self.ranks.size)
 
     @property
     def chooses(self) -> bool:
-        """Whether an indexer chooses among keys: a request of no more than K attends to all."""
+        """Whether an indexer selects keys: a request with at most K keys attends to all."""
         indexer = self.config.indexer
         return indexer is not None and self.scored > indexer.topk
 
 
 class Kind(NamedTuple):
-    """Layers that do the same."""
+    """A group of equal layers."""
 
     num_layers: int
     indexed: bool  # has an indexer of its own
     ratio: int = 0  # tokens per entry, V4
 
     def is_sharded(self, config: MLAConfig) -> bool:
-        """Whether ranks share its keys; of V4 only those that are chosen."""
+        """Whether ranks share its keys; for V4 only selected entries are shared."""
         return config.compressor is None or self.ratio == INDEXED_RATIO
 
 
 def kinds(config: MLAConfig) -> tuple[Kind, ...]:
-    """A model's layers by what they do."""
+    """Group a model's layers by what they do."""
     if config.compressor is not None:
         ratios = config.compressor.ratios
         return tuple(Kind(ratios.count(r), r == INDEXED_RATIO, r) for r in sorted(set(ratios)))
@@ -122,10 +122,10 @@ def kinds(config: MLAConfig) -> tuple[Kind, ...]:
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of cache that one token of context takes in all layers, without padding."""
+    """Bytes of cache per token of context over all layers, without padding."""
 
-    latent: float  # rows, or V4's entries
-    keys: float  # of indexers
+    latent: float  # rows, or for V4 entries
+    keys: float  # indexer keys
 
     @property
     def total(self) -> float:
@@ -133,7 +133,7 @@ class TokenBytes(NamedTuple):
 
 
 def token_bytes(step: Step) -> TokenBytes:
-    """V4's windows and compressor states are not in it: they do not grow with the context."""
+    """V4's windows and compressor states do not count, as they do not grow with the context."""
     config = step.config
     row = get_format(step.format).row_bytes(config.latent_dim)
     DI = config.indexer.head_dim if config.indexer is not None else 0
@@ -148,10 +148,10 @@ def token_bytes(step: Step) -> TokenBytes:
 
 
 class Room(NamedTuple):
-    """What a cache of some requests takes on one rank, as allocate_cache makes it."""
+    """Size of a cache for some requests on one rank, as allocate_cache makes it."""
 
-    block: int  # bytes of one block of tokens of every rank in all layers, padding included
-    fixed: int  # bytes whatever the context: V4's windows and compressor states
+    block: int  # bytes of one block of tokens per rank over all layers, with padding
+    fixed: int  # bytes for any context: V4's windows and compressor states
 
 
 def room(step: Step, block_size: int) -> Room:
@@ -191,8 +191,8 @@ def _page_bytes(format: str, D: int, block_size: int) -> int:
 
 
 def tokens_that_fit(step: Step, free_bytes: float, block_size: int) -> int:
-    """Tokens of context, of all requests together, that `free_bytes` on each rank hold: whole
-    blocks, one of which is block_size positions of every rank."""
+    """Tokens of context, over all requests, that fit into `free_bytes` on each rank: whole blocks,
+    one of which is block_size positions per rank."""
     needed = room(step, block_size)
     blocks = max(int((free_bytes - needed.fixed) // needed.block), 0)
     return blocks * block_size * step.ranks.size

@@ -1,4 +1,4 @@
-"""Streamed tokens: as whole characters, on the screen, and when each arrived."""
+"""Streamed tokens: as whole characters, on the terminal, with arrival times."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from torch import Tensor
 
 from openmla.cli.terminal import shows_progress
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # what half a character decodes to
+HALF = "\N{REPLACEMENT CHARACTER}"  # a partial character decodes to this
 
 
 class TextStream:
-    """Text of tokens that come one by one; all parts together are the text of all tokens.
+    """Text of streamed tokens; all parts joined are the text of all tokens.
 
-    A tokenizer may write a token differently behind another one, as spaces between words. So each
-    part is decoded together with the one before it, and a character is shown when it is whole.
+    A tokenizer may decode a token differently after another one, such as spaces between words.
+    Therefore each part is decoded together with the previous one, and a character is printed when
+    it is complete.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.before = self.shown = 0  # where the part before begins, and where it ends
+        self.before = self.shown = 0  # start and end of the previous part
 
     def put(self, new: list[int], *, last: bool = False) -> str:
-        """What can be shown now."""
+        """The text that can be printed now."""
         self.tokens += new
         known = self._decode(self.tokens[self.before : self.shown])
         whole = self._decode(self.tokens[self.before :])
@@ -36,7 +37,7 @@ class TextStream:
         return whole[len(known) :]
 
     def end(self) -> str:
-        """The rest, be it half a character."""
+        """The rest, even if it is a partial character."""
         return self.put([], last=True)
 
     def _decode(self, tokens: list[int]) -> str:
@@ -47,7 +48,7 @@ class TextStream:
 
 
 class Watch:
-    """A streamer of generate() that prints text and keeps the time of every token."""
+    """A streamer for generate() that prints text and records the time of every token."""
 
     def __init__(self, tokenizer: Any, *, shown: bool, num_tokens: int) -> None:
         self.stream, self.shown, self.num_tokens = TextStream(tokenizer), shown, num_tokens
@@ -88,7 +89,7 @@ class Watch:
 
 
 class PrefillProgress:
-    """Shows the progress of a long prompt on the error stream."""
+    """Shows progress for a long prompt on stderr."""
 
     def __init__(self, num_tokens: int, chunk: int) -> None:
         self.num_tokens, self.chunk, self.seen = num_tokens, chunk, 0

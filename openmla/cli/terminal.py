@@ -1,4 +1,4 @@
-"""What commands print besides results: notes and bars on the error stream, tables on either."""
+"""Output besides results: notes and progress bars on stderr; tables on either stream."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from typing import TextIO
 
 _LOGGER = logging.getLogger("openmla.cli")
-_DRAWN = ContextVar("drawn", default=False)  # whether a bar is on the screen: one at a time
-Advance = Callable[[str, int], None]  # what is being done, and how much of the whole is done
+_DRAWN = ContextVar("drawn", default=False)  # whether a bar is on the screen: only one at a time
+Advance = Callable[[str, int], None]  # the current task, and how much of the total is done
 
 
 class _ErrorStream(logging.Handler):
-    """On whatever is the error stream when a note is made."""
+    """Logs to the current sys.stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "warning: " if record.levelno >= logging.WARNING else ""
@@ -32,18 +32,18 @@ _LOGGER.addHandler(_ErrorStream())
 
 
 def note(text: str) -> None:
-    """A line about what is being done, on the error stream."""
+    """Print a progress note on stderr."""
     _LOGGER.info("%s", text)
 
 
 def warn(text: str) -> None:
-    """A line that --quiet does not leave out."""
+    """Print a line that --quiet does not suppress."""
     _LOGGER.warning("%s", text)
 
 
 @contextmanager
 def quiet(wanted: bool = True) -> Iterator[None]:
-    """Neither notes nor bars; warnings and errors all the same."""
+    """Suppress notes and progress bars, but not warnings and errors."""
     before = _LOGGER.level
     if wanted:
         _LOGGER.setLevel(logging.WARNING)
@@ -54,13 +54,13 @@ def quiet(wanted: bool = True) -> Iterator[None]:
 
 
 def width() -> int:
-    """Columns of the terminal; of a file that is written instead, and at most, 100."""
+    """Columns of the terminal, at most 100; 100 if output goes to a file."""
     return min(shutil.get_terminal_size((100, 24)).columns, 100)
 
 
 def filled(text: str, start: str = "", *, hanging: int | None = None) -> list[str]:
-    """Lines of a text behind a start, no wider than the terminal, numbers beside their units. Lines
-    after the first begin at column `hanging`, by default where the text does."""
+    """Wrap a text after a prefix at the terminal's width, keeping numbers with their units. Later
+    lines begin at column `hanging`, by default at the start of the text."""
     held = re.sub(r"(?<=\d) (?=[KMGT]?i?B\b|us\b|ms\b|T?FLOP)", "\0", text)
     lines = textwrap.wrap(
         held, width(), initial_indent=start,
@@ -71,7 +71,7 @@ def filled(text: str, start: str = "", *, hanging: int | None = None) -> list[st
 
 
 def shown_time(seconds: float) -> str:
-    """With its unit: milliseconds above 1,000 us."""
+    """Format a time with its unit: milliseconds above 1,000 us."""
     us = 1e6 * seconds
     if us > 1e3:
         return f"{us / 1e3:,.2f} ms"
@@ -79,13 +79,14 @@ def shown_time(seconds: float) -> str:
 
 
 def shows_progress() -> bool:
-    """Whether a terminal shows the error stream, nobody asked for silence, and no bar is drawn."""
+    """Whether stderr is a terminal, without --quiet and without another bar."""
     return sys.stderr.isatty() and _LOGGER.isEnabledFor(logging.INFO) and not _DRAWN.get()
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A bar in a terminal, by rich where it is installed; nothing elsewhere and within another."""
+    """A progress bar in a terminal if rich is installed; nothing elsewhere or inside another
+    bar."""
     if not shows_progress():
         yield lambda what, done: None
         return
@@ -116,9 +117,9 @@ def _bar(total: int) -> Iterator[Advance]:
 
         columns = (BarColumn(), MofNCompleteColumn(), Remaining(), TextColumn("{task.description}"))
         screen = Console(stderr=True)
-        # results on the same screen go above the bar
+        # results on the same terminal are printed above the bar
         both = sys.stdout.isatty()
-        # drawn when told, not by a thread of its own: what is measured in between is left alone
+        # redrawn on updates, not by a thread, which would disturb measurements
         with Progress(
             *columns, console=screen, transient=True, auto_refresh=False, redirect_stdout=both
         ) as bar:
@@ -131,7 +132,7 @@ def _bar(total: int) -> Iterator[Advance]:
 
 
 def show(value: object, stream: TextIO | None = None) -> None:
-    """Print a value: as rich would in a terminal, if it can, else as text."""
+    """Print a value, formatted by rich in a terminal if possible, else as text."""
     stream = sys.stdout if stream is None else stream
     if hasattr(value, "__rich__") and stream.isatty() and find_spec("rich") is not None:
         from rich.console import Console
@@ -142,13 +143,13 @@ def show(value: object, stream: TextIO | None = None) -> None:
 
 
 class Table:
-    """A header and rows of text: aligned columns, or Markdown. Numbers stand to the right."""
+    """A header and rows of text: aligned columns, or Markdown. Numbers are right-aligned."""
 
     def __init__(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.header, self.rows = list(header), [list(row) for row in rows]
 
     def _right(self, column: int) -> bool:
-        """Whether a column holds numbers, judged by its first cell that holds something."""
+        """Whether a column holds numbers, judged by its first nonempty cell."""
         cells = [row[column] for row in self.rows if row[column] not in ("", "-")]
         return bool(cells) and cells[0][:1].isdigit()
 

@@ -1,4 +1,4 @@
-"""How much a model's weights take: as given, of its files, or roughly by its config."""
+"""Size of a model's weights: given, from its files, or estimated from its config."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from openmla.cli.sizes import kinds
 from openmla.config import MLAConfig
 from openmla.config.sources import read_integer
 
-# Fields of models that have other layers than MLA, or experts under other names.
+# Fields of models with other layers than MLA, or with experts under other names.
 OTHERS = {"linear_attn_config", "layer_group_size", "num_experts", "num_local_experts"}
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 class Weights(NamedTuple):
-    """Bytes of a whole model, and of them those that a decode step reads at least."""
+    """Bytes of a whole model, and the minimum that a decode step reads."""
 
     total: float
     read: float
-    source: str  # how they are known
+    source: str  # how the size is known
 
 
-# What MLAConfig leaves out of the published config.json of models that are presets.
+# Fields of the presets' published config.json that MLAConfig leaves out.
 _V2 = {
     "vocab_size": 102400, "intermediate_size": 12288, "moe_intermediate_size": 1536,
     "n_routed_experts": 160, "n_shared_experts": 2, "num_experts_per_tok": 6,
@@ -62,8 +62,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def estimated(config: MLAConfig, fields: Mapping[str, Any]) -> Weights | None:
-    """Roughly, by the fields of a config.json: norms, biases, scales and draft layers are left out.
-    None where fields are missing, or where a model's layers or bytes are of several kinds."""
+    """Estimate the size from the fields of a config.json, without norms, biases, scales and draft
+    layers. None if fields are missing, or if a model has several kinds of layers or dtypes."""
     dtype, mixed = _stored(fields), not OTHERS.isdisjoint(fields)
     vocab, dense, expert, experts, shared, chosen, first = (
         read_integer(fields, name, 0)
@@ -82,7 +82,7 @@ def estimated(config: MLAConfig, fields: Mapping[str, Any]) -> Weights | None:
     sparse_layers = config.num_layers - dense_layers
     embedding = (
         0 if fields.get("tie_word_embeddings") else vocab * hidden
-    )  # a row per token is read
+    )  # one row is read per token
     read = vocab * hidden + _attention(config) + 3 * hidden * dense_layers * dense
     read += sparse_layers * hidden * (experts + 3 * expert * (shared + chosen))
     total = embedding + read + sparse_layers * hidden * 3 * expert * (experts - chosen)
@@ -92,7 +92,7 @@ def estimated(config: MLAConfig, fields: Mapping[str, Any]) -> Weights | None:
 
 
 def _stored(fields: Mapping[str, Any]) -> str | None:
-    """The dtype of most weights, or None where the config does not say."""
+    """The dtype of most weights, or None if the config does not specify it."""
     quantized = fields.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
@@ -102,7 +102,7 @@ def _stored(fields: Mapping[str, Any]) -> str | None:
 
 
 def _attention(config: MLAConfig) -> int:
-    """Parameters of the attention of all layers."""
+    """Parameters of attention over all layers."""
     N, H, E = config.hidden_size, config.num_heads, config.qk_head_dim
     P, V, C = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     Q = config.q_lora_rank

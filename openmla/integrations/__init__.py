@@ -1,6 +1,6 @@
 """Run Hugging Face models on openmla: attach(), detach(), calibrate(). They import transformers.
 
-Annotations in this file are evaluated, so that help() shows types and not strings.
+Annotations in this file are evaluated, so that help() shows types instead of strings.
 """
 
 from collections.abc import Iterable
@@ -124,7 +124,7 @@ def attach(
     from openmla.integrations.transformers.install import install_attachment
 
     attachment = check_model(model, options)
-    # a captured step contains the group's collectives: with a group, only where it is requested
+    # a captured step contains the group's collectives, so with a group capture must be requested
     install_attachment(model, attachment, capture if group is None else bool(capture))
     return model
 

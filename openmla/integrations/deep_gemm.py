@@ -1,8 +1,9 @@
-"""The indexer's logits of DeepGEMM's package deep_gemm, on every device and backend of ours.
+"""DeepGEMM's indexer logits (package deep_gemm), on every device and backend that openmla supports.
 
-Names, arguments, defaults and layouts are those of DeepGEMM, whose clean_logits=False leaves what a
-query does not see undefined: here it is -inf always. Schedules are accepted and not needed. Any
-number of heads, any page size. install() makes `import deep_gemm` find this module.
+Names, arguments, defaults and layouts are those of DeepGEMM. Where clean_logits=False leaves what a
+query does not see undefined in DeepGEMM, it is always -inf in openmla. Schedules are accepted but
+not needed. Any number of heads and any page size work. install() makes `import deep_gemm` find this
+module.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ __all__ = [
 
 __version__ = "2.6.1+openmla"
 
-FORMAT = "index_fp8"  # whose readers take any scale
-LARGEST_CHUNK = 2**26  # logits held at once, where rows are moved to their starts
-# How the ops' arguments are called here.
+FORMAT = "index_fp8"  # its readers accept any scale
+LARGEST_CHUNK = 2**26  # logits held at once when rows are shifted to their starts
+# The names of the ops' arguments in this API.
 NAMES = {
     "q_idx": "q",
     "w_idx": "weights",
@@ -47,15 +48,15 @@ NAMES = {
     "ends": "cu_seq_len_k_end",
 }
 
-Pair = Any  # values and their scales; of fp8 queries None
+Pair = Any  # values and their scales; None as scales of fp8 queries
 
 
 def install(*, force: bool = False) -> bool:
-    """Let `import deep_gemm` find this module; returns whether it does.
+    """Make `import deep_gemm` find this module. Returns whether it does.
 
-    Where the original is installed it stays, unless `force`. Once a deep_gemm is imported this is
-    refused: whoever has it would keep it. Engines that take matrix products from deep_gemm too must
-    be told to take them elsewhere.
+    If the original is installed it is kept, unless `force`. Raises once a deep_gemm has been
+    imported, because its importers would keep it. Engines that also use deep_gemm for matrix
+    products must be configured to use another implementation for them.
     """
     return drop_in.install(__name__, "deep_gemm", force=force)
 
@@ -79,7 +80,8 @@ def get_num_sms() -> int:
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:  # [num_sms + 1, 2] i32
-    """A schedule by its shape. Our kernels balance themselves; nothing here reads it."""
+    """A placeholder schedule of the right shape. openmla's kernels balance themselves and do not
+    read it."""
     return context_lens.new_zeros((num_sms + 1, 2), dtype=torch.int32)
 
 
@@ -94,7 +96,7 @@ def fp8_mqa_logits(
 ) -> Tensor:  # [s_q, s_k] f32
     """Scores of packed keys: sum over h of weights * relu(q . k) for start <= k < end, else -inf.
 
-    With max_seqlen_k > 0 rows are that wide and begin with their own start's key.
+    With max_seqlen_k > 0 each row has that width and begins with the key at its own start.
     """
     return fp8_fp4_mqa_logits(
         (q, None), kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k
@@ -111,7 +113,7 @@ def fp8_fp4_mqa_logits(
     max_seqlen_k: int = 0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The same for queries as a pair, without scales: fp8."""
+    """fp8_mqa_logits() for queries passed as a pair without scales (fp8)."""
     where = "fp8_fp4_mqa_logits"
     try:
         queries, (keys, scales) = _fp8(where, q), _pair(where, "kv", kv)
@@ -140,8 +142,9 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: Tensor | None = None,
 ) -> Tensor:  # [b * next_n, max_context_len] f32
-    """Scores of paged keys. A length a request has its tokens at the end of it, a length a token
-    says what it sees. `indices`, which requests share a sequence, changes nothing."""
+    """Scores of paged keys. With one length per request, its tokens are the last ones; with one
+    length per token, it is the number of keys that token sees. `indices`, which marks requests that
+    share a sequence, has no effect."""
     return fp8_fp4_paged_mqa_logits(
         (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
         clean_logits, torch.float32, indices,
@@ -160,7 +163,7 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: Tensor | None = None,
 ) -> Tensor:
-    """The same for queries as a pair, without scales: fp8."""
+    """fp8_paged_mqa_logits() for queries passed as a pair without scales (fp8)."""
     where = "fp8_fp4_paged_mqa_logits"
     try:
         queries = _fp8(where, q)
@@ -193,7 +196,7 @@ def fp8_fp4_paged_mqa_logits(
 def _from_their_starts(
     q: Tensor, weights: Tensor, keys: Tensor, scales: Tensor, begin: Tensor, end: Tensor, width: int
 ) -> Tensor:
-    """Rows moved to their first key, some tokens at a time: all of them are not held at once."""
+    """Shift rows to their first key, a chunk of tokens at a time to limit memory."""
     T, S = q.shape[0], keys.shape[0]
     found = q.new_full((T, width), -math.inf, dtype=torch.float32)
     columns = torch.arange(width, device=q.device)
@@ -209,7 +212,7 @@ def _from_their_starts(
 
 
 def _tokens_behind(device: torch.device, n: int) -> Tensor:
-    """How many tokens of a request come after each."""
+    """How many tokens of the same request follow each token."""
     return torch.arange(n - 1, -1, -1, dtype=torch.int32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""A module of ours under another package's name: how it gets there, its errors, its constants."""
+"""Installs a module under another package's name; its errors and constants."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from openmla.errors import ConfigError, OpenMLAError, ShapeError, UnsupportedErr
 
 _LOGGER = logging.getLogger("openmla")
 
-# Tensors, or tuples of them, that follow from sizes alone, made once. None is ever dropped: a graph
-# may read it.
+# Tensors, or tuples of them, that depend on sizes alone, made once. None is ever dropped, because a
+# graph may read it.
 MOST_KEPT = 4096
 _KEPT: dict[Any, Any] = {}
 Made = TypeVar("Made")
 
 
 class DropInError(ShapeError, RuntimeError, AssertionError):
-    """An invalid call. It is a RuntimeError and an AssertionError too, because the original raises
-    the former where its C++ checks tensors and the latter where its Python does."""
+    """Raised for an invalid call. It is also a RuntimeError and an AssertionError, because the
+    original raises the former where its C++ checks tensors and the latter where its Python does."""
 
 
 def refused(where: str, error: OpenMLAError, names: Mapping[str, str]) -> OpenMLAError:
@@ -38,14 +38,14 @@ def refused(where: str, error: OpenMLAError, names: Mapping[str, str]) -> OpenML
     said = re.sub(r"^\w+: ", f"{where}: ", str(error))
     pattern = rf"\b({'|'.join(names)})\b"
     said = re.sub(pattern, lambda found: names[found[0]], said)
-    if isinstance(error, UnsupportedError):  # a RuntimeError already
+    if isinstance(error, UnsupportedError):  # already a RuntimeError
         return UnsupportedError(said)
     return DropInError(said)
 
 
 def kept(make: Callable[..., Made], like: Tensor, *sizes: int) -> Made:
-    """make(device, *sizes), once for a device: a launch less at every call. While a graph is
-    captured or traced it is made anew, for its memory is the graph's then."""
+    """make(device, *sizes), cached per device, which saves a launch in every call. While a graph is
+    captured or traced the tensor is not cached, because its memory then belongs to the graph."""
     device = like.device
     if type(like) is not Tensor or is_compiling():
         return make(device, *sizes)
@@ -64,12 +64,13 @@ def kept(make: Callable[..., Made], like: Tensor, *sizes: int) -> Made:
 
 
 def starts(device: torch.device, num_requests: int, tokens: int) -> Tensor:
-    """Cumulative lengths of requests of as many tokens each."""
+    """Cumulative lengths of requests of equal length."""
     return tokens * torch.arange(num_requests + 1, dtype=torch.int32, device=device)
 
 
 def install(module: str, name: str, *submodules: str, force: bool) -> bool:
-    """Let `import name` find a module of ours; whether it does. See install() of the modules."""
+    """Make `import name` find one of openmla's modules. Returns whether it does. See the modules'
+    own install()."""
     ours = sys.modules[module]
     if sys.modules.get(name) is ours:
         return True
@@ -95,7 +96,7 @@ def install(module: str, name: str, *submodules: str, force: bool) -> bool:
 
 
 def uninstall(module: str, name: str, *submodules: str) -> None:
-    """Undo install(). Who imported the module before keeps it."""
+    """Undo install(). Code that has imported the module keeps it."""
     ours = sys.modules[module]
     given = {name: ours} | {f"{name}.{each}": _submodule(ours, each) for each in submodules}
     for each, found in given.items():
@@ -105,6 +106,7 @@ def uninstall(module: str, name: str, *submodules: str) -> None:
 
 
 def _submodule(ours: ModuleType, name: str) -> ModuleType:
-    """A module of ours of that name, or all of ours: the original keeps its functions there."""
+    """The module's own submodule of that name, or the whole module, where the original keeps its
+    functions in submodules."""
     found = getattr(ours, name, ours)
     return found if isinstance(found, ModuleType) else ours

@@ -1,9 +1,9 @@
-"""The functions of FlashMLA's package flash_mla, on every device and backend of ours.
+"""The functions of FlashMLA's package flash_mla, on every device and backend that openmla supports.
 
 Names, arguments, defaults, return values, layouts and conventions are those of its release before
 Hopper, dense decoding and V3.2's and V4's caches were removed, and of sgl-flash-mla, which keeps
 them: lse is natural and +inf where a query sees no key, an index of -1 is skipped. Schedules are
-accepted and not needed. install() makes `import flash_mla` find this module.
+accepted but not needed. install() makes `import flash_mla` find this module.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ OFFERED = [each for each in __all__ if each.startswith(("flash_mla_", "get_", "h
 SUBMODULES = ("flash_mla_interface", "fused_norm_rope_attn_rope_cast")
 __version__ = "1.0.0+openmla"
 
-# How the ops' arguments are called here.
+# The names of the ops' arguments in this API.
 NAMES = {
     "q_latent": "q",
     "cache": "k_cache",
@@ -62,14 +62,14 @@ NAMES = {
     "C": "head_dim_v",
 }
 NAMES_OF_PROMPTS = {**NAMES, "cache": "kv", "scale": "sm_scale", "C": "d_v"}
-LARGEST_CHUNK = 2**26  # values of gathered rows held at once, where max_logits are computed
+LARGEST_CHUNK = 2**26  # gathered values held at once to compute max_logits
 
 
 def install(*, force: bool = False) -> bool:
-    """Let `import flash_mla` find this module; returns whether it does.
+    """Make `import flash_mla` find this module. Returns whether it does.
 
-    Where the original is installed it stays, unless `force`. Once a flash_mla is imported this is
-    refused: whoever has it would keep it.
+    If the original is installed it is kept, unless `force`. Raises once a flash_mla has been
+    imported, because its importers would keep it.
     """
     return drop_in.install(__name__, "flash_mla", *SUBMODULES, force=force)
 
@@ -86,7 +86,7 @@ def __getattr__(name: str) -> Any:
 
 
 def has_legacy() -> bool:
-    """Whether use_legacy=True is taken: it is, and changes nothing."""
+    """Whether use_legacy=True is accepted. It is, and has no effect."""
     return True
 
 
@@ -115,13 +115,13 @@ def flash_mla_with_kvcache(
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # out [b, s_q, h_q, head_dim_v], lse [b, h_q, s_q] f32
     """Latent attention of s_q tokens of each request: over all its keys by block_table, or with
-    `indices` over listed ones of one or two caches.
+    `indices` over the listed keys of one or two caches.
 
-    Caches are of 16 bits, of 656 bytes a row (V3.2), 584 (V4), or fp8 with a scale. Any number of
-    heads, any page size; lists also of 16-bit rows. `out` is filled and returned.
+    Cache rows are 16-bit, of 656 bytes (V3.2) or 584 bytes (V4), or fp8 with a scale. Any number of
+    heads and any page size work; lists also work with 16-bit rows. `out` is filled and returned.
     """
     try:
-        # what shapes and dtypes say, once for calls that are alike
+        # everything that depends on shapes and dtypes only, cached across similar calls
         plan = (plan_of if type(q) is Tensor and not is_compiling() else plan_of.__wrapped__)(
             q.shape, q.dtype, k_cache.shape, k_cache.dtype, causal, is_fp8_kvcache, kv_format,
             enable_batch_invariant,
@@ -170,9 +170,8 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # out [s_q, h_q, d_v], max_logits, lse [s_q, h_q]
     """Latent attention of each token over the rows of kv that it lists.
 
-    max_logits, -inf where a token has no row, are computed when they are looked at. With
-    return_log2_lse True both statistics are of base 2, with False they are None. `out` is filled
-    and returned.
+    max_logits, -inf where a token has no row, are computed on first access. With return_log2_lse
+    True both statistics are in base 2, with False they are None. `out` is filled and returned.
     """
     try:
         shape, named = kv.shape, indices.shape
@@ -199,7 +198,7 @@ def flash_mla_sparse_fwd(
     if return_log2_lse is False:
         return out, None, None
     unit = math.log2(math.e) if return_log2_lse else 1.0
-    # in a traced graph what nobody reads is not computed anyway
+    # a traced graph does not compute unused values anyway
     wanted = (q, kv, listed, lens)
     if is_compiling():
         largest = _max_logits(*wanted, sm_scale * unit)
@@ -210,7 +209,7 @@ def flash_mla_sparse_fwd(
 
 
 def _check_out(where: str, out: Tensor | None, shape: tuple[int, ...], q: Tensor) -> None:
-    """A caller's buffer can take the result; looked at before anything runs."""
+    """Check that a caller's buffer can take the result, before anything runs."""
     if out is None:
         return
     dtype = out_dtype(q.dtype)
@@ -226,7 +225,7 @@ def _check_out(where: str, out: Tensor | None, shape: tuple[int, ...], q: Tensor
 
 
 def warm(num_heads: int, **sizes: Any) -> None:
-    """Compile the kernels that calls of these sizes run, before the first request; see
+    """Compile the kernels for calls of these sizes, before the first request. See
     help(openmla.integrations.flash_mla_warm.warm) for the sizes."""
     from openmla.integrations.flash_mla_warm import warm
 
@@ -245,10 +244,11 @@ def _dense(
     descale_k: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     (B, n, H, D, G), ((format, as_bytes),) = plan.dims, plan.pages
-    # one token sees all keys either way
+    # a single token sees all keys either way
     causal, tokens = n > 1 and plan.shape[5], n
     if causal and q.device.type == "cpu" and bool((cache_seqlens < n).any()):
-        # the op takes no causal request that is shorter than its tokens: each is its own then
+        # the op does not support causal requests shorter than their tokens: make each token a
+        # request
         block_table, cache_seqlens = _by_token(block_table, cache_seqlens, n)
         B, tokens, causal = B * n, 1, False
     one, begins = kept(_dense_constants, q, B, tokens)
@@ -260,9 +260,9 @@ def _dense(
             q_scale = one if by is None else by
         elif by is None:
             q = q.to(torch.bfloat16)  # exact
-        elif FORMATS[format].scaled:  # exact: the keys' scale holds both, outputs lose one again
+        elif FORMATS[format].scaled:  # exact: keys' scale includes both, outputs are divided by one
             q, unit, unscaled = q.to(torch.bfloat16), unit * by, by
-        else:  # no other scale reaches these rows
+        else:  # these rows support no other scale
             q = q.to(torch.float32) * by
     parts = []
     for g in range(G):
@@ -285,7 +285,7 @@ def _dense(
 
 
 def _by_token(block_table: Tensor, seqlens: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Every token a request, of the keys that it sees."""
+    """Make every token a request over the keys that it sees."""
     before = torch.arange(n - 1, -1, -1, dtype=seqlens.dtype, device=seqlens.device)
     lens = (seqlens[:, None] - before).clamp_min(0).flatten()
     return block_table.repeat_interleave(n, 0), lens
@@ -312,7 +312,7 @@ def _listed(
     format, as_bytes = plan.pages[0]
     if topk_length is not None:
         lens = topk_length if n == 1 else topk_length.repeat_interleave(n, output_size=T)
-    pages = k_cache.squeeze(2)  # a third of the time of view()
+    pages = k_cache.squeeze(2)  # takes a third of the time of view()
     first = Segment(
         pages.view(torch.uint8) if as_bytes else pages, unit, format, "slots", None,
         indices.reshape(T, K), lens,
@@ -343,25 +343,25 @@ def _listed(
 
 
 def _as_theirs(lse: Tensor) -> Tensor:
-    """+inf where there is no key, in one launch; NaN stays."""
+    """FlashMLA's convention for lse: +inf where there is no key, in one launch; NaN is kept."""
     return torch.nan_to_num_(lse, math.nan, math.inf, math.inf)
 
 
 def _dense_constants(device: torch.device, B: int, n: int) -> tuple[Tensor, Tensor]:
-    """A scale of 1; where requests begin."""
+    """A scale of 1, and the start of each request."""
     return torch.ones((), dtype=torch.float32, device=device), starts(device, B, n)
 
 
 def _listed_constants(device: torch.device, T: int, K: int, extra_K: int) -> tuple[Tensor, ...]:
-    """These, of all tokens as one request; their positions, which slots do not ask for; lists that
-    are full, of both caches."""
+    """_dense_constants() with all tokens as one request; their positions, which slots do not need;
+    the full lengths of the lists of both caches."""
     full = partial(torch.full, (T,), dtype=torch.int32, device=device)
     zeros = torch.zeros(T, dtype=torch.int64, device=device)
     return *_dense_constants(device, 1, T), zeros, full(K), full(extra_K)
 
 
 def _max_logits(q: Tensor, kv: Tensor, listed: Tensor, lens: Tensor, scale: float) -> Tensor:
-    """The largest logit of each token and head, plainly."""
+    """The largest logit of each token and head, computed with plain PyTorch."""
     rows = kv.select(1, 0)
     (T, K), (S, D) = listed.shape, rows.shape
     found = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""FlashMLA's fused_norm_rope_attn_rope_cast by its name only: SGLang imports it with the rest."""
+"""A stub for FlashMLA's fused_norm_rope_attn_rope_cast, which SGLang imports with the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What shapes and dtypes say of a call of flash_mla_with_kvcache, checked once for calls alike."""
+"""What the shapes and dtypes of a flash_mla_with_kvcache call imply, checked once for similar
+calls."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ Shape = tuple[int, ...]
 
 
 class Plan(NamedTuple):
-    """What follows from a call's shapes and dtypes."""
+    """Everything that follows from a call's shapes and dtypes."""
 
-    shape: tuple[Any, ...]  # as schedules know it
+    shape: tuple[Any, ...]  # as compared by schedules
     scale: float
     run_length: int
-    dims: tuple[int, int, int, int, int]  # requests, tokens of each, heads, values, heads of keys
-    pages: tuple[tuple[str, bool], ...]  # of each cache: format, seen as bytes
+    dims: tuple[int, int, int, int, int]  # requests, tokens of each, heads, value dim, KV heads
+    pages: tuple[tuple[str, bool], ...]  # for each cache: format, whether viewed as bytes
     widths: tuple[int, int]
 
 
 class Call(NamedTuple):
-    """Shapes and dtypes of arguments, None for those not given."""
+    """Shapes and dtypes of the arguments, None for those not given."""
 
     q: Shape
     q_dtype: torch.dtype
@@ -54,7 +55,7 @@ class Call(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan_of(*call: Any) -> Plan:
-    """Everything that can be said without looking at values. Takes the fields of a Call."""
+    """Everything that can be derived without reading values. Takes the fields of a Call."""
     (
         q, q_dtype, k_cache, dtype, causal, is_fp8, kv_format, batch_invariant, table, seqlens,
         indices, topk_length, extra, extra_indices, extra_topk_length, sink, descale_q,
@@ -173,7 +174,7 @@ def _check_list(
 
 
 def _format_of(dtype: torch.dtype, width: int, D: int, kv_format: str | None) -> str:
-    """The cache format of rows of so many elements, for queries of D values."""
+    """The cache format for rows with that many elements and queries of D values."""
     if dtype in PLAIN:
         return PLAIN[dtype]
     if kv_format not in (None, *PACKED):
@@ -181,7 +182,7 @@ def _format_of(dtype: torch.dtype, width: int, D: int, kv_format: str | None) ->
             f"flash_mla_with_kvcache: kv_format must be {', '.join(PACKED)} or None, "
             f"got {kv_format!r}."
         )
-    # rows of 512 values without rope are as long as V4.1's: these are taken by name only
+    # rows of 512 values without rope are as long as V4.1's, so those must be requested by name
     some = ("fp8_dsv4",) if D % GROUP == 0 else ("fp8_ds_mla", "fp8_dsv4")
     packed = some if kv_format is None else (PACKED[kv_format],)
     for format in packed:
@@ -197,7 +198,7 @@ def _format_of(dtype: torch.dtype, width: int, D: int, kv_format: str | None) ->
 
 
 def _width(format: str, D: int) -> int:
-    """Bytes of a row; 0 where a format has none of so many values."""
+    """Bytes of a row; 0 if the format does not support D values."""
     try:
         return FORMATS[format].width(D)
     except OpenMLAError:

@@ -1,4 +1,4 @@
-"""FlashMLA's schedules, by their looks: our kernels balance themselves on the device."""
+"""FlashMLA's schedules as placeholders: openmla's kernels balance themselves on the device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from openmla.integrations.drop_in import DropInError
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """What get_mla_metadata() returns, to be handed to calls of one shape. Our kernels balance
-    themselves on the device, so that lengths may change between calls; the tensors stay as set."""
+    """The result of get_mla_metadata(), to be passed to calls of one shape. openmla's kernels
+    balance themselves on the device, so lengths may change between calls; the tensors are not
+    changed."""
 
     @dataclasses.dataclass
     class Config:
@@ -35,11 +36,11 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
-    # no field: the config and its values, compared as one
+    # not a field: the config and its values, compared as one
     made_for: ClassVar[tuple[Config | None, tuple[Any, ...]]] = (None, ())
 
     def fill(self, shape: tuple[Any, ...]) -> None:
-        """By the first call."""
+        """Fill the schedule in the first call."""
         if not self.have_initialized:
             self.config = self.Config(*shape)
             self.have_initialized = True
@@ -47,9 +48,9 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, Tensor | None]:
-    """(FlashMLASchedMeta, None) without arguments; with those of releases before it, cache_seqlens,
-    num_q_tokens_per_head_k, num_heads_k, ..., the pair of tensors that those returned, which
-    engines copy around. flash_mla_with_kvcache takes either."""
+    """Return (FlashMLASchedMeta, None) without arguments. With the arguments of earlier releases
+    (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...), return the pair of tensors that
+    those returned, which engines copy around. flash_mla_with_kvcache accepts either."""
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
     names = ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k", "num_heads_q")
@@ -74,14 +75,16 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [parts, 8] i32, [b+1] i32
-    """A schedule by its shapes. It says that no request is split; nothing here reads it."""
+    """A placeholder schedule of the right shapes, with no request split. openmla does not read
+    it."""
     parts = multiprocessors(seqlens_k.device) // h_k // -(-num_q_tokens_per_head_k // 64)
     one_each = torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32, device=seqlens_k.device)
     return seqlens_k.new_zeros((max(parts, 1), 8), dtype=torch.int32), one_each
 
 
 def check_schedule(schedule: Any, num_splits: Any, shape: tuple[Any, ...]) -> None:
-    """A schedule is for calls of one shape; a pair of tensors, the older kind, is not looked at."""
+    """Check that a schedule is used for calls of one shape. Older pairs of tensors are not
+    checked."""
     if isinstance(schedule, Tensor):
         return
     if not isinstance(schedule, FlashMLASchedMeta):
@@ -97,7 +100,7 @@ def check_schedule(schedule: Any, num_splits: Any, shape: tuple[Any, ...]) -> No
     if schedule.config is None:
         return
     config, made_for = schedule.made_for
-    if config is not schedule.config:  # set by someone else
+    if config is not schedule.config:  # set by other code
         made_for = tuple(vars(schedule.config).values())
     if made_for != shape:
         fields = dataclasses.fields(FlashMLASchedMeta.Config)

@@ -1,4 +1,4 @@
-"""warm(): the drop-ins' kernels compiled before an engine's first request."""
+"""warm(): compile the drop-ins' kernels before an engine's first request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from openmla.errors import ConfigError
 from openmla.integrations import deep_gemm, flash_mla
 from openmla.ops._queries import E4M3
 
-PREFILL_TOKENS = 256  # from which on prefill runs the kernels of many tokens
+PREFILL_TOKENS = 256  # from here on prefill runs the kernels for many tokens
 
 
 def warm(
@@ -32,9 +32,9 @@ def warm(
 ) -> None:
     """Compile the kernels that calls of these sizes run.
 
-    Dense decoding over rows of `kv_format`, one of openmla.FORMATS; with `topk` decoding and
-    prefill over lists instead. With `index_heads` also DeepGEMM's logits, over packed and over
-    paged keys: an engine whose model chooses its keys calls both drop-ins.
+    By default that is dense decoding over rows of `kv_format`, one of openmla.FORMATS; with `topk`
+    it is decoding and prefill over lists instead. With `index_heads` also DeepGEMM's logits, over
+    packed and over paged keys: an engine whose model selects keys calls both drop-ins.
     """
     sizes = {
         "num_heads": num_heads, "head_dim": head_dim, "head_dim_v": head_dim_v,
@@ -67,7 +67,7 @@ def warm(
 
 
 def _pages(kv_format: str, D: int, page_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A block of zeros, and queries over it without tokens."""
+    """A block of zeros, and queries for it without tokens."""
     layout = get_format(kv_format, "latent")
     pages = torch.zeros(1, page_size, 1, layout.width(D), dtype=torch.uint8, device=device)
     if not layout.packed:

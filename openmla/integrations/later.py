@@ -1,4 +1,4 @@
-"""Later: a tensor that is computed when it is first looked at."""
+"""Later: a tensor that is computed on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from openmla.errors import UnsupportedError
 class Later(Tensor):
     """A tensor that costs nothing if it is never used; any operation on it computes it first.
 
-    make(*sources, *rest) reads `sources`, which must be what they were. Outside inference mode,
+    make(*sources, *rest) reads `sources`, which must not have changed. Outside inference mode,
     where torch counts writes, that is checked.
     """
 
@@ -30,7 +30,7 @@ class Later(Tensor):
         sources: tuple[Tensor, ...],
         *rest: Any,
     ) -> Later:
-        # no storage: whatever would read memory raises instead
+        # no storage: anything that would read memory raises instead
         new: Later = Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.float32, device=sources[0].device
         )
@@ -71,7 +71,7 @@ class Later(Tensor):
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
-    """How often each was written to; -1 where torch does not count."""
+    """How often each tensor was written to; -1 where torch does not count."""
     return [-1 if each.is_inference() else each._version for each in tensors]
 
 

@@ -1,4 +1,4 @@
-"""AttachOptions: the arguments of attach() as one value, which the checks and the setup read."""
+"""AttachOptions: the arguments of attach() as one value, for the checks and the setup."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Scales:
         }
         try:
             save_file(tensors, path, metadata={"format": "pt"})
-        except Exception as error:  # of safetensors' own kinds
+        except Exception as error:  # safetensors' own exception types
             raise ConfigError(f"scales: {os.fspath(path)!r} cannot be written: {error}.") from error
 
     @classmethod
@@ -77,11 +77,11 @@ class Scales:
         return found
 
 
-KvScale = float | LayerScales | Scales | str | os.PathLike[str]  # what attach(kv_scale=) takes
+KvScale = float | LayerScales | Scales | str | os.PathLike[str]  # types of attach(kv_scale=)
 
 
 def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
-    """From tensors by name, whichever name a scale has; others are not looked at."""
+    """Scales from named tensors, under any of the names a scale may have; others are ignored."""
     found: dict[str, dict[str, float]] = {}
     for name, value in named:
         known = read_name(name)
@@ -100,7 +100,7 @@ def scales_of(named: Iterable[tuple[str, Any]], where: str) -> Scales | None:
 
 
 def read_scales(files: Iterable[Path]) -> Scales | None:
-    """From safetensors, of which only the scales are read."""
+    """Read only the scales from safetensors files."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -121,7 +121,7 @@ def read_scales(files: Iterable[Path]) -> Scales | None:
 
 
 def checkpoint_scales(folder: Path) -> Scales | None:
-    """Of a checkpoint's own weights, if it has any; None too where they are no safetensors."""
+    """Scales among a checkpoint's own weights, or None if it has none or is not in safetensors."""
     has_any = any((folder / name).is_file() for name in (SINGLE, INDEX))
     return read_scales(_files(folder)) if has_any else None
 

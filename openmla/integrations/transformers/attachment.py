@@ -1,8 +1,8 @@
-"""Attachment: what attach() set up on a model, for all passes; Pass: what belongs to one of them.
+"""Attachment: what attach() set up on a model, for all passes. Pass: the state of one forward pass.
 
-Several threads may run passes over one model, each with a cache of its own. What they share, block
-pool and caches, is locked; what a pass hands from one of its modules to the next is a Pass, one per
-thread.
+Several threads may run passes over one model, each with a cache of its own. A lock guards what they
+share (the block pool and the caches). What one module of a pass hands to the next is in a Pass, one
+per thread.
 """
 
 from __future__ import annotations
@@ -52,29 +52,29 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
     from openmla.integrations.transformers.session import Session
 
-FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # V4's windows and states begin with room for so many
+FIRST_REQUESTS, FIRST_TOKENS = 4, 512  # initial capacity of V4's windows and states
 ROLLBACK = 32  # tokens a V4 sequence can be cropped by
 NATURAL_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Attended(NamedTuple):
-    """One layer's step, for whoever looks: what it was given, its caches after it, its output."""
+    """One layer's step, for a watcher: its inputs, its caches after the step, and its output."""
 
     layer: int
     queries: Tensor  # [T, H, E], rotated
-    rows: Tensor  # [T, D], this step's, rotated
+    rows: Tensor  # [T, D], of this step, rotated
     cache: LayerCache
     plan: Plan
-    index_inputs: IndexInputs | None  # of the indexer, where the layer has one that was asked
-    selection: Selection | None  # V3.2's, where the plan has tokens that choose
-    out: Tensor  # [T, H, V]; V4's still rotated
+    index_inputs: IndexInputs | None  # the indexer's, if the layer has one that ran
+    selection: Selection | None  # V3.2's, if the plan has tokens that select keys
+    out: Tensor  # [T, H, V]; for V4 still rotated
 
 
 Watcher = Callable[[Attended], None]
 
 
 def same_scaling(scaling: Any, config: MLAConfig) -> bool:
-    """Whether an attention module scales scores as its config says."""
+    """Whether an attention module's softmax scale is the one in its config."""
     return math.isclose(float(scaling), config.scale, rel_tol=1e-6)
 
 
@@ -91,12 +91,12 @@ def check_scaling(scaling: Any, config: MLAConfig) -> None:
 class Pass:
     """What one forward pass hands from module to module; a thread has one pass at a time."""
 
-    positions: Tensor | None = None  # as the model was given them
-    awaited: PagedLayer | None = None  # the layer whose attention module is about to store
+    positions: Tensor | None = None  # as passed to the model
+    awaited: PagedLayer | None = None  # the layer whose attention module will store latents next
     storing: PagedLayer | None = None  # the layer that stored latents and awaits its attention
-    session: Session | None = None  # of the pass under way
-    generating: bool = False  # generate() asked, which goes on from the last column
-    own_cache: Any = None  # of a pass that was given none
+    session: Session | None = None  # the session of the current pass
+    generating: bool = False  # called by generate(), which continues from the last column
+    own_cache: Any = None  # for a pass that was called without one
     compressible: Compressible | None = None  # what a V4 layer will pool
     index_rotation: tuple[Tensor, Tensor] | None = None  # cos and sin [B, S, R]
     index_query: Tensor | None = None  # [B, S, HI * DI], before rope
@@ -120,20 +120,20 @@ class Attachment:
     backend: BackendChoice
     workspace_tokens: int | None
     may_grow: bool
-    absorbed_format: str | None = None  # "fp8": kv_b_proj in eight bits
-    batch_invariant: bool = False  # make_plan()'s
-    query_dtype: str | None = None  # make_plan()'s
-    prefill_dtype: str | None = None  # make_plan()'s
-    ranks: Ranks | None = None  # over which the cache is sharded; None: it is all here
+    absorbed_format: str | None = None  # "fp8": fp8 weights of kv_b_proj
+    batch_invariant: bool = False  # same as in make_plan()
+    query_dtype: str | None = None  # same as in make_plan()
+    prefill_dtype: str | None = None  # same as in make_plan()
+    ranks: Ranks | None = None  # the cache is sharded over them; None: it is not sharded
     detached: bool = False
     handles: list[Any] = field(default_factory=list)
-    previous: tuple[Any, Any] = (None, None)  # the text config, the attention it named before
+    previous: tuple[Any, Any] = (None, None)  # text config, its attention before attach()
     request_ids: Any = field(default_factory=count)
-    name: str = "openmla"  # of the attention function
+    name: str = "openmla"  # the name of the attention function
     watches: dict[int, IndexerWatch] = field(default_factory=dict)  # by layer
-    captured: CapturedDecode | None = None  # what records decode steps, if anything does
-    scales: dict[int, LayerScales] = field(default_factory=dict)  # by layer; others have 1
-    first_scales: bool = False  # kv_scale="first": the first pass finds them
+    captured: CapturedDecode | None = None  # captures decode steps, if capture is on
+    scales: dict[int, LayerScales] = field(default_factory=dict)  # by layer; the default is 1
+    first_scales: bool = False  # kv_scale="first": the first pass measures them
 
     def __post_init__(self) -> None:
         self._start()
@@ -144,35 +144,36 @@ class Attachment:
         return f"Attachment({layers}, {format}, {self.pool!r})"
 
     def _start(self) -> None:
-        """Everything that passes change."""
+        """Set up everything that passes change."""
         self.pool = self._new_pool()
-        self.busy: set[Any] = set()  # requests of passes under way
+        self.busy: set[Any] = set()  # requests of running passes
         for pool in self.pools:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
         self.last_plan: Any = None
-        self.workspace_bytes = 0  # the most that a pass planned for
-        # weights of kv_b_proj that had to be decoded, while a cache or a graph needs them
+        self.workspace_bytes = 0  # the most that any pass planned for
+        # decoded kv_b_proj weights, alive while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
-        self.known: dict[int, Known] = {}  # the others' views, by layer, for all sessions
-        self.eight_bits: dict[int, Tensor] = {}  # what is kept of them in that form, by layer
-        # with what caches hold of weights that have changed since
+        self.known: dict[int, Known] = {}  # views of plain weights, by layer, for all sessions
+        self.eight_bits: dict[int, Tensor] = {}  # the current fp8 copy of kv_b_proj, by layer
+        # the same, plus copies that caches still hold of weights that have changed since
         self._in_eight_bits: weakref.WeakValueDictionary[int, Tensor] = (
             weakref.WeakValueDictionary()
         )
-        self.expands_bytes = 0  # of a kv_b_proj that is decoded whenever a prompt is expanded
-        self.lock = threading.RLock()  # of caches: held while a layer attends
+        self.expands_bytes = 0  # a kv_b_proj decoded again for each expanded prefill
+        self.lock = threading.RLock()  # guards caches; held while a layer attends
         self._pool_lock = threading.Lock()
         self._dropped: deque[Sequence[int]] = deque()  # requests of sessions that are gone
         self._passes = threading.local()
-        self._streams: dict[torch.device, Any] = {}  # where caches were last used
+        self._streams: dict[torch.device, Any] = {}  # stream of the caches' last use
         self._tables: dict[torch.device, Tensor] = {}
         self.cut_off = Clamped()
         self.measured: dict[int, Measured] = {}  # by layer, while calibrate() runs
-        self.watcher: Watcher | None = None  # told of every layer's step, while bisect runs
+        self.watcher: Watcher | None = None  # called with every layer's step while bisect runs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a model that is copied or saved: caches and their requests stay with the original."""
+        """State for copying or saving the model. Caches and their requests stay with the
+        original."""
         fields = self.__dataclass_fields__
         return {name: value for name, value in vars(self).items() if name in fields}
 
@@ -205,12 +206,12 @@ class Attachment:
 
     @property
     def num_ranks(self) -> int:
-        """A block of the pool is one on each of them."""
+        """Number of ranks. A block of the pool is one block on each rank."""
         return 1 if self.ranks is None else self.ranks.shard.size
 
     @property
     def current(self) -> Pass:
-        """The pass that this thread is in, or will begin."""
+        """This thread's current or next pass."""
         found: Pass | None = getattr(self._passes, "current", None)
         if found is None:
             found = self._passes.current = Pass()
@@ -218,16 +219,18 @@ class Attachment:
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """Of entries, rows and states for V4; the first is the one whose size may be fixed."""
+        """The pools; for V4 those of entries, rows and states. Only the first can have a fixed
+        size."""
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
 
     @property
     def awaits_scales(self) -> bool:
-        """Whether the first pass still has to find the scales of some layers."""
+        """Whether the first pass still has to measure the scales of some layers."""
         return self.first_scales and len(self.scales) < len(self.modules)
 
     def is_followed(self) -> bool:
-        """Whether modules and config ask for no other attention than attach() found in them."""
+        """Whether modules and config still ask for the attention that attach() found: causal, with
+        the same softmax scale."""
         causal = getattr(self.previous[0], "is_causal", True)
         return causal and all(
             getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
@@ -236,7 +239,7 @@ class Attachment:
 
     @contextmanager
     def bookkeeping(self) -> Iterator[BlockPool | CompressedPool]:
-        """The pool, for this thread alone. Not to be nested, and nothing in it waits for a lock."""
+        """Lock the pool for this thread. Do not nest; nothing inside it waits for a lock."""
         try:
             with self._pool_lock:
                 yield self.pool
@@ -244,13 +247,13 @@ class Attachment:
             self._free_dropped()
 
     def tell(self, *step: Any) -> None:
-        """Of a layer's step, whoever watches: Attended's fields."""
+        """Pass a layer's step (Attended's fields) to the watcher, if there is one."""
         if self.watcher is not None:
             self.watcher(Attended(*step))
 
     def drop(self, requests: Sequence[int]) -> None:
-        """Free a session's requests. The garbage collector calls this, wherever a thread happens to
-        be: if the pool is in use, whoever uses it frees them afterwards."""
+        """Free a session's requests. The garbage collector may call this at any point of any
+        thread: if the pool is in use, the thread that uses it frees them afterwards."""
         self._dropped.append(requests)
         self._free_dropped()
 
@@ -265,7 +268,7 @@ class Attachment:
 
     @contextmanager
     def using_caches(self, device: torch.device) -> Iterator[None]:
-        """Caches for this thread alone, behind what other streams have launched on them."""
+        """Use the caches from this thread only, after what other streams have launched on them."""
         with self.lock:
             if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
                 stream, last = torch.cuda.current_stream(device), self._streams.get(device)
@@ -275,15 +278,16 @@ class Attachment:
             yield
 
     def take(self, wanted: dict[int, int]) -> tuple[list[tuple[int, int]], ...]:
-        """Blocks for new tokens, what to copy first; pools that may grow do instead of being full.
+        """Allocate blocks for new tokens and return what to copy first. Pools that may grow do so
+        instead of running out.
 
-        Windows and states always may: they are bounded by the number of sequences. Called with the
+        Windows and states may always grow: the number of sequences bounds them. Called with the
         pool locked.
         """
         for lifetime, pool in enumerate(self.pools):
             missing = pool.missing(wanted)
             if missing and lifetime == 0 and not self.may_grow:
-                break  # what take() says of it
+                break  # take() below raises the error
             if missing:
                 rows = sum(map(bool, wanted.values())) if lifetime == 0 else 0
                 each = self._block_bytes()[lifetime]
@@ -293,7 +297,7 @@ class Attachment:
         return (taken,) if isinstance(taken, list) else taken
 
     def cache(self, layer: int, device: torch.device, dtype: torch.dtype) -> LayerCache:
-        """One layer's cache, as many blocks as the pool has by now."""
+        """One layer's cache, with as many blocks as the pool has now."""
         format = self.format or NATURAL_FORMATS.get(dtype)
         if format is None:
             raise UnsupportedError(
@@ -313,20 +317,20 @@ class Attachment:
                         "before."
                     )
                 if self.captured is not None:
-                    self.captured._drop()  # they read what goes
+                    self.captured._drop()  # graphs read the caches that are replaced
                 kept = self._new_cache(layer, format, device)
             kept = self.caches[layer] = self._grown(kept)
             return kept
 
     def _holds_nothing(self) -> bool:
-        """Whether nobody will read a row that was cached before the pass under way."""
+        """Whether no row that was cached before the current pass will be read."""
         session = self.current.session
         mine = session.requests if session is not None and session.fresh else ()
         return set(self.pools[0].requests) <= set(mine)
 
     def _new_cache(self, layer: int, format: str, device: torch.device) -> LayerCache:
         allocate = allocate_cache if self.ranks is None else partial(rank_cache, ranks=self.ranks)
-        with torch.inference_mode(False):  # passes in either mode write to it
+        with torch.inference_mode(False):  # passes write to it with and without inference mode
             return allocate(
                 self.config,
                 num_blocks=self.pool.num_blocks,
@@ -353,7 +357,7 @@ class Attachment:
             with self.using_caches(cache.parts[0].data.device):
                 cache.copy_blocks(*copies)
                 if sources is not None and targets is not None:
-                    assert cache.latent is not None  # V4 moves no rows
+                    assert cache.latent is not None  # V4 does not move rows
                     cache.latent.move_rows(sources, targets, self.config.latent_dim)
                     if cache.index is not None:
                         assert self.config.indexer is not None
@@ -362,12 +366,12 @@ class Attachment:
     def _grown(self, cache: LayerCache) -> LayerCache:
         latent = cache.latent
         if latent is not None and latent.num_blocks >= self.pool.num_blocks:
-            return cache  # as in nearly every step; indexer keys have as many blocks
+            return cache  # the common case; indexer keys have as many blocks
         with torch.inference_mode(False):
             return cache.grown(*(pool.num_blocks for pool in self.pools))
 
     def reach(self, length: int) -> None:
-        """Count on sequences of so many tokens; transformers goes on past the config's limit."""
+        """Support sequences of this length; transformers does not stop at the config's limit."""
         if length > self.config.max_positions:
             compressor = self.config.compressor
             assert compressor is not None
@@ -381,25 +385,25 @@ class Attachment:
             self.config, self._tables = replace(self.config, max_positions=longer), {}
 
     def table(self, device: torch.device) -> Tensor:
-        """Angles of V4's entries; modules rotate all else themselves."""
+        """Angles for V4's entries; the modules rotate everything else."""
         compressor = self.config.compressor
         assert compressor is not None
         found = self._tables.get(device)
         if found is None:
             found = self._new_table(compressor.rope).to(device)
-            if type(found) is Tensor:  # a tracer's stand-in would stay for eager passes
+            if type(found) is Tensor:  # do not keep a tracer's fake tensor for eager passes
                 self._tables[device] = found
         return found
 
     def _entry_rotary(self) -> Any:
-        """The module that rotates V4's entries in transformers."""
+        """The transformers module that rotates V4's entries."""
         modules: list[Any] = list(self.modules)
         return next(m.compressor.rotary_emb for m in modules if m.compressor is not None)
 
     def _new_table(self, rope: RopeConfig) -> Tensor:
         if rope.kind != "external":
             return rope_table(rope, self.config.qk_rope_head_dim, self.config.max_positions)
-        # as the model's compressors rotate their entries
+        # the same rotation that the model's compressors apply to their entries
         rotary = self._entry_rotary()
         angles = torch.outer(
             torch.arange(self.config.max_positions, dtype=torch.float32),
@@ -422,31 +426,31 @@ class Attachment:
         return Explanation([*lines, *(Line("", t) for t in self.cut_off.lines(self._caches()))])
 
     def clamped(self) -> dict[int, int]:
-        """How many values of which layers fp8 has cut off so far: too large for their scales.
+        """How many values were too large for their scales and saturated in fp8 so far, by layer.
         Waits for the device."""
         return counted(self._caches())
 
     def after_pass(self) -> None:
-        """Says once that values were cut off, without making a pass wait for it."""
+        """Warn once if values saturated, without making the pass wait."""
         self.cut_off.after_pass(self._caches())
 
     def _caches(self) -> dict[int, LayerCache]:
-        """As they are now: other threads may add some."""
+        """A copy of the current caches: other threads may add some."""
         with self.lock:
             return dict(self.caches)
 
     def planned(self, plan: Plan) -> None:
-        """A pass will do this."""
+        """Count the workspace of a plan that a pass will run."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
 
     def decoded(self, weight: Tensor) -> None:
-        """A cache holds a copy of a kv_b_proj, counted as long as it is there."""
+        """Count a cache's decoded copy of a kv_b_proj for as long as it is alive."""
         self._decoded[id(weight)] = weight
 
     def share_eight_bits(self, layer: int, kept: Tensor) -> Tensor:
-        """What is kept of a kv_b_proj in eight bits, for all caches: what there is if it is equal,
-        else this one from now on."""
+        """Return the fp8 copy of a kv_b_proj that all caches share: the existing one if it is
+        equal, else this one from now on."""
         with self.lock:
             found = self.eight_bits.get(layer)
             if found is not None and found.device == kept.device and torch.equal(found, kept):
@@ -486,7 +490,7 @@ class Attachment:
         return sum(n * each for n, each in zip(used, self._block_bytes(), strict=False))
 
     def _block_bytes(self) -> tuple[int, int, int]:
-        """Of one block over all layers, in the order of `pools`."""
+        """Bytes of one block over all layers, in the order of `pools`."""
         totals = [0, 0, 0]
         for cache in list(self.caches.values()):
             for part in cache.parts:

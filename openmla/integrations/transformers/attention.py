@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from openmla.integrations.transformers.paged_layer import PagedLayer
 
 
-# Keywords that no attention function of transformers computes with; a hook reads position_ids.
+# Keywords that do not affect the result of any attention function of transformers; a hook reads
+# position_ids.
 UNREAD = frozenset(
     (
         "cache_position", "indices", "input_ids", "mm_token_type_ids", "num_items_in_batch",
@@ -30,20 +31,20 @@ UNREAD = frozenset(
 )  # fmt: skip
 
 
-@torch.compiler.disable  # bookkeeping on the host, which changes in every pass
+@torch.compiler.disable  # bookkeeping on the host, different in every pass
 def openmla_attention(
     module: nn.Module,
     query: Tensor,  # [B, H, S, P + R]
-    key: Tensor,  # not looked at where a paged layer stored; else [B, H, T, P + R]
+    key: Tensor,  # ignored if a paged layer stored; else [B, H, T, P + R]
     value: Tensor,
     attention_mask: Tensor | None,  # [B, columns] or None
     *,
     scaling: float,
-    s_aux: Tensor | None = None,  # a sink per head
+    s_aux: Tensor | None = None,  # one sink per head
     **others: Any,
 ) -> tuple[Tensor, None]:  # [B, S, H, V]
-    """The attention function transformers calls by name. A keyword is used, known not to matter
-    (UNREAD), or refused."""
+    """The attention function that transformers calls by name. Raises for keywords that are neither
+    used nor known to have no effect (UNREAD)."""
     attachment = getattr(module, "openmla", None)
     _refuse_keywords(module, attachment, **others)
     if torch.is_grad_enabled() and query.requires_grad:
@@ -52,7 +53,7 @@ def openmla_attention(
             "torch.inference_mode(), or call detach(model) to train."
         )
     B, _, S, _ = query.shape
-    if not isinstance(attachment, Attachment):  # a layer made from an attached model's config
+    if not isinstance(attachment, Attachment):  # a layer built from an attached model's config
         if hasattr(attention_mask, "openmla_padding"):
             raise ConfigError(
                 "attach: the model uses attention 'openmla_sparse' but is not attached: its config "
@@ -123,7 +124,7 @@ def _refuse_sink(s_aux: Tensor | None) -> None:
 
 def _attend(
     attachment: Attachment, module: nn.Module, layer: PagedLayer, query: Tensor, sink: Tensor | None
-) -> Tensor:  # [T, H, V] of the tokens that are not padding
+) -> Tensor:  # [T, H, V], without padding tokens
     session, config = layer.session, attachment.config
     if config.compressor is not None:
         assert sink is not None  # every V4 module has one
@@ -147,7 +148,7 @@ def _attend(
         session.selection = select_step(index, cache, plan)
     selection = session.selection
     if module is attachment.modules[-1]:
-        session.selection = None  # a kept cache does not keep it
+        session.selection = None  # do not keep it alive in the cache
     if sink is not None:
         sink = sink.float()
     if selection is not None and selection.positions.device != query.device:
@@ -167,11 +168,11 @@ def _attend(
 
 
 def _padding_of(mask: Tensor | None) -> Tensor | None:
-    """The padding mask that openmla_sparse_mask hung onto the mask it made."""
+    """The padding mask that openmla_sparse_mask attached to the mask it made."""
     if mask is None or not hasattr(mask, "openmla_padding"):
         if (
             mask is not None and mask.numel() > 1
-        ):  # the one that openmla_sparse_mask makes has one bit
+        ):  # the mask that openmla_sparse_mask makes has one element
             refuse_square(mask)
         raise UnsupportedError(
             "attach: the attention mask was copied or replaced before it reached the layers, and "
@@ -182,7 +183,7 @@ def _padding_of(mask: Tensor | None) -> Tensor | None:
 
 
 def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
-    """Tokens back in their batch rows; padding rows are 0."""
+    """Put tokens back into their batch rows; padding rows are 0."""
     if picked is not None:
         padded = out.new_zeros((B * S, *out.shape[1:]))
         padded[picked] = out
@@ -192,15 +193,15 @@ def _unpacked(out: Tensor, picked: Tensor | None, B: int, S: int) -> Tensor:
 
 def _expanded(
     query: Tensor,  # [B, H, S, E]
-    key: Tensor,  # [B, H, T, E], the last S of them the queries' own
+    key: Tensor,  # [B, H, T, E], the last S are those of the queries
     value: Tensor,
     mask: Tensor | None,  # [B, T]
     positions: Tensor | None,
     scale: float,
     generating: bool = False,
 ) -> Tensor:  # [B, S, H, V]
-    """A module that expanded everything itself: without past_key_values, or with a cache that is
-    not ours (the draft layers of generate(use_mtp=True))."""
+    """Attend for a module that expanded K and V itself: without past_key_values, or with a cache
+    that openmla does not manage (the draft layers of generate(use_mtp=True))."""
     B, H, S, _ = query.shape
     T = key.shape[2]
     found = read_mask(B, T, mask, [[] for _ in range(B)], generating=generating)
@@ -214,7 +215,7 @@ def _expanded(
     out = query.new_zeros((B * S, H, value.shape[-1]))
     heads = (query, key, value)
     _attend_ragged(out, heads, (picked, lens), (rows, key_lens), scale, causal=True)
-    # columns that are no tokens see the tokens before them and are seen by none
+    # columns that are not tokens attend to the tokens before them and are never attended to
     counts = seen.cumsum(1)[:, T - S :]
     looking = (~new & (counts > 0)).flatten().nonzero().flatten()
     if len(looking) > 0:
@@ -229,12 +230,12 @@ def _expanded(
 def _attend_ragged(
     out: Tensor,  # [B * S, H, V]
     heads: tuple[Tensor, Tensor, Tensor],  # [B, H, S, E], [B, H, T, E], [B, H, T, V]
-    queries: tuple[Tensor, Tensor],  # which of B * S, and how many in a group
-    keys: tuple[Tensor, Tensor],  # the same of B * T
+    queries: tuple[Tensor, Tensor],  # indices into B * S, and the count per group
+    keys: tuple[Tensor, Tensor],  # the same for B * T
     scale: float,
     causal: bool,
 ) -> None:
-    """Queries of each group attend to its keys."""
+    """Attend from each group's queries to its keys."""
     device = out.device
     (picked, lens), (rows, key_lens) = queries, keys
     picked, rows = picked.to(device), rows.to(device)
@@ -260,8 +261,8 @@ def _attend_ragged(
 
 
 def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) -> list[int] | None:
-    """Sequences packed into rows, told by positions alone: a new one begins wherever they do not
-    go on by one. None: each row is one."""
+    """Lengths of sequences packed into rows, from positions alone: a new sequence begins wherever
+    the positions do not increase by one. None: each row is one sequence."""
     if mask is not None or positions is None or S == 1:
         return None
     flat = positions.expand(B, S).flatten().tolist()
@@ -271,7 +272,7 @@ def _packed_lens(B: int, S: int, positions: Tensor | None, mask: Tensor | None) 
 
 
 def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The padding mask as it is, [B, columns]; a square mask is never made."""
+    """Return the padding mask [B, columns] unchanged; no square mask is made."""
     begin_reading(attention_mask, kwargs.get("q_length"))
     return attention_mask
 
@@ -279,7 +280,8 @@ def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any
 def openmla_sparse_mask(
     *args: Any, attention_mask: Tensor | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
-    """A mask of one bit, which is what an indexer may look at; the padding mask rides on it."""
+    """Return a mask of one element, which satisfies an indexer, with the padding mask attached to
+    it."""
     begin_reading(attention_mask, kwargs.get("q_length"))
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     mask.openmla_padding = attention_mask  # type: ignore[attr-defined]

@@ -1,14 +1,16 @@
-"""A model's decode step recorded as one CUDA graph, and replayed for every token after it.
+"""Captures a model's decode step as one CUDA graph and replays it for later tokens.
 
-Decoding one token, a model launches thousands of small kernels, and the host that launches them is
-what one waits for. A step of one new token per row always has the same shapes: only the numbers in
-its inputs and in the plan's buffers differ. So the model's own forward is recorded once over fixed
-tensors; from then on a step takes blocks, fills the buffers and replays. Prompts and everything
-else go through the model's forward as before. Python runs only while recording: weights that are
-replaced between generations are noticed, and adapters that are switched at any time; another
-number inside a module that changes is not. So where nobody asked for it, a model with hooks inside
-is left alone. Threads take turns: one graph's tensors serve one step at a time, and graphs for
-other numbers of rows share its memory (graphs.py).
+To decode one token, a model launches thousands of small kernels, and the host's launches are the
+bottleneck. A step of one new token per row always has the same shapes: only the values in its
+inputs and in the plan's buffers differ. Therefore the model's own forward is captured once over
+fixed tensors. A later step takes blocks, fills the buffers and replays the graph. Prefill and
+everything else run the model's forward as before.
+
+Python runs only during capture. Weights that are replaced between generations are noticed, and so
+are adapters that are switched at any time; another number that changes inside a module is not.
+Therefore, unless capture was requested, a model with hooks inside is left alone. Threads take
+turns: one graph's tensors serve one step at a time, and graphs for other batch sizes share its
+memory (graphs.py).
 """
 
 from __future__ import annotations
@@ -46,29 +48,29 @@ UNDERSTOOD = (
     "return_dict",
     "use_cache",
 )
-KEPT = 4  # graphs, each for another number of rows: the last that were used
+KEPT = 4  # graphs, each for another batch size: the most recently used
 
 
 class Recorded(NamedTuple):
-    """One graph, what it reads and what it leaves."""
+    """One graph, with its inputs and outputs."""
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
     buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
-    places: tuple[int, ...]  # of caches and angles; if they move, the graph is of no use
-    weights: tuple[int, ...]  # where they are; looked at once per generation
-    decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is no plain linear, as it reads them
-    switches: tuple[Any, ...]  # of adapters
-    graph: Any  # None on a CPU, where the step runs instead
+    places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
+    weights: tuple[int, ...]  # their addresses; checked once per generation
+    decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded
+    switches: tuple[Any, ...]  # state of adapters
+    graph: Any  # None on a CPU, which runs the step instead
     logits: Tensor  # [B, 1, vocabulary]
-    result: type  # what the model's forward returns, which would hold on to the cache
+    result: type  # the return type of the model's forward, which would keep the cache alive
 
 
 class CapturedDecode:
-    """Stands in for a model's forward; steps of one token per row are replayed.
+    """Replaces a model's forward and replays steps of one token per row.
 
-    `asked`: it was asked for, and what stands in its way is an error; else the model's own forward
-    runs then. `hooks` inside are attach()'s own.
+    `asked`: capture was requested, so an obstacle is an error. Otherwise the model's own forward
+    runs instead. `hooks` are the inner hooks that attach() installed.
     """
 
     def __init__(
@@ -77,26 +79,26 @@ class CapturedDecode:
         self.model, self.attachment, self.asked, self.hooks = model, attachment, asked, hooks
         self.recordable = True
         self.forward = model.forward
-        self.recorded: dict[int, Recorded] = {}  # by rows, the last used at the end
-        self.memory: GraphMemory | None = None  # of the graphs among them
+        self.recorded: dict[int, Recorded] = {}  # by batch size, the most recently used last
+        self.memory: GraphMemory | None = None  # shared by the CUDA graphs
         self.recordings = 0
         self.served: Callable[[], Session | None] = lambda: None  # the session of the last step
-        self.rows = 0  # of it
-        self.adapters: list[Any] = []  # modules, as of the last recording
-        update_wrapper(self, self.forward)  # generate() looks at the signature
+        self.rows = 0  # batch size of that step
+        self.adapters: list[Any] = []  # modules, as of the last capture
+        update_wrapper(self, self.forward)  # generate() reads the signature
         model.forward = self
 
     def remove(self) -> None:
-        """Undo it: the model's own forward is there again."""
+        """Restore the model's own forward."""
         del self.model.forward
         self._drop()
 
     def _drop(self) -> None:
-        """Let go of all graphs, and of the memory they share with the last of them."""
+        """Drop all graphs, and with the last of them the memory they share."""
         self.recorded, self.memory = {}, None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CapturedDecode:
-        """Of a model that is copied: it records its own."""
+        """For a copy of the model, which captures its own graphs."""
         twin = copy(self)
         memo[id(self)] = twin
         twin.model = deepcopy(self.model, memo)
@@ -112,17 +114,17 @@ class CapturedDecode:
         with self.attachment.lock:
             layers = [] if args else _decoding(self.attachment, kwargs, self.asked)
             if not layers or not self._may(layers[0].session):
-                self.served = lambda: None  # what is looked at once per generation, anew
+                self.served = lambda: None  # repeat the checks made once per generation
                 return self.forward(*args, **kwargs)
             return self._step(layers, kwargs)
 
     def _step(self, layers: list[PagedLayer], kwargs: dict[str, Any]) -> Any:
-        """One new token per row, replayed, or recorded where nothing fits it yet."""
+        """Run one new token per row: replay a graph, or capture one if none fits."""
         session = layers[0].session
         try:
             return self._replay(layers, kwargs)
         except BaseException:
-            if session.unfinished:  # it had begun
+            if session.unfinished:  # the step had begun
                 session.fail()
             raise
 
@@ -137,7 +139,7 @@ class CapturedDecode:
             try:
                 recorded = self._record(past, session, layers, caches, ids, positions)
             except BaseException:
-                self._drop()  # torch refuses a pool again whose only graph came to nothing
+                self._drop()  # torch does not accept a pool again whose only capture failed
                 raise
         else:
             recorded.ids.copy_(ids)
@@ -155,8 +157,8 @@ class CapturedDecode:
         return recorded.result(logits=recorded.logits.clone(), past_key_values=past)
 
     def _fitting(self, session: Session, ids: Tensor, caches: list[LayerCache]) -> Recorded | None:
-        """What was recorded for so many rows, if it holds; if not, all of it goes: caches or
-        weights have moved, or it is too short, and what comes needs the memory."""
+        """The graph for this batch size, if it is still valid. If not, drop all graphs: caches or
+        weights have moved, or the graph is too small, and the next one needs the memory."""
         rows = ids.shape[0]
         known = self.served() is session and self.rows == rows
         self.served, self.rows = weakref.ref(session), rows
@@ -173,7 +175,7 @@ class CapturedDecode:
         return recorded
 
     def _keep(self, recorded: Recorded) -> None:
-        """Only the last ones: they share memory, but a graph itself takes some, too."""
+        """Keep only the most recent graphs: they share memory, but each graph itself takes some."""
         rows = recorded.ids.shape[0]
         self.recorded.pop(rows, None)
         self.recorded[rows] = recorded
@@ -181,18 +183,18 @@ class CapturedDecode:
             del self.recorded[next(iter(self.recorded))]
 
     def _may(self, session: Session) -> bool:
-        """Whether Python may be left out; looked at once per generation."""
-        if self.attachment.awaits_scales:  # what is measured is read on the host
+        """Whether Python can be skipped; checked once per generation."""
+        if self.attachment.awaits_scales:  # measured values are read on the host
             return False
         if self.asked or self.served() is session:
             return True
         return self.recordable and inner_hooks(self.model) <= self.hooks
 
     def _begin(self, session: Session, layers: list[PagedLayer], ids: Tensor) -> list[LayerCache]:
-        """Blocks for the new tokens; _decoding() has looked at the mask."""
+        """Take blocks for the new tokens; _decoding() has checked the mask."""
         session.begin(ids.shape[0], 1, None)
         dtype = session.dtype
-        assert dtype is not None  # a prompt came before
+        assert dtype is not None  # prefill has set it
         with self.attachment.using_caches(ids.device):
             return [self.attachment.cache(layer.layer, ids.device, dtype) for layer in layers]
 
@@ -203,11 +205,11 @@ class CapturedDecode:
         buffers: dict[int, dict[str, Tensor]],
         device: torch.device,
     ) -> None:
-        """The step's numbers into the buffers of every kind of layer."""
+        """Write the step's plan into the buffers of each kind of layer."""
         assert session.dtype is not None
         session.plans = {}
         rings = next(iter(buffers.values())).get("window_table")
-        if rings is not None:  # a ring's columns are part of what was recorded
+        if rings is not None:  # the number of ring columns is fixed in the graph
             session.describe(window_columns=rings.shape[1])
         for cache in one_of_a_kind(caches):
             session.plan(cache, device, session.dtype, into=buffers[cache.ratio])
@@ -215,7 +217,7 @@ class CapturedDecode:
     def _pass(
         self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
     ) -> Any:
-        """The model's forward over fixed tensors; what it counts is counted by the caller."""
+        """Run the model's forward over fixed tensors; the caller keeps the counts."""
         for layer in layers:
             layer.steps = session.steps - 1
         return self.forward(
@@ -236,10 +238,11 @@ class CapturedDecode:
         positions: Tensor,
     ) -> Recorded:
         B, needed = ids.shape[0], _most_blocks(session)
-        # twice as many as now at most: what the graph is sized for, and how seldom it is recorded
+        # at most twice the current number: this sizes the graph and limits how often it is
+        # recaptured
         blocks = 1 << (needed - 1).bit_length()
         config = self.attachment.config
-        with torch.inference_mode(False):  # what is written again and again, in whichever mode
+        with torch.inference_mode(False):  # written repeatedly, with and without inference mode
             buffers: dict[int, dict[str, Tensor]] = {}
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
             for cache in one_of_a_kind(caches):
@@ -266,7 +269,7 @@ class CapturedDecode:
         else:
             out = step()
         logits = out.logits
-        if graph is None:  # written again and again, as ids are
+        if graph is None:  # written repeatedly, like ids
             with torch.inference_mode(False):
                 logits = out.logits.clone()
         decoded = tuple(session.decoded.values())
@@ -283,9 +286,9 @@ class CapturedDecode:
     def _capture(
         self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int
     ) -> tuple[Any, Any]:
-        """Record what a step launches, then launch it once. A capture that fails is tried once
-        more, in memory of its own: what other code of the process did meanwhile may be the reason.
-        It is not warmed up again, since other ranks may be past that."""
+        """Capture what a step launches, then launch it once. A failed capture is retried once, in
+        memory of its own: the cause may be what other code of the process did meanwhile. The retry
+        skips the warm-up, since other ranks may be past that."""
         if self.memory is None or not self.memory.holds(device, rows, blocks):
             self._drop()
             self.memory = GraphMemory(device, rows, blocks)
@@ -294,12 +297,12 @@ class CapturedDecode:
             try:
                 graph, out = self.memory.record(step)
             except RuntimeError:
-                self._drop()  # a pool that a recording failed in is not one to go on with
+                self._drop()  # do not reuse a pool in which a capture failed
                 self.memory = GraphMemory(device, rows, blocks)
                 graph, out = self.memory.record(step)
         except RuntimeError as reason:
             self._drop()
-            said = str(reason).partition("\n")[0]  # CUDA's errors go on with advice
+            said = str(reason).partition("\n")[0]  # CUDA's messages continue with advice
             message = (
                 f"attach: the decode step of this model cannot be captured: {said.rstrip('.')}. "
             )
@@ -310,14 +313,14 @@ class CapturedDecode:
             self.recordable = False
             return None, step()
         graph.replay()
-        with self.attachment.using_caches(device):  # here, and no longer where it was warmed up
+        with self.attachment.using_caches(device):  # on this stream, not the warm-up's
             return graph, out
 
 
 @contextmanager
 def _experts_one_by_one(model: Any) -> Iterator[None]:
-    """As generate() decodes when it samples, though not with beams: experts grouped by the tokens
-    that chose them ask the host."""
+    """Run experts as generate() does when it samples (though not with beams): grouping experts by
+    the tokens routed to them would synchronize with the host."""
     found = model.get_experts_implementation()
     model.set_experts_implementation(
         {key: "batched_mm" if how == "grouped_mm" else how for key, how in found.items()}
@@ -329,8 +332,8 @@ def _experts_one_by_one(model: Any) -> Iterator[None]:
 
 
 def inner_hooks(model: nn.Module) -> set[int]:
-    """Python that others put inside: hooks by their numbers, -1 for what accelerate wraps modules
-    in. Hooks of the model itself run around its forward, recorded or not."""
+    """Python that others put inside: the ids of hooks, and -1 for modules that accelerate wrapped.
+    Hooks of the model itself run around its forward, captured or not."""
     found: set[int] = set()
     for module in model.modules():
         if module is not model:
@@ -341,7 +344,7 @@ def inner_hooks(model: nn.Module) -> set[int]:
 
 
 def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> list[PagedLayer]:
-    """The cache's layers if this is a step of one token per row as generate() takes it, or none."""
+    """The cache's layers if this is one of generate()'s steps with one token per row, else none."""
     ids, positions = kwargs.get("input_ids"), kwargs.get("position_ids")
     past = kwargs.get("past_key_values")
     others = (value for name, value in kwargs.items() if name not in UNDERSTOOD)
@@ -369,7 +372,7 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
     if any(layer.steps != session.steps for layer in layers):
         return []
     if read_mask(ids.shape[0], 1, kwargs.get("attention_mask"), session.columns) is not None:
-        return []  # a column that is no token, or tokens hidden: not the step that was recorded
+        return []  # a column is no token, or tokens are hidden: not the step that was captured
     devices = {key[0] for key in session.plans}
     if len(devices) > 1:
         if not strict:
@@ -378,11 +381,11 @@ def _decoding(attachment: Attachment, kwargs: dict[str, Any], strict: bool) -> l
             f"attach: capture is not supported for layers on several devices, got "
             f"{', '.join(sorted(map(str, devices)))}. Remove capture=True."
         )
-    return layers if devices else []  # a copied cache has no pass of its own yet
+    return layers if devices else []  # a copied cache has not had a pass of its own yet
 
 
 def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[LayerCache]) -> bool:
-    """Whether a graph fits this step: rows, context, caches and weights as they were."""
+    """Whether a graph fits this step: batch size, context, caches and weights are unchanged."""
     return (
         recorded.ids.shape == ids.shape
         and recorded.ids.device == ids.device
@@ -402,7 +405,7 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
 
 
 def one_of_a_kind(caches: list[LayerCache]) -> list[LayerCache]:
-    """A layer's cache of each compress ratio, its first; others have one kind."""
+    """The first layer's cache for each compress ratio; other models have one kind."""
     return list({cache.ratio: cache for cache in reversed(caches)}.values())
 
 
@@ -411,7 +414,7 @@ def _weights(model: nn.Module) -> tuple[int, ...]:
 
 
 def _same_decoded(recorded: Recorded, session: Session) -> bool:
-    """By their values: a weight may have been written to in a way that leaves no trace."""
+    """Compare by value: an in-place write to a weight may leave no trace."""
     decoded = session.decoded.values()
     return len(recorded.decoded) == len(decoded) and all(
         one is other or torch.equal(one, other)
@@ -420,7 +423,7 @@ def _same_decoded(recorded: Recorded, session: Session) -> bool:
 
 
 def _switches(adapters: list[Any]) -> tuple[Any, ...]:
-    """What peft's layers ask before they add an adapter: looked at in every step."""
+    """What peft's layers check before they add an adapter; compared in every step."""
     return tuple(
         (
             module._disable_adapters,
@@ -439,7 +442,8 @@ def _most_blocks(session: Session) -> int:
 
 
 def _places(caches: list[LayerCache], attachment: Attachment) -> tuple[int, ...]:
-    """With their lengths: what has moved away and back, grown in between, is another."""
+    """Addresses together with lengths: a cache that moved away and back but has grown must not
+    match."""
     parts = [part.data for cache in caches for part in cache.parts]
     if attachment.config.compressor is not None:
         parts.append(attachment.table(parts[0].device))

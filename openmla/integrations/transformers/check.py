@@ -1,4 +1,4 @@
-"""The checks of attach(), all of them before anything is changed."""
+"""The checks of attach(), which all run before anything is changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from openmla.plan.checks import (
 )
 from openmla.plan.options import Combination, PlanOptions, check_combination
 
-FIRST_BLOCKS = 64  # of a pool that may grow
+FIRST_BLOCKS = 64  # initial blocks of a pool that may grow
 
 
 def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
@@ -85,7 +85,7 @@ def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
 
 
 def _first_scales(options: AttachOptions, config: MLAConfig) -> bool:
-    """Whether the first pass finds the scales."""
+    """Whether the first pass measures the scales."""
     if not isinstance(options.kv_scale, str) or options.kv_scale != FIRST:
         return False
     if config.compressor is not None or options.group is not None:
@@ -100,7 +100,7 @@ def _first_scales(options: AttachOptions, config: MLAConfig) -> bool:
 
 
 def _check_static_queries(attachment: Attachment) -> None:
-    """Queries with one scale per layer need that scale."""
+    """Check that fp8_static queries have their one scale per layer."""
     if attachment.query_dtype != "fp8_static":
         return
     if attachment.format != "fp8":
@@ -135,7 +135,7 @@ def _attention_modules(model: nn.Module, model_type: str) -> list[nn.Module]:
 
 def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -> None:
     if options.cache_format is not None:
-        get_format(options.cache_format, "latent").width(config.latent_dim)  # or its error
+        get_format(options.cache_format, "latent").width(config.latent_dim)  # may raise
     index_layout = get_format(options.index_format, "index")
     if config.indexer is not None:
         index_layout.width(config.indexer.head_dim)
@@ -161,7 +161,7 @@ def _check_options(options: AttachOptions, config: MLAConfig, block_size: int) -
 
 
 def _ranks_of(options: AttachOptions, config: MLAConfig, block_size: int) -> Ranks | None:
-    """How the cache is spread over a group that was given, as it is or as Ranks."""
+    """How the cache is sharded over the given group, which may be a plain group or Ranks."""
     group = options.group
     if group is None:
         return None
@@ -198,7 +198,7 @@ def supported_text_config(config: Any, who: str) -> Any:
     """Return the config of a model's text model, or raise if attach() does not support it."""
     try:
         text_config = config.get_text_config(decoder=True)
-    except ValueError as error:  # it has several
+    except ValueError as error:  # the model has several
         raise UnsupportedError(f"{who}: the model has several text models: {error}") from error
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
@@ -215,8 +215,8 @@ def supported_text_config(config: Any, who: str) -> Any:
 
 
 def _as_the_modules_are(config: MLAConfig, modules: list[nn.Module]) -> MLAConfig:
-    """transformers' classes fix which columns an indexer pairs and, some, that all layers have one;
-    config fields that say otherwise are for other engines."""
+    """Override config fields that transformers' classes fix: which columns an indexer pairs and, in
+    some, that all layers have an indexer. Such config fields are for other engines."""
     if config.indexer is None or config.compressor is not None:
         return config
     shared = tuple(getattr(module, "indexer", None) is None for module in modules)

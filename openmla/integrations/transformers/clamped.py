@@ -1,8 +1,8 @@
-"""Values that fp8 cut off, as the caches of an attached model counted them: told, never waited for.
+"""Counts values that saturated in fp8 in an attached model's caches, without waiting for them.
 
 Writing ops count on the device. On a CPU the counters are read after every pass. On a GPU reading
 would make each pass wait, so they are copied to the host after passes 1, 2, 4, 8 and so on, and a
-later pass looks once a copy has arrived.
+later pass reads a copy once it has arrived.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Clamped:
     def __init__(self) -> None:
         self.warned = False
         self.passes = 0
-        self.arriving: list[tuple[Tensor, torch.cuda.Event]] = []  # a copy for each device
+        self.arriving: list[tuple[Tensor, torch.cuda.Event]] = []  # one copy per device
 
     def lines(self, caches: Mapping[int, LayerCache]) -> list[str]:
-        """One, for caches that have scales. Waits for the device."""
+        """One line for caches that have scales. Waits for the device."""
         if not any(part.layout.scaled for cache in caches.values() for part in cache.parts):
             return []
         found = counted(caches)
@@ -42,7 +42,7 @@ class Clamped:
         return [told]
 
     def after_pass(self, caches: Mapping[int, LayerCache]) -> None:
-        """Waits for nothing but the count itself, once there is something to tell."""
+        """Check the counters after a pass. Waits only to read a count that is not 0."""
         if self.warned or torch.compiler.is_compiling():
             return
         parts = (part for cache in caches.values() for part in cache.parts)
@@ -67,7 +67,7 @@ class Clamped:
 
 
 def counted(caches: Mapping[int, LayerCache]) -> dict[int, int]:
-    """How many values of which layers were cut off so far. Waits for the device."""
+    """How many values saturated so far, by layer. Waits for the device."""
     counts = {
         layer: sum(int(part.clamped) for part in cache.parts if part.clamped is not None)
         for layer, cache in caches.items()
@@ -83,7 +83,7 @@ def _by_device(counters: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _copied(counters: Sequence[Tensor]) -> tuple[Tensor, torch.cuda.Event]:
-    """On its way to the host, and what tells that it is there."""
+    """A copy on its way to the host, and the event that marks its arrival."""
     with torch.cuda.device(counters[0].device):
         copy = torch.stack(list(counters)).to("cpu", non_blocking=True)
         event = torch.cuda.Event()

@@ -1,8 +1,8 @@
-"""DeepSeek V4 in transformers: its compressors' projections kept, their pooling and caches not.
+"""DeepSeek V4 in transformers: uses the compressors' projections, not their pooling and caches.
 
-An attention module projects, normalises, rotates, hands its raw rows to the cache and asks its
-compressor for entries. attach() shadows the compressor's forward on the instance: what it would
-pool is kept for the attention function, and no entry comes back. The module then calls that
+An attention module projects, normalizes, rotates, hands its raw rows to the cache and gets entries
+from its compressor. attach() shadows the compressor's forward on the instance: it keeps the inputs
+of the pooling for the attention function and returns no entries. The module then calls that
 function, rotates its output back and projects it, as before.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Compressible(NamedTuple):
-    """What one layer's compressor computed in the pass under way, all columns of the batch."""
+    """What one layer's compressor computed in the current pass, for all columns of the batch."""
 
     pool_inputs: PoolInputs
     index_pool_inputs: PoolInputs | None = None
@@ -35,7 +35,7 @@ class Compressible(NamedTuple):
     index_weights: Tensor | None = None  # [B * S, HI]
 
     def picked(self, rows: Tensor) -> Compressible:
-        """The same of the tokens that are not padding."""
+        """Select the tokens that are not padding."""
 
         def pick(part: PoolInputs | None) -> PoolInputs | None:
             return part and part._replace(kv=part.kv[rows], score=part.score[rows])
@@ -53,11 +53,11 @@ class Compressible(NamedTuple):
 
 @dataclass(eq=False)
 class CompressorStandIn:
-    """In the place of a compressor's forward: projects as it does and returns no entries."""
+    """Replaces a compressor's forward: computes the same projections and returns no entries."""
 
     attachment: Attachment
     compressor: nn.Module
-    before: Any = None  # a forward the instance had already
+    before: Any = None  # a forward that was already set on the instance
 
     def __post_init__(self) -> None:
         self.before = vars(self.compressor).get("forward")
@@ -104,8 +104,8 @@ def attend_v4(
     layer: PagedLayer,
     query: Tensor,  # [B, H, S, D], rotated
     sink: Tensor,  # [H]
-) -> Tensor:  # [T, H, D] of the tokens that are not padding
-    """One layer's step: rows, entries and attention over the session's caches."""
+) -> Tensor:  # [T, H, D], without padding tokens
+    """Run one layer's step: rows, entries and attention over the session's caches."""
     session = layer.session
     attachment = session.attachment
     cache = attachment.cache(layer.layer, query.device, query.dtype)
@@ -155,7 +155,7 @@ def attend_v4(
 def with_positions(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Positions of a padded batch that came without: V4 counts a sequence's own tokens."""
+    """Add positions to a padded batch without them: V4 counts a sequence's own tokens."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
         return None
@@ -173,10 +173,10 @@ def check_positions(
     lens: list[int],
     late: Collection[int],
 ) -> None:
-    """Tokens stand at their places in their own sequences; looked at where that is cheap.
+    """Check that positions count the tokens of each sequence, unless that would be slow.
 
     `new` has the runs of each row's new columns (is a token, how many), `lens` the tokens before,
-    `late` the rows whose prompt was padding only: generate() counts those from 1.
+    and `late` the rows whose prompt was padding only: generate() counts those from 1.
     """
     if positions is None or (positions.device.type != "cpu" and positions.shape[-1] == 1):
         return

@@ -1,14 +1,15 @@
-"""GraphMemory: the memory that recorded steps share.
+"""GraphMemory: the memory that captured steps share.
 
-A graph keeps what it allocates while it is recorded, for its replays, and torch would give each a
-pool of its own. Recorded steps are replayed one at a time, each behind what other streams launched
-before it, so one's intermediate results may lie where another's did. What must outlive a replay is
-no part of that: inputs, plans and caches are allocated outside, logits are held while their graph
-is there and copied before the next step may begin.
+A graph keeps what it allocates during capture for its replays, and torch would give each graph a
+pool of its own. Captured steps are replayed one at a time, each after what other streams launched
+before it, so the intermediate results of different graphs may share memory. What must outlive a
+replay is not in the pool: inputs, plans and caches are allocated outside, and logits are held as
+long as their graph exists and copied before the next step may begin.
 
-A step that is smaller than the one a pool was made for finds room in it. A larger one would leave
-what is there unused beside its own, so its owner drops all graphs first: torch gives a pool back
-to the device when its last graph is gone and more is asked for, and with torch.cuda.empty_cache().
+A step that is smaller than the one a pool was made for fits into it. A larger one would leave the
+existing memory unused besides its own, so its owner drops all graphs first. torch returns a pool to
+the device when its last graph is gone and more memory is requested, and on
+torch.cuda.empty_cache().
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from typing import Any
 
 import torch
 
-WARM_UPS = 2  # passes before recording: kernels are compiled, libraries set themselves up
+WARM_UPS = 2  # passes before capture: they compile kernels and initialize libraries
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether steps are recorded there; elsewhere they run over the same fixed tensors."""
+    """Whether steps are captured on a device; elsewhere they run over the same fixed tensors."""
     return device.type == "cuda"
 
 
-_RECORDING = threading.RLock()  # whoever launches on such a stream: it would be recorded
+_RECORDING = threading.RLock()  # any launch on a recording stream would be captured
 
 
-# Graphs whose capture failed: torch's allocator keeps asking them which stream they capture.
+# Graphs whose capture failed: torch's allocator keeps querying which stream they capture.
 _FAILED: list[Any] = []
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector: graphs of a model that is gone are part of a cycle, and
-    destroying one of them during a capture on the same thread fails the capture."""
+    """Disable the garbage collector: graphs of a deleted model are part of a cycle, and destroying
+    one of them during a capture on the same thread fails the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -52,15 +53,15 @@ def _no_collection() -> Iterator[None]:
 
 @cache
 def recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all recordings on a device: cuBLAS keeps a workspace, 32 MiB on an H200, for every
-    stream it has seen."""
+    """The one stream for all captures on a device: cuBLAS keeps a workspace, 32 MiB on an H200, for
+    every stream it has seen."""
     return torch.cuda.Stream(device)
 
 
 class GraphMemory:
     """A pool of torch's allocator, and the stream that its memory belongs to.
 
-    While it is in use at least one graph recorded in it must be alive.
+    While it is in use, at least one graph captured in it must be alive.
     """
 
     def __init__(self, device: torch.device, rows: int, blocks: int) -> None:
@@ -69,13 +70,13 @@ class GraphMemory:
         self.handle = torch.cuda.graph_pool_handle()
 
     def holds(self, device: torch.device, rows: int, blocks: int) -> bool:
-        """Whether a step of so many rows and of so many blocks each is no larger than its own."""
+        """Whether a step of that many rows, each of that many blocks, fits into the pool."""
         smaller = rows <= self.rows and rows * blocks <= self.rows * self.blocks
         return device == self.device and smaller
 
     def warm_up(self, step: Callable[[], Any]) -> None:
-        """Where it will be recorded, but out of the pool: what libraries keep for a stream is not
-        to lie in it."""
+        """Run the step on the capture stream but outside the pool: what libraries allocate for a
+        stream must not be in it."""
         with _RECORDING, torch.cuda.device(self.device):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
@@ -85,13 +86,13 @@ class GraphMemory:
             current.wait_stream(self.stream)
 
     def record(self, step: Callable[[], Any]) -> tuple[Any, Any]:
-        """The graph of what a step launches, and what the step returned."""
+        """Capture what a step launches. Returns the graph and what the step returned."""
         graph = torch.cuda.CUDAGraph()
-        # other threads go on: what they allocate meanwhile is no part of this
+        # other threads go on, and what they allocate meanwhile is not captured
         mode = "thread_local"
         with _RECORDING, torch.cuda.device(self.device), _no_collection():
             try:
-                # a capture that fails leaves its own stream as the current one
+                # a failed capture leaves its own stream current
                 with (
                     torch.cuda.stream(torch.cuda.current_stream()),
                     torch.cuda.graph(
@@ -106,7 +107,7 @@ class GraphMemory:
 
     @property
     def num_bytes(self) -> int | None:
-        """What the device gave the pool; None where another allocator than torch's own is used."""
+        """Bytes the device gave the pool; None if another allocator than torch's own is used."""
         if torch.cuda.get_allocator_backend() != "native":
             return None
         segments = torch.cuda.memory_snapshot(self.handle)

@@ -18,7 +18,7 @@ from openmla.integrations.transformers.paged_layer import install_layer
 def before_forward(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Of an attention module: its layer is in the cache object it is given."""
+    """Hook of an attention module: put its layer into the cache object it is given."""
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     current = attachment.current
@@ -32,9 +32,9 @@ def before_forward(
         )
     past = kwargs.get("past_key_values")
     if past is not None or module is attachment.modules[0]:
-        current.own_cache = None  # of an earlier call of a module by itself
+        current.own_cache = None  # left by an earlier call of a module by itself
     if past is None and attachment.config.indexer is not None:
-        # an indexer can only be watched with a cache: one for this pass, gone after it
+        # an indexer can only be watched with a cache: make one for this pass only
         if current.own_cache is None:
             current.own_cache = Cache(layers=[])
         past = current.own_cache
@@ -48,7 +48,7 @@ def before_forward(
 def expand_uncached(
     module: nn.Module, kv_nope: Tensor, k_rot: Tensor
 ) -> tuple[Tensor, Tensor]:  # [B, H, T, E] and [B, H, T, V], or the latents as they are
-    """In the place of a module's expand_kv: what a paged layer holds is expanded by the step."""
+    """Replaces a module's expand_kv: the step expands what a paged layer holds."""
     attachment = module.openmla
     assert isinstance(attachment, Attachment)
     if attachment.current.storing is not None:
@@ -58,7 +58,7 @@ def expand_uncached(
 
 
 class ByName:
-    """Turns arguments given by position into named ones, which is how other hooks look for them."""
+    """Turns positional arguments into named ones, which other hooks look for."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = signature(model.forward).parameters.values()
@@ -69,12 +69,13 @@ class ByName:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         named = dict(zip(self.names, args, strict=False))
         if len(named) < len(args) or named.keys() & kwargs.keys():
-            return None  # too many, or twice: forward itself says so
+            return None  # too many, or given twice: forward itself raises
         return (), {**named, **kwargs}
 
 
 class AfterPass:
-    """Ends a pass: lets go of a cache that was its own and, if it failed, of what it had taken."""
+    """Ends a pass: drops a cache that was its own and, if the pass failed, frees what it had
+    taken."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -86,23 +87,23 @@ class AfterPass:
         session, current.session, current.own_cache = current.session, None, None
         if session is None or not session.unfinished:
             return
-        if result is None:  # an exception is on its way
+        if result is None:  # an exception is propagating
             session.fail()
-        else:  # the model left its last layers out
+        else:  # the model skipped its last layers
             session.finish()
 
 
 class WhileGenerating:
-    """Has prompts refused that are padded on the right: generate() continues from the last column,
-    so padding there would be continued. Whoever reads the mask looks, so that nobody waits for a
-    device twice; afterwards, called as a forward hook, nothing is refused any more."""
+    """Makes right-padded prompts raise during generate(), which continues from the last column and
+    would continue the padding. The check is where the mask is read, to wait for the device only
+    once. end(), a forward hook, turns it off."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mask, keep = kwargs.get("attention_mask"), kwargs.get("logits_to_keep")
-        # generate() keeps one unless its caller says otherwise, and always asks for a dict
+        # generate() keeps one logit unless its caller overrides that, and always sets return_dict
         generating = keep is not None and (
             kwargs.get("return_dict") is True or (isinstance(keep, int) and keep == 1)
         )
@@ -110,7 +111,7 @@ class WhileGenerating:
         if not generating or not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[1] == 0:
             generating = False
         elif mask.device.type != "cpu" and (ids is None or ids.shape[1] == 1):
-            generating = False  # a prompt is longer
+            generating = False  # prefill has more tokens
         self.attachment.current.generating = generating
 
     def end(self, model: nn.Module, args: Any, result: Any) -> None:
@@ -118,7 +119,7 @@ class WhileGenerating:
 
 
 def refuse_attentions(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Weights cannot be returned, whether a call or the config asks for them."""
+    """Raise if a call or the config asks for attention weights, which cannot be returned."""
     asked = kwargs.get("output_attentions")
     if asked or (asked is None and getattr(model.config, "output_attentions", False)):
         raise UnsupportedError(

@@ -1,8 +1,8 @@
-"""Lightning indexers of transformers' sparse models: their projections kept, their scoring not.
+"""Lightning indexers of transformers' sparse models: uses their projections, not their scoring.
 
-An indexer module projects, normalises and rotates as before. Its query and weights are taken from
-the linears that make them and its keys from the cache it hands them to; what it then scores is one
-key, which costs nothing and is not looked at.
+An indexer module projects, normalizes and rotates as before. Its query and weights are captured
+from the linears that make them, and its keys from the cache it hands them to. It then scores a
+single key, which costs nothing and is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class IndexerWatch:
-    """Keeps what one indexer module computes for the pass under way."""
+    """Keeps what one indexer module computes in the current pass."""
 
     attachment: Attachment
     before: Any = None
@@ -39,13 +39,13 @@ class IndexerWatch:
             handle.remove()
 
     def _follow(self, indexer: nn.Module) -> None:
-        """Hook the two linears, anew where an adapter has taken the place of one."""
+        """Hook the two linears, again if an adapter has replaced one."""
         for name, keep in (("wq_b", self._keep_query), ("weights_proj", self._keep_weights)):
             linear = getattr(indexer, name)
             known = self.followed.get(name)
             if known is not None and known[0] is linear:
                 continue
-            with self.attachment.lock:  # one thread hooks it
+            with self.attachment.lock:  # only one thread may hook it
                 known = self.followed.get(name)
                 if known is None or known[0] is not linear:
                     if known is not None:
@@ -64,7 +64,7 @@ class IndexerWatch:
         self.attachment.current.index_weights = out
 
     def take(self, k_idx: Tensor, picked: Tensor | None) -> IndexInputs:
-        """This pass's inputs, tokens packed; k_idx [B, S, DI] is rotated already."""
+        """This pass's inputs, with tokens packed; k_idx [B, S, DI] is rotated already."""
         indexer, current = self.attachment.config.indexer, self.attachment.current
         assert indexer is not None
         rotation, query = current.index_rotation, current.index_query
@@ -85,7 +85,8 @@ class IndexerWatch:
         return IndexInputs(q_idx, w_idx, keys)
 
     def _rotated(self, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """As transformers rotates its keys: pairs end up with their first members in front."""
+        """Rotate like transformers rotates its keys: pairs end up with their first members in
+        front."""
         config = self.attachment.config
         indexer, R = config.indexer, config.qk_rope_head_dim
         assert indexer is not None
@@ -103,5 +104,5 @@ class IndexerWatch:
 
 
 def keep_latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of a module's expand_kv: latents go to the cache as they are."""
+    """Replaces a module's expand_kv: latents go to the cache unexpanded."""
     return kv_nope, k_rot

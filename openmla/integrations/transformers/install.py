@@ -1,4 +1,4 @@
-"""What attach() does to a model it has looked at: hooks, shadows and a config of its own."""
+"""What attach() does to a model after the checks: hooks, shadows and a config of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPARSE_NAME = "openmla_sparse"
 
 
 def install_attachment(model: nn.Module, attachment: Attachment, capture: bool | None) -> None:
-    """From here on the model's attention modules attend here."""
+    """Make the model's attention modules use openmla's attention."""
     others = inner_hooks(model)
     AttentionInterface.register(NAME, openmla_attention)
     AttentionMaskInterface.register(NAME, openmla_mask)
@@ -51,7 +51,7 @@ def install_attachment(model: nn.Module, attachment: Attachment, capture: bool |
 
 
 def remove_attachment(attachment: Attachment) -> None:
-    """The model attends by itself again."""
+    """Restore the model's own attention."""
     for handle in attachment.handles:
         handle.remove()
     text_config, implementation = attachment.previous
@@ -61,13 +61,13 @@ def remove_attachment(attachment: Attachment) -> None:
         if attachment.config.compressor is None:
             del module.expand_kv
     attachment.detached = True
-    attachment.known.clear()  # views keep a weight's memory, wherever the model goes
+    attachment.known.clear()  # views would keep a weight's memory alive
     attachment.eight_bits.clear()
 
 
 def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
     handles, config = attachment.handles, attachment.config
-    # each may be called by itself
+    # each of them may be called directly
     outers = list(dict.fromkeys((model, getattr(model, "base_model", model))))
     for outer in outers:
         handles.append(outer.register_forward_pre_hook(ByName(outer), with_kwargs=True))
@@ -92,7 +92,7 @@ def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
 
 
 def _stand_in(attachment: Attachment) -> None:
-    """Take the place of V4's compressors."""
+    """Replace V4's compressors."""
     attachment.name = SPARSE_NAME
     for module in attachment.modules:
         compressor = module.compressor
@@ -117,8 +117,8 @@ def _on_gpu(module: nn.Module) -> bool:
 
 
 def _own_config(model: nn.Module, text_config: Any) -> Any:
-    """Give a model its own copy of its config objects, which other models may share; returns the
-    copy of the one that its attention modules have."""
+    """Give a model its own copy of its config objects, which other models may share. Returns the
+    copy of the config that its attention modules use."""
     copies: dict[int, Any] = {}
     deepcopy(model.config, copies)
     deepcopy(text_config, copies)

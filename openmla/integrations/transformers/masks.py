@@ -1,4 +1,4 @@
-"""What transformers' attention masks say of a batch: which columns are tokens, which are not."""
+"""Reads transformers' attention masks: which columns of a batch are tokens, and which are not."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
 
-LEAST_COLUMNS = 1 << 12  # of a table of weights, which is twice as long whenever it is too short
+LEAST_COLUMNS = 1 << 12  # of a table of weights, which doubles whenever it is too short
 Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
 
 _made: dict[tuple[int, torch.device], Tensor] = {}  # _weights()
 
 
 class Columns(NamedTuple):
-    """A mask that says more than "everything is a token"."""
+    """A mask that carries more information than "everything is a token"."""
 
     new: Tensor  # [B, S] bool on the CPU: which of the new columns are tokens
-    hidden: list[list[int]]  # per row: cached tokens, by position, that are hidden from now on
+    hidden: list[list[int]]  # per row: positions of cached tokens to hide from now on
 
 
 def read_mask(
     B: int, S: int, mask: Tensor | None, cached: Sequence[Runs], *, generating: bool = False
 ) -> Columns | None:
-    """What a mask [B, columns] says of S new columns and of the cached ones before them.
+    """Read a mask [B, columns] over S new columns and the cached ones before them.
 
-    None where there is nothing to say: every new column is a token, and the cached ones are what
-    they were. A hash of 64 bits tells that, so a step of one token per row reads B integers back
-    from a GPU and no more. Columns that are not tokens may be anywhere; while
-    `generating`, a row with tokens must end with one, unless it is alone: an assistant's mask shows
-    no token that looks like padding.
+    Returns None if nothing changes: every new column is a token, and the cached ones are what they
+    were. A 64-bit hash shows that, so a step of one token per row reads only B integers back from a
+    GPU. Columns that are not tokens may be anywhere; while `generating`, a row with tokens must end
+    with one, unless it is alone: an assistant's mask hides every token that looks like padding.
     """
     if mask is None:
         return None
@@ -47,7 +46,7 @@ def read_mask(
             f"attach: attention_mask must be [{B}, {past + S}], as {past} columns are cached, got "
             f"{tuple(mask.shape)}."
         )
-    whole = mask.shape[1] > S  # or of the new columns only
+    whole = mask.shape[1] > S  # else it covers the new columns only
     sums_before = _sums_before(_table_len(mask.shape[1]))
     expected = [_hash_of([*(runs if whole else ()), (True, S)], sums_before) for runs in cached]
     hashes, real = _read(mask)
@@ -73,7 +72,7 @@ def refuse_square(mask: Tensor) -> NoReturn:
 
 
 def _hashes(mask: Tensor) -> Tensor:
-    """Of every row the sum of its tokens' weights, modulo 2^64; [B]."""
+    """For each row the sum of its tokens' weights, modulo 2^64; [B]."""
     weights = _weights(_table_len(mask.shape[1]), mask.device)[: mask.shape[1]]
     return (mask.to(torch.bool) * weights).sum(dim=1)
 
@@ -83,38 +82,39 @@ def _table_len(num_columns: int) -> int:
 
 
 def _weights(length: int, device: torch.device) -> Tensor:
-    """A number of 64 bits for each column, as good as random (splitmix64): no two sets of columns
-    that anybody would think of have the same sum. Made once per device."""
+    """A pseudorandom 64-bit number for each column (splitmix64): no two sets of columns that occur
+    in practice have the same sum. Made once per device."""
     found = _made.get((length, device))
     if found is None:
         with torch.inference_mode(False):
             found = torch.arange(1, length + 1, device=device) * -0x61C8864680B583EB
             for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-                shifted = (found >> shift) & ((1 << (64 - shift)) - 1)  # zeros come in, no signs
+                shifted = (found >> shift) & ((1 << (64 - shift)) - 1)  # zeros in, no sign bits
                 found = (found ^ shifted) * factor
-        if type(found) is Tensor:  # a tracer's stand-in would stay for eager passes
+        if type(found) is Tensor:  # do not keep a tracer's fake tensor for eager passes
             _made[length, device] = found
     return found
 
 
 @cache
 def _sums_before(length: int) -> array[int]:
-    """Of every column the sum of the weights before it."""
+    """For each column the sum of the weights before it."""
     weights = _weights(length, torch.device("cpu"))
     return array("q", [0, *weights.cumsum(0).tolist()])
 
 
 class Begun(NamedTuple):
-    """A copy on its way to the host: all of a mask, or _hashes() of it."""
+    """A pending copy to the host, of a whole mask or of its _hashes()."""
 
     host: Tensor
-    copied: Any  # the event behind it
+    copied: Any  # the event after the copy
     whole: bool
 
 
 def begin_reading(mask: Tensor | None, num_queries: object) -> None:
-    """Start to copy what read_mask() will ask for, before layers are launched: waiting for it then
-    does not wait for them. Of a prompt that is the mask itself, which may well have padding."""
+    """Start to copy what read_mask() will need before layers are launched, so that waiting for the
+    copy does not wait for the layers. In prefill this is the mask itself, which may well have
+    padding."""
     if mask is None or not mask.is_cuda or mask.dim() != 2 or torch.compiler.is_compiling():
         return
     if torch.cuda.is_current_stream_capturing():
@@ -130,8 +130,8 @@ def begin_reading(mask: Tensor | None, num_queries: object) -> None:
 
 
 def _read(mask: Tensor) -> tuple[list[int], Tensor | None]:
-    """_hashes(), and where it is known [B, columns] on the CPU; as begin_reading() copied it, once:
-    a mask may be changed and come again."""
+    """_hashes(), and the mask [B, columns] on the CPU if available. Uses the copy that
+    begin_reading() made, once: the same mask object may come again with other values."""
     begun: Begun | None = getattr(mask, "openmla_begun", None)
     if begun is None:
         return _hashes(mask).tolist(), None
@@ -143,7 +143,7 @@ def _read(mask: Tensor) -> tuple[list[int], Tensor | None]:
 
 
 def _hidden(now: Tensor, cached: Sequence[Runs]) -> list[list[int]]:
-    """Cached tokens, by position, that a mask does not show any more."""
+    """Positions of cached tokens that a mask now hides."""
     hidden = []
     for b, runs in enumerate(cached):
         tokens = torch.tensor([is_token for is_token, length in runs for _ in range(length)])
@@ -173,7 +173,8 @@ def num_tokens(runs: Runs) -> int:
 
 
 def add_runs(runs: Runs, new: Runs) -> None:
-    """Append columns to a row; runs of one kind become one, or each token would add a run."""
+    """Append columns to a row. Adjacent runs of one kind are merged, or each token would add a
+    run."""
     for is_token, length in new:
         if runs and runs[-1][0] == is_token:
             length += runs.pop()[1]
@@ -181,12 +182,12 @@ def add_runs(runs: Runs, new: Runs) -> None:
 
 
 def runs_of(columns: Sequence[bool]) -> Runs:
-    """Columns one by one, as runs."""
+    """Convert columns to runs."""
     return [(is_token, len(list(group))) for is_token, group in groupby(columns)]
 
 
 def hide_tokens(runs: Runs, positions: Sequence[int]) -> Runs:
-    """A row's runs with the tokens at some positions not tokens any more."""
+    """A row's runs, with the tokens at some positions marked as not tokens."""
     columns = [is_token for is_token, length in runs for _ in range(length)]
     places = [column for column, is_token in enumerate(columns) if is_token]
     for position in positions:

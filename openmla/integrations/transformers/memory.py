@@ -9,7 +9,7 @@ from openmla.plan import Plan
 from openmla.plan.explain import expanded_bytes, expanded_size, sparse_bytes
 from openmla.plan.rows import num_rows
 
-ABSORBED = "absorbed  "  # how the line of weights in eight bits begins
+ABSORBED = "absorbed  "  # prefix of the line on fp8 weights
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,24 @@ class MemoryReport:
     """Bytes over all layers and devices. Print it for a summary.
 
     Blocks, copied weights, graphs and gathered context stay allocated. The workspace is allocated
-    while a layer attends to a prompt, and then returned to torch's allocator.
+    while a layer attends in prefill, and then returned to torch's allocator.
     """
 
-    block_bytes: int  # of the block pool; of V4, with its windows and states
-    used_bytes: int  # of these, of blocks that requests hold
-    num_blocks: int  # of V4: of entries
+    block_bytes: int  # the block pool; for V4 including windows and states
+    used_bytes: int  # the part that requests hold
+    num_blocks: int  # for V4 blocks of entries
     free_blocks: int
-    decoded_bytes: int  # copies of kv_b_proj that is no plain linear, of all caches in use
-    graph_bytes: int | None  # the pool of recorded steps; None where the allocator does not say
+    decoded_bytes: int  # decoded copies of kv_b_proj that is not plain, in all live caches
+    graph_bytes: int | None  # the graphs' pool; None if the allocator does not report it
     num_graphs: int
-    workspace_bytes: int  # the most that a pass planned for, since attach()
-    absorbed_bytes: int = 0  # kv_b_proj in eight bits, beside the model's own
-    absorbed_error: float | None = None  # of it, relative, of the head that is furthest off
-    gathered_bytes: int = 0  # the buffers for context gathered from other ranks
+    workspace_bytes: int  # the most that any pass planned for, since attach()
+    absorbed_bytes: int = 0  # fp8 kv_b_proj, besides the model's own
+    absorbed_error: float | None = None  # its largest relative error over heads
+    gathered_bytes: int = 0  # buffers for context gathered from other ranks
 
     @property
     def held_bytes(self) -> int:
-        """All but the workspace, as far as it is known."""
+        """Everything except the workspace, as far as it is known."""
         weights = self.decoded_bytes + self.absorbed_bytes
         return self.block_bytes + weights + (self.graph_bytes or 0) + self.gathered_bytes
 
@@ -65,8 +65,8 @@ class MemoryReport:
 
 
 def workspace_bytes(plan: Plan) -> int:
-    """What one layer takes besides inputs and outputs, at most: rows gathered and expanded, and a
-    sparse model's scores and selections. 0 of a captured step, whose memory is its graph's."""
+    """The most that one layer allocates besides inputs and outputs: gathered and expanded rows, and
+    a sparse model's scores and selections. 0 for a captured step, whose memory is the graph's."""
     if plan.captured:
         return 0
     total, group = sum(sparse_bytes(plan).values()), plan.group("expanded")

@@ -1,7 +1,7 @@
-"""Weights that accelerate keeps on the CPU or on disk: brought here while they are read.
+"""Weights that accelerate keeps on the CPU or on disk: brought to the device while they are read.
 
 accelerate leaves parameters on `meta` and brings them in around each module's forward. Attention
-reads kv_b_proj's weight, and V4's compressors theirs, without calling the modules.
+reads kv_b_proj's weight, and V4's compressors' weights, without calling the modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_away(module: nn.Module) -> bool:
 
 @contextmanager
 def brought_in(*modules: nn.Module) -> Iterator[None]:
-    """Modules' own tensors as they are while those run. One that was read then stays valid."""
+    """Load offloaded tensors of modules, as for their forward. A tensor read inside stays valid."""
     away = [part for part in modules if is_away(part)]
     for part in away:
         part._hf_hook.pre_forward(part)  # type: ignore[union-attr, operator]

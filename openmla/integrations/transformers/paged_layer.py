@@ -1,4 +1,5 @@
-"""PagedLayer: one layer's place in past_key_values; moving rows moves block tables, no bytes."""
+"""PagedLayer: one layer of past_key_values. Reordering rows updates block tables and moves no
+bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from openmla.integrations.transformers.session import Session
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's place in past_key_values: columns seen, and the session that holds the rows."""
+    """One layer of past_key_values: the number of columns, and the session that holds the rows."""
 
     is_croppable = True
     is_sliding = False
@@ -49,15 +50,15 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """There is nothing to initialise: caches belong to the attachment."""
+        """Do nothing: caches belong to the attachment."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Hold this pass's latents for the attention function.
 
-        What the module gets back is not looked at; V4's puts it beside its entries, so that it is
-        one row there.
+        The module's return value is ignored. V4's module concatenates it with its entries, so for
+        V4 it is one row.
         """
         attachment = self.session.attachment
         if attachment.detached:
@@ -78,7 +79,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return key_states[:, :, :1], value_states[:, :, :1]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Hold this pass's indexer keys too; the indexer scores the one it gets back."""
+        """Hold this pass's indexer keys too, and return one for the indexer to score."""
         self.index_keys = indexer_key_states
         return indexer_key_states[:, :1]
 
@@ -109,7 +110,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.session.reorder_rows(rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens; a positive number is the length to keep, as it once was."""
+        """Drop the last tokens. A positive number is the length to keep, as in older
+        transformers."""
         given = int(tokens_to_remove)  # assisted decoding passes a tensor
         surplus = -given if given <= 0 else max(self.columns - given, 0)
         surplus = min(surplus, self.columns)
@@ -129,7 +131,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
-    """Put a paged layer into a cache object that does not have one yet, and await its update."""
+    """Put a paged layer into a cache object that does not have one yet, and expect its update
+    next."""
     layers = past.layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())
@@ -146,7 +149,7 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
             f"attach: this cache has {present.get_seq_length()} tokens from before attach(). Make "
             "a new one."
         )
-    # V4's own layers are windows with a compressor's state beside them
+    # V4's own layers are windows together with a compressor's state
     windowed = attachment.config.compressor is not None
     usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
     if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):

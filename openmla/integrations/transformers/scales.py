@@ -1,4 +1,4 @@
-"""The scales of an attached model's caches: given, in its checkpoint, or measured in passes."""
+"""The scales of an attached model's caches: passed, from its checkpoint, or measured in passes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from openmla.layers.measure import HEADROOM, Measured
 if TYPE_CHECKING:
     from openmla.integrations.transformers.session import Session
 
-FIRST = "first"  # as kv_scale: what calibrate() would find in the first pass
+FIRST = "first"  # kv_scale that measures in the first pass, like calibrate()
 
 
 def places(model: nn.Module, modules: list[nn.Module]) -> dict[int, str]:
-    """Where each attention module stands, by its layer number."""
+    """The module path of each attention module, by layer number."""
     found = {}
     for name, module in model.named_modules():
         place = place_of(f"layers.0.{name}" if name in ("self_attn", "attn") else name)
@@ -38,7 +38,7 @@ def places(model: nn.Module, modules: list[nn.Module]) -> dict[int, str]:
 def chosen_scales(
     kv_scale: KvScale | None, format: str | None, model: nn.Module, modules: list[nn.Module]
 ) -> dict[int, LayerScales]:
-    """By layer number; none for a format that has no use for them."""
+    """Scales by layer number; empty for a format that does not use them."""
     if format is None or not get_format(format, "latent").scaled:
         if kv_scale is None or (isinstance(kv_scale, int | float) and kv_scale == 1):
             return {}
@@ -59,7 +59,7 @@ def chosen_scales(
     if kv_scale == FIRST:
         return {}
     if isinstance(kv_scale, str | os.PathLike):
-        more = Path(kv_scale).is_dir()  # a checkpoint may hold draft layers beside the model's
+        more = Path(kv_scale).is_dir()  # the checkpoint may hold draft layers besides the model's
         return _by_layer(Scales.load(kv_scale), places(model, modules), layers, more=more)
     if isinstance(kv_scale, Scales):
         return _by_layer(kv_scale, places(model, modules), layers)
@@ -70,7 +70,8 @@ def chosen_scales(
 
 
 def scales_in(model: nn.Module) -> Scales | None:
-    """A model's own: among its tensors, as quantised models keep them, or in its checkpoint."""
+    """A model's own scales: among its tensors, where quantized models keep them, or in its
+    checkpoint."""
     loaded = scales_of((*model.named_parameters(), *model.named_buffers()), "attach")
     name = getattr(model, "name_or_path", None)
     if loaded is not None or not name or not Path(name).is_dir():
@@ -95,8 +96,8 @@ def _by_layer(
 def measure_step(
     session: Session, layer: int, projected: Projected, absorbed: AbsorbedWeights
 ) -> None:
-    """A layer's tokens in a pass, before they are written: for calibrate(), or for the scales of
-    the layer itself where the first pass finds them. The latter waits for the device."""
+    """Measure a layer's tokens in a pass, before they are written: for calibrate(), or for the
+    layer's own scales if the first pass measures them. The latter waits for the device."""
     attachment = session.attachment
     measured = attachment.measured.get(layer)
     if measured is None:
@@ -111,12 +112,12 @@ def measure_step(
     measured.see_step(projected, absorbed)
     if attachment.first_scales and measured.largest:
         attachment.scales[layer] = measured.scales(f"attach: layer {layer}", HEADROOM)
-        attachment.caches.pop(layer, None)  # of passes that had no token
+        attachment.caches.pop(layer, None)  # made by passes without tokens
 
 
 @torch.no_grad()
 def calibrate_model(model: Any, batches: Iterable[Any], headroom: float) -> Scales:
-    """Run whole sequences through the model, attached with a cache of the model's own precision."""
+    """Run whole sequences through the model, attached with a cache in the model's own precision."""
     from openmla.integrations import attach, attachment_of, detach
 
     attach(model, capture=False)
@@ -147,7 +148,7 @@ def calibrate_model(model: Any, batches: Iterable[Any], headroom: float) -> Scal
 
 
 def _arguments(batch: Any, device: torch.device) -> dict[str, Any]:
-    """A batch as the model's forward takes it: tokens [B, S] or [S], or arguments by name."""
+    """A batch as arguments of the model's forward: tokens [B, S] or [S], or named arguments."""
     given = {"input_ids": batch} if isinstance(batch, Tensor) else batch
     if not isinstance(given, Mapping) or not isinstance(given.get("input_ids"), Tensor):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Session: the requests behind one past_key_values, one per batch row."""
+"""Session: the requests of one past_key_values, one per batch row."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from openmla.plan.upload import upload
 
 
 class Entry(NamedTuple):
-    """Queries of one row: tokens start..stop-1 of a request, or one that only `looks`: it sees the
-    request's tokens and is not one of them."""
+    """Queries of one row: tokens start..stop-1 of a request, or one query that only `looks`: it
+    sees the request's tokens and is not one of them."""
 
     request: int
     start: int
@@ -53,31 +53,31 @@ class Entry(NamedTuple):
 
 
 class Session:
-    """The requests behind one past_key_values object: one per batch row, for all layers."""
+    """The requests of one past_key_values object: one per batch row, for all layers."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
         self.requests: list[int] = []
         self.columns: list[Runs] = []  # per row
         self.late: set[int] = set()  # rows whose prompt was padding only
-        # kv_b_proj that is no plain linear, by layer: what it was then, and its weight
+        # kv_b_proj that is not plain, by layer: its state when decoded, and the decoded weight
         self.decoded: dict[int, tuple[Any, Tensor]] = {}
-        self.views: dict[int, AbsorbedWeights] = {}  # of those in eight bits
+        self.views: dict[int, AbsorbedWeights] = {}  # views of fp8 weights
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
-        self.entries: list[Entry] = []  # of the pass under way
+        self.entries: list[Entry] = []  # of the current pass
         self.batch: Batch | None = None
-        self.picked: Tensor | None = None  # tokens that are not padding, None: all
-        self.placed: dict[torch.device, Tensor] = {}  # the same, where layers are
-        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by compress ratio too
-        self.dtype: torch.dtype | None = None  # of the last pass's queries
-        self.selection: Selection | None = None  # of the last layer that chose
-        self.fresh = True  # the pass under way is the first over its requests
+        self.picked: Tensor | None = None  # tokens that are not padding; None: all
+        self.placed: dict[torch.device, Tensor] = {}  # `picked` on the layers' devices
+        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and compress ratio
+        self.dtype: torch.dtype | None = None  # dtype of the last pass's queries
+        self.selection: Selection | None = None  # of the last layer that selected keys
+        self.fresh = True  # the current pass is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
-        """A copy shares every block until one of the two writes."""
+        """Make a copy that shares every block until one of the two writes."""
         twin = Session(self.attachment)
         memo[id(self)] = twin
         twin.steps, twin.leader, twin.dtype = self.steps, self.leader, self.dtype
@@ -98,7 +98,7 @@ class Session:
         return fresh
 
     def reorder_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes a copy of what row rows[i] was; no byte moves."""
+        """Make row i a copy of the former row rows[i]; no bytes move."""
         fresh = self._shared(rows)
         self.attachment.drop(tuple(self.requests))
         self.requests[:] = fresh
@@ -125,7 +125,7 @@ class Session:
         self.unfinished = False
 
     def fail(self) -> None:
-        """A pass ended half-way: layers disagree on what they hold, so nothing is kept."""
+        """Drop everything: a pass ended midway, and the layers hold different tokens."""
         self._free()
         self.attachment.current.session = None
         self.plans, self.batch, self.picked, self.selection = {}, None, None, None
@@ -137,10 +137,10 @@ class Session:
         self.columns.clear()
 
     def absorbed(self, module: nn.Module, layer: int, dtype: torch.dtype) -> AbsorbedWeights:
-        """The module's kv_b_proj as it is now: views of its weight, or what it does, decoded.
+        """The module's current kv_b_proj: views of its weight, or the weight decoded.
 
-        Either is done again only when the linear has changed: another weight, or an adapter
-        that was switched on or off.
+        Both are reused until the linear changes: another weight, or an adapter that was switched on
+        or off.
         """
         linear = module.kv_b_proj
         assert isinstance(linear, nn.Module)
@@ -156,15 +156,15 @@ class Session:
         assert isinstance(weight, Tensor)
         by_itself = not plain and expands_itself(linear, weight.device)
         absorbed = absorb(weight, self.attachment.config, linear if by_itself else None)
-        # tracers' stand-ins and what accelerate brings in do not stay
+        # do not keep tracers' fake tensors or what accelerate brings in
         if plain and isinstance(weight, nn.Parameter) and not hasattr(linear, "_hf_hook"):
             assert isinstance(linear, nn.Linear)
             self.attachment.known[layer] = Known(linear, weight, weight.data_ptr(), absorbed)
         return absorbed
 
     def _eight_bits(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> AbsorbedWeights:
-        """The same in eight bits. What is kept for it is shared by caches and looked at by value,
-        as decoded weights are."""
+        """The module's kv_b_proj in fp8. Caches share the fp8 copy; changes are detected by value,
+        as for decoded weights."""
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
         attachment = self.attachment
         with brought_in(*linear.modules()):
@@ -192,9 +192,9 @@ class Session:
     def begin(
         self, B: int, S: int, mask: Tensor | None, packed: Sequence[int] | None = None
     ) -> None:
-        """A new forward pass: find padding, take blocks, describe the batch.
+        """Begin a forward pass: find padding, take blocks, describe the batch.
 
-        `packed`: lengths of the sequences that rows consist of, where those are not rows.
+        `packed`: lengths of the sequences packed into rows, if a row is not one sequence.
         """
         self._end_interrupted()
         if self.unfinished:
@@ -212,7 +212,7 @@ class Session:
             )
         generating = attachment.current.generating
         found = read_mask(B, S, mask, cached, generating=generating)
-        # in plain steps every row is one run: this is the host's time in every token
+        # in plain steps every row is one run: this is host time for every token
         new = [[(True, S)]] * B if found is None else [runs_of(row) for row in found.new.tolist()]
         if packed is not None:
             new = [[(True, length)] for length in packed]
@@ -234,7 +234,7 @@ class Session:
                             "deepseek_v4, when generating or with cached tokens. Pad on the left."
                         )
             self._take(pool, requests, [num_tokens(runs) for runs in new], hidden)
-            # from here on an exception costs the cache, and its blocks are given back
+            # from here on an exception invalidates the cache and frees its blocks
             attachment.current.session, self.unfinished = self, True
             self.fresh = fresh
             if fresh:
@@ -251,14 +251,14 @@ class Session:
         self.steps += 1
 
     def _end_interrupted(self) -> None:
-        """Free what this thread's last pass had taken, if it ended by Ctrl-C: torch calls no hooks
+        """Free what this thread's last pass had taken, if Ctrl-C ended it: torch calls no hooks
         then."""
         before = self.attachment.current.session
         if before is not None and before.unfinished:
             before.fail()
 
     def finish(self) -> None:
-        """The pass's last layer has attended."""
+        """End the pass: its last layer has attended."""
         self.unfinished = False
         self.attachment.current.session = None
         self.attachment.busy.difference_update(self.requests)
@@ -270,10 +270,10 @@ class Session:
         new_lens: Sequence[int],
         hidden: Sequence[Sequence[int]],
     ) -> None:
-        """Blocks for new tokens, all or nothing; cached tokens that are hidden are taken out.
+        """Take blocks for new tokens, all or nothing, and remove cached tokens that are now hidden.
 
-        Those behind a hidden one move up. While they do, the request's blocks belong to another
-        name too, so that none is overwritten before it is read.
+        Tokens after a hidden one move up. Meanwhile a second request shares the blocks, so that
+        none is overwritten before it is read.
         """
         if isinstance(pool, CompressedPool) and any(hidden):
             raise ShapeError(
@@ -286,7 +286,7 @@ class Session:
                 "would have to move to other ranks. Run the tokens again with a new cache."
             )
         wanted, held = dict(zip(requests, new_lens, strict=True)), {}
-        old, new = [], []  # of the rows that move: (request, start, stop)
+        old, new = [], []  # the rows that move: (request, start, stop)
         try:
             for request, positions in zip(requests, hidden, strict=True):
                 if not positions:
@@ -324,9 +324,9 @@ class Session:
     ) -> tuple[list[Entry], Tensor | None]:
         """The pass's queries, and which columns of the batch they are; None: all, in order.
 
-        Columns that are no tokens have queries too, for somebody may read what they give: a drafted
+        Columns that are not tokens have queries too, because their output may be read: a draft
         token that looks like padding may be generate()'s last, and a classifier may pool one. Only
-        before a row's first token there is nothing to see.
+        before a row's first token there is nothing to attend to.
         """
         lens = [pool.seq_len(request) for request in requests]
         if all(len(runs) == 1 and runs[0][0] for runs in new):
@@ -342,7 +342,7 @@ class Session:
             for is_token, length in new[b]:
                 columns = range(b * S + column, b * S + column + length)
                 if is_token:
-                    if mine and not mine[-1].looks:  # nobody looked in between
+                    if mine and not mine[-1].looks:  # no `looks` query in between
                         mine[-1] = mine[-1]._replace(stop=stop + length)
                     else:
                         mine.append(Entry(request, stop, stop + length))
@@ -356,7 +356,7 @@ class Session:
         return entries, torch.tensor(picked, dtype=torch.int64)
 
     def describe(self, window_columns: int = 0) -> None:
-        """The step that brings requests from their old lengths to their new ones, as a Batch."""
+        """Describe the step from the requests' old lengths to their new ones, as a Batch."""
         pool, requests = self.attachment.pool, [entry.request for entry in self.entries]
         query_lens = [entry.query_len for entry in self.entries]
         ends = [entry.stop for entry in self.entries]
@@ -372,8 +372,8 @@ class Session:
         self.batch = Batch(query_lens, ends, pool.block_table(requests), slots)
 
     def picked_on(self, device: torch.device) -> Tensor | None:
-        """The tokens that are not padding, None: all; uploaded once for all layers of a pass,
-        without waiting for what the first one has launched."""
+        """Indices of tokens that are not padding, None: all. Uploaded once for all layers of a
+        pass, without waiting for what the first one has launched."""
         if self.picked is None:
             return None
         if device not in self.placed:
@@ -387,7 +387,7 @@ class Session:
         dtype: torch.dtype,
         into: dict[str, Tensor] | None = None,
     ) -> Plan:
-        """This pass's plan: made for the first layer of a kind on a device, for all of them."""
+        """This pass's plan, shared by all layers of one kind on a device."""
         key = (device, cache.ratio)
         self.dtype = dtype
         if key not in self.plans:
@@ -431,7 +431,7 @@ class Session:
 
 
 def drop_columns(runs: Runs, num_columns: int) -> int:
-    """Take the last columns off a row's runs; returns how many of them were tokens."""
+    """Remove the last columns from a row's runs. Returns how many of them were tokens."""
     tokens = 0
     while num_columns > 0 and runs:
         is_token, length = runs.pop()

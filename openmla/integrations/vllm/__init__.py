@@ -1,17 +1,17 @@
 """openmla as an attention backend of vLLM: `--attention-backend CUSTOM`, see docs/vllm.md.
 
-    backend.py   what vLLM asks of a backend, and the metadata of a step
-    builder.py   a step of vLLM's scheduler as a plan, captured in CUDA graphs or not
-    layer.py     one layer: vLLM's weights and cache tensors to attend_step
-    prefill.py   the prefill backend that vLLM's layer asks for
+    backend.py   the backend class for vLLM, and the metadata of a step
+    builder.py   turns a step of vLLM's scheduler into a plan, captured in CUDA graphs or not
+    layer.py     one layer: passes vLLM's weights and cache tensors to attend_step
+    prefill.py   the prefill backend that vLLM's layer requires
     memory.py    what a step takes besides the KV cache, for vLLM's profiling run
-    indexer.py   V3.2 and GLM-5: their indexer by select_step
+    indexer.py   V3.2 and GLM-5: runs their indexer with select_step
     models.py    puts that indexer into these models
-    v4.py        V4, whose attention asks for no backend
+    v4.py        V4, whose attention has no backend interface
     v4_cuda.py   V4 on CUDA without DeepGEMM, CuTe DSL or a compiled op
     cpu.py       vLLM's CPU platform, which accepts no third-party backend by itself
 
-Only this file is imported before vLLM asks for the backend, and it does not need vLLM. Unless the
+Only this file is imported before vLLM loads the backend, and it does not need vLLM. Unless the
 backend is selected, vLLM runs as if openmla were not installed.
 """
 
@@ -25,7 +25,7 @@ BACKEND = "openmla.integrations.vllm.backend.OpenMLABackend"
 
 
 def installed() -> tuple[str, str] | None:
-    """vLLM's distribution and its version, without importing it."""
+    """Name and version of vLLM's distribution, without importing it."""
     for name in DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
@@ -35,7 +35,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def why_not(version: str) -> str | None:
-    """Why this version of vLLM is left alone, or None."""
+    """Why the plugin stays inactive with this version of vLLM, or None."""
     if version.startswith(KNOWN):
         return None
     known = " or ".join(f"{start}x" for start in KNOWN)
@@ -55,7 +55,7 @@ def register() -> None:
     if reason is not None:
         init_logger("vllm.openmla").warning(reason)
         return
-    # A name of our own would be unknown where the config is unpickled before plugins are loaded.
+    # A custom name would be unknown where the config is unpickled before plugins are loaded.
     register_backend(custom, BACKEND)
     from openmla.integrations.vllm import models
 
@@ -63,7 +63,8 @@ def register() -> None:
 
 
 def cpu_platform() -> str | None:
-    """Entry point of vllm.platform_plugins: a CPU build has to be told of backends."""
+    """Entry point of vllm.platform_plugins: the CPU platform accepts no third-party backend by
+    itself."""
     found = installed()
     if found is None or why_not(found[1]) is not None:
         return None

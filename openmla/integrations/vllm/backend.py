@@ -1,4 +1,4 @@
-"""What vLLM asks of an attention backend, and the metadata of one step."""
+"""The attention backend class for vLLM, and the metadata of one step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class OpenMLABackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return []  # any
+        return []  # any size
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
@@ -65,20 +65,21 @@ class OpenMLABackend(MLACommonBackend):
         return super().validate_configuration(*args, use_sparse=False, **given)
 
 
-# What vLLM's layer reads of `prefill`: sparse models may use forward_mha, no context is chunked.
+# The fields of `prefill` that vLLM's layer reads: sparse models may use forward_mha, and no context
+# is chunked.
 EVERY_TOKEN = SimpleNamespace(use_dense_mha=True, chunked_context=None, max_query_len=0)
 
 
 @dataclass
 class OpenMLAMetadata(MLACommonMetadata):
-    """One step. It counts every token as prefill, so that vLLM passes a layer's whole step to
-    forward_mha and attend_step runs it as planned. With decode context parallelism tokens that
-    count as decode go to forward_mqa: all of a sparse model's, and those of a dense model that vLLM
-    counts so; `decode` has their plan."""
+    """The metadata of one step. It counts every token as prefill, so that vLLM passes a layer's
+    whole step to forward_mha and attend_step runs it as planned. With decode context parallelism,
+    tokens that count as decode go to forward_mqa: all tokens of a sparse model, and those of a
+    dense model that vLLM counts as decode. `decode` has their plan."""
 
     plan: openmla.Plan | None = None
-    quantized_plan: openmla.Plan | None = None  # the same step, its output in fp8
-    selection: openmla.Selection | None = None  # of the indexer that ran last
+    quantized_plan: openmla.Plan | None = None  # the same step with fp8 output
+    selection: openmla.Selection | None = None  # made by the last indexer that ran
     common: Any = None  # the CommonAttentionMetadata this was built from
     prefill: Any = field(default_factory=lambda: EVERY_TOKEN)
     prefill_max_seq_len: int = 0

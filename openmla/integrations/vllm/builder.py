@@ -1,4 +1,4 @@
-"""A step of vLLM's scheduler as a plan, captured in CUDA graphs or not."""
+"""Turns a step of vLLM's scheduler into a plan, captured in CUDA graphs or not."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from openmla.parallel import Ranks
 
 logger = init_logger("vllm.openmla")
 
-# Where the rows of a step are: what two groups of layers must have in common to share a selection.
+# Locations of a step's rows. Two groups of layers share a selection only if these are equal.
 PLACES = ("block_table_tensor", "slot_mapping")
 
 
 def first_rows(tensor: Tensor, n: int) -> Tensor:
-    """tensor[:n], which even where that is everything takes longer than this comparison."""
+    """tensor[:n]. Slicing takes longer than this comparison, even if it keeps everything."""
     return tensor if len(tensor) == n else tensor[:n]
 
 
@@ -38,7 +38,7 @@ class Decode(NamedTuple):
 
 
 def config_of(layer: Any, num_heads: int, vllm_config: Any) -> openmla.MLAConfig:
-    """This rank's part of a layer. The model's file does not serve: vLLM changes what it loads."""
+    """This rank's part of a layer. The config file is no use: vLLM changes what it loads."""
     indexer, text = None, vllm_config.model_config.hf_text_config
     if layer.use_sparse:
         indexer = openmla.IndexerConfig(text.index_n_heads, text.index_head_dim, text.index_topk)
@@ -55,8 +55,8 @@ def config_of(layer: Any, num_heads: int, vllm_config: Any) -> openmla.MLAConfig
 
 
 class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
-    """Without context parallelism nothing of vLLM's MLA builder is used: it would reserve memory
-    for vLLM's own prefill."""
+    """Without context parallelism this uses nothing of vLLM's MLA builder, which would reserve
+    memory for vLLM's own prefill."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.UNIFORM_BATCH
 
@@ -75,9 +75,9 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             self.reorder_batch_threshold = None  # requests stay in order
         # A decode plan reads vLLM's own tensors, so a draft step has nothing to rebuild.
         self.supports_draft_decode_metadata_update = self.ranks == 1
-        # Of layers that share a selection, the one with the indexer has the index cache.
+        # Among layers that share a selection, the one with the indexer has the index cache.
         self.layer = next((layer for layer in layers if layer.indexer is not None), layers[0])
-        self.leader: Any = None  # the layer of another group whose indexer selects for this one
+        self.leader: Any = None  # the layer in another group whose indexer selects for this one
         if self.layer.use_sparse and self.layer.indexer is None:
             leaders = [one for one in context.values() if getattr(one, "indexer", None) is not None]
             if not leaders:
@@ -111,8 +111,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         for layer in layers:
             layer.impl.bind(layer, self)
         self.drafting = drafts is not None
-        # A draft model of its own reads one token more of each request than vLLM's host lengths
-        # say: the one that the target model has just sampled.
+        # A separate draft model reads one token more per request than vLLM's host lengths include:
+        # the one that the target model has just sampled.
         standalone = drafts is not None and drafts.method == "draft_model"
         self.ahead = int(standalone and layer_names[0].startswith("draft_model."))
         self.width = 1 + (drafts.num_speculative_tokens if drafts and self.ranks == 1 else 0)
@@ -139,7 +139,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         if vllm_config.parallel_config.decode_context_parallel_size == 1:
             return cls._cudagraph_support
         if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
-            return AttentionCGSupport.NEVER  # ranks exchange candidates, which was never captured
+            return AttentionCGSupport.NEVER  # ranks exchange candidates; capturing that is untested
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
@@ -176,8 +176,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return metadata
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> OpenMLAMetadata:
-        """vLLM's MLA builder asks that no query be longer than its threshold for reordering, which
-        is only set with context parallelism."""
+        """vLLM's MLA builder requires that no query be longer than its threshold for reordering,
+        which is only set with context parallelism."""
         if self.is_split:
             return super().build_for_cudagraph_capture(common_attn_metadata)
         return self.build(0, common_attn_metadata)
@@ -191,15 +191,15 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
                 self.planners[output].update(plan, m.seq_lens[:B], m.query_start_loc[: B + 1])
 
     def quantized_plan(self, metadata: OpenMLAMetadata) -> openmla.Plan:
-        """The plan of this step whose output is fp8 with one scale; made when a layer asks."""
+        """The plan of this step with fp8 output and one scale, made on first use."""
         if metadata.quantized_plan is None:
             metadata.quantized_plan = self.plan(metadata.common, self.cache(), "fp8")
         return metadata.quantized_plan
 
     def _leaders_metadata(self, m: Any) -> OpenMLAMetadata:
-        """The metadata of the layers that select, which holds the selection."""
+        """The metadata of the layers that select keys, which holds the selection."""
         latest = self.leader.impl.builder.latest
-        # vLLM makes this tensor once a step; the others stay where they are from step to step
+        # vLLM makes this tensor once per step; the others keep their addresses from step to step
         if latest is None or latest.common.query_start_loc_cpu is not m.query_start_loc_cpu:
             raise ValueError(
                 "openmla: layers that share a selection must be planned in the same step as those "
@@ -215,7 +215,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return latest
 
     def cache(self) -> openmla.LayerCache:
-        """The cache as vLLM bound it; kernels are compiled and planners made for a new one."""
+        """The cache as vLLM bound it. For a new one, kernels are compiled and planners made."""
         cache: openmla.LayerCache = self.layer.impl.cache_of(self.layer.kv_cache)
         if cache is not self.planned_cache:
             self.planned_cache, self.planners = cache, {}
@@ -223,7 +223,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return cache
 
     def _warm_up(self, cache: openmla.LayerCache) -> None:
-        """Compile this group's kernels before vLLM serves, unless the user turned that off."""
+        """Compile this group's kernels before vLLM serves, unless the user disabled the warm-up."""
         if self.device.type != "cuda" or not self.vllm_config.kernel_config.enable_jit_warmup:
             return
         started = time.perf_counter()
@@ -264,7 +264,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return self.planners[output]
 
     def _is_uniform(self, m: Any, B: int, T: int) -> bool:
-        """Whether every request has the same few tokens, but for padding at the end."""
+        """Whether every request has the same small number of tokens, except for padding at the
+        end."""
         width = T // B
         if width * B != T or width > self.width:
             return False
@@ -277,7 +278,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return torch.equal(starts, even) or torch.equal(starts, even.clamp_(max=starts[-1]))
 
     def _plan_requests(self, m: Any, cache: openmla.LayerCache, output: str | None) -> openmla.Plan:
-        """A step with prompts, planned request by request."""
+        """Plan a step that includes prefill, request by request."""
         B, T = m.num_reqs, m.num_actual_tokens
         starts = m.query_start_loc_cpu.tolist()[: B + 1]
         query_lens = list(map(sub, starts[1:], starts))
@@ -288,14 +289,15 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
             given = {"device_seq_lens": m.seq_lens[:B], "exact": exact}
         batch = openmla.Batch(
             query_lens=query_lens,
-            # a request that pads the step has no tokens, and whatever length was there before
+            # a request that pads the step has no tokens and a stale length
             seq_lens=[S + self.ahead if n else 0 for S, n in zip(lens, query_lens, strict=True)],
             block_table=first_rows(m.block_table_tensor, B),
             slot_mapping=first_rows(m.slot_mapping, T),
             padding=T - starts[-1],
             **given,
         )
-        # only the absorbed form has the same bits for a prompt in other chunks or partly cached
+        # only the absorbed form is bitwise reproducible for a prompt chunked or partly cached
+        # differently
         form = "absorbed" if self.options["batch_invariant"] else "auto"
         return openmla.make_plan(
             batch, self.config, cache, output=output, prefill_dtype=self.prefill_dtype, form=form,
@@ -313,7 +315,8 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None,
     ) -> Decode:
-        """Context parallelism: a token sees all of this rank's keys, of which there may be none."""
+        """Plan decode under context parallelism: a token sees all of this rank's keys, which may be
+        none."""
         cache = self.cache()
         if not hasattr(self, "no_slots"):  # vLLM has written the rows
             self.no_slots = torch.full((self.max_tokens,), -1, device=self.device)

@@ -1,7 +1,7 @@
-"""vLLM's CPU platform, told otherwise where this backend is chosen.
+"""vLLM's CPU platform, overridden if this backend is selected.
 
-By itself it takes no MLA backend but its own, refuses sparse models, and switches chunked prefill
-and prefix caching off for MLA.
+By itself it accepts only its own MLA backend, rejects sparse models, and disables chunked prefill
+and prefix caching for MLA.
 """
 
 from __future__ import annotations

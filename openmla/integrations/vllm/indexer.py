@@ -1,4 +1,4 @@
-"""V3.2 and GLM-5: vLLM's indexer module, with its keys and its selection by select_step."""
+"""V3.2 and GLM-5: vLLM's indexer module, with select_step for its keys and its selection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from openmla.integrations.vllm.backend import is_selected
 from openmla.integrations.vllm.options import option
 
 SELECT = "openmla_vllm::select"
-# Index caches that openmla selects from; by name, so that V4's module is not imported for V3.2.
+# Index caches that openmla selects from, by name, to avoid importing V4's module for V3.2.
 REPLACED = ("DeepseekV32IndexerCache", "DeepseekV4IndexerCache")
 
 
@@ -56,11 +56,11 @@ def _(q: Tensor, k: Tensor, weights: Tensor, chosen: Tensor, layer_name: str) ->
 
 
 class OpenMLAIndexer(Indexer):
-    """Replaces vLLM's, which quantizes queries with a kernel that CPUs and SM80 do not have.
-    openmla rounds them as its index format says."""
+    """Replaces vLLM's indexer, which quantizes queries with a kernel that CPUs and SM80 do not
+    have. openmla rounds them to its index format."""
 
     def take_over(self) -> None:
-        """Set up an instance of vLLM's class that became one of this class."""
+        """Set up an instance of vLLM's class whose class was changed to this one."""
         self.format = option(self.vllm_config, "index_format", "index_fp8")
         layout = get_format(self.format, "index")
         self.k_cache.__class__ = IndexCache
@@ -95,7 +95,7 @@ class IndexCache(DeepseekV32IndexerCache):
 
 
 class IndexBackend(AttentionBackend):
-    """Gives index keys their pages; the layer's plan covers the rest."""
+    """Allocates pages for index keys; the layer's plan covers the rest."""
 
     @staticmethod
     def get_name() -> str:
@@ -115,7 +115,7 @@ class IndexBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return True  # the layer's plan selects keys, whose bits are a row's own
+        return True  # the layer's plan selects keys, batch-invariantly
 
 
 class IndexBuilder(AttentionMetadataBuilder[Any]):

@@ -1,4 +1,4 @@
-"""One layer: vLLM's weights and cache tensors, passed to attend_step as they are."""
+"""One layer: passes vLLM's weights and cache tensors to attend_step unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def break_graphs_at(layer: Any) -> None:
         q: Tensor, k_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, **given: Any,
     ) -> Any:  # fmt: skip
-        """A replay repeats the arguments of the capture, so the step is looked up."""
+        """Look up the current step: a replay repeats the arguments of the capture."""
         current = get_forward_context().attn_metadata
         if isinstance(current, dict):
             attn_metadata = current[layer.layer_name]
@@ -51,13 +51,13 @@ def break_graphs_at(layer: Any) -> None:
 
 
 class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
-    """vLLM's class serves prefill under decode context parallelism, where the context of all ranks
-    is gathered."""
+    """vLLM's class serves prefill under decode context parallelism, which gathers the context of
+    all ranks."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
     supports_pcp = False
-    masked_mha_available = False  # vLLM's own path; here the plan picks masked attention
+    masked_mha_available = False  # disables vLLM's own path; the plan picks masked attention
     supports_quant_query_input = False
 
     def __init__(self, *args: Any, topk_indices_buffer: Tensor | None = None, **given: Any) -> None:
@@ -69,7 +69,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self.supports_quant_query_input = False
         self.is_sparse = topk_indices_buffer is not None  # only sparse layers get one
         self.vllm_config = get_current_vllm_config()
-        # a dense model's prefill is vLLM's own with context parallelism
+        # with context parallelism, vLLM runs a dense model's prefill
         if (self.dcp_world_size == 1 or self.is_sparse) and not current_platform.is_cpu():
             prefill.select(self.vllm_config)
         self.layer: Any = None
@@ -77,16 +77,16 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self._cache: tuple[Tensor | None, openmla.LayerCache | None] = (None, None)
 
     def bind(self, layer: Any, builder: Any) -> None:
-        """Called by the builder: forward_mha does not get its layer."""
+        """Called by the builder, because forward_mha does not receive its layer."""
         self.layer, self.builder = layer, builder
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """vLLM calls this after every weight load, and so before its profiling run: this is where
-        the layer learns how many expanded rows to allocate in that run."""
+        """Tell vLLM's layer how many expanded rows to allocate in the profiling run. vLLM calls
+        this after every weight load, and so before that run."""
         self._weights = None
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         layer = next((one for one in layers if getattr(one, "impl", None) is self), None)
-        # vLLM's own builder, of dense models with context parallelism, reads this number too
+        # vLLM's own builder, for dense models with context parallelism, reads this number too
         if layer is not None and (self.dcp_world_size == 1 or self.is_sparse):
             layer._chunked_prefill_workspace_size = profiled_rows(layer, self.vllm_config)
             if is_breakable_cudagraph_enabled() and "forward_impl" not in vars(layer):
@@ -111,7 +111,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         return self._weights
 
     def cache_of(self, kv_cache: Tensor) -> openmla.LayerCache:
-        """vLLM's tensor [N, BS, W], with whatever stride between pages it has."""
+        """Wrap vLLM's tensor [N, BS, W], with any stride between pages."""
         known, cache = self._cache
         if known is not kv_cache or cache is None:
             data = kv_cache
@@ -134,10 +134,10 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         return cache
 
     def record_logical_topk_ready(self) -> None:
-        """vLLM calls it on sparse layers."""
+        """Do nothing; vLLM calls it on sparse layers."""
 
     def do_kv_cache_update(self, *args: Any, **given: Any) -> None:
-        """attend_step writes the rows, except with context parallelism."""
+        """Do nothing unless under context parallelism: otherwise attend_step writes the rows."""
         if self.dcp_world_size > 1:
             super().do_kv_cache_update(*args, **given)
 
@@ -161,11 +161,11 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         P = self.qk_nope_head_dim
         plan, selection = attn_metadata.plan, attn_metadata.selection
         out: Any = output.view(-1, self.num_heads, self.v_head_dim)
-        if output_scale is not None:  # vLLM fused the quantization of what o_proj reads
+        if output_scale is not None:  # vLLM fused the quantization of o_proj's input
             plan = self.builder.quantized_plan(attn_metadata)
             scale = output_scale.reshape(())
             out = openmla.QuantizedOutput(output.flatten(1), None, scale, "fp8")
-            if selection is not None:  # made for the other plan of this step
+            if selection is not None:  # made for this step's other plan
                 assert plan.select is not None
                 selection = selection._replace(row_lens=plan.select.row_lens)
         assert plan is not None
@@ -185,7 +185,7 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         attn_metadata: OpenMLAMetadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Context parallelism: attention over this rank's keys; vLLM merges the ranks by lse."""
+        """Attend to this rank's keys under context parallelism; vLLM merges the ranks by lse."""
         q_latent = torch.cat(q, -1) if isinstance(q, tuple) else q
         cache = self.cache_of(self.layer.kv_cache)
         assert attn_metadata.decode is not None

@@ -1,7 +1,7 @@
 """Memory that a step takes besides the KV cache, so that vLLM can size the cache around it.
 
 In its profiling run vLLM's layer allocates `_chunked_prefill_workspace_size` rows of expanded keys
-and values and attends to nothing. openmla sets that number so that the allocation is as large as
+and values and attends to nothing. openmla sets that number so that this allocation is as large as
 the most that one of its steps takes in a layer.
 """
 
@@ -18,7 +18,7 @@ from openmla.plan.workspace import step_bytes
 
 def profiled_rows(layer: Any, vllm_config: Any) -> int:
     """Rows of [H, P + V] that take as much memory as a step of this layer."""
-    ranks = vllm_config.parallel_config.decode_context_parallel_size  # whose queries are gathered
+    ranks = vllm_config.parallel_config.decode_context_parallel_size  # vLLM gathers their queries
     config = config_of(layer, layer.num_heads * ranks, vllm_config)
     scheduler = vllm_config.scheduler_config
     itemsize = vllm_config.model_config.dtype.itemsize

@@ -1,7 +1,7 @@
 """V3.2, GLM-5 and their MTP drafts, with openmla's indexer if this backend is selected.
 
-openmla then uses vLLM's generic model. On CUDA vLLM has another one, which writes rows and calls
-kernels itself; it stays in place if this backend is not selected.
+openmla then uses vLLM's generic model. On CUDA vLLM has another model, which writes rows and calls
+kernels itself; it is still used if this backend is not selected.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 V4 = "openmla.integrations.vllm.v4:DeepseekV4ForCausalLM"
-# architecture: vLLM's own, and its model for every platform
+# architecture: vLLM's own model, and its model for every platform
 MODELS = {
     "DeepseekV32ForCausalLM": (
         ("vllm.models.deepseek_v32", "DeepseekV32ForCausalLM"),
@@ -27,7 +27,8 @@ MODELS = {
 
 
 def register() -> None:
-    """By name: vLLM inspects a model in another process and imports it when it is needed."""
+    """Register models by name: vLLM inspects a model in another process and imports it when
+    needed."""
     from vllm import ModelRegistry
 
     for architecture in MODELS:
@@ -36,7 +37,7 @@ def register() -> None:
 
 
 def __getattr__(architecture: str) -> Any:
-    """vLLM's own model, unless this backend is selected."""
+    """vLLM's own model, or openmla's if this backend is selected."""
     from importlib import import_module
 
     if architecture not in MODELS:
@@ -74,8 +75,8 @@ def with_openmla_indexer(common: Any, *args: Any, vllm_config: Any, **given: Any
 
 
 def use_packed_fp8_rows(vllm_config: Any) -> None:
-    """For sparse models vLLM's own backends take `fp8` to mean DeepSeek's packed rows, with a scale
-    per 128 columns and 16-bit rope columns."""
+    """Make `fp8` mean DeepSeek's packed rows for sparse models, with a scale per 128 columns and
+    16-bit rope columns, as vLLM's own backends do."""
     from vllm.logger import init_logger
 
     from openmla.integrations.vllm.options import option

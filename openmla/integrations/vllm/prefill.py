@@ -1,6 +1,6 @@
-"""The prefill backend that vLLM's layer asks for, beside the attention backend.
+"""The prefill backend that vLLM's layer requires next to the attention backend.
 
-openmla's metadata sends prompts to forward_mha, so this class attends to nothing. Without it vLLM
+openmla's metadata sends prefill to forward_mha, so this class attends to nothing. Without it vLLM
 picks one of its own, finds none for float32, and quantizes outputs in a second pass.
 """
 
@@ -37,7 +37,7 @@ class OpenMLAPrefill(MLAPrefillBackend):
 
 
 def select(vllm_config: Any) -> None:
-    """Have vLLM's layers take it, unless the user named another."""
+    """Have vLLM's layers use it, unless the user selected another one."""
     attention = vllm_config.attention_config
     if attention.mla_prefill_backend is None:
         register_mla_prefill_backend(MLAPrefillBackendEnum.CUSTOM, PATH)

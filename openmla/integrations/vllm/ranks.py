@@ -1,9 +1,9 @@
 """Decode context parallelism for sparse models: a step over the keys that this rank holds.
 
 vLLM gathers the queries of all ranks and merges their outputs by lse. Its own indexer merges the
-ranks' candidates with CuTe DSL only, so the selection is select_over_ranks: each rank offers its
-best keys, all pick the same ones, and each attends to those it holds. Prefill tokens take the same
-path as decode tokens, because vLLM passes whatever counts as decode to forward_mqa.
+ranks' candidates with CuTe DSL only, so select_over_ranks makes the selection: each rank offers its
+best keys, all ranks pick the same ones, and each attends to those it holds. Prefill tokens take the
+same path as decode tokens, because vLLM passes whatever counts as decode to forward_mqa.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from openmla.plan.across import token_batch
 
 
 def dcp_ranks(vllm_config: Any) -> Ranks:
-    """vLLM's group. Ranks do not compare their steps: vLLM's scheduler gives all the same one."""
+    """vLLM's group. Ranks do not compare their steps, because vLLM's scheduler gives all the same
+    one."""
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     return Ranks(get_dcp_group().device_group, interleave=interleave, heads="own", check=False)
 
@@ -32,7 +33,8 @@ def plan_over_dcp(
     planner: openmla.DecodePlanner,
     options: dict[str, Any],
 ) -> openmla.Plan:
-    """`m` is vLLM's CommonAttentionMetadata: lengths of whole requests, and this rank's slots."""
+    """Plan a step. `m` is vLLM's CommonAttentionMetadata: lengths of whole requests, this rank's
+    slots."""
     assert config.indexer is not None and cache.latent is not None
     B, T = m.num_reqs, m.num_actual_tokens
     topk, slots = config.indexer.topk, m.slot_mapping[:T]
@@ -55,7 +57,7 @@ def plan_over_dcp(
         plan = openmla.make_plan(own, config, cache, form="chosen", **options)
         longest = max((seq_lens[b] for b in busy), default=0)
         offered = min(topk, ranks.shard.most_local(longest))
-    n = plan.num_tokens  # without the tokens that pad the step
+    n = plan.num_tokens  # excludes the tokens that pad the step
     assert plan.select is not None
     here = {"offered": offered, "shard": ranks.shard, "block_size": cache.latent.block_size}
     return replace(

@@ -1,10 +1,11 @@
 """DeepSeek V4: vLLM's own model, with openmla's attention, selection and metadata.
 
-vLLM's V4 asks for no attention backend. So its model is registered once more, as a class that is
-vLLM's own unless this backend is selected. Then its layers are changed once they are built. vLLM
-still projects, writes rows and pools tokens into entries; the bytes are "fp8_dsv4" and "index_fp8".
-The metadata of a step is built here as well, for every cache of the model: vLLM's would be for its
-own kernels, and on CPUs it fails. v4_cuda.py has what only CUDA needs.
+vLLM's V4 has no attention backend interface. Therefore its model is registered a second time, as a
+class that is vLLM's own unless this backend is selected. If it is, the layers are changed once they
+are built. vLLM still projects, writes rows and pools tokens into entries, in the formats "fp8_dsv4"
+and "index_fp8". The metadata of a step is built here as well, for every cache of the model: vLLM's
+metadata is made for its own kernels, and building it fails on CPUs. v4_cuda.py has what only CUDA
+needs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from openmla.errors import ConfigError
 from openmla.integrations.vllm.options import option
 from openmla.ops import Segment, index_select, mqa_sparse
 
-SCORES = 2**24  # of tokens and entries, held at once
-CHOOSING = 4  # the compress ratio whose layers choose among their entries
+SCORES = 2**24  # tokens times entries held at once
+CHOOSING = 4  # compress ratio of the layers that select entries
 
 
 class DeepseekV4ForCausalLM(deepseek_v4.DeepseekV4ForCausalLM):
@@ -80,25 +81,25 @@ def take_over(model: nn.Module, backend: str = "auto") -> list[Any]:
 
 @cache
 def with_our_builder(backend: type) -> type:
-    """vLLM's backend of one of its caches: shapes, layouts and block sizes stay as they are."""
+    """A subclass of one of vLLM's cache backends; shapes, layouts and block sizes are unchanged."""
     ours = {"get_builder_cls": staticmethod(lambda: Builder)}
     return type(f"OpenMLA{backend.__name__}", (backend,), ours)
 
 
 @dataclass
 class Metadata(CompressorMetadata):
-    """A step as one of the caches sees it: for vLLM's writing and pooling, and for openmla."""
+    """A step for one of the caches: for vLLM's writing and pooling, and for openmla."""
 
     query_start_loc: Tensor | None = None  # [B+1] i32
     row_lens: Tensor | None = None  # [T] i32, rows or finished entries up to each token
     kv_scale: Tensor | None = None  # [] f32, 1
     max_seq_len: int = 0
-    num_prefill_tokens: int = 0  # all of them; vLLM adds those that decode
+    num_prefill_tokens: int = 0  # all of them; vLLM adds decode tokens
     num_decode_tokens: int | None = 0
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Builds every step in the same way, from lengths on the device. Tensors are vLLM's own or
+    """Builds every step in the same way, from lengths on the device. Tensors belong to vLLM or are
     slices of buffers, so a captured CUDA graph reads the metadata of the step it replays."""
 
     _cudagraph_support: ClassVar = AttentionCGSupport.ALWAYS
@@ -121,18 +122,18 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         m, spec = common_attn_metadata, self.kv_cache_spec
         B, T, ratio = m.num_reqs, m.num_actual_tokens, spec.tokens_per_state
         start_loc, tokens = m.query_start_loc[: B + 1], self.every[:T]
-        table = m.block_table_tensor[:B].clamp_(min=0)  # as vLLM's own builder for states does
+        table = m.block_table_tensor[:B].clamp_(min=0)  # same as vLLM's own builder for states
         owners, row_lens, slots = self.owners[:T], self.row_lens[:T], m.slot_mapping[:T]
         found = torch.searchsorted(start_loc, tokens, right=True, out_int32=True) - 1
         torch.clamp(found, max=B - 1, out=owners)  # tokens that pad a step have slot -1
         positions = m.seq_lens[owners] - start_loc[owners + 1] + tokens
         torch.clamp((positions + 1) // ratio, min=0, out=row_lens)
-        if ratio > 1:  # the slot of the entry that a token finishes
+        if ratio > 1:  # the slot of the entry that a token completes
             entries, BS = positions // ratio, spec.block_size // ratio
             finishes = ((positions + 1) % ratio == 0) & (slots >= 0)
             columns = (entries // BS).where(finishes, 0)
             ends = (table[owners, columns].long() * BS + entries % BS).where(finishes, -1)
-            self.slots[T:].fill_(-1)  # a graph of more tokens would write what an earlier step did
+            self.slots[T:].fill_(-1)  # else a larger graph would repeat earlier writes
             slots = self.slots[:T].copy_(ends)
         return Metadata(
             block_table=table,
@@ -162,9 +163,10 @@ class Chooser(nn.Module):
         self.backend = backend
 
     def forward(self, hidden_states: Tensor, q: Tensor, k: None, weights: Tensor) -> Tensor:
-        """vLLM runs V4 with breakable CUDA graphs: selection and attention are breaks, run eagerly
-        at every replay with the step of that replay. In vLLM 0.33 its caller is such a break. In
-        0.32 the caller is one only if breakable graphs were on when its module was imported."""
+        """Write the selected positions. vLLM runs V4 with breakable CUDA graphs: selection and
+        attention are breaks, run eagerly at every replay with the step of that replay. In vLLM 0.33
+        its caller is such a break. In 0.32 the caller is one only if breakable graphs were on when
+        its module was imported."""
         eager_break_during_capture(self.choose)(q, weights)
         return self.chosen
 
@@ -181,7 +183,7 @@ class Chooser(nn.Module):
             rows = slice(first, min(first + width, T))
             self.chosen[rows], _ = index_select(
                 q[rows],
-                weights[rows],  # the queries' scales are in them
+                weights[rows],  # include the queries' scales
                 self.k_cache.kv_cache,
                 step.block_table,
                 step.query_start_loc.clamp(rows.start, rows.stop) - rows.start,
@@ -194,7 +196,8 @@ class Chooser(nn.Module):
 
 
 class Attend:
-    """A layer's forward_mqa: attention over its window and its entries, all written already."""
+    """A layer's forward_mqa: attends to its window and its entries, which are all written
+    already."""
 
     def __init__(self, layer: Any, backend: str = "auto") -> None:
         self.layer, self.backend = layer, backend
@@ -225,7 +228,7 @@ class Attend:
 
 
 def entries(layer: Any, step: Metadata, T: int) -> dict[str, Any]:
-    """All finished entries, or the selected ones where there may be more than can be selected."""
+    """All finished entries, or the selected ones if there may be more than can be selected."""
     ratio, table, chosen = layer.compress_ratio, step.block_table, layer.topk_indices_buffer
     if ratio != CHOOSING or step.max_seq_len // ratio <= chosen.shape[1]:
         columns = -(-step.max_seq_len // step.block_size)

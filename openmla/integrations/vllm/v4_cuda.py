@@ -29,12 +29,12 @@ from openmla.integrations.vllm import indexer
 from openmla.ops import cache_write, rope
 
 FORMAT = "fp8_dsv4"
-LEAST = (8, 9)  # vLLM's Triton kernels of V4 convert to e4m3, which Triton can from here on
+LEAST = (8, 9)  # vLLM's Triton kernels of V4 convert to e4m3, which Triton supports from here on
 INSERT = "fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert"
 
 
 def check(vllm_config: Any) -> None:
-    """Raise for what cannot run, before a model is built."""
+    """Raise for what cannot run, before the model is built."""
     found = capability()
     if found < LEAST:
         raise ConfigError(
@@ -54,16 +54,17 @@ def capability() -> tuple[int, ...]:
 
 
 def uses_cute_dsl() -> bool:
-    """vLLM's CuTe DSL kernels import both packages, and vLLM serves V4 from SM90 on."""
+    """Whether vLLM uses CuTe DSL: its kernels import both packages, and it serves V4 from SM90
+    on."""
     return capability() >= (9, 0) and all(map(find_spec, ("cutlass", "quack")))
 
 
 @contextmanager
 def building(vllm_config: Any) -> Iterator[None]:
-    """While vLLM builds its model: FlashMLA layers, and no constructor that needs DeepGEMM or CuTe
-    DSL. Without CuTe DSL vLLM's kernels compile when they are first called."""
+    """Context in which vLLM builds its model: FlashMLA layers, and no constructor that needs
+    DeepGEMM or CuTe DSL. Without CuTe DSL vLLM's kernels compile on their first call."""
     indexer.register()
-    # From SM100 on vLLM would store the scale of an index key as bytes that index_fp8 has not.
+    # From SM100 on vLLM would store an index key's scale in a form that index_fp8 does not have.
     pooling.mqa_logits_use_mx_scales = lambda: False
     kernels, select = vllm_config.kernel_config, nvidia._select_dsv4_attn_cls
     warm_up = kernels.enable_jit_warmup
@@ -77,7 +78,7 @@ def building(vllm_config: Any) -> Iterator[None]:
 
 
 def take_over(layer: Any) -> None:
-    """Replace what one layer cannot run with what is installed."""
+    """Replace the parts that one layer cannot run with what is installed."""
     if layer.indexer is not None and layer.indexer.use_fp4_kv:
         raise ConfigError(
             "openmla: indexer keys of DeepSeek V4 must be fp8, got MXFP4. Remove indexer_kv_dtype."
@@ -104,7 +105,7 @@ def pool(
     steps: dict[str, Any],
     pdl_kwargs: dict[str, Any],
 ) -> None:
-    """A compressor's states into entries, by the kernel that vLLM uses where there is no CUDA."""
+    """Pool a compressor's states into entries, with the kernel that vLLM uses without CUDA."""
     target = compressor.k_cache_prefix
     pooling.compress_norm_rope_store_triton(
         state_cache=states,
@@ -134,7 +135,7 @@ def pool(
 
 def insert(layer: Any, q: Tensor, kv: Tensor, positions: Tensor, steps: Any) -> Tensor:
     """Normalize and rotate queries, and write this step's rows into the window. Heads are not
-    padded: v4.attend takes this rank's heads only."""
+    padded, since v4.attend takes this rank's heads only."""
     if not isinstance(steps, dict):  # the profiling run
         return q
     window, R = layer.swa_cache_layer, layer.rope_head_dim
@@ -150,7 +151,7 @@ def insert(layer: Any, q: Tensor, kv: Tensor, positions: Tensor, steps: Any) -> 
 
 
 class Dequantized(nn.Module):
-    """A wo_a whose weight [rows, columns] is 16 bits wide, which vLLM multiplies with torch.bmm."""
+    """A wo_a with a 16-bit weight [rows, columns], which vLLM multiplies with torch.bmm."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -158,8 +159,8 @@ class Dequantized(nn.Module):
 
 
 def project(layer: Any, o: Tensor, positions: Tensor) -> Tensor:
-    """A layer's first _o_proj, in the profiling run; then it is vLLM's own again. Whatever layout
-    a quantized wo_a has after loading, the identity times it is its weight."""
+    """Run a layer's first _o_proj, in the profiling run, and then restore vLLM's own. Whatever
+    layout a quantized wo_a has after loading, multiplying the identity by it gives its weight."""
     del layer._o_proj
     wo_a = layer.wo_a
     if not is_deep_gemm_supported() and wo_a.weight.dtype != o.dtype:
