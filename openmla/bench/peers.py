@@ -27,8 +27,7 @@ PAGE = 64  # tokens, the only page size that DeepGEMM's paged kernels support
 
 
 class Prepared(NamedTuple):
-    """A call to time, and a function that converts its result to the op's own output (for
-    attention, out)."""
+    """A call to time, and a function from its result to the op's output (attention: out)."""
 
     call: Callable[[], Any]
     result: Callable[[Any], Tensor]

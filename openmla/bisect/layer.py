@@ -69,8 +69,7 @@ class Layer:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The subject's compute dtype: the declared one, or the one that the tensors' values
-        imply."""
+        """The subject's compute dtype: as declared, or as the values of its tensors imply."""
         if self.settings.dtype:
             return DTYPES[self.settings.dtype]
         found = [
@@ -99,8 +98,7 @@ class Layer:
         return self.computed[key]
 
     def dumped(self, name: str) -> Tensor:
-        """A dumped tensor as values: cache bytes are decoded, scores that must not be used are
-        0."""
+        """A dumped tensor as values: cache bytes are decoded, unusable scores are 0."""
         if name == "index_scores":
             return self.tensors[name].where(self.usable_scores, 0)
         if name not in STORED:

@@ -268,8 +268,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
-    """Check that every tensor of the model came from the checkpoint; transformers initializes
-    missing ones randomly.
+    """Check that every tensor came from the checkpoint; transformers would initialize the rest.
 
     It has already removed tied tensors, and what a class allows to be unused, from these lists.
     """
@@ -363,8 +362,7 @@ def cut_windows(
 
 @contextmanager
 def _only_errors(bars: bool = False) -> Iterator[None]:
-    """Disable transformers' warnings, and its progress bars except for long work: commands print
-    their own."""
+    """Silence transformers' warnings, and its bars except for long work; commands have theirs."""
     verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not bars:

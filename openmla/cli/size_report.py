@@ -341,8 +341,7 @@ def draw(report: Report, path: str) -> None:
 
 
 def _draw_memory(axes: Any, report: Report) -> None:
-    """Bytes of the step's requests over all layers, by format; other memory use, and the
-    capacity."""
+    """Bytes of the step's requests over all layers, by format; other memory use and capacity."""
     step = report.step
     config, batch = step.config, step.batch
     longest = max(config.max_positions, step.context, 2048)

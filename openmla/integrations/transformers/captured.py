@@ -442,8 +442,7 @@ def _most_blocks(session: Session) -> int:
 
 
 def _places(caches: list[LayerCache], attachment: Attachment) -> tuple[int, ...]:
-    """Addresses together with lengths: a cache that moved away and back but has grown must not
-    match."""
+    """Addresses and lengths: a cache that moved away and back but has grown must not match."""
     parts = [part.data for cache in caches for part in cache.parts]
     if attachment.config.compressor is not None:
         parts.append(attachment.table(parts[0].device))
