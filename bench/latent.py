@@ -577,7 +577,7 @@ def is_baseline(name: str) -> bool:
 
 
 def absent() -> dict[str, str]:
-    """Baselines that cannot run here, and why."""
+    """Baselines that are not available, and why."""
     missing = {"fa3": fa3.why_absent()}
     if find_spec("flash_mla") is None:
         missing["flashmla"] = "package flash_mla is not installed"

@@ -40,7 +40,7 @@ class Peer(NamedTuple):
     package: str
     suits: Callable[[Inputs], str | None]  # result, exact, reference -> share of budget
     prepare: Callable[[Inputs], Prepared]
-    judge: Callable[[Tensor, Any, Any], float]  # result, exact, reference: share of what may err
+    judge: Callable[[Tensor, Any, Any], float]  # -> share of the error budget
 
     def absent(self, device: str) -> str | None:
         """Why it cannot run on this machine at all."""

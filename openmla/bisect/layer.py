@@ -42,7 +42,7 @@ class Component:
     name: str
     title: str
     compute: Compute
-    shape: tuple[int, ...]  # of a dumped tensor (heads may be flattened); may use the sizes above
+    shape: tuple[int, ...]  # dumped shape, heads may be flattened; may use the sizes above
     kind: str = "values"  # values, lse, scores or choice (top-k selection)
     peers: tuple[Compute, ...] = ()
     alternatives: Mapping[str, Compute] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Layer:
     number: int
     config: MLAConfig
     weights: Mapping[str, Tensor]
-    eps: Mapping[str, float]  # of the norms, by module
+    eps: Mapping[str, float]  # norm epsilons, by module
     tensors: Mapping[str, Tensor]
     settings: Settings
     components: Mapping[str, Component]
@@ -155,7 +155,7 @@ class Layer:
             return self.shared
         indexer, limits = self.config.indexer, self.num_choices()
         if indexer is None or int(limits.max()) > indexer.topk:
-            raise MissingError("chosen")  # of keys that score alike, nobody else can say which
+            raise MissingError("chosen")  # only the dump decides between equal scores
         places = torch.arange(int(limits.max())).expand(self.num_tokens, -1)
         return places.masked_fill(places >= limits[:, None], -1)
 

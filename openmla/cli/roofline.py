@@ -21,7 +21,7 @@ from openmla.ops.mqa_paged import cost as paged_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
 from openmla.ops.rope import cost as rope_cost
 
-ITEMSIZE = 2  # of queries and outputs: bf16
+ITEMSIZE = 2  # queries and outputs in bf16
 LSE, SUM, CANDIDATE = 4, 4, 8  # bytes: two float32; a float32 score and an int32 position
 SMALL = 256 * 1024  # message bytes below which the number of collectives decides
 

@@ -30,7 +30,7 @@ class Report(NamedTuple):
     step: Step
     machine: Machine
     token: TokenBytes
-    weights: Weights | None  # of the whole model; None if unknown
+    weights: Weights | None  # the whole model's; None if unknown
     memory_share: float
     block_size: int
     fixed: int  # bytes of V4's windows and compressor states

@@ -347,7 +347,7 @@ class Attachment:
         sources: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
-        """Carry out what take() asked for in every layer, then move rows from slot to slot."""
+        """Carry out the copies of take() in every layer, then move rows from slot to slot."""
         for layer, kept in self.caches.items():
             cache = self.caches[layer] = self._grown(kept)
             with self.using_caches(cache.parts[0].data.device):
@@ -436,7 +436,7 @@ class Attachment:
             return dict(self.caches)
 
     def planned(self, plan: Plan) -> None:
-        """Count the workspace of a plan that a pass will run."""
+        """Keep the plan that a pass will run, and count its workspace."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
 

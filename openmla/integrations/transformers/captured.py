@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
-    buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
+    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by compress ratio
     places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
     weights: tuple[int, ...]  # their addresses; checked once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded

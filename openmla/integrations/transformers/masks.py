@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
 
-LEAST_COLUMNS = 1 << 12  # of a table of weights, which doubles whenever it is too short
+LEAST_COLUMNS = 1 << 12  # columns of the first weight table, which doubles if too short
 Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
 
 _made: dict[tuple[int, torch.device], Tensor] = {}  # _weights()
