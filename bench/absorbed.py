@@ -139,8 +139,7 @@ def tiles(op: str, T: int, K: int, least_n: int = 16) -> dict[str, Callable[...,
 
 
 def checked(title: str, shape: Shape) -> dict[str, float]:
-    """Relative errors of all contenders that the machine can launch. Each begins with the first
-    layer."""
+    """Relative errors of all contenders that can be launched. Each begins with the first layer."""
     too_large = import_module("triton.runtime.errors").OutOfResources
     found = {}
     for name, contender in shape.contenders.items():

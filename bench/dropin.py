@@ -167,7 +167,7 @@ def run_equal(options: argparse.Namespace) -> None:
             compare_signature(package, name, OURS[package], peers[package])
     part, parts = map(int, options.part.split("/"))
     chance = random.Random(options.seed * parts + part)
-    # sets, within, refused by theirs, of those within, largest share of the budget: ours, theirs
+    # sets, within, rejected by theirs, of those within, largest share of the budget: ours, theirs
     counts: dict[str, list[Any]] = {name: [0, 0, 0, 0, 0.0, 0.0] for name in names}
     began, reasons = time.time(), set[str]()
     while (
@@ -277,8 +277,7 @@ def run_overhead(options: argparse.Namespace) -> None:
 
 
 def leave_out_the_adapter() -> None:
-    """Disable the flashmla backend, which calls the original's kernels: that would compare the
-    original with itself."""
+    """Disable the backend flashmla, which calls the original's kernels."""
     for op, names in BACKENDS.items():
         BACKENDS[op] = tuple(name for name in names if name != "flashmla")
     forget_choices()

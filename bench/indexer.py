@@ -1,5 +1,4 @@
-"""The lightning indexer on a GPU: scores, selection and both, compared with torch.topk and
-DeepGEMM.
+"""The lightning indexer on a GPU: scores, selection and both, against torch.topk and DeepGEMM.
 
     python3 -m bench.indexer --json indexer.json
 
@@ -99,8 +98,7 @@ def make(
 def _problems(
     asked: tuple[Tensor, ...], logits: Tensor, chosen: Tensor, fused: Tensor
 ) -> dict[str, str]:
-    """Check the first row's scores against float64, and every row's selection against the
-    scores."""
+    """Check the first row's scores against float64, every row's selection against the scores."""
     q, w, cache, table, _, lens = asked
     wrong = {}
     n = int(lens[0])

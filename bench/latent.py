@@ -89,8 +89,7 @@ def attended(
 
 
 def taken(q: Tensor, segments: Sequence[Segment]) -> str:
-    """Which openmla backend runs a call; FlashMLA's adapter is left out, since it would come
-    first."""
+    """Which openmla backend runs a call, apart from FlashMLA's adapter, which would be first."""
     problem = problem_of(q, segments, C=C, run_length=0)
     can = why_not(problem, "gluon") is None and slower(problem, "gluon") is None
     return "gluon" if can else "triton"
@@ -138,8 +137,7 @@ def sparse(T: int, H: int, format: str, num_rows: int, calls: int) -> Shape:
 
 
 def adapted(problem: Problem, call: Callable[..., tuple[Tensor, Tensor]]) -> dict[str, Contender]:
-    """FlashMLA as `auto` would run it, conversions included; this decides what counts as
-    `slower`."""
+    """FlashMLA as `auto` would run it, conversions included; `slower` is based on this."""
     if why_not(problem, "flashmla") is not None:
         return {}
     return {"flashmla adapter": partial(call, backend="flashmla")}
@@ -574,13 +572,12 @@ def timed(contenders: Mapping[str, Callable[[], Any]], calls: int) -> dict[str, 
 
 
 def is_baseline(name: str) -> bool:
-    """Whether ratios may be to this contender; openmla's adapter of another package's kernel does
-    not count."""
+    """Whether ratios may be to this contender; adapters of other packages' kernels do not count."""
     return name.endswith("flashmla") or name.startswith("fa3")
 
 
 def absent() -> dict[str, str]:
-    """Baselines that cannot run here, and why."""
+    """Baselines that are not available, and why."""
     missing = {"fa3": fa3.why_absent()}
     if find_spec("flash_mla") is None:
         missing["flashmla"] = "package flash_mla is not installed"

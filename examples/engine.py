@@ -104,9 +104,8 @@ class Prefixes:
 
 
 class Engine:
-    """Admits requests as capacity allows, and advances all running ones by a step at a time: at
-    most max_requests requests and max_tokens tokens per step, so longer prompts are prefilled in
-    chunks."""
+    """Admits requests as capacity allows, and advances all running ones one step at a time: at most
+    max_requests requests and max_tokens tokens, so long prompts are prefilled in chunks."""
 
     def __init__(
         self,
@@ -243,8 +242,7 @@ class Engine:
         return tokens
 
     def _decode(self, batch: openmla.Batch, ids: Tensor, positions: Tensor) -> list[int]:
-        """One token per request, padded to a power of two: on a GPU there is a graph for each of
-        these sizes."""
+        """One token each, padded to a power of two: on a GPU each of these sizes has a graph."""
         model, B = self.model, batch.num_tokens
         size = min(1 << (B - 1).bit_length(), self.max_requests)
         self.counts[f"graph of {size}"] += 1
@@ -280,8 +278,7 @@ def load_demo(device: str) -> Any:
 
 
 def some_prompts(count: int, dice: random.Random) -> list[list[int]]:
-    """Python source bytes; most begin with one of four texts, as chats do with their system
-    prompt."""
+    """Python source bytes; most begin with one of four texts, like chats with a system prompt."""
     text = (DEMO / "heldout.txt").read_bytes().replace(b"\0", b"\n")
     starts = [b"", *(text[i : i + 96] for i in range(0, 40_000, 10_000))]
     places = [dice.randrange(len(text) - 200) for _ in range(count)]

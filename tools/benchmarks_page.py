@@ -497,8 +497,7 @@ def _all_rows(results: Results, group: Group) -> Iterator[str]:
 
 
 def _other_rows(results: Results, name: str) -> Iterator[str]:
-    """A file's contents, one line per row; numbers of a part of a row are prefixed with its
-    name."""
+    """A file's contents, one line per row; the numbers of a part have its name in front."""
     rows = [dict(_flat(row)) for row in results.rows(name)]
     names = list(dict.fromkeys(key for row in rows for key in row))
     found = results.file(name)

@@ -60,8 +60,7 @@ def padded(name: str, weight: Any, numbers: dict[str, Any]) -> Any:
 
 
 def demo_checkpoint() -> Path:
-    """Write the demo checkpoint, dense and padded, with a byte tokenizer; its output stays the
-    same.
+    """Write the demo checkpoint, dense and padded, with a byte tokenizer; its text stays the same.
 
     With twice the rope columns, squaring theta gives the demo's frequencies. YaRN by a factor of 1
     changes nothing, but vLLM's CPU build rotates plain interleaved RoPE wrongly.

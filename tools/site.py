@@ -22,8 +22,7 @@ LANGUAGES = {".py": "python", ".md": "markdown", ".json": "json"}
 
 
 def outside(uri: str, link: re.Match[str]) -> str | None:
-    """The path, relative to the repository's root, of a link's target outside docs/; None
-    inside."""
+    """The path from the repository's root of a link's target outside docs/, else None."""
     path = posixpath.normpath(
         posixpath.join("docs", posixpath.dirname(uri), link["up"] + link["path"])
     )

@@ -161,8 +161,7 @@ def weightless_copy(model: Any) -> Any:
 
 
 def decode_as_generate_does(model: Any) -> None:
-    """Run experts as generate() does while it decodes on a GPU: one by one, without
-    synchronizing."""
+    """Run experts as generate() does when it decodes on a GPU: one by one, without a sync."""
     if model.device.type == "cuda":
         model.set_experts_implementation("batched_mm")
 

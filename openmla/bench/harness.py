@@ -173,8 +173,7 @@ def add_peers(
     calls: Calls,
     used: dict[str, float],
 ) -> list[LeftOut]:
-    """Add kernels of other packages to compare with the backends. Returns what is left out and
-    why."""
+    """Add other packages' kernels to compare with. Returns what is left out and why."""
     left_out = []
     for peer in peers:
         why = peer.suits(job.inputs)

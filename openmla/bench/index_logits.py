@@ -73,8 +73,7 @@ SHAPES = {
 
 
 def score_budget(actual: Tensor, exact: Tensor, peer: Tensor) -> float:
-    """The larger of two shares: the largest error of the budget for lse, the RMS error of that for
-    out."""
+    """The larger share of two budgets: lse's for the largest error, out's for the RMS error."""
     finite = exact.isfinite()
     used = out_budget(actual[finite], exact[finite], peer[finite])
     return max(lse_budget(actual, exact, peer), used)

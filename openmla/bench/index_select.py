@@ -16,8 +16,7 @@ from openmla.testing import Inputs
 
 
 def check(inputs: Inputs, backend: str) -> float:
-    """How far the lowest selected key scores below the right one, over the rounding error of a
-    score."""
+    """How far the lowest selected key scores below the right one, over a score's rounding error."""
     positions, lens = inputs.run(index_select, backend=backend)
     wanted, wanted_lens = inputs.double().run(index_select, backend="reference")
     real = torch.arange(positions.shape[1], device=lens.device) < lens[:, None]

@@ -1,5 +1,4 @@
-"""Pack selections of prefill tokens into bit masks, for whole sequences and for one chunk of
-them."""
+"""Pack selections of prefill tokens into bit masks, whole sequences and one chunk of them."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ PAGE = 64  # tokens, the only page size that DeepGEMM's paged kernels support
 
 
 class Prepared(NamedTuple):
-    """A call to time, and a function that converts its result to the op's own output (for
-    attention, out)."""
+    """A call to time, and a function from its result to the op's output (attention: out)."""
 
     call: Callable[[], Any]
     result: Callable[[Any], Tensor]
@@ -41,7 +40,7 @@ class Peer(NamedTuple):
     package: str
     suits: Callable[[Inputs], str | None]  # result, exact, reference -> share of budget
     prepare: Callable[[Inputs], Prepared]
-    judge: Callable[[Tensor, Any, Any], float]  # result, exact, reference: share of what may err
+    judge: Callable[[Tensor, Any, Any], float]  # -> share of the error budget
 
     def absent(self, device: str) -> str | None:
         """Why it cannot run on this machine at all."""

@@ -1,5 +1,4 @@
-"""Project queries into latent space and outputs out of it, with fp8 weights and with 16-bit
-weights."""
+"""Project queries into latent space and outputs out of it, with fp8 and with 16-bit weights."""
 
 from __future__ import annotations
 

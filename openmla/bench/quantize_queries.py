@@ -1,5 +1,4 @@
-"""Quantize decode queries to e4m3: the step before mqa_paged and mqa_sparse with
-query_dtype="fp8"."""
+"""Quantize decode queries to e4m3, the step before mqa_paged and mqa_sparse with fp8 queries."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Helpers for benchmarks of quantized outputs: buffers among the inputs, and a bytewise
-comparison."""
+"""Helpers for benchmarks of quantized outputs: buffers among the inputs, bytewise comparison."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Attention as a component: the dumped queries over the dumped keys, in absorbed or expanded
-form."""
+"""Attention as a component: the dumped queries over the dumped keys, absorbed or expanded."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ NONE = Mistake()
 def attend(
     layer: Layer, precision: Precision, *, form: str = "absorbed", mistake: Mistake = NONE
 ) -> Attended:
-    """Softmax attention of every token over its keys. `form` determines which intermediates are
-    rounded."""
+    """Softmax attention of every token over its keys. `form` determines what is rounded."""
     config = layer.config
     P, H, C = config.qk_nope_head_dim, config.num_heads, config.kv_lora_rank
     q_nope, q_pe = layer.get("q", precision)[..., :P], layer.get("q_pe", precision)
@@ -75,8 +73,7 @@ def attend(
 def visible(
     layer: Layer, rows: slice, precision: Precision, mistake: Mistake
 ) -> tuple[Tensor, Tensor | None]:
-    """[n, S] bool: the keys that each token in `rows` sees; and those it reads as they were
-    projected."""
+    """[n, S] bool: the keys that each of `rows` sees; and those it reads as projected."""
     places = torch.arange(layer.num_tokens)
     own = places[rows, None]
     seen = (places >= mistake.first) & (places <= own + mistake.ahead)
@@ -158,8 +155,7 @@ class _Keyed(NamedTuple):
     def expanded(
         self, q_nope: Tensor, q_pe: Tensor, seen: Tensor, fresh: Tensor | None
     ) -> Attended:
-        """Attention with keys and values per head, everything rounded, as in transformers' eager
-        attention."""
+        """Attention with keys and values per head, all rounded, as in transformers' eager mode."""
         p = self.precision
         q = torch.cat([q_nope, q_pe], dim=-1).transpose(0, 1)  # [H, n, E]
 

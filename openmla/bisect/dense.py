@@ -57,8 +57,7 @@ def _k_pe(layer: Layer, p: Precision, fault: str = "") -> Tensor:
 
 
 def _cache(layer: Layer, p: Precision) -> Tensor:
-    """Cache rows in exact arithmetic, or through the cache format and back if rounding is
-    modeled."""
+    """Cache rows: exact, or through the cache format and back if rounding is modeled."""
     rows = torch.cat([layer.get("kv_c", p), layer.get("k_pe", p)], dim=-1)
     return rows if p.exact else layer.round_trip("cache", rows)
 

@@ -52,8 +52,7 @@ class Measured(NamedTuple):
 
 
 def judge_layer(layer: Layer) -> Iterator[Verdict]:
-    """Verdicts for all components of the layer, in order; first for its input if that is not
-    finite."""
+    """Verdicts for all components of the layer, in order; for its input if that is not finite."""
     if layer.has("hidden_in"):
         wrong = _unusable(layer.dumped("hidden_in"), INPUT)
         if wrong:
@@ -157,8 +156,7 @@ def measure(
 
 
 def with_factor(found: Measured, actual: Tensor, exact: Tensor, peer: Tensor) -> Measured:
-    """Check rows in few bits for a common factor: a wrong scale can cost less than the rows'
-    rounding, but its error has one sign.
+    """Check rows in few bits: a wrong scale can be less than their rounding, but has one sign.
 
     Rounding leaves the factor between stored and true values at 1, except for chance (six standard
     deviations, from the peer's errors) and for saturated values, which the peer has as well.
@@ -195,8 +193,7 @@ def explain(
     peers: Sequence[Tensor],
     rows: tuple[int, ...],
 ) -> str:
-    """Name a known mistake that reproduces the dump within the same budget, or return an empty
-    string."""
+    """A known mistake that reproduces the dump within the same budget, or an empty string."""
     for text, alternative in component.alternatives.items():
         other = alternative(layer, EXACT)
         if _agrees(component, actual, other, peers, exact):
@@ -243,8 +240,7 @@ def _moved_block(
     peers: Sequence[Tensor],
     rows: tuple[int, ...],
 ) -> str:
-    """Check if one block of the cache was read in place of another, for the first block that is
-    off."""
+    """Whether one block of the cache was read in place of another: tries the first wrong block."""
     size = layer.settings.block_rows
     if not size or not rows or component.reread is None:
         return ""
@@ -259,9 +255,8 @@ def _moved_block(
 
 
 def judge_choice(layer: Layer, component: Component) -> Verdict:
-    """Compare the selected keys with the scores: no key left out may beat a selected one by more
-    than the error budget of the scores. Keys after a token's own, and negative ones, are
-    ignored."""
+    """Compare selected keys with scores: no key left out may beat a selected one by more than the
+    error budget of the scores. Keys after a token's own, and negative ones, are ignored."""
     chosen = layer.dumped("chosen").long()
     exact = layer.get("index_scores", EXACT)
     if bool(exact.isnan().any()):

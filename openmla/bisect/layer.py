@@ -42,7 +42,7 @@ class Component:
     name: str
     title: str
     compute: Compute
-    shape: tuple[int, ...]  # of a dumped tensor (heads may be flattened); may use the sizes above
+    shape: tuple[int, ...]  # dumped shape, heads may be flattened; may use the sizes above
     kind: str = "values"  # values, lse, scores or choice (top-k selection)
     peers: tuple[Compute, ...] = ()
     alternatives: Mapping[str, Compute] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Layer:
     number: int
     config: MLAConfig
     weights: Mapping[str, Tensor]
-    eps: Mapping[str, float]  # of the norms, by module
+    eps: Mapping[str, float]  # norm epsilons, by module
     tensors: Mapping[str, Tensor]
     settings: Settings
     components: Mapping[str, Component]
@@ -69,8 +69,7 @@ class Layer:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The subject's compute dtype: the declared one, or the one that the tensors' values
-        imply."""
+        """The subject's compute dtype: as declared, or as the values of its tensors imply."""
         if self.settings.dtype:
             return DTYPES[self.settings.dtype]
         found = [
@@ -99,8 +98,7 @@ class Layer:
         return self.computed[key]
 
     def dumped(self, name: str) -> Tensor:
-        """A dumped tensor as values: cache bytes are decoded, scores that must not be used are
-        0."""
+        """A dumped tensor as values: cache bytes are decoded, unusable scores are 0."""
         if name == "index_scores":
             return self.tensors[name].where(self.usable_scores, 0)
         if name not in STORED:
@@ -157,7 +155,7 @@ class Layer:
             return self.shared
         indexer, limits = self.config.indexer, self.num_choices()
         if indexer is None or int(limits.max()) > indexer.topk:
-            raise MissingError("chosen")  # of keys that score alike, nobody else can say which
+            raise MissingError("chosen")  # only the dump decides between equal scores
         places = torch.arange(int(limits.max())).expand(self.num_tokens, -1)
         return places.masked_fill(places >= limits[:, None], -1)
 

@@ -55,8 +55,7 @@ def pool(
 
 
 def entries(layer: Layer, p: Precision, fault: str = "") -> Tensor:
-    """The entries that attention reads in addition to its window; through the cache format if
-    rounding is modeled."""
+    """Entries that attention reads besides its window, through the cache format if rounding."""
     kv, score = layer.get("pool_kv", p), layer.get("pool_score", p)
     made = pool(layer, p, kv, score, "compressor", fault)
     return made if p.exact else layer.round_trip("cache", made)

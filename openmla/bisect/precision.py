@@ -58,8 +58,7 @@ class Precision:
         return result.to(self.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        """Normalize, round, then multiply by the weight and round: the order models are trained
-        with.
+        """Normalize, round, multiply by the weight, round: the order models are trained with.
 
         Without a weight (V4's queries) transformers rounds the reciprocal root itself.
         """
@@ -77,8 +76,7 @@ class Precision:
 
     @property
     def _root(self) -> float:
-        """Error factor of reciprocal square roots, which GPUs compute to two units in the last
-        place."""
+        """Error factor: reciprocal roots are accurate to two units in the last place on GPUs."""
         return 1.0 if self.exact else 1.0 + 2 * torch.finfo(torch.float32).eps
 
 

@@ -119,8 +119,7 @@ class Recorder:
     def _keep_scores(
         self, step: Attended, index: IndexInputs | None, scored: Any, ratio: int
     ) -> None:
-        """Keep scores of the tokens that select keys, from the op that scored them; -inf for all
-        others."""
+        """Keep scores of tokens that select keys, from the op that scored them; -inf elsewhere."""
         kept = torch.full((step.plan.num_tokens, self.num_tokens // ratio), -torch.inf)
         if index is not None and scored is not None:
             assert step.cache.index is not None
@@ -227,8 +226,7 @@ def _index_width(config: MLAConfig) -> int:
 
 
 def _settings(config: MLAConfig, dtype: torch.dtype, found: dict[str, str]) -> Settings:
-    """Settings of the dump. transformers' modules write rotated pairs first members first, except
-    in V2 and V4."""
+    """Settings of the dump. Modules write first members of pairs first, except V2's and V4's."""
     kept = config.model_type in ("deepseek_v2", "deepseek_v4")
     order = "kept" if kept or config.rope.pairing == "halves" else "split"
     names = {known: name for name, known in DTYPES.items()}

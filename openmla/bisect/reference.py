@@ -141,8 +141,7 @@ def _num_tokens(dump: Dump) -> int:
 
 
 def _epsilons(module: nn.Module) -> dict[str, float]:
-    """The epsilon of every norm inside, by name, as transformers' RMSNorms and torch's LayerNorm
-    have it."""
+    """Epsilons of all norms inside, by name, for transformers' RMSNorm and torch's LayerNorm."""
     found: dict[str, float] = {}
     for name, part in module.named_modules():
         eps: Any = getattr(part, "variance_epsilon", getattr(part, "eps", None))

@@ -30,8 +30,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def by_component(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """Group verdicts by component, in the order of computation; layers may have different
-    components."""
+    """Group verdicts by component, in order of computation; layers may differ in components."""
     longest = max(_layers(verdicts).values(), key=len, default=[])
     found: dict[str, list[Verdict]] = {verdict.component.name: [] for verdict in longest}
     for verdict in verdicts:

@@ -61,9 +61,8 @@ def rotate(
 def _cos_sin(
     rope: RopeConfig, R: int, positions: Tensor, precision: Precision, *, short: bool
 ) -> tuple[Tensor, Tensor]:
-    """Cos and sin of float32 angles, as models are trained with. If not exact: from frequencies
-    that are one unit in the last place off, as with another power function, and rounded to the
-    dtype."""
+    """Cos and sin of float32 angles, as models are trained with. If not exact: of frequencies one
+    unit in the last place off, as with another power function, and rounded to the dtype."""
     frequencies = inverse_frequencies(rope, R)[0]
     if precision.exact and not short:
         last = int(positions.max()) + 1 if positions.numel() else 0

@@ -111,8 +111,7 @@ def _import_first(modules: Sequence[str]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Join the lines of an error: those that list backends and reasons, or quote others, have
-    several."""
+    """Join the lines of an error that lists backends and their reasons, or quotes others."""
     lines = [" ".join(line.split()) for line in str(error).splitlines()]
     return "; ".join(line for line in lines if line).replace(":; ", ": ")
 

@@ -30,7 +30,7 @@ from openmla.plan.explanation import counted
 
 OUTSIDE = 1  # exit status if a component is outside its budget
 MANY_TOKENS = 2048
-USUAL_TOKENS = 256  # of the demo's default prompt
+USUAL_TOKENS = 256  # tokens of the demo's default prompt
 
 
 def run_bisect(options: argparse.Namespace) -> int:

@@ -172,8 +172,7 @@ def checked_device(name: str | None) -> str:
 
 
 def check_backend(name: BackendChoice, device: str, format: str | None) -> None:
-    """Check that a named backend exists and can at least write a model's rows; plans check the
-    rest."""
+    """Check that a named backend exists and can write a model's rows; plans check the rest."""
     if not isinstance(name, str):
         check_backend_choice("--backend", name)
         return

@@ -88,8 +88,7 @@ def _of_target(gpu: GPU) -> list[str]:
 
 
 def ops_on(gpu: GPU) -> dict[str, dict[str, str]]:
-    """ops_of() for a GPU of the table: all backends for NVIDIA's chips, Triton's kernels for
-    AMD's."""
+    """ops_of() for a GPU of the table: all backends for NVIDIA's, Triton's kernels for AMD's."""
     if gpu.target.startswith("sm_"):
         digits = int(gpu.target.removeprefix("sm_"))
         return ops_of("cuda", divmod(digits, 10), gpu.multiprocessors)

@@ -220,8 +220,7 @@ def warn_of_context(prompt: int, new: int, config: MLAConfig) -> None:
 
 
 def print_prompt(prompt: str) -> None:
-    """Print the prompt, or the end of a long one, under a heading that separates it from the
-    output."""
+    """Print the prompt, or the end of a long one, under a heading that sets it off."""
     if len(prompt) <= SHOWN + 100:
         print(f"{heading('prompt')}\n{styled(prompt.rstrip(), DIM)}")
     else:

@@ -44,7 +44,7 @@ def fetched(
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except OpenMLAError:
         raise
-    except Exception as error:  # of many types: no network, no such ID, no permission, no space
+    except Exception as error:  # any type: no network, no such ID, no permission, no space
         reason = str(error).strip().splitlines() or [type(error).__name__]
         first = reason[0].split(". ")[0].rstrip(".")
         raise ConfigError(

@@ -24,8 +24,7 @@ ROWS = 128  # queries per chunk of attention
 
 
 class Looked(NamedTuple):
-    """Selection of one layer. Shares are fractions of a token's attention, means over heads,
-    [T]."""
+    """One layer's selection. Shares are fractions of a token's attention, means over heads, [T]."""
 
     layer: int
     chosen: Tensor  # [T, S] bool
@@ -138,8 +137,7 @@ def heat(looked: Looked) -> Tensor:
 
 
 def draw_looked(found: Sequence[Looked], path: Path, title: str) -> None:
-    """Draw a heat map for each layer, or for some of many, and the share of attention of every
-    layer."""
+    """Draw heat maps of all or some layers, then the share of attention of every layer."""
     step = -(-len(found) // SHOWN)
     shown = list(found)[::step]
     lines = -(-len(shown) // 2)
@@ -170,8 +168,7 @@ def first_choice(looked: Looked) -> int:
 
 
 def _draw_shares(axes: Any, found: Sequence[Looked]) -> None:
-    """Draw means over tokens that have to select, compared with other selections of as many
-    keys."""
+    """Draw means over tokens that have to select, compared with other selections of K keys."""
     K, layers = found[0].topk, [looked.layer for looked in found]
 
     def means(values: Sequence[Tensor]) -> list[float]:

@@ -67,7 +67,7 @@ def read_config(folder: Path) -> Any:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             quantized = getattr(config, "quantization_config", None)
             known = quantized is None or AutoHfQuantizer.supports_quant_method(quantized)
-    except Exception as error:  # of many types, for any invalid field
+    except Exception as error:  # any type, for any invalid field
         raise ConfigError(
             f"{called(folder)}: transformers cannot read config.json: {type(error).__name__}: "
             f"{error}"
@@ -221,7 +221,7 @@ def check_generation(folder: Path, config: Any) -> None:
             else:
                 found = GenerationConfig.from_model_config(config)
             found.validate()
-    except Exception as error:  # of many types, for any invalid field
+    except Exception as error:  # any type, for any invalid field
         raise ConfigError(
             f"{called(folder)}: transformers cannot use {where}: {type(error).__name__}: {error}"
         ) from error
@@ -268,8 +268,7 @@ def input_device(model: Any) -> torch.device:
 
 
 def _check_loaded(folder: Path, info: dict[str, Any]) -> None:
-    """Check that every tensor of the model came from the checkpoint; transformers initializes
-    missing ones randomly.
+    """Check that every tensor came from the checkpoint; transformers would initialize the rest.
 
     It has already removed tied tensors, and what a class allows to be unused, from these lists.
     """
@@ -331,7 +330,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         with _only_errors():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of many types, depending on the tokenizer
+    except Exception as error:  # any type, depending on the tokenizer
         raise ConfigError(
             f"{called(folder)}: transformers cannot load the tokenizer: {type(error).__name__}: "
             f"{error}"
@@ -363,8 +362,7 @@ def cut_windows(
 
 @contextmanager
 def _only_errors(bars: bool = False) -> Iterator[None]:
-    """Disable transformers' warnings, and its progress bars except for long work: commands print
-    their own."""
+    """Silence transformers' warnings, and its bars except for long work; commands have theirs."""
     verbosity, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not bars:

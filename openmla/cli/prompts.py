@@ -32,8 +32,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def read_prompt(prompt: str | None, model: str, command: str) -> str:
-    """One text: given directly, from @FILE, from standard input if it is - or piped, or the demo's
-    own."""
+    """One text: given, from @FILE, from standard input if it is - or piped, or the demo's own."""
     if prompt is None and model == "demo":
         text = _standard_input(command) if _is_waiting() else ""
         if not text:

@@ -1,5 +1,4 @@
-"""A lower bound on a decode step's time: what it reads, computes and sends, over a machine's
-limits.
+"""A lower bound on a decode step's time: its reads, FLOPs and messages over a machine's limits.
 
 Bytes and FLOPs are those of the ops' own cost(), for one rank, over all layers; the rest of a layer
 counts by its weights, each read once. The model has no overlap and no waiting: a measured step
@@ -22,7 +21,7 @@ from openmla.ops.mqa_paged import cost as paged_cost
 from openmla.ops.mqa_sparse import cost as sparse_cost
 from openmla.ops.rope import cost as rope_cost
 
-ITEMSIZE = 2  # of queries and outputs: bf16
+ITEMSIZE = 2  # queries and outputs in bf16
 LSE, SUM, CANDIDATE = 4, 4, 8  # bytes: two float32; a float32 score and an int32 position
 SMALL = 256 * 1024  # message bytes below which the number of collectives decides
 
@@ -86,9 +85,8 @@ def _scoring_costs(step: Step) -> dict[str, Cost]:
 
 
 def _merge_cost(step: Step) -> Cost:
-    """With an exchange: every rank's part of a head is read once, the merged one written once. With
-    a gather: all ranks' lse are read, this rank's part is scaled into float32, the sums are read
-    and rounded."""
+    """Exchange: every rank's part of a head is read once, the merged one written once. Gather: all
+    ranks' lse are read, this rank's part is scaled into float32, the sums are read and rounded."""
     W, B, H = step.ranks.size, step.batch, step.config.num_heads
     own, V = step.ranks.own_heads(step.config), step.ranks.out_width(step.config)
     if _schedule(step) == "exchange":
@@ -98,8 +96,7 @@ def _merge_cost(step: Step) -> Cost:
 
 
 def _compressed_costs(step: Step, kind: Kind) -> dict[str, Cost]:
-    """V4: write a row into the window, pool tokens into entries, attend to both, and rotate
-    back."""
+    """V4: write a row into the window, pool tokens into entries, attend to both, rotate back."""
     config, B, S = step.config, step.batch, step.context
     own, D, R = step.ranks.own_heads(config), config.latent_dim, config.qk_rope_head_dim
     indexer = config.indexer

@@ -30,7 +30,7 @@ class Report(NamedTuple):
     step: Step
     machine: Machine
     token: TokenBytes
-    weights: Weights | None  # of the whole model; None if unknown
+    weights: Weights | None  # the whole model's; None if unknown
     memory_share: float
     block_size: int
     fixed: int  # bytes of V4's windows and compressor states
@@ -341,8 +341,7 @@ def draw(report: Report, path: str) -> None:
 
 
 def _draw_memory(axes: Any, report: Report) -> None:
-    """Bytes of the step's requests over all layers, by format; other memory use, and the
-    capacity."""
+    """Bytes of the step's requests over all layers, by format; other memory use and capacity."""
     step = report.step
     config, batch = step.config, step.batch
     longest = max(config.max_positions, step.context, 2048)

@@ -14,7 +14,7 @@ from openmla.cache.format import get_format
 from openmla.config import INDEXED_RATIO, MLAConfig
 from openmla.errors import ConfigError
 
-WINDOW_BLOCK, ROLLBACK = 64, 8  # of V4's caches: allocate_cache's defaults
+WINDOW_BLOCK, ROLLBACK = 64, 8  # allocate_cache's defaults for V4's caches
 HEADS, SCHEDULES = ("own", "all"), ("auto", "gather", "exchange")
 
 

@@ -85,8 +85,7 @@ def shows_progress() -> bool:
 
 @contextmanager
 def progress(total: int) -> Iterator[Advance]:
-    """A progress bar in a terminal if rich is installed; nothing elsewhere or inside another
-    bar."""
+    """A progress bar in a terminal, if rich is installed; not inside another bar."""
     if not shows_progress():
         yield lambda what, done: None
         return

@@ -80,8 +80,7 @@ def get_num_sms() -> int:
 def get_paged_mqa_logits_metadata(
     context_lens: Tensor, block_kv: int, num_sms: int, indices: Tensor | None = None
 ) -> Tensor:  # [num_sms + 1, 2] i32
-    """A placeholder schedule of the right shape. openmla's kernels balance themselves and do not
-    read it."""
+    """A placeholder schedule of the right shape: openmla's kernels balance themselves."""
     return context_lens.new_zeros((num_sms + 1, 2), dtype=torch.int32)
 
 
@@ -142,9 +141,8 @@ def fp8_paged_mqa_logits(
     clean_logits: bool = False,
     indices: Tensor | None = None,
 ) -> Tensor:  # [b * next_n, max_context_len] f32
-    """Scores of paged keys. With one length per request, its tokens are the last ones; with one
-    length per token, it is the number of keys that token sees. `indices`, which marks requests that
-    share a sequence, has no effect."""
+    """Scores of paged keys. A length per request means its tokens come last; a length per token is
+    the number of keys it sees. `indices`, which marks shared sequences, has no effect."""
     return fp8_fp4_paged_mqa_logits(
         (q, None), kv_cache, weights, context_lens, block_table, schedule_meta, max_context_len,
         clean_logits, torch.float32, indices,

@@ -69,8 +69,7 @@ def starts(device: torch.device, num_requests: int, tokens: int) -> Tensor:
 
 
 def install(module: str, name: str, *submodules: str, force: bool) -> bool:
-    """Make `import name` find one of openmla's modules. Returns whether it does. See the modules'
-    own install()."""
+    """Make `import name` find an openmla module. Returns whether it does. See their install()."""
     ours = sys.modules[module]
     if sys.modules.get(name) is ours:
         return True
@@ -106,7 +105,6 @@ def uninstall(module: str, name: str, *submodules: str) -> None:
 
 
 def _submodule(ours: ModuleType, name: str) -> ModuleType:
-    """The module's own submodule of that name, or the whole module, where the original keeps its
-    functions in submodules."""
+    """The module's submodule of that name; else the module, where the original has submodules."""
     found = getattr(ours, name, ours)
     return found if isinstance(found, ModuleType) else ours

@@ -1,5 +1,4 @@
-"""What the shapes and dtypes of a flash_mla_with_kvcache call imply, checked once for similar
-calls."""
+"""What a flash_mla_with_kvcache call's shapes and dtypes imply, checked once for similar calls."""
 
 from __future__ import annotations
 

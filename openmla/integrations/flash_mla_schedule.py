@@ -14,9 +14,8 @@ from openmla.integrations.drop_in import DropInError
 
 @dataclasses.dataclass
 class FlashMLASchedMeta:
-    """The result of get_mla_metadata(), to be passed to calls of one shape. openmla's kernels
-    balance themselves on the device, so lengths may change between calls; the tensors are not
-    changed."""
+    """The result of get_mla_metadata(), for calls of one shape. openmla's kernels balance
+    themselves on the device, so lengths may change between calls; the tensors are not changed."""
 
     @dataclasses.dataclass
     class Config:
@@ -75,16 +74,14 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[Tensor, Tensor]:  # [parts, 8] i32, [b+1] i32
-    """A placeholder schedule of the right shapes, with no request split. openmla does not read
-    it."""
+    """A placeholder schedule of the right shapes, with no request split; openmla ignores it."""
     parts = multiprocessors(seqlens_k.device) // h_k // -(-num_q_tokens_per_head_k // 64)
     one_each = torch.arange(seqlens_k.shape[0] + 1, dtype=torch.int32, device=seqlens_k.device)
     return seqlens_k.new_zeros((max(parts, 1), 8), dtype=torch.int32), one_each
 
 
 def check_schedule(schedule: Any, num_splits: Any, shape: tuple[Any, ...]) -> None:
-    """Check that a schedule is used for calls of one shape. Older pairs of tensors are not
-    checked."""
+    """Check that a schedule is used for calls of one shape; older pairs of tensors are ignored."""
     if isinstance(schedule, Tensor):
         return
     if not isinstance(schedule, FlashMLASchedMeta):

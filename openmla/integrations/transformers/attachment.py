@@ -172,8 +172,7 @@ class Attachment:
         self.watcher: Watcher | None = None  # called with every layer's step while bisect runs
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copying or saving the model. Caches and their requests stay with the
-        original."""
+        """State for copying or saving the model; caches and requests stay with the original."""
         fields = self.__dataclass_fields__
         return {name: value for name, value in vars(self).items() if name in fields}
 
@@ -219,8 +218,7 @@ class Attachment:
 
     @property
     def pools(self) -> tuple[BlockPool, ...]:
-        """The pools; for V4 those of entries, rows and states. Only the first can have a fixed
-        size."""
+        """The pools, for V4 of entries, rows and states; only the first can have a fixed size."""
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
 
     @property
@@ -229,8 +227,7 @@ class Attachment:
         return self.first_scales and len(self.scales) < len(self.modules)
 
     def is_followed(self) -> bool:
-        """Whether modules and config still ask for the attention that attach() found: causal, with
-        the same softmax scale."""
+        """Whether modules and config still ask for causal attention with the same softmax scale."""
         causal = getattr(self.previous[0], "is_causal", True)
         return causal and all(
             getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
@@ -278,8 +275,7 @@ class Attachment:
             yield
 
     def take(self, wanted: dict[int, int]) -> tuple[list[tuple[int, int]], ...]:
-        """Allocate blocks for new tokens and return what to copy first. Pools that may grow do so
-        instead of running out.
+        """Allocate blocks for new tokens; returns what to copy first. Full pools grow if they may.
 
         Windows and states may always grow: the number of sequences bounds them. Called with the
         pool locked.
@@ -351,7 +347,7 @@ class Attachment:
         sources: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
-        """Carry out what take() asked for in every layer, then move rows from slot to slot."""
+        """Carry out the copies of take() in every layer, then move rows from slot to slot."""
         for layer, kept in self.caches.items():
             cache = self.caches[layer] = self._grown(kept)
             with self.using_caches(cache.parts[0].data.device):
@@ -440,7 +436,7 @@ class Attachment:
             return dict(self.caches)
 
     def planned(self, plan: Plan) -> None:
-        """Count the workspace of a plan that a pass will run."""
+        """Keep the plan that a pass will run, and count its workspace."""
         self.last_plan = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
 

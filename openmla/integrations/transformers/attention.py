@@ -280,8 +280,7 @@ def openmla_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any
 def openmla_sparse_mask(
     *args: Any, attention_mask: Tensor | None = None, device: Any = None, **kwargs: Any
 ) -> Tensor:
-    """Return a mask of one element, which satisfies an indexer, with the padding mask attached to
-    it."""
+    """Return a mask of one element, as an indexer needs, with the padding mask attached."""
     begin_reading(attention_mask, kwargs.get("q_length"))
     mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device)
     mask.openmla_padding = attention_mask  # type: ignore[attr-defined]

@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
-    buffers: dict[int, dict[str, Tensor]]  # of the plans, by compress ratio
+    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by compress ratio
     places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
     weights: tuple[int, ...]  # their addresses; checked once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded
@@ -442,8 +442,7 @@ def _most_blocks(session: Session) -> int:
 
 
 def _places(caches: list[LayerCache], attachment: Attachment) -> tuple[int, ...]:
-    """Addresses together with lengths: a cache that moved away and back but has grown must not
-    match."""
+    """Addresses and lengths: a cache that moved away and back but has grown must not match."""
     parts = [part.data for cache in caches for part in cache.parts]
     if attachment.config.compressor is not None:
         parts.append(attachment.table(parts[0].device))

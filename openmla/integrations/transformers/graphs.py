@@ -31,7 +31,7 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-_RECORDING = threading.RLock()  # any launch on a recording stream would be captured
+_RECORDING = threading.RLock()  # any launch on a capture stream would be captured
 
 
 # Graphs whose capture failed: torch's allocator keeps querying which stream they capture.

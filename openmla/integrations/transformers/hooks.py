@@ -74,8 +74,7 @@ class ByName:
 
 
 class AfterPass:
-    """Ends a pass: drops a cache that was its own and, if the pass failed, frees what it had
-    taken."""
+    """Ends a pass: drops a cache of its own and, if the pass failed, frees what it had taken."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment

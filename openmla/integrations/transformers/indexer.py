@@ -85,8 +85,7 @@ class IndexerWatch:
         return IndexInputs(q_idx, w_idx, keys)
 
     def _rotated(self, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate like transformers rotates its keys: pairs end up with their first members in
-        front."""
+        """Rotate like transformers rotates its keys: pairs end up first members first."""
         config = self.attachment.config
         indexer, R = config.indexer, config.qk_rope_head_dim
         assert indexer is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from openmla.errors import ShapeError, UnsupportedError
 
-LEAST_COLUMNS = 1 << 12  # of a table of weights, which doubles whenever it is too short
+LEAST_COLUMNS = 1 << 12  # columns of the first weight table, which doubles if too short
 Runs = list[tuple[bool, int]]  # a row's columns so far: runs of (is a token, how many)
 
 _made: dict[tuple[int, torch.device], Tensor] = {}  # _weights()
@@ -112,9 +112,8 @@ class Begun(NamedTuple):
 
 
 def begin_reading(mask: Tensor | None, num_queries: object) -> None:
-    """Start to copy what read_mask() will need before layers are launched, so that waiting for the
-    copy does not wait for the layers. In prefill this is the mask itself, which may well have
-    padding."""
+    """Start to copy what read_mask() will need, before layers are launched: waiting for the copy
+    then does not wait for them. In prefill it is the mask itself, which may well have padding."""
     if mask is None or not mask.is_cuda or mask.dim() != 2 or torch.compiler.is_compiling():
         return
     if torch.cuda.is_current_stream_capturing():
@@ -173,8 +172,7 @@ def num_tokens(runs: Runs) -> int:
 
 
 def add_runs(runs: Runs, new: Runs) -> None:
-    """Append columns to a row. Adjacent runs of one kind are merged, or each token would add a
-    run."""
+    """Append columns to a row. Runs of one kind are merged, or each token would add a run."""
     for is_token, length in new:
         if runs and runs[-1][0] == is_token:
             length += runs.pop()[1]

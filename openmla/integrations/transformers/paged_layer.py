@@ -1,5 +1,4 @@
-"""PagedLayer: one layer of past_key_values. Reordering rows updates block tables and moves no
-bytes."""
+"""PagedLayer: one layer of past_key_values. Reordering rows moves block tables, no bytes."""
 
 from __future__ import annotations
 
@@ -110,8 +109,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             self.session.reorder_rows(rows.tolist())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last tokens. A positive number is the length to keep, as in older
-        transformers."""
+        """Drop the last tokens. A positive number is the length to keep, an older convention."""
         given = int(tokens_to_remove)  # assisted decoding passes a tensor
         surplus = -given if given <= 0 else max(self.columns - given, 0)
         surplus = min(surplus, self.columns)
@@ -131,8 +129,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
-    """Put a paged layer into a cache object that does not have one yet, and expect its update
-    next."""
+    """Put a paged layer into a cache object that does not have one yet; it awaits its update."""
     layers = past.layers
     while len(layers) <= layer:
         layers.append(DynamicLayer())

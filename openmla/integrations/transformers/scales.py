@@ -70,8 +70,7 @@ def chosen_scales(
 
 
 def scales_in(model: nn.Module) -> Scales | None:
-    """A model's own scales: among its tensors, where quantized models keep them, or in its
-    checkpoint."""
+    """A model's own scales: among its tensors, if it is quantized, or in its checkpoint."""
     loaded = scales_of((*model.named_parameters(), *model.named_buffers()), "attach")
     name = getattr(model, "name_or_path", None)
     if loaded is not None or not name or not Path(name).is_dir():

@@ -65,13 +65,13 @@ class Session:
         self.views: dict[int, AbsorbedWeights] = {}  # views of fp8 weights
         self.steps = 0
         self.leader: int | None = None  # the layer whose cache calls move requests
-        self.entries: list[Entry] = []  # of the current pass
+        self.entries: list[Entry] = []  # the current pass's queries
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding; None: all
         self.placed: dict[torch.device, Tensor] = {}  # `picked` on the layers' devices
         self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and compress ratio
-        self.dtype: torch.dtype | None = None  # dtype of the last pass's queries
-        self.selection: Selection | None = None  # of the last layer that selected keys
+        self.dtype: torch.dtype | None = None  # dtype of the last queries
+        self.selection: Selection | None = None  # from the last layer that selected keys
         self.fresh = True  # the current pass is the first over its requests
         self.unfinished = False  # a pass has begun, and its last layer has not attended
         weakref.finalize(self, attachment.drop, self.requests)

@@ -63,8 +63,7 @@ def register() -> None:
 
 
 def cpu_platform() -> str | None:
-    """Entry point of vllm.platform_plugins: the CPU platform accepts no third-party backend by
-    itself."""
+    """Entry point of vllm.platform_plugins: the CPU platform takes no other backends itself."""
     found = installed()
     if found is None or why_not(found[1]) is not None:
         return None

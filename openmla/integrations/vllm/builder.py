@@ -264,8 +264,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         return self.planners[output]
 
     def _is_uniform(self, m: Any, B: int, T: int) -> bool:
-        """Whether every request has the same small number of tokens, except for padding at the
-        end."""
+        """Whether every request has the same few tokens, except for padding at the end."""
         width = T // B
         if width * B != T or width > self.width:
             return False
@@ -315,8 +314,7 @@ class OpenMLABuilder(MLACommonMetadataBuilder[OpenMLAMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None,
     ) -> Decode:
-        """Plan decode under context parallelism: a token sees all of this rank's keys, which may be
-        none."""
+        """Context parallelism: a token sees all of this rank's keys, of which there may be none."""
         cache = self.cache()
         if not hasattr(self, "no_slots"):  # vLLM has written the rows
             self.no_slots = torch.full((self.max_tokens,), -1, device=self.device)

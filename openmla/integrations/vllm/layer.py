@@ -81,8 +81,8 @@ class OpenMLAImpl(MLACommonImpl[OpenMLAMetadata]):
         self.layer, self.builder = layer, builder
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Tell vLLM's layer how many expanded rows to allocate in the profiling run. vLLM calls
-        this after every weight load, and so before that run."""
+        """Set how many expanded rows vLLM's layer allocates in the profiling run. vLLM calls this
+        after every weight load, and so before that run."""
         self._weights = None
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         layer = next((one for one in layers if getattr(one, "impl", None) is self), None)

@@ -27,8 +27,7 @@ MODELS = {
 
 
 def register() -> None:
-    """Register models by name: vLLM inspects a model in another process and imports it when
-    needed."""
+    """Register by name: vLLM inspects a model in another process and imports it when needed."""
     from vllm import ModelRegistry
 
     for architecture in MODELS:

@@ -19,8 +19,7 @@ from openmla.plan.across import token_batch
 
 
 def dcp_ranks(vllm_config: Any) -> Ranks:
-    """vLLM's group. Ranks do not compare their steps, because vLLM's scheduler gives all the same
-    one."""
+    """vLLM's group. Ranks do not compare their steps: vLLM's scheduler gives all the same one."""
     interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
     return Ranks(get_dcp_group().device_group, interleave=interleave, heads="own", check=False)
 
@@ -33,8 +32,7 @@ def plan_over_dcp(
     planner: openmla.DecodePlanner,
     options: dict[str, Any],
 ) -> openmla.Plan:
-    """Plan a step. `m` is vLLM's CommonAttentionMetadata: lengths of whole requests, this rank's
-    slots."""
+    """`m` is vLLM's CommonAttentionMetadata: lengths of whole requests, and this rank's slots."""
     assert config.indexer is not None and cache.latent is not None
     B, T = m.num_reqs, m.num_actual_tokens
     topk, slots = config.indexer.topk, m.slot_mapping[:T]

@@ -196,8 +196,7 @@ class Chooser(nn.Module):
 
 
 class Attend:
-    """A layer's forward_mqa: attends to its window and its entries, which are all written
-    already."""
+    """A layer's forward_mqa: attends to its window and its entries, all written already."""
 
     def __init__(self, layer: Any, backend: str = "auto") -> None:
         self.layer, self.backend = layer, backend

@@ -54,8 +54,7 @@ def capability() -> tuple[int, ...]:
 
 
 def uses_cute_dsl() -> bool:
-    """Whether vLLM uses CuTe DSL: its kernels import both packages, and it serves V4 from SM90
-    on."""
+    """vLLM's CuTe DSL kernels import both packages, and vLLM serves V4 from SM90 on."""
     return capability() >= (9, 0) and all(map(find_spec, ("cutlass", "quack")))
 
 
