@@ -88,8 +88,12 @@ def test_refusals(
     )
     tokens = torch.tensor(list(PROMPT.encode()))
     for tensors, metadata, sentence in (
-        ({"layers.0.q_a": (39, 16)}, {"model_type": "deepseek_v4"}, "of this model's type"),
-        ({"layers.7.q_a": (39, 16)}, {}, "the model's 3 layers, got layer 7"),
+        (
+            {"layers.0.q_a": (39, 16)},
+            {"model_type": "deepseek_v4"},
+            "model_type of the dump must be deepseek_v3",
+        ),
+        ({"layers.7.q_a": (39, 16)}, {}, "must be in 0..2 for this model, got layer 7"),
         ({"layers.0.q_a": (39, 17)}, {}, "layers.0.q_a must be [39, "),
         ({"layers.0.cache": (39, 40)}, {"cache_format": "fp8"}, "must be torch.float8_e4m3fn"),
         ({"weights": (2, 2)}, {}, "has no tensors named layers.{i}.{component}"),
@@ -99,7 +103,7 @@ def test_refusals(
         save_file({**made, "tokens": tokens}, path, metadata)
         assert sentence in said(against, capsys)
     save_file({"tokens": tokens.flip(0), "layers.0.q_a": torch.zeros(39, 16)}, path)
-    assert "must be of the prompt's 39 tokens" in said(against, capsys)
+    assert "must be the 39 tokens of the prompt" in said(against, capsys)
     monkeypatch.setattr("sys.stdin", None)
     assert "no prompt is given" in said(["bisect", "--model", str(folder)], capsys)
     assert "--plot must be a file that ends in" in said(

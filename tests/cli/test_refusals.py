@@ -172,7 +172,7 @@ CHECKPOINTS: dict[str, tuple[Damage, str]] = {
     "pickles": (pickled, "Give --allow-pickle if you trust them"),
     "config broken": (written("config.json", b"{"), "is not valid JSON"),
     "config binary": (written("config.json", b"\xff\x00"), "is not valid JSON"),
-    "config a list": (written("config.json", b"[]"), "must hold a JSON object, got a list"),
+    "config a list": (written("config.json", b"[]"), "must contain a JSON object, got list"),
     "type unknown": (config(model_type="abacus"), "model_type 'abacus' is not supported"),
     "type not MLA": (config(model_type="llama"), "model_type 'llama' is not supported"),
     "type a number": (config(model_type=7), "model_type 7 is not supported"),
