@@ -383,7 +383,7 @@ ELSEWHERE: list[tuple[str, Callable[[World], object]]] = [
     ("plan: prefill_dtype must be 'fp8' or None, got 8.", lambda w: w.planned(prefill_dtype=8)),
     ("plan: config must have an indexer for form 'chosen'", lambda w: w.planned(form="chosen")),
     (
-        "plan: into must be plan_buffers",
+        "plan: into must be the buffers",
         lambda w: w.planned(into={"block_table": torch.zeros(1, 1)}),
     ),
     (
