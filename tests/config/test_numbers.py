@@ -58,7 +58,7 @@ def test_no_layer_is_made_of_it() -> None:
     for make in (MLAAttention, Indexer, lambda config: MLAAttentionV4(config, layer=0)):
         with pytest.raises(ConfigError, match=r"config has no hidden_size .* made by from_nu"):
             make(config)
-    with pytest.raises(ConfigError, match="there is no table of a rope that others rotate by"):
+    with pytest.raises(ConfigError, match="a config of kind 'external' has no RoPE table"):
         RopeTable(config.rope, 64, 128)
     tiny = PRESETS["tiny-v4"]
     cache = allocate_cache(tiny, num_blocks=2, block_size=128, max_requests=1, max_tokens=4)

@@ -190,18 +190,26 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
         ((inputs, weights), {}, "absorbed must be None with CompressedInputs, got AbsorbedWeights"),
         ((finished, None), {"raw": inputs.raw}, "raw must be None with CompressedInputs"),
         ((projected, weights), {}, "projected must be CompressedInputs for deepseek_v4, got Pro"),
-        ((replace(finished, rows=None), None), {}, r"rows must be \(40, 32\) as planned, got None"),
-        ((replace(finished, q=q[:9]), None), {"write": False}, r"q must be \(40, 4, 32\) as plan"),
+        (
+            (replace(finished, rows=None), None),
+            {},
+            r"rows must be \(40, 32\) for this plan, got None",
+        ),
+        (
+            (replace(finished, q=q[:9]), None),
+            {"write": False},
+            r"q must be \(40, 4, 32\) for this plan",
+        ),
     ]
     if ratio == 4:
         other = make_selection(positions, cache, server.plan(server.batch([("r", 40)])))
         bare = CompressedInputs(finished.q)
         cases += [
-            ((bare, None), {"write": False}, "index must be given for ratio 4, its tokens choose"),
-            ((finished, None), {"selection": selection}, "selection must be None beside ind"),
-            ((bare, None), {"write": False, "selection": other}, "selection must be of this step"),
+            ((bare, None), {"write": False}, "index is missing: tokens of this plan select"),
+            ((finished, None), {"selection": selection}, "selection must be None when index"),
+            ((bare, None), {"write": False, "selection": other}, "selection must be made with"),
             ((bare, None), {"write": False, "selection": selection, "keys": "window"},
-             "selection must be None where no token chooses"),
+             "selection must be None where no token selects"),
         ]  # fmt: skip
         with pytest.raises(OpenMLAError, match=r"^selection: positions of a token that sees 25"):
             make_selection(torch.full_like(positions, 99), cache, plan)
@@ -211,7 +219,7 @@ def test_refusals_write_nothing(ratio: int, monkeypatch: pytest.MonkeyPatch) -> 
             (
                 (finished, None),
                 {"selection": unasked(plan)},
-                "selection must be None where no token chooses",
+                "selection must be None where no token selects",
             )
         )
     for given, options, message in cases:
