@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "openmla"
 ERRORS = {"ShapeError", "ConfigError", "UnsupportedError", "CacheFullError"}
-ELSEWHERE = ("ops/", "cli/", "plan/checks.py", "plan/compressed_checks.py", "layers/warm")
+ELSEWHERE = ("ops/", "cli/")
 NOT_OURS = (
     "refused", "understood", "must be given", "must not be given", "got none", "is there",
     "quantis", "normalis", "initialis", "eight bits", "recorded", "whole number", "as planned",

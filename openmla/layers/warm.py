@@ -57,17 +57,42 @@ def warmup(
     batch_invariant: bool = False,
     ranks: Ranks | None = None,
 ) -> Workspace:
-    """Reserve memory for steps of up to max_requests requests and max_tokens new tokens, for all
-    layers, and on a GPU run a step of every shape once to compile its kernels.
+    """Reserve the memory of steps of a bounded size and, on a GPU, compile their kernels.
 
-    Pass the result to make_plan, with the same `backend`, `dtype`, `output`, `query_dtype`,
-    `prefill_dtype` and `batch_invariant`. Steps then compile nothing and allocate no expanded keys
-    or values of their own. Nothing is written: the steps have no slots. On a GPU the steps use a
-    temporary layer of zeros in `dtype`, or `absorbed`: the weights of a layer, if they are fp8.
-    With `ranks` every rank calls this with its own cache. DeepSeek V4 has no expanded keys, and
-    each compress ratio has its own kernels: warm up a cache of each. At ratio 4, where entries are
-    selected, the result holds the top-k selection of max_tokens tokens and serves the other layers
-    too, and memory for scores is allocated once.
+    A GPU runs one step of every shape that has kernels of its own. No slot is written. Later steps
+    compile nothing and allocate no expanded keys or values. The result serves all layers. DeepSeek
+    V4 has kernels per compress ratio: warm up a cache of each ratio. Its result at ratio 4 holds
+    the selection of max_tokens tokens and serves the layers of other ratios.
+
+    Args:
+        config: the model's dimensions.
+        cache: the cache of a layer.
+        max_requests: the most requests in a step.
+        max_tokens: the most new tokens in a step.
+        workspace_tokens: context rows that prefill gathers at once. Defaults to the rule of
+            default_workspace_tokens().
+        dtype: dtype of the queries.
+        backend: same as in make_plan().
+        output: same as in make_plan().
+        absorbed: the absorbed weights of a layer, if they are fp8. By default the steps use a
+            temporary layer of zeros in `dtype`.
+        query_dtype: same as in make_plan().
+        prefill_dtype: same as in make_plan().
+        batch_invariant: same as in make_plan().
+        ranks: same as in make_plan(). Every rank calls warmup() with its own cache.
+
+    Returns:
+        The workspace to pass to make_plan(), together with the same options.
+
+    ```python
+    import openmla
+    import torch
+
+    config = openmla.PRESETS["tiny-v3"]
+    cache = openmla.allocate_cache(config, num_blocks=64, block_size=16, format="fp32")
+    sizes = {"max_requests": 2, "max_tokens": 32}
+    workspace = openmla.warmup(config, cache, **sizes, dtype=torch.float32)
+    ```
     """
     check_backend_choice("warmup", backend)
     check_kind("warmup", "config", config, MLAConfig)
@@ -124,7 +149,7 @@ def warmup(
 
 MANY_TOKENS = 128
 MANY_ROWS = 1024  # query rows from which fixed runs are merged with another tile size
-LONG = 16384  # keys for more fixed runs than launch early
+LONG = 16384  # keys: more fixed runs than a merge that launches early takes
 SOME_REQUESTS = 4  # each is split into fewer runs than a single request, more than many
 FOLDED_ROWS = 128  # maximum query rows, tokens times heads, that read keys together
 

@@ -75,7 +75,7 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
     if config.indexer is None:
         if form == "chosen":
             raise ConfigError(
-                "plan: config must have an indexer for form 'chosen', got none. The indexer's topk "
+                "plan: config must have an indexer for form 'chosen' and has none. Its topk "
                 "is the number of keys that a token attends to."
             )
         return
@@ -83,7 +83,7 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
         return
     if index is None:
         raise ConfigError(
-            f"plan: cache must have index rows for {config.model_type}, got none. If this layer "
+            f"plan: cache must have index rows for {config.model_type} and has none. If this layer "
             "shares the selection of another one, plan with that layer's cache."
         )
     get_format(index.format, "index")
@@ -204,7 +204,7 @@ def check_room_for_keys(
     if whole and len(workspace.keys) < len(workspace.expanded):
         raise ConfigError(
             f"plan: workspace must have room for whole keys, which {whole[0].problem.op} needs on "
-            f"{whole[0].backend}, got none. Call warmup() with the same backend."
+            f"{whole[0].backend}, and has none. Call warmup() with the same backend."
         )
 
 
@@ -213,7 +213,7 @@ def check_batch(batch: Batch, latent: PagedCache, ranks: int = 1) -> None:
     cache over `ranks`, a block holds that many times its tokens."""
     table, slots = batch.block_table, batch.slot_mapping
     if slots is None:
-        raise ShapeError("batch: slot_mapping must be given, got None. Only V4 plans without it.")
+        raise ShapeError("batch: slot_mapping is missing. Only V4 plans without it.")
     check_devices(batch, ("block_table", "slot_mapping", "device_seq_lens"), latent.data.device)
     N, BS = latent.num_blocks, latent.block_size * ranks
     if table.is_cpu:

@@ -28,7 +28,7 @@ def check_caches(config: MLAConfig, cache: LayerCache) -> PagedCache:
     assert config.compressor is not None
     if cache.window is None:
         raise ConfigError(
-            f"plan: cache must have window rows for {config.model_type}, got none. Make it with "
+            f"plan: cache must have window rows for {config.model_type} and has none. Make it with "
             "allocate_cache(layer=), one layer at a time."
         )
     get_format(cache.window.format, "latent")
@@ -134,7 +134,7 @@ def check_compressed_batch(
     """
     if batch.window_table is None or batch.state_slots is None:
         raise ShapeError(
-            f"batch: window_table and state_slots must be given for {config.model_type}, got None."
+            f"batch: window_table and state_slots are missing, which {config.model_type} needs."
         )
     longest = max(batch.seq_lens, default=0)
     if longest > config.max_positions:

@@ -19,11 +19,11 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises):\n((?:(?:    .*)?\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+): ", re.MULTILINE)
 
-# Where a user starts. Each has an example in its docstring, but warmup, which is about to move.
+# Where a user starts. Each has an example in its docstring.
 MAIN = (
     "attach", "detach", "attachment_of", "calibrate", "make_plan", "plan_buffers", "attend_step",
     "allocate_cache", "BlockPool", "CompressedPool", "Batch", "MLAAttention", "MLAAttentionV4",
-    "MLAConfig.from_hf", "MLAConfig.from_numbers",
+    "MLAConfig.from_hf", "MLAConfig.from_numbers", "warmup",
 )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def test_bad_rings(ratio: int) -> None:
     server, batch = ready(ratio)
     assert batch.window_table is not None
     bare = replace(batch, window_table=None, state_slots=None)
-    message = "batch: window_table and state_slots must be given for deepseek_v4, got None."
+    message = "batch: window_table and state_slots are missing, which deepseek_v4 needs."
     refuses(server, bare, ShapeError, message)
     short = replace(batch, window_table=batch.window_table[:, :2].contiguous())
     message = (
@@ -140,7 +140,7 @@ def test_bad_plans() -> None:
     assert cache.index is not None
     one = torch.tensor(1.0)
     for changes, message in (
-        ({"window": None}, "plan: cache must have window rows for deepseek_v4, got none."),
+        ({"window": None}, "plan: cache must have window rows for deepseek_v4 and has none."),
         ({"compressed": None}, "plan: cache must have compressed rows for ratio 4."),
         ({"state": None}, "plan: cache must have state rows for ratio 4."),
         ({"index": None}, "plan: cache must have index rows for ratio 4."),
@@ -163,7 +163,7 @@ def test_bad_plans() -> None:
             make_plan(batch, server.layer.config, replace(cache, **changes))
         assert message in str(error.value)
     dense = PRESETS["tiny-v3"]
-    with pytest.raises(ShapeError, match="batch: slot_mapping must be given"):
+    with pytest.raises(ShapeError, match="batch: slot_mapping is missing"):
         make_plan(batch, dense, allocate_cache(dense, num_blocks=2, block_size=128))
 
 
