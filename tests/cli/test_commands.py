@@ -139,7 +139,7 @@ def test_eval_has_a_row_for_weights_in_eight_bits(
             assert "tokens" in capsys.readouterr().out
             assert main(["generate", "--model", str(tiny[kind]), *asked[:4], *fp8[4:]])
             told = capsys.readouterr().err
-            assert "query_dtype must be None over a cache of the default format" in told
+            assert "query_dtype must be None for a cache of the default format" in told
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

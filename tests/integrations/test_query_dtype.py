@@ -96,8 +96,8 @@ def test_refused() -> None:
             {"query_dtype": "int8", "cache_format": "fp8"},
             "must be None, 'fp8' or 'fp8_static', got 'int8'",
         ),
-        ({"query_dtype": "fp8"}, "must be None over a cache of the default format"),
-        ({"query_dtype": "fp8", "cache_format": "bf16"}, "must be None over a cache of bf16"),
+        ({"query_dtype": "fp8"}, "must be None for a cache of the default format"),
+        ({"query_dtype": "fp8", "cache_format": "bf16"}, "must be None for a cache of bf16"),
     ):
         with pytest.raises(ConfigError, match=f"attach: query_dtype {message}"):
             attach(model, **options)  # type: ignore[arg-type]

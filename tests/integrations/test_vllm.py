@@ -101,7 +101,7 @@ def test_queries_and_prompts_in_fp8(
     absorbed = [plan for plan in plans if plan.group("absorbed") is not None]
     assert absorbed and all("quantize_queries" in plan.backends for plan in absorbed)
     bf16 = Engine(device, **sizes, additional_config=asked)
-    with pytest.raises(openmla.ConfigError, match="query_dtype must be None over a cache of bf16"):
+    with pytest.raises(openmla.ConfigError, match="query_dtype must be None for a cache of bf16"):
         bf16.step({"a": 1})
 
 

@@ -163,7 +163,7 @@ def test_kinds_of_v4() -> None:
     ("asked", "message"),
     [
         ({"query_dtype": "int8"}, "warmup: query_dtype must be None, 'fp8' or 'fp8_static', got"),
-        ({"query_dtype": "fp8"}, "warmup: query_dtype must be None over a cache of fp32, got"),
+        ({"query_dtype": "fp8"}, "warmup: query_dtype must be None for a cache of fp32, got"),
         ({"prefill_dtype": "bf16"}, "warmup: prefill_dtype must be 'fp8' or None, got 'bf16'."),
     ],
 )

@@ -148,7 +148,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         ("starts", lambda t: t.long(), "starts must be int32, got torch.int64"),
         ("row_start_loc", lambda t: t + 1, "row_start_loc must start with 0"),
         ("row_start_loc", lambda t: -t, "row_start_loc must not fall"),
-        ("cache", lambda t: t[:, :0], "blocks must have at least one row, got BS=0"),
+        ("cache", lambda t: t[:, :0], "blocks must have at least 1 row, got BS=0"),
         ("block_table", lambda t: t[:1], "starts must be [B] with B=1, got (2,)"),
         ("block_table", lambda t: t + 99, "block_table[0, 0] must be a block of the cache (0..11)"),
     ],

@@ -208,7 +208,7 @@ def test_rope_ratio(exponent: int, dtype: torch.dtype, backend: str, device: str
     [
         ("cache", lambda t: t[0], "cache must be [N, BS, W], got (5, 16)"),
         ("cache", lambda t: t[:, :, 1:], "cache must be [N, BS, W] with W=16, got (4, 5, 15)"),
-        ("cache", lambda t: t[:1].expand(4, 5, 16), "cache must have blocks that do not overlap"),
+        ("cache", lambda t: t[:1].expand(4, 5, 16), "blocks of cache must not overlap"),
         ("cache", lambda t: t.float(), "cache must be torch.bfloat16 for format bf16"),
         ("k_pe", lambda t: t[:-1], "k_pe must be [T, R] with T=7, got (6, 4)"),
         ("k_pe", lambda t: t.float(), "k_pe must be torch.bfloat16 like kv_c, got torch.float32"),

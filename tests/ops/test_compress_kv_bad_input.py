@@ -127,7 +127,7 @@ def test_widths_that_cannot_be() -> None:
     for format in ("fp8_dsv4", "index_fp8"):
         story = Story(PoolCase("", cut(4), format, D=128))
         inputs = broken(story.step(story.case.steps[0]), cache=strided)
-        with pytest.raises(ShapeError, match="compress_kv: pages must be contiguous inside for fo"):
+        with pytest.raises(ShapeError, match="compress_kv: each block must be contiguous for fo"):
             inputs.run(compress_kv, backend="reference")
 
 
@@ -135,8 +135,8 @@ def test_widths_that_cannot_be() -> None:
     ("format", "message"),
     [
         ("int4", "format 'int4' is not known. Known: fp32, bf16"),
-        ("fp8_dsv4", "format fp8_dsv4 needs rows of a multiple of 64 values, 128 or more, got 16"),
-        ("fp8_ds_mla", "format fp8_ds_mla needs a latent of 128 values or more, got 16"),
+        ("fp8_dsv4", "format fp8_dsv4 needs rows of a multiple of 64 values, at least 128, got 16"),
+        ("fp8_ds_mla", "format fp8_ds_mla needs latents of at least 128 values, got 16"),
     ],
 )
 def test_formats_that_cannot_be(format: str, message: str) -> None:

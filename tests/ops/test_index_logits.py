@@ -258,7 +258,7 @@ def test_bad_input(changes: dict[str, Any], message: str) -> None:
 
 def test_pages_of_fp8_keys_are_contiguous_inside() -> None:
     inputs = broken(IndexCase("pages", (1,), (20,)).make(), cache=strided)
-    with pytest.raises(ShapeError, match="index_logits: pages must be contiguous inside for"):
+    with pytest.raises(ShapeError, match="index_logits: each block must be contiguous for"):
         inputs.run(index_logits, backend="reference")
 
 

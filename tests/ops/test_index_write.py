@@ -365,7 +365,7 @@ def test_widths_that_cannot_be() -> None:
     with pytest.raises(ShapeError, match="index_write: hadamard needs DI to be a power of two, go"):
         KeyCase("", DI=24, hadamard=True).make().run(index_write, backend="reference")
     inputs = broken(KeyCase("").make(), cache=strided)
-    with pytest.raises(ShapeError, match="index_write: pages must be contiguous inside for format"):
+    with pytest.raises(ShapeError, match="index_write: each block must be contiguous for format"):
         inputs.run(index_write, backend="reference")
 
 

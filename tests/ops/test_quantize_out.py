@@ -188,7 +188,7 @@ def test_opcheck_and_fullgraph(device: str) -> None:
         (
             "fp8_128",
             {"scales": lambda t: t.new_ones(29)[1:15].view(7, 2)},
-            "scales must start on a multiple of 16 bytes, got 4 past one",
+            "scales must be aligned to 16 bytes, got an address with remainder 4",
         ),
         (
             "fp8_128",
@@ -218,7 +218,7 @@ def test_bad_input_writes_nothing(format: str, changes: dict[str, Any], message:
 def test_rows_that_do_not_divide() -> None:
     out = buffers("fp8_128", 7, 256)
     for x in (torch.ones(5, 3, 64), torch.ones(5, 1, 100)):
-        with pytest.raises(ShapeError, match="a row must be a multiple of 128 values for format"):
+        with pytest.raises(ShapeError, match="columns must be a multiple of 128 for format"):
             run(out, x, "reference")
     with pytest.raises(ConfigError, match="format 'fp9' is not known"):
         run(out._replace(format="fp9"), torch.ones(5, 2, 128), "reference")

@@ -260,7 +260,7 @@ def copied(rank: int) -> None:
     model = attach(make_model("deepseek_v3"), group=dist.group.WORLD)
     before = generated(model, ids, mask)
     assert torch.equal(before, generated(deepcopy(model), ids, mask))
-    with pytest.raises(ConfigError, match=r"detach\(model\) before the model is saved"):
+    with pytest.raises(ConfigError, match=r"detach\(model\) before saving"):
         torch.save(model, BytesIO())
 
 

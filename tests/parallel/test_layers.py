@@ -93,7 +93,7 @@ def shared_choice(rank: int) -> None:
         plan = servers[0].plan(batch, form="absorbed")
         positions = torch.arange(40)
         out, selection = layers[0].attend(hidden, positions, servers[0].cache, plan)
-        with pytest.raises(ConfigError, match="selection must be given, this layer has no indexer"):
+        with pytest.raises(ConfigError, match="selection is missing: this layer has no indexer"):
             layers[1].attend(out, positions, servers[1].cache, plan)
         outs.append(layers[1].attend(out, positions, servers[1].cache, plan, selection)[0])
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-3, atol=1e-4)

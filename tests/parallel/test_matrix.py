@@ -291,7 +291,7 @@ def refused(rank: int) -> None:
     buffers = plan_buffers(story.config, story.mine, max_requests=1, max_tokens=1, max_blocks=8)
     for options, sentence in (
         ({"form": "chosen"}, "form must be auto, absorbed or expanded over ranks"),
-        ({"beside": one}, "beside must not be given"),
+        ({"beside": one}, "beside must be None for"),
         ({"context": "here"}, "context must be auto, place or gather"),
         ({"into": buffers, "form": "expanded"}, "form must be auto or absorbed with into="),
     ):

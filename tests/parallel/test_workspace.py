@@ -84,7 +84,7 @@ def reserved(rank: int) -> None:
             TINY, story.mine, max_requests=2, max_tokens=29, workspace_tokens=n, dtype=torch.float32
         )
         if n == 4:
-            with pytest.raises(ConfigError, match="must have at least 8 rows, a block on every"):
+            with pytest.raises(ConfigError, match="workspace must have at least 8 rows"):
                 plan_of(story, Ranks(dist.group.WORLD), workspace=space)
             plan = plan_of(story, Ranks(dist.group.WORLD), workspace=space, context="auto")
             assert context_of(plan) is not None and not gathered_chunks(plan)
