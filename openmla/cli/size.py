@@ -125,13 +125,13 @@ def size_options(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     option(
         "--weights-gib", type=number(0, 1e6), metavar="N",
-        help="size of the whole model's weights (default: the folder's files, or an estimate by "
-        "the config)",
+        help="size of the whole model's weights (default: that of the folder's files, else "
+        "estimated from the config)",
     )  # fmt: skip
     option(
         "--read-gib", type=number(0, 1e6), metavar="N",
-        help="weights that a step reads, without the experts that no token selects (default: all; "
-        "of an estimate those of one token)",
+        help="weights that a step reads, without the experts that no token selects (default: all, "
+        "or with an estimate those of one token)",
     )  # fmt: skip
     option(
         "--memory-share", type=number(0.01, 1), default=0.9, metavar="N",

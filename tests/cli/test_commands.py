@@ -131,7 +131,7 @@ def test_eval_has_a_row_for_weights_in_eight_bits(
         if kind != "v4":
             asked = ["--prompt", "hello", "--max-new-tokens", "4", "--absorbed-format", "fp8"]
             main(["generate", "--model", str(tiny[kind]), *asked])
-            assert "kv_b_proj in eight bits, beside" in capsys.readouterr().out
+            assert "fp8 copy of kv_b_proj, besides" in capsys.readouterr().out
             fp8 = ["--cache-format", "fp8", "--kv-scale", "0.1", "--query-dtype", "fp8"]
             main(
                 ["generate", "--model", str(tiny[kind]), *asked[:4], *fp8, "--prefill-dtype", "fp8"]

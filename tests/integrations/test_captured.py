@@ -286,7 +286,7 @@ def test_compiled(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is recorded elsewhere")
 def test_what_waits_for_the_host_is_told_and_runs_on_cuda() -> None:
-    """A step that reads numbers back cannot be recorded: a warning, and the same tokens."""
+    """A step that reads numbers back cannot be captured: a warning, and the same tokens."""
     model, ids = on("cuda", make_model("deepseek_v3"), torch.arange(2, 12).view(1, 10))
     alone = generate(model, ids, max_new_tokens=6)
     attach(model)
@@ -297,7 +297,7 @@ def test_what_waits_for_the_host_is_told_and_runs_on_cuda() -> None:
         return forward(hidden)
 
     model.lm_head.forward = asking
-    with pytest.warns(UserWarning, match="cannot be recorded"):
+    with pytest.warns(UserWarning, match="cannot be captured"):
         ours = generate(model, ids, max_new_tokens=6)
     assert torch.equal(ours.sequences, alone.sequences)
     assert torch.equal(generate(model, ids, max_new_tokens=6).sequences, alone.sequences)
@@ -324,7 +324,7 @@ def test_a_capture_that_fails_once_is_repeated_on_cuda(recwarn: pytest.WarningsR
         ours = generate(model, ids, max_new_tokens=6)
         assert torch.equal(ours.sequences, alone.sequences)
     assert failed and captured(model).recordable and captured(model).recorded[1].graph is not None
-    assert not [each for each in recwarn.list if "cannot be recorded" in str(each.message)]
+    assert not [each for each in recwarn.list if "cannot be captured" in str(each.message)]
     assert torch.cuda.current_stream() == stream
 
 

@@ -59,8 +59,8 @@ def test_copies_are_shared_and_told() -> None:
     assert report.held_bytes == report.block_bytes + report.absorbed_bytes
     line = next(line for line in str(report).splitlines() if line.startswith("absorbed  "))
     assert line.endswith(
-        f"KiB: kv_b_proj in eight bits, beside the model's own; heads are off by "
-        f"{report.absorbed_error:.4f} at most"
+        f"KiB: fp8 copy of kv_b_proj, besides the model's own; largest error of a head "
+        f"{report.absorbed_error:.4f}"
     )
     assert attachment.explain().splitlines()[-1] == line
     second = model(ids, use_cache=True)
@@ -92,7 +92,7 @@ def test_an_fp8_model_is_read_as_it_is() -> None:
     kept = model(ids, use_cache=True)
     report = attachment.memory()
     assert (report.absorbed_bytes, report.absorbed_error, report.decoded_bytes) == (0, 0, 0)
-    assert "absorbed  0 B: kv_b_proj's own fp8, read as it is" in str(report)
+    assert "absorbed  0 B: the model's own fp8 kv_b_proj, without a copy" in str(report)
     decoded = 4 * linears_of(model)[0].weight.numel()  # for a prompt, while a layer expands it
     assert report.workspace_bytes == attachment.workspace_bytes + decoded
     del kept

@@ -34,7 +34,7 @@ def cached_bytes(model: Any) -> list[Tensor]:
     return [part.data.view(torch.uint8).clone() for part in parts]
 
 
-@pytest.mark.filterwarnings("ignore:attach. this model's decode step cannot be recorded")
+@pytest.mark.filterwarnings("ignore:attach. the decode step of this model cannot be captured")
 @pytest.mark.parametrize("query_dtype", [None, "fp8_static"])
 @pytest.mark.parametrize("family", [*MODELS, *SPARSE])
 def test_tokens_and_rows_are_those_of_calibrate(

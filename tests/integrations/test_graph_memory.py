@@ -128,7 +128,7 @@ def test_smaller_steps_share_the_pool_of_a_larger_one(cuda: FakeCuda) -> None:
     assert captured(model).recordings == 3 and cuda.replays == 3 + 2 + 2
     report = attachment_of(model).memory()
     assert (report.graph_bytes, report.num_graphs) == (8 << 20, 3)
-    assert "graphs    8.0 MiB, shared by 3 recorded decode steps" in str(report)
+    assert "graphs    8.0 MiB, shared by 3 captured decode steps" in str(report)
 
 
 def test_a_larger_step_takes_the_place_of_all(cuda: FakeCuda) -> None:

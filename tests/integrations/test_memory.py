@@ -72,7 +72,7 @@ def test_in_words() -> None:
     assert str(report).splitlines() == [
         "blocks    3.00 GiB, 1.00 GiB in use: 32 of 96 blocks",
         "decoded   5.0 MiB: copies of kv_b_proj",
-        "graphs    846.0 MiB, shared by 2 recorded decode steps",
+        "graphs    846.0 MiB, shared by 2 captured decode steps",
         "workspace 310.0 MiB at most, while a layer attends to a prompt",
     ]
     plain = MemoryReport(1 << 20, 0, 4, 4, 0, 0, 0, 0)

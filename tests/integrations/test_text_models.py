@@ -150,7 +150,7 @@ def test_ling_2_5_is_another_model() -> None:
 
 
 # by default on a GPU, and some models' own code waits for the host in every step
-@pytest.mark.filterwarnings("ignore:attach. this model's decode step cannot be recorded")
+@pytest.mark.filterwarnings("ignore:attach. the decode step of this model cannot be captured")
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("family", ["deepseek_v2", "minicpm3", "longcat_flash", "glm_moe_dsa"])
 def test_ropes_of_the_modules(family: str, rope: str, device: str) -> None:
@@ -169,7 +169,7 @@ def test_ropes_of_the_modules(family: str, rope: str, device: str) -> None:
     assert torch.equal(generate(model), expected)
 
 
-@pytest.mark.filterwarnings("ignore:attach. this model's decode step cannot be recorded")
+@pytest.mark.filterwarnings("ignore:attach. the decode step of this model cannot be captured")
 @pytest.mark.parametrize("rope", ["linear", "dynamic", "llama3"])
 def test_ropes_of_v4_entries(rope: str, device: str) -> None:
     kept = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}

@@ -47,14 +47,14 @@ class MemoryReport:
         if self.decoded_bytes:
             lines.append(f"decoded   {shown_bytes(self.decoded_bytes)}: copies of kv_b_proj")
         if self.absorbed_error is not None:
-            what = "kv_b_proj in eight bits, beside the model's own; heads are off by "
-            what += f"{self.absorbed_error:.4f} at most"
+            what = "fp8 copy of kv_b_proj, besides the model's own; largest error of a head "
+            what += f"{self.absorbed_error:.4f}"
             if self.absorbed_error == 0:
-                what = "kv_b_proj's own fp8, read as it is"
+                what = "the model's own fp8 kv_b_proj, without a copy"
             lines.append(f"{ABSORBED}{shown_bytes(self.absorbed_bytes)}: {what}")
         if self.num_graphs:
             size = "unknown" if self.graph_bytes is None else shown_bytes(self.graph_bytes)
-            lines.append(f"graphs    {size}, shared by {self.num_graphs} recorded decode steps")
+            lines.append(f"graphs    {size}, shared by {self.num_graphs} captured decode steps")
         if self.gathered_bytes:
             size = shown_bytes(self.gathered_bytes)
             lines.append(f"gathered  {size}: a buffer for context from all ranks, kept")
