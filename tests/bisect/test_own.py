@@ -131,7 +131,7 @@ def test_families_that_are_not_compared(family: str) -> None:
     ("tensors", "said"),
     [
         ({}, r"has no tensors named layers\.\{i\}\.\{component\}"),
-        ({"layers.9.hidden_in": (5, 64)}, "must be in 0\.\.2 for this model, got layer 9"),
+        ({"layers.9.hidden_in": (5, 64)}, r"must be in 0\.\.2 for this model, got layer 9"),
         ({"layers.0.hidden_in": (5, 63)}, r"layers.0.hidden_in must be \[5, 64\] .*\[5, 63\]"),
         ({"layers.0.q_a": (5, 16), "layers.1.q_a": (6, 16)}, r"layers.1.q_a must be \[5, "),
         ({"layers.0.wrong": (5, 64)}, "got 'layers.0.wrong'"),

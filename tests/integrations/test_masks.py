@@ -42,7 +42,7 @@ def test_what_a_mask_says() -> None:
         mask = torch.tensor([[bits >> (4 * b + j) & 1 for j in range(4)] for b in range(2)])
         cached: list[Runs] = [[(True, 2)], [(False, 1), (True, 1)]]
         if mask[1, 0]:
-            with pytest.raises(ShapeError, match="attention_mask\[1, 0\] must be 0"):
+            with pytest.raises(ShapeError, match=r"attention_mask\[1, 0\] must be 0"):
                 read_mask(2, 2, mask, cached)
             continue
         found = read_mask(2, 2, mask, cached)
@@ -93,7 +93,7 @@ def test_holes_that_move_are_told() -> None:
         past = model(ids, attention_mask=mask, position_ids=positions_of(mask)).past_key_values
         moved = torch.ones(1, 13, dtype=mask.dtype)
         moved[0, list(other)] = 0
-        with pytest.raises(ShapeError, match="attention_mask\[0, 3\] must be 0"):
+        with pytest.raises(ShapeError, match=r"attention_mask\[0, 3\] must be 0"):
             model(ids[:, :1], attention_mask=moved, past_key_values=past)
 
 
