@@ -181,7 +181,7 @@ def test_right_padding_is_refused_whatever_generate_keeps(keep: Any, cached: boo
     model = attach(make_model("deepseek_v3"))
     ids, mask = (part.flip(1) for part in padded_prompts(B=2))
     options = {"max_new_tokens": 2, "logits_to_keep": keep, "use_cache": cached}
-    with pytest.raises(ShapeError, match="generate\(\) needs prompts that are padded on the left"):
+    with pytest.raises(ShapeError, match=r"generate\(\) needs prompts that are padded on the left"):
         model.generate(ids, attention_mask=mask, **options)
     model(ids, attention_mask=mask, logits_to_keep=keep if isinstance(keep, Tensor) else 0)
 
