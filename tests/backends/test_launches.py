@@ -10,6 +10,7 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,9 +36,19 @@ def functions() -> Iterator[tuple[Path, ast.FunctionDef]]:
                 yield path, node
 
 
+def specs() -> Iterator[Any]:
+    """Kernels that are declared once: a launch and its builds have one fp_fusion."""
+    from openmla.backends.triton._spec import KernelSpec
+
+    for path in FILES:
+        module = import_module(f"openmla.backends.{path.parent.name}.{path.stem}")
+        yield from (each for each in vars(module).values() if isinstance(each, KernelSpec))
+
+
 def launchers() -> Iterator[tuple[Path, ast.FunctionDef, ast.Call]]:
     for path, function in functions():
-        yield from ((path, function, call) for call in launches(function))
+        if path.stem != "_spec":
+            yield from ((path, function, call) for call in launches(function))
 
 
 def named_kernels(tree: ast.AST) -> set[str]:
@@ -64,7 +75,7 @@ def imported(tree: ast.AST) -> set[str | None]:
 
 
 def test_every_launch_states_fp_fusion() -> None:
-    launched: set[str] = set()
+    launched = {spec.kernel.fn.__name__ for spec in specs()}
     for path, function, call in launchers():
         launched |= kernels_of(path, function)
         stated = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
@@ -77,7 +88,7 @@ def test_every_launch_states_fp_fusion() -> None:
 def test_builds_have_the_fp_fusion_of_their_launch() -> None:
     from openmla.backends.triton._build import all_builds
 
-    wanted: dict[str, bool] = {}
+    wanted = {spec.kernel.fn.__name__: spec.fp_fusion for spec in specs()}
     for path, function, _ in launchers():
         own = import_module(f"openmla.backends.{path.parent.name}.{path.stem}").FP_FUSION
         for kernel in kernels_of(path, function):
