@@ -11,12 +11,14 @@ from openmla.backends.triton._prepare import Launch, prepare
 
 
 class Fixed(NamedTuple):
-    """What a kernel is compiled with. `options`: others of Triton's, such as maxnreg."""
+    """What a kernel is compiled with. `options` holds other options of Triton, such as maxnreg;
+    `tile` what the host has to know of the tile."""
 
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 1
     options: Mapping[str, Any] = {}
+    tile: Any = None
 
 
 class Case(NamedTuple):
@@ -42,7 +44,8 @@ class KernelSpec:
 
     Args:
         kernel: the jitted function.
-        fix: from sizes and flags of a call, which must be hashable, to the constants and options.
+        fix: computes constants and options from sizes and flags of a call, which are hashable. Its
+            results are kept.
         types: names of arguments by their Triton type, such as {"*bf16": "q out"}. Arguments that
             are not named are integers.
         cases: the calls that released models make on a target, given by its capability.
@@ -54,8 +57,9 @@ class KernelSpec:
         self, kernel: Any, fix: Callable[..., Fixed], *, types: Mapping[str, str],
         cases: Callable[[int], Iterable[Case]], fp_fusion: bool,
     ) -> None:  # fmt: skip
-        self.kernel, self.fix, self.cases, self.fp_fusion = kernel, fix, cases, fp_fusion
+        self.kernel, self.cases, self.fp_fusion = kernel, cases, fp_fusion
         self.types = {name: kind for kind, names in types.items() for name in names.split()}
+        self.fix = lru_cache(maxsize=4096)(fix)
         self.launch = lru_cache(maxsize=4096)(self._launch)
 
     def _launch(self, *args: Any, **kwargs: Any) -> Launch:
