@@ -9,7 +9,7 @@ from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.triton._build import Build
-from openmla.backends.triton._mha_launch import mha_builds, run_mha, why_not_mha
+from openmla.backends.triton._mha_launch import LIST_TILES, MASKED, run_mha, why_not_mha
 
 LAUNCHES = 2  # the first lists the key tiles
 
@@ -43,4 +43,5 @@ def run(
 
 
 def builds() -> Iterator[Build]:
-    yield from mha_builds(bits=True)
+    yield from MASKED.builds()
+    yield from LIST_TILES.builds()
