@@ -49,15 +49,17 @@ class KernelSpec:
         types: names of arguments by their Triton type, such as {"*bf16": "q out"}. Arguments that
             are not named are integers.
         cases: the calls that released models make on a target, given by its capability.
+        targets: the capabilities that it is compiled for.
         fp_fusion: whether the compiler may contract products and sums. Triton's default depends on
             its version, and results depend on this.
     """
 
     def __init__(
         self, kernel: Any, fix: Callable[..., Fixed], *, types: Mapping[str, str],
-        cases: Callable[[int], Iterable[Case]], fp_fusion: bool,
+        cases: Callable[[int], Iterable[Case]], targets: Iterable[int] = TARGETS, fp_fusion: bool,
     ) -> None:  # fmt: skip
-        self.kernel, self.cases, self.fp_fusion = kernel, cases, fp_fusion
+        self.kernel, self.cases, self.targets = kernel, cases, targets
+        self.fp_fusion = fp_fusion
         self.types = {name: kind for kind, names in types.items() for name in names.split()}
         self.fix = lru_cache(maxsize=4096)(fix)
         self.launch = lru_cache(maxsize=4096)(self._launch)
@@ -70,9 +72,14 @@ class KernelSpec:
             enable_fp_fusion=self.fp_fusion, **fixed.options,
         )  # fmt: skip
 
-    def builds(self, targets: Iterable[int] = TARGETS) -> Iterator[Build]:
+    def forget(self) -> None:
+        """Clear what was kept, because what `fix` looks up has changed."""
+        self.fix.cache_clear()
+        self.launch.cache_clear()
+
+    def builds(self) -> Iterator[Build]:
         """The ahead-of-time builds of all cases."""
-        for capability in targets:
+        for capability in self.targets:
             for name, args, kwargs, types, constants in self.cases(capability):
                 fixed = self.fix(*args, **kwargs)
                 constants = {**fixed.constants, **constants}

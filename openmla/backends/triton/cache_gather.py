@@ -211,4 +211,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=False,  # a row's values must not depend on how the compiler contracts
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

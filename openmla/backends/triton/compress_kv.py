@@ -353,4 +353,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=False,  # an entry's bytes must not depend on how the compiler contracts
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -155,4 +155,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=True,
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

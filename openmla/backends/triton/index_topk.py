@@ -28,4 +28,4 @@ def run(
     return positions, lens
 
 
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -197,4 +197,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=False,  # a key's bytes must not depend on how the compiler contracts
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -132,4 +132,4 @@ SPEC = KernelSpec(
     ],
     fp_fusion=True,
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

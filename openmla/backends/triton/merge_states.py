@@ -98,4 +98,4 @@ SPEC = KernelSpec(
     cases=lambda _: [case(f"merge-H128-V{V}", 128, V, double=False) for V in (512, 128)],
     fp_fusion=True,
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from openmla.backends import Problem
-from openmla.backends.triton._build import Build
 from openmla.backends.triton._mha_launch import LIST_TILES, MASKED, run_mha, why_not_mha
 
 LAUNCHES = 2  # the first lists the key tiles
@@ -42,6 +39,4 @@ def run(
     )  # fmt: skip
 
 
-def builds() -> Iterator[Build]:
-    yield from MASKED.builds()
-    yield from LIST_TILES.builds()
+SPECS = (MASKED, LIST_TILES)

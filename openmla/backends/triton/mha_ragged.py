@@ -40,4 +40,4 @@ def run(
     )  # fmt: skip
 
 
-builds = RAGGED.builds
+SPECS = (RAGGED,)

@@ -14,14 +14,7 @@ from openmla.backends import Problem
 from openmla.backends.segments import Segment
 from openmla.backends.triton import _merge_parts as merge
 from openmla.backends.triton import _paged as kernels
-from openmla.backends.triton._build import (
-    TARGETS,
-    Build,
-    capability_of,
-    cdiv,
-    next_power_of_2,
-    signature_of,
-)
+from openmla.backends.triton._build import capability_of, cdiv, next_power_of_2
 from openmla.backends.triton._launch import (
     inner_contiguous,
     is_aligned,
@@ -229,14 +222,4 @@ SPEC = KernelSpec(
 )
 
 
-def builds() -> Iterator[Build]:
-    yield from SPEC.builds()
-    for capability in TARGETS:
-        for most_runs, T, fixed in ((8, 64, False), (132, 1, False), (8, 1, True), (8, 64, True)):
-            merging, constants, warps = merge.merge_build(most_runs, T, 128, 512, fixed=fixed)
-            constants |= {"SINK": False, "OVERLAPPED": False}
-            own = {"out": "*bf16", "spans": "*i32", "sink": "*fp32"}
-            own |= dict.fromkeys(("part", "part_lse", "lse"), "*fp32")
-            name = f"merge-parts-{most_runs}-T{T}{'-fixed' if fixed else ''}"
-            signature = signature_of(merging, constants, own)
-            yield Build(name, merging, signature, constants, warps, 3, capability, merge.FP_FUSION)
+SPECS = (SPEC, merge.PARTS, merge.FIXED)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from openmla.backends import Problem
 from openmla.backends.segments import Segment
-from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
 from openmla.backends.triton._launch import SPEC, run_latent
 from openmla.backends.triton._runs import MERGE
@@ -60,6 +59,4 @@ def run(
     )
 
 
-def builds() -> Iterator[Build]:
-    yield from SPEC.builds()
-    yield from MERGE.builds()
+SPECS = (SPEC, MERGE)

@@ -90,4 +90,4 @@ SPEC = KernelSpec(
     cases=lambda _: [case(f"pack-K{K}", K) for K in (2048, 512)],  # V3.2 and V4
     fp_fusion=True,
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -172,4 +172,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=True,  # the same sums as in project_quantize
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

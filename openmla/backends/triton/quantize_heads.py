@@ -190,4 +190,4 @@ SPEC = KernelSpec(
     cases=cases,
     fp_fusion=False,  # bytes must not depend on how the compiler contracts
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

@@ -116,4 +116,4 @@ SPEC = KernelSpec(
     ],
     fp_fusion=False,  # bytes must not depend on how the compiler contracts
 )
-builds = SPEC.builds
+SPECS = (SPEC,)

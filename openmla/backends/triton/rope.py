@@ -116,4 +116,4 @@ SPEC = KernelSpec(
     ],
     fp_fusion=True,
 )
-builds = SPEC.builds
+SPECS = (SPEC,)
