@@ -54,6 +54,7 @@ def fix(
         "FIXED": fixed,
         "BLOCK_T": next_power_of_2(tokens),
     }
+    names: tuple[str, ...]
     if scales:
         names = ("VALUE_REGISTERS", "SCORE_REGISTERS", "LOAD_REGISTERS")
         constants |= {"ROWS": tile.rows, "Q_SCALES": scales}
@@ -119,9 +120,9 @@ SPEC_FEW = spec(
     cases=lambda _: cases((FEW_FP8, 16, 64, 1, False, "bf16"), (FEW_FP8, 8, 16, 4, False, "fp16")),
 )
 SPEC_E4M3 = spec(_paged_e4m3._paged_e4m3_kernel, cases=e4m3_cases)
-MANY = Tile("many-rows", SPEC_MANY, 64, (224, 56), False)
-MANY_FP8 = Tile("many-rows", SPEC_MANY, 64, (192, 112), True)
-FEW_FP8 = Tile("few-rows", SPEC_FEW, 16, (168, 152), False)
+MANY: Tile = Tile("many-rows", SPEC_MANY, 64, (224, 56), False)
+MANY_FP8: Tile = Tile("many-rows", SPEC_MANY, 64, (192, 112), True)
+FEW_FP8: Tile = Tile("few-rows", SPEC_FEW, 16, (168, 152), False)
 E4M3 = tuple(
     Tile("e4m3", SPEC_E4M3, rows, registers, False)
     for rows, registers in ((16, (152, 120, 88)), (32, (168, 104, 72)), (64, (192, 80, 48)))
