@@ -15,12 +15,7 @@ import torch
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.ops import mqa_paged
 from openmla.ops.mqa_paged import cost
-from openmla.testing import (
-    Inputs,
-    PagedCase,
-    assert_within_budget,
-    poisoned_memory,
-)
+from openmla.testing import Inputs, PagedCase, assert_within_budget, poisoned_memory
 from tests.ops.contract import (
     GLUON,
     TRITON,
@@ -484,10 +479,10 @@ def test_a_corrupt_part_reaches_the_merged_row(
     part[slots[1], 1], part_lse[slots[1], 1] = value, run_lse
     spans = torch.tensor([0, 2, 0], dtype=torch.int32, device=device)
     out, lse = torch.zeros(H, C, device=device), torch.zeros(H, device=device)
-    kernel, constants, num_warps = kernels.merge_build(3, 1, H, C, fixed=fixed)
+    spec = kernels.FIXED if fixed else kernels.PARTS
+    constants, num_warps, *_ = spec.fix(3, 1, H, C, fixed=fixed, sink=False, overlapped=False)
     grid = kernels.merge_grid(1, H, C, constants["HEADS"], constants["BLOCK_C"])
-    constants |= {"SINK": False, "OVERLAPPED": False}
-    kernel[grid](part, part_lse, spans, lse, out, lse, H, **constants, num_warps=num_warps)
+    spec.kernel[grid](part, part_lse, spans, lse, out, lse, H, **constants, num_warps=num_warps)
     torch.testing.assert_close(out[0], due)
     assert out[1].isnan().all() and (lse[1].isnan() or run_lse == -1e4)
 

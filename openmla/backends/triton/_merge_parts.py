@@ -11,7 +11,8 @@ Writes    out [T, H, C] and lse [T, H] where an item lies in several parts, or i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,10 +21,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from openmla.backends.triton._build import cdiv, interpreted, next_power_of_2
-from openmla.backends.triton._prepare import Launch, Piece, prepare
+from openmla.backends.triton._prepare import Launch, Piece
 from openmla.backends.triton._primitives import LN2, LOG2E, finite_max, sink_factor
+from openmla.backends.triton._spec import Case, Fixed, KernelSpec, case
 
-FP_FUSION = True
 # Runs, columns, heads, warps, by runs of an item. Few follow one another, in a warp that has whole
 # rows, with all loads in flight; of many one tile has them all, and columns fill the machine. H200,
 # us: 64 tokens of 128 heads, 2 runs: 11.6, 29.5 and 279 by the three; 8 of 64, 16 runs: 5.3, 4.9
@@ -76,13 +77,10 @@ def prepare_merge(
     slots = max(items * units, 1) if fixed else 2 * programs
     most_runs = units if fixed else min(programs // max(items, 1) + 2, units)  # of one item
     overlapped = overlapped and most_runs <= FEW_RUNS
-    kernel, constants, num_warps = merge_build(most_runs, T, H, C, fixed=fixed)
-    options = {"launch_pdl": True} if overlapped else {}
-    launch = prepare(
-        kernel, {**constants, "SINK": sink, "OVERLAPPED": overlapped}, num_warps=num_warps,
-        num_stages=3, enable_fp_fusion=FP_FUSION, **options,
-    )  # fmt: skip
-    grid = merge_grid(T, H, C, constants["HEADS"], constants["BLOCK_C"])
+    launch = (FIXED if fixed else PARTS).launch(
+        most_runs, T, H, C, fixed=fixed, sink=sink, overlapped=overlapped
+    )
+    grid = merge_grid(T, H, C, launch.fixed["HEADS"], launch.fixed["BLOCK_C"])
     part_lse = cdiv(slots * rows * C, 4) * 16  # all pieces start on 16 bytes
     spans = part_lse + cdiv(slots * rows, 4) * 16
     return Merge(launch, grid, rows, part_lse, spans, spans + 4 * 3 * T)
@@ -114,21 +112,21 @@ def merge_grid(T: int, H: int, C: int, heads: int, columns: int) -> tuple[int, i
     return T, min(cdiv(H, heads), most), tiles
 
 
-def merge_build(
-    most_runs: int, T: int, H: int, C: int, *, fixed: bool
-) -> tuple[Any, dict[str, Any], int]:
-    """Kernel, constants and warps. Many runs: few rows, so that columns have to fill the machine.
-    No more tiles than that: warm-up compiles them all."""
-    constants = {"H": H, "C": C}
+def fix(
+    most_runs: int, T: int, H: int, C: int, *, fixed: bool, sink: bool, overlapped: bool
+) -> Fixed:  # fmt: skip
+    """Many runs: few rows, so that columns have to fill the machine. No more tiles than that:
+    warm-up compiles them all."""
+    constants = {"H": H, "C": C, "SINK": sink, "OVERLAPPED": overlapped}
     if fixed:
         columns, heads, warps = FIXED_MANY_ROWS if T * H >= MANY_FIXED_ROWS else FIXED_FEW_ROWS
-        kernel = _merge_fixed_kernel
     else:
         tile = FEW_TILE if most_runs <= FEW_RUNS else SOME_TILE
         runs, columns, heads, warps = tile if most_runs <= SOME_RUNS else MANY_TILE
-        kernel, constants["BLOCK_X"] = _merge_parts_kernel, runs
-    columns, heads = min(next_power_of_2(C), columns), min(next_power_of_2(H), heads)
-    return kernel, {**constants, "BLOCK_C": columns, "HEADS": heads}, warps
+        constants["BLOCK_X"] = runs
+    constants["BLOCK_C"] = min(next_power_of_2(C), columns)
+    constants["HEADS"] = min(next_power_of_2(H), heads)
+    return Fixed(constants, warps, 3, {"launch_pdl": True} if overlapped else {})
 
 
 @triton.jit
@@ -295,3 +293,26 @@ def _merge_fixed_kernel(
         store_merged(
             out, lse, sink, acc, running_max, running_sum, t, heads, tile, mask_h, c, H, C, SINK
         )
+
+
+def merge_case(name: str, T: int, runs: int, *, fixed: bool) -> Case:
+    return case(name, runs, T, 128, 512, fixed=fixed, sink=False, overlapped=False)
+
+
+spec = partial(
+    KernelSpec,
+    fix=fix,
+    types={"*bf16": "out", "*i32": "spans", "*fp32": "part part_lse lse sink"},
+    fp_fusion=True,
+)
+PARTS = spec(
+    _merge_parts_kernel,
+    cases=lambda _: [
+        merge_case(f"merge-parts-{runs}-T{T}", T, runs, fixed=False)
+        for runs, T in ((8, 64), (132, 1))
+    ],
+)
+FIXED = spec(
+    _merge_fixed_kernel,
+    cases=lambda _: [merge_case(f"merge-parts-8-T{T}-fixed", T, 8, fixed=True) for T in (1, 64)],
+)
