@@ -23,7 +23,7 @@ from openmla.hardware import multiprocessors
 
 LAUNCHES = 2  # the second merges what was split
 STEP = 128  # keys of a program's step
-TILES = 2  # of an item: programs that read the same keys at the same time, mostly from L2
+TILES = 4  # of an item at most: programs that read the same keys at the same time, from L2 mostly
 BOXES = (8, 16, 32)  # rows of a bulk copy, where pages are no multiple of 64
 FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -165,11 +165,12 @@ def tile_of(
     return FEW_FP8 if rows <= FEW_FP8.rows and BS > 8 else MANY_FP8
 
 
-def item_tokens(tile: Tile, H: int, max_query_len: int) -> int:
-    """Query tokens that share the keys of a tile, or of TILES of them; a power of two if they fit,
-    so that few numbers of tokens are kernels of their own."""
-    tiles = max(cdiv(H, tile.rows), min(cdiv(max_query_len * H, tile.rows), TILES))
-    return max(min(tiles * tile.rows // H, next_power_of_2(max_query_len)), 1)
+def item_tokens(tile: Tile, H: int, max_query_len: int, *, even: bool) -> int:
+    """Query tokens that share the keys of a tile, or of up to TILES of them: as many as leave the
+    fewest rows of tiles empty. `even`: requests have as many tokens as the longest."""
+    most = max(TILES if even else 2, cdiv(H, tile.rows))
+    fits = range(1, max(min(max_query_len, most * tile.rows // H), 1) + 1)
+    return min(fits, key=lambda n: (cdiv(max_query_len, n) * cdiv(n * H, tile.rows), -n))
 
 
 class Schedule(NamedTuple):
@@ -189,7 +190,7 @@ def schedule_of(
 ) -> Schedule:  # fmt: skip
     """For so many multiprocessors; `scales` of e4m3 queries: one, or one per token and head."""
     tile = tile_of(format, H, BS, max_query_len, run_length, e4m3=scales > 0)
-    tokens = item_tokens(tile, H, max_query_len)
+    tokens = item_tokens(tile, H, max_query_len, even=B * max_query_len == T)
     tiles = cdiv(tokens * H, tile.rows)
     programs = max(units // tiles, 1)
     unit = cdiv(run_length, STEP) * STEP or STEP
