@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("tests/ops", "tests/cache", "tests/plan", "tests/attention", "tests/layers")
 
 
 class Mutant(NamedTuple):
@@ -159,9 +161,25 @@ def caught_by(mutant: Mutant) -> str | None:
         source = target.read_text()
         assert source.count(mutant.old) == 1, f"{mutant.name}: the line to change has changed"
         target.write_text(source.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-        command += ["tests/ops", "tests/cache", "tests/plan", "tests/attention", "tests/layers"]
-        result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+        room = f"tests/{Path(mutant.file).parts[0]}"
+        folders = sorted(FOLDERS, key=lambda folder: folder != room)
+        return first_failure(copy, nearest(mutant)) or first_failure(copy, folders)
+
+
+def nearest(mutant: Mutant) -> list[str]:
+    """Test files with the name of the changed one, which catch most bugs in seconds."""
+    name = f"test_{Path(mutant.file).stem}*.py"
+    return sorted(
+        path.relative_to(ROOT).as_posix()
+        for folder in FOLDERS for path in (ROOT / folder).glob(name)
+    )  # fmt: skip
+
+
+def first_failure(copy: Path, tests: Sequence[str]) -> str | None:
+    if not tests:
+        return None
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", result.stdout, re.MULTILINE)
     assert found or result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     return found[1] if found else None
