@@ -319,14 +319,8 @@ def test_sharing_inside_blocks_copies_all_three() -> None:
         ({"a": 40, "b": 270}, "request 'b' needs 3 more blocks, and 2 of 3 are free"),
         ({"a": 20, "b": 200}, r"request 'b' needs 25 more blocks, and \d+ of 18 are free"),
         ({"a": 1, "b": 1, "c": 1}, "request 'c' needs 1 more block, and 0 of 2 are free"),
-        (
-            {"a": 1, "b": -1},
-            "the number of tokens for request 'b' must be an integer of at least 0, got -1",
-        ),
-        (
-            {"a": 1, "b": 1.5},
-            r"the number of tokens for request 'b' must be an integer of at least 0, got 1\.5",
-        ),
+        ({"a": 1, "b": -1}, "the number of tokens for request 'b' must be"),
+        ({"a": 1, "b": 1.5}, "the number of tokens for request 'b' must be"),
     ],
     ids=["entries", "rows", "states", "negative", "fraction"],
 )

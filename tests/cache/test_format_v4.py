@@ -339,14 +339,8 @@ def test_widths_that_are_refused(D: int) -> None:
     [
         (lambda data: data[:, :1168].unflatten(1, (2, -1)), None),
         (lambda data: data[:1, :584][:, None], None),  # one entry has no neighbour
-        (
-            lambda data: data[:, :1200].unflatten(1, (2, -1))[:, :, :584],
-            "plan: each block must be contiguous for format fp8_dsv4, got strides (1728, 600, 1",
-        ),
-        (
-            lambda data: data[:, :1168].unflatten(1, (2, -1)).view(torch.int8),
-            "plan: cache must be torch.uint8 for format fp8_dsv4, got torch.int8.",
-        ),
+        (lambda data: data[:, :1200].unflatten(1, (2, -1))[:, :, :584], "plan: each block must be"),
+        (lambda data: data[:, :1168].unflatten(1, (2, -1)).view(torch.int8), "plan: cache must be"),
     ],
 )
 def test_pages_must_be_whole(change: Any, message: str | None) -> None:

@@ -195,11 +195,7 @@ def test_declaration(device: str) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (
-            "other_out",
-            lambda t: t[:, :-1],
-            "other_out must be [T, H, V] with H=17, got",
-        ),
+        ("other_out", lambda t: t[:, :-1], "other_out must be [T, H, V] with H=17, got"),
         ("other_lse", lambda t: t.bfloat16(), "other_lse must be float32 or float64"),
     ],
 )

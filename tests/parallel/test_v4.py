@@ -285,11 +285,7 @@ def refused(rank: int) -> None:
         ({"form": "expanded"}, ConfigError, "form must be auto or absorbed for deepseek_v4"),
         ({"workspace_tokens": 64}, ConfigError, "workspace_tokens must be None for"),
         ({"ranks": Ranks(group, 64)}, ConfigError, "interleave must be 1 or the block size of 128"),
-        (
-            {"cache": LayerCache()},
-            ConfigError,
-            "cache must have window rows for",
-        ),
+        ({"cache": LayerCache()}, ConfigError, "cache must have window rows for"),
         ({"cache": replace(cache, state=None)}, ConfigError, "cache must have state rows"),
         ({"batch": replace(batch, block_table=batch.block_table + 99)}, ShapeError, "must be a bl"),
         ({"batch": replace(batch, block_table=batch.block_table[:, :0])}, ShapeError, "column"),
