@@ -121,7 +121,7 @@ BOTH: list[tuple[str, CHANGES]] = [
 
 @pytest.mark.parametrize("attend", [attend_step, attend_partial])
 @pytest.mark.parametrize(("says", "changes"), BOTH, ids=[says[:40] for says, _ in BOTH])
-def test_steps(says: str, changes: CHANGES, attend: Any) -> None:
+def test_both_attend_calls_name_the_argument(says: str, changes: CHANGES, attend: Any) -> None:
     world = World()
     check_raises(
         f"step: {says}",
@@ -147,7 +147,7 @@ STEP: list[tuple[str, CHANGES]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), STEP)
-def test_step_alone(says: str, changes: CHANGES) -> None:
+def test_attend_step_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World()
     call = partial(attend_step, **{**world.step, **changes(world)})
     check_raises(f"step: {says}", call, world.written, world.out)
@@ -166,7 +166,7 @@ PARTIAL: list[tuple[str, CHANGES]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), PARTIAL)
-def test_partial_alone(says: str, changes: CHANGES) -> None:
+def test_attend_partial_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World()
     call = partial(attend_partial, **{**world.step, **changes(world)})
     check_raises(f"step: {says}", call, world.written)
@@ -189,7 +189,7 @@ QUANTIZED: list[tuple[str, CHANGES]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), QUANTIZED)
-def test_quantized_outputs(says: str, changes: CHANGES) -> None:
+def test_wrong_output_buffers_are_named(says: str, changes: CHANGES) -> None:
     world = World(output="fp8")
     check_raises(says, partial(attend_step, **{**world.step, **changes(world)}), world.written)
 
@@ -207,7 +207,7 @@ LATENT: list[tuple[str, CHANGES]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), LATENT)
-def test_latent(says: str, changes: CHANGES) -> None:
+def test_attend_latent_names_the_argument(says: str, changes: CHANGES) -> None:
     world = World(form="absorbed")
     usual = {"q_latent": world.q_latent, "cache": world.cache, "plan": world.plan}
     check_raises(says, partial(attend_latent, **{**usual, **changes(world)}))
@@ -258,7 +258,7 @@ SELECTION: list[tuple[str, Callable[[Any], dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("says", "changes"), SELECTION)
-def test_selections(says: str, changes: CHANGES) -> None:
+def test_make_selection_names_the_argument(says: str, changes: CHANGES) -> None:
     world: Any = World(SPARSE)
     world.positions = world.requests.listed(world.requests.choices())
     world.lens = torch.full((65,), 32, dtype=torch.int32)
@@ -266,7 +266,7 @@ def test_selections(says: str, changes: CHANGES) -> None:
     check_raises(f"selection: {says}", partial(make_selection, **{**usual, **changes(world)}))
 
 
-def test_select_step() -> None:
+def test_select_step_names_the_argument() -> None:
     world = World(SPARSE)
     zeros = torch.zeros(65, 16, 16, dtype=torch.float64)
     index = IndexInputs(zeros, zeros[..., 0], zeros[:, 0])
@@ -285,7 +285,7 @@ def test_select_step() -> None:
         check_raises(f"select: {says}", call, world.cache.index.data)
 
 
-def test_sinks() -> None:
+def test_apply_sink_names_the_argument() -> None:
     out, lse, sink = torch.zeros(4, H, V), torch.zeros(4, H), torch.zeros(H)
     for says, given in (
         ("lse must be [T, H] and out [T, H, V], got (4, 3) and (", (out, lse[:, 1:], sink)),
@@ -295,7 +295,7 @@ def test_sinks() -> None:
         check_raises(f"sink: {says}", partial(apply_sink, *given))
 
 
-def test_compressed_steps() -> None:
+def test_attend_compressed_names_the_argument() -> None:
     layer = make_layer(tiny_config(), 4)
     server = Server(layer, {"a": sequence(90)})
     server.step([("a", 80)])
@@ -378,7 +378,7 @@ ELSEWHERE: list[tuple[str, Callable[[World], object]]] = [
 
 
 @pytest.mark.parametrize(("says", "call"), ELSEWHERE)
-def test_around_a_step(says: str, call: Callable[[World], object]) -> None:
+def test_calls_around_a_step_name_the_argument(says: str, call: Callable[[World], object]) -> None:
     world = World()
     check_raises(says, lambda: call(world), world.written)
 

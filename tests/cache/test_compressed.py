@@ -47,7 +47,7 @@ def test_blocks_out_of_the_window_are_recycled() -> None:
         pool.slot_mapping([("a", 7, 12)])
 
 
-def test_those_of_requests_that_wait_are_too() -> None:
+def test_a_waiting_request_gives_up_blocks_before_its_window() -> None:
     pool = BlockPool(num_blocks=4, block_size=4, window=4)
     pool.take({"a": 12})
     assert pool.take({"b": 8}) == []

@@ -93,7 +93,7 @@ def made_pages(N: int, BS: int, D: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("D", "row", "values"), [(512, 584, 576), (128, 200, 192), (192, 264, 256), (640, 720, 704)]
 )
-def test_sizes(D: int, row: int, values: int) -> None:
+def test_row_and_page_bytes_follow_the_layout(D: int, row: int, values: int) -> None:
     assert V4.row_bytes(D) == V4.width(D) == row == values + 8 * -(-(D // 64 - 1) // 8)
     assert V4.packed and V4.holds == "latent"
     for BS in (1, 2, 3, 16, 64, 256):

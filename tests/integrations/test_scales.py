@@ -384,7 +384,7 @@ def test_tokens_in_one_row(kind: str) -> None:
     assert calibrate(model, [IDS[0], IDS[1]]) == calibrate(model, [IDS[:1], IDS[1:]])
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_on_scales_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What docs/scales.md shows runs."""
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "scales.md").read_text()

@@ -104,7 +104,9 @@ CHANGES: list[tuple[str, Callable[[Call], dict[str, Any]]]] = [
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize(("says", "changes"), CHANGES, ids=[says[:60] for says, _ in CHANGES])
-def test_layers(says: str, changes: Callable[[Call], dict[str, Any]], kind: Any) -> None:
+def test_every_layer_names_the_wrong_argument(
+    says: str, changes: Callable[[Call], dict[str, Any]], kind: Any
+) -> None:
     call = Call(kind)
     usual = {name: getattr(call, name) for name in ("hidden", "positions", "cache", "plan")}
     given = {**usual, **changes(call)}
@@ -125,7 +127,7 @@ def test_positions_past_the_table(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", RATIOS)
-def test_v4_layers(kind: int) -> None:
+def test_v4_layers_name_positions_and_compress_ratios(kind: int) -> None:
     call = Call(kind)
     for wrong, first in ((call.positions + 1, 1), (call.positions.flip(0), T - 1)):
         check_raises(
@@ -149,7 +151,7 @@ def test_v4_layers(kind: int) -> None:
             )
 
 
-def test_sparse_layers() -> None:
+def test_sparse_layers_name_what_selection_needs() -> None:
     call = Call("tiny-v3.2")
     latent_only = LayerCache(latent=call.cache.latent)
     check_raises(

@@ -98,7 +98,7 @@ def test_contract_while_scoring(case: IndexCase, backend: str, device: str) -> N
     assert torch.equal(positions, wanted) and torch.equal(lens, wanted_lens)
 
 
-def test_which_way() -> None:
+def test_fused_selection_needs_long_rows_full_waves_and_small_k() -> None:
     """Selected while scored: long rows, tokens that fill the machine with a nearly full last wave,
     and a K of which twice as many can be kept."""
     pytest.importorskip("triton")

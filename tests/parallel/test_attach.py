@@ -263,5 +263,5 @@ def test_copies(two_ranks: Processes) -> None:
     two_ranks.run(copied)
 
 
-def test_what_is_refused(two_ranks: Processes) -> None:
+def test_attach_over_ranks_raises_for_what_it_cannot_shard(two_ranks: Processes) -> None:
     two_ranks.run(refused)

@@ -109,7 +109,7 @@ def own_entries(rank: int) -> None:
         assert 0 < int(written.sum()) < sum(length // 4 for length in lens.values())
 
 
-def test_who_holds_what(two_ranks: Processes) -> None:
+def test_each_rank_holds_its_own_entries(two_ranks: Processes) -> None:
     two_ranks.run(own_entries)
 
 
@@ -354,7 +354,9 @@ def any_steps(
     heads=st.sampled_from(["all", "own"]),
     context=st.sampled_from(["auto", "place", "gather"]),
 )
-def test_any_steps(two_ranks: Processes, steps: Any, topk: int, heads: str, context: str) -> None:
+def test_any_v4_steps_over_two_ranks_equal_one_process(
+    two_ranks: Processes, steps: Any, topk: int, heads: str, context: str
+) -> None:
     two_ranks.run(any_steps, steps, topk, heads, context)
 
 
