@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "scale off by 2 %",
         "backends/reference/mqa_paged.py",
-        "logits = scale * (",
-        "logits = 1.02 * scale * (",
+        "logits = scale * (q_latent",
+        "logits = 1.02 * scale * (q_latent",
     ),
     Mutant(
         "lse in base 2",
@@ -54,8 +54,8 @@ MUTANTS = [
     Mutant(
         "slot off by one",
         "backends/reference/cache_write.py",
-        "write(cache, slot_mapping[written], rows, kv_scale)",
-        "write(cache, (slot_mapping[written] + 1) % cache[..., 0].numel(), rows, kv_scale)",
+        "write(cache, slots, rows, kv_scale)",
+        "write(cache, (slots + 1) % cache[..., 0].numel(), rows, kv_scale)",
     ),
     Mutant(
         "causal off by one",
@@ -66,8 +66,8 @@ MUTANTS = [
     Mutant(
         "empty side multiplied, not replaced",
         "backends/reference/merge_states.py",
-        "part.masked_fill(empty[:, :, None], 0)",
-        "part",
+        ".masked_fill(unseen[:, :, None], 0)",
+        "",
     ),
     Mutant(
         "rope pairs taken as halves",
@@ -114,20 +114,20 @@ MUTANTS = [
     Mutant(
         "fp8 stores the value unscaled",
         "cache/format.py",
-        "rows.to(torch.float32) / kv_scale",
-        "rows.to(torch.float32)",
+        "to_fp8(rows.to(torch.float32) / kv_scale)",
+        "to_fp8(rows.to(torch.float32))",
     ),
     Mutant(
         "one-shot takes new rows from the cache",
         "attention/expanded.py",
-        "rows.index_copy_(0, prefill.new_rows, torch.cat([kv_c, k_pe], dim=1))",
+        "rows.index_copy_(0, part.new_rows, torch.cat(new, dim=1))",
         "pass",
     ),
     Mutant(
         "chunk merged into the wrong queries",
         "attention/expanded.py",
-        "            out[chunk.rows],\n            lse[chunk.rows],",
-        "            out[: len(part_out)],\n            lse[: len(part_out)],",
+        "sides = out[ask.rows], lse[ask.rows], *one",
+        "sides = out[: len(one[0])], lse[: len(one[0])], *one",
     ),
     Mutant(
         "a context row lost at every cut",
@@ -136,10 +136,10 @@ MUTANTS = [
         "done += take + (done + take < context)",
     ),
     Mutant(
-        "longest request decides every split",
-        "plan/splits.py",
-        "bounds = bounds.minimum(seq_lens[:, None])",
-        "bounds = bounds.minimum(seq_lens.max()).repeat(len(seq_lens), 1)",
+        "a batch-invariant token sees the next key",
+        "backends/reference/mqa_paged.py",
+        "rows[: S - stop + 1 + t]",
+        "rows[: S - stop + 2 + t]",
     ),
     Mutant(
         "shared last block written in place",
