@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -265,15 +263,3 @@ def test_plot(
     pytest.importorskip("matplotlib").use("Agg")
     assert main(["size", *drawing]) == 0
     assert (tmp_path / "size.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_preset_needs_no_package_but_torch() -> None:
-    """matplotlib, transformers and safetensors are not even looked for."""
-    code = (
-        "import sys; from openmla.cli.__main__ import main; "
-        f"assert main(['size', *{V32!r}]) == 0; "
-        "loaded = {'matplotlib', 'transformers', 'safetensors'} & set(sys.modules); "
-        "assert not loaded, loaded"
-    )
-    child = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
