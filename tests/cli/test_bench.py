@@ -83,7 +83,8 @@ def test_models_of_generate(
 def test_wrong_contenders_are_not_timed() -> None:
     x = torch.ones(1, 1, 2)
     inputs = Inputs({"x": x}, {}, ())
-    calls, _, left_out = able_backends(rope, Job(inputs, Cost(1, 1), lambda _, backend: 1.5))
+    job = Job(inputs, Cost(1, 1), lambda op, inputs, backend: 1.5)
+    calls, _, left_out = able_backends(rope, job)
     assert calls == {} and left_out[-1].why == "WRONG: 1.50 times its error budget"
 
 
