@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from openmla import ops
+from openmla.bench.inputs import fill
+from openmla.bench.peers import to_torch
 from openmla.cache.format import FORMATS, get_format
 from openmla.integrations import deep_gemm, flash_mla
 from openmla.ops import Segment
@@ -44,15 +45,9 @@ def table_of(lens: list[int], BS: int, device: str) -> tuple[int, Tensor]:
 
 
 def dense_case(
-    lens: list[int],
-    n: int,
-    H: int,
-    G: int,
-    dtype: torch.dtype,
-    causal: bool,
-    device: str,
+    lens: list[int], n: int, H: int, G: int, dtype: torch.dtype, causal: bool, device: str,
     **more: Any,
-) -> Case:
+) -> Case:  # fmt: skip
     N, table = table_of(lens, 64, device)
     pages = torch.randn(N, 64, G, 576, device=device, dtype=BF16).div_(4).to(dtype)
     q = torch.randn(len(lens), n, H, 576, device=device, dtype=BF16).div_(4).to(dtype)
@@ -114,11 +109,7 @@ def stored(format: str, N: int, BS: int, D: int, device: str) -> Tensor:
     layout = get_format(format)
     whole = torch.zeros(N, layout.page_width(D, BS), dtype=layout.dtype, device=device)
     pages = whole[:, : BS * layout.width(D)].view(N, BS, layout.width(D))
-    one = torch.ones((), device=device)
-    for start in range(0, N * BS, 2**18):
-        slots = torch.arange(start, min(start + 2**18, N * BS), device=device)
-        layout.write(pages, slots, torch.randn(len(slots), D, device=device) / 4, one)
-    return pages.unsqueeze(2)
+    return fill(pages, format, D, std=1 / 4).unsqueeze(2)
 
 
 def listed_case(
@@ -225,11 +216,6 @@ def prefill(chance: Random, device: str, part: slice) -> Case:
     )  # fmt: skip
 
 
-def tensor_of(found: Any) -> Tensor:
-    """Convert what sgl-deep-gemm returns, which may be another library's tensor."""
-    return found if isinstance(found, Tensor) else from_dlpack(found)
-
-
 def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: Any) -> Case:
     q = torch.randn(T, H, 128, device=device).to(FP8)
     keys, scales = torch.randn(S, 128, device=device).to(FP8), torch.rand(S, device=device) + 0.1
@@ -239,7 +225,7 @@ def ragged_case(T: int, S: int, H: int, compressed: bool, device: str, **more: A
     width = int((ends - begins).max()) if compressed else 0
 
     def call(package: Any, theirs: bool = False) -> Tensor:
-        return tensor_of(
+        return to_torch(
             package.fp8_mqa_logits(
                 q, (keys, scales), w, begins, ends, clean_logits=not compressed, max_seqlen_k=width
             )
@@ -263,9 +249,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
     N, table = table_of(lens, 64, device)
     pages = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
     one = torch.ones((), device=device)
-    for start in range(0, N * 64, 2**18):
-        slots = torch.arange(start, min(start + 2**18, N * 64), device=device)
-        layout.write(pages, slots, torch.randn(len(slots), 128, device=device), one)
+    fill(pages, layout.name, 128)
     q, w = torch.randn(B, n, H, 128, device=device).to(FP8), torch.randn(B * n, H, device=device)
     # one length per token; the last one is the request's
     behind = torch.arange(n - 1, -1, -1, device=device, dtype=I32)
@@ -277,7 +261,7 @@ def paged_case(lens: list[int], n: int, H: int, device: str, **more: Any) -> Cas
         if theirs not in schedules:
             sms = package.get_num_sms()
             schedules[theirs] = package.get_paged_mqa_logits_metadata(context, 64, sms)
-        return tensor_of(
+        return to_torch(
             package.fp8_paged_mqa_logits(
                 q, pages.unsqueeze(2), w, context, table, schedules[theirs], M
             )
@@ -388,17 +372,10 @@ def overheads(device: str) -> dict[str, tuple[Callable[[], Any], Callable[[], An
     q8 = torch.randn(2, 64, 128, device=device).to(FP8)
     w, k8 = torch.randn(2, 64, device=device), torch.randn(100, 128, device=device).to(FP8)
     scales = torch.ones(100, device=device)
-    low, high = (
-        torch.zeros(2, dtype=I32, device=device),
-        torch.full((2,), 90, dtype=I32, device=device),
-    )
+    low, high = (torch.full((2,), value, dtype=I32, device=device) for value in (0, 90))
     keys = torch.zeros(N, 64, 132, dtype=torch.uint8, device=device)
-    flat_q, paged_q, paged_keys, paged_lens = (
-        q[:, 0],
-        q8[:, None],
-        keys[:, :, None],
-        seqlens[:, None],
-    )
+    flat_q, paged_q, paged_keys = q[:, 0], q8[:, None], keys[:, :, None]
+    paged_lens = seqlens[:, None]
 
     def segment(cache: Tensor, format: str) -> Segment:
         return Segment(cache, one, format, "slots", None, listed[:, 0], counts)

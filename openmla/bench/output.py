@@ -55,8 +55,7 @@ class Output:
     """Where rows go, given the options of argument_parser()."""
 
     def __init__(self, options: argparse.Namespace, machine: str) -> None:
-        if options.plot and find_spec("matplotlib") is None:
-            raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
+        check_plot(options.plot)
         self.options, self.machine = options, machine
         self.rows: list[Row] = []
         self.left_out: list[LeftOut] = []
@@ -97,6 +96,12 @@ class Output:
             from openmla.bench.pictures import draw_lines
 
             draw_lines(points, title, unit, self.machine, self.options.plot)
+
+
+def check_plot(path: str | None) -> None:
+    """Raise if a picture is requested that this installation cannot draw."""
+    if path and find_spec("matplotlib") is None:
+        raise UnsupportedError('bench: --plot needs matplotlib: pip install "openmla[plot]".')
 
 
 def table(rows: Sequence[Row], left_out: Sequence[LeftOut]) -> Table:
