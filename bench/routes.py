@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from bench.report import Report, script_parser
-from openmla import PRESETS, Batch, LayerCache, MLAConfig, Plan, allocate_cache, make_plan
-from openmla.attention import AbsorbedWeights, Projected, Selection, attend_step
+from openmla import PRESETS, Batch, LayerCache, Plan, allocate_cache, make_plan
+from openmla.attention import Selection, attend_step
 from openmla.attention.select import chosen_rows
 from openmla.bench.harness import relative_error, time_round_robin
-from openmla.bench.inputs import fill
+from openmla.bench.inputs import fill, random_step
 
 BS, ROUNDS = 64, 3
 FORMS = ("absorbed", "expanded")
@@ -35,15 +35,6 @@ def shapes() -> Iterator[tuple[int, int, int, str]]:
     for H in (16, 128):
         for context in (2048, 8192, 32768, 65536, 131072):
             yield H, 8192, context, "bf16"
-
-
-def make_absorbed(config: MLAConfig, device: str) -> AbsorbedWeights:
-    H, P, V, C = (
-        config.num_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank,
-    )  # fmt: skip
-    kv_b = (torch.randn(H * (P + V), C, device=device) * C**-0.5).bfloat16()
-    per_head = kv_b.view(H, P + V, C)
-    return AbsorbedWeights(kv_b, per_head[:, :P], per_head[:, P:].transpose(1, 2))
 
 
 def choose(plan: Plan, cache: LayerCache, K: int) -> Selection:
@@ -92,14 +83,7 @@ class Step:
         for form, plan in self.plans.items():
             torch.manual_seed(1)  # the same keys
             self.chosen[form] = choose(plan, self.cache, config.indexer.topk)
-        bf16: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-        self.projected = Projected(
-            torch.randn(n, H, config.qk_nope_head_dim, **bf16),
-            torch.randn(n, H, config.qk_rope_head_dim, **bf16),
-            torch.randn(n, config.kv_lora_rank, **bf16) / 3,
-            torch.randn(n, config.qk_rope_head_dim, **bf16) / 3,
-        )
-        self.absorbed = make_absorbed(config, device)
+        self.projected, self.absorbed = random_step(config, n, device, torch.bfloat16, std=1 / 3)
 
     def run(self, form: str) -> Tensor:
         return attend_step(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from openmla import MLAConfig
+from openmla.attention import AbsorbedWeights, Projected
 from openmla.cache.format import get_format
+from openmla.layers.weights import absorb
 from openmla.outputs import get_output_format, make_output
 from openmla.testing import Inputs
 
@@ -41,6 +44,20 @@ def rotation(num_positions: int, R: int, device: str) -> Tensor:
     half = torch.arange(0, R, 2, device=device) / R
     angles = torch.outer(torch.arange(float(num_positions), device=device), 10000.0**-half)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def random_step(
+    config: MLAConfig, T: int, device: str, dtype: torch.dtype, std: float = 1.0
+) -> tuple[Projected, AbsorbedWeights]:
+    """Queries and rows of T tokens, rows with this standard deviation, and a layer's weights."""
+    H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
+    C, V = config.kv_lora_rank, config.v_head_dim
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    projected = Projected(randn(T, H, P), randn(T, H, R), randn(T, C) * std, randn(T, R) * std)
+    return projected, absorb(randn(H * (P + V), C) * C**-0.5, config)
 
 
 def output_inputs(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openmla import PRESETS, Batch, BlockPool, LayerCache, MLAConfig, Plan, allocate_cache
-from openmla.attention import AbsorbedWeights, Projected, attend_latent, attend_step
+from openmla.attention import Projected, attend_latent, attend_step
 from openmla.attention.products import multiply
 from openmla.bench.harness import (
     argument_parser,
@@ -32,9 +32,9 @@ from openmla.bench.harness import (
     replayed,
     time_round_robin,
 )
+from openmla.bench.inputs import random_step
 from openmla.bench.output import Output
 from openmla.cli.options import whole
-from openmla.layers.weights import absorb
 from openmla.ops._register import Cost
 from openmla.plan import make_plan
 
@@ -77,15 +77,7 @@ class Step:
         )  # fmt: skip
         assert self.cache.latent is not None
         self.cache.latent.data.normal_()
-        H, P, R = config.num_heads, config.qk_nope_head_dim, config.qk_rope_head_dim
-        C, V, T = config.kv_lora_rank, config.v_head_dim, B * n
-        given = sizes.like()
-        self.projected = Projected(
-            torch.randn(T, H, P, **given), torch.randn(T, H, R, **given),
-            torch.randn(T, C, **given), torch.randn(T, R, **given),
-        )  # fmt: skip
-        kv_b = torch.randn(H * (P + V), C, **given) * C**-0.5
-        self.absorbed: AbsorbedWeights = absorb(kv_b, config)
+        self.projected, self.absorbed = random_step(config, B * n, **sizes.like())
 
     def plan(self, requests: int, **options: Any) -> Plan:
         """A plan for the first `requests` requests."""
