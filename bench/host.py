@@ -55,7 +55,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
                 continue
             shape = make()
             calls = {name: call for name, call in shape.contenders.items() if name in PEERS}
-            wrong = {name: errors(call, shape.exact)[0] for name, call in calls.items()}
+            wrong = {name: errors(call(), shape.exact)[0] for name, call in calls.items()}
             calls = {name: call for name, call in calls.items() if wrong[name] < 0.05}
             times = host_times(calls)
             for name, us in times.items():

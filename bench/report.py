@@ -16,7 +16,6 @@ import torch
 
 from openmla.bench.harness import describe_machine
 from openmla.cli.options import output_file
-from openmla.errors import UnsupportedError
 
 T = TypeVar("T")
 BURST, BURSTS = 40, 9  # calls in a row, which fit into the launch queue, and repetitions
@@ -48,8 +47,6 @@ class Report:
         device: str = "cuda", resume: bool = False,
     ) -> None:  # fmt: skip
         self.options = parser.parse_args(arguments)
-        if device == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedError(f"{parser.prog}: needs a GPU.")
         self.machine = describe_machine(device)
         print(self.machine)
         if header:

@@ -395,5 +395,7 @@ def describe_machine(device: str) -> str:
         commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     where = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedError("bench: this benchmark needs a GPU, and torch found none.")
         where = torch.cuda.get_device_name()
     return f"{where}, torch {torch.__version__}, commit {commit or 'unknown'}"
