@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from torch._C._autograd import DeviceType
 
 from bench.report import Report, script_parser
 from openmla.bench.generate import LIMITS, make_model, weightless_copy
-from openmla.bench.harness import relative_error
+from openmla.bench.harness import relative_error, time_once
 from openmla.cli.checkpoint import open_checkpoint
 from openmla.cli.models import demo_prompt, load_model
 from openmla.cli.options import whole
@@ -112,14 +111,15 @@ def compare(case: Case, inputs: dict[str, Tensor]) -> tuple[float, int]:
 
 def seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Time of one call, from an idle device to an idle device."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type != "cuda":
+        return time_once(call, "cpu")
+
+    def finished() -> None:
+        call()
         torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+
+    torch.cuda.synchronize()
+    return time_once(finished, "cpu")
 
 
 class Named:

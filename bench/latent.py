@@ -135,7 +135,7 @@ def adapted(problem: Problem, call: Callable[..., tuple[Tensor, Tensor]]) -> dic
     return {"flashmla adapter": partial(call, backend="flashmla")}
 
 
-def legacy_side(flash: Any) -> dict[str, bool]:
+def legacy_side(flash: Any) -> dict[str, Any]:
     """Select the SM90 kernels in sgl-flash-mla."""
     taken = inspect.signature(flash.flash_mla_with_kvcache).parameters
     return {"use_legacy": True} if "use_legacy" in taken else {}
@@ -297,44 +297,30 @@ def dense(batch: DecodeBatch, calls: int, format: str = "bf16") -> Shape:
         for name, backend in (("openmla e4m3", "gluon"), ("triton e4m3", "triton")):
             contenders[name] = partial(with_e4m3, backend=backend)
         if find_spec("flash_mla") is not None:
-            contenders["flashmla"] = _flash_paged_fp8(batch)
+            contenders["flashmla"] = partial(_flash_paged(batch, fp8=True), cache)
     exact = exact_paged(batch, format)
     return Shape(contenders, exact, calls, sum(batch.lens), get_format(format).row_bytes(D))
 
 
-def _flash_paged(batch: DecodeBatch) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    flash = import_module("flash_mla")
+def _flash_paged(
+    batch: DecodeBatch, fp8: bool = False
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """FlashMLA over all keys. With fp8 queries, it rounds probs to fp8."""
+    flash = import_module("flash_mla.flash_mla_interface" if fp8 else "flash_mla")
     metadata, _ = flash.get_mla_metadata()
-    legacy = legacy_side(flash)
-    queries = batch.q.view(-1, batch.new, *batch.q.shape[1:])
+    q, new, more = batch.q, batch.new, legacy_side(flash)
+    if fp8:
+        q, one = q.to(torch.float8_e4m3fn), torch.ones(1, device="cuda")
+        metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
+            batch.seq_lens, new * q.shape[1], 1, q.shape[1], True, use_legacy=True
+        )
+        more = {"is_fp8_kvcache": True, "use_legacy": True, "descale_q": one, "descale_k": one}
+    queries = q.view(-1, new, *q.shape[1:])
 
     def decode(cache: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = flash.flash_mla_with_kvcache(
             queries, cache.unsqueeze(2), batch.table, batch.seq_lens, C, metadata,
-            softmax_scale=SCALE, causal=True, **legacy,
-        )  # fmt: skip
-        return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
-
-    return decode
-
-
-def _flash_paged_fp8(batch: DecodeBatch) -> Contender:
-    """FlashMLA with fp8 queries, which rounds probs to fp8."""
-    q, cache, table, seq_lens, new = (
-        batch.q, batch.layers[0], batch.table, batch.seq_lens, batch.new
-    )  # fmt: skip
-    flash = import_module("flash_mla.flash_mla_interface")
-    metadata, _ = flash.get_mla_metadata()
-    metadata.tile_scheduler_metadata, metadata.num_splits = flash.get_mla_decoding_metadata(
-        seq_lens, new * q.shape[1], 1, q.shape[1], True, use_legacy=True
-    )
-    queries = q.to(torch.float8_e4m3fn).view(-1, new, *q.shape[1:])
-    one = torch.ones(1, device="cuda")
-
-    def decode() -> tuple[Tensor, Tensor]:
-        out, lse = flash.flash_mla_with_kvcache(
-            queries, cache.unsqueeze(2), table, seq_lens, C, metadata, softmax_scale=SCALE,
-            causal=True, is_fp8_kvcache=True, use_legacy=True, descale_q=one, descale_k=one,
+            softmax_scale=SCALE, causal=True, **more,
         )  # fmt: skip
         return out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from openmla import (
     make_plan,
     plan_buffers,
 )
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import describe_machine, time_once
 
 KEYS, DRAFTS, PROMPT = 8192, 4, 2048
 WARM, ROUNDS = 30, 200
@@ -187,13 +186,8 @@ def _tables(cache: LayerCache, step: Step, columns: int) -> dict[str, Any]:
 
 def host_us(call: Callable[[], object]) -> float:
     """Median microseconds of a call, without waiting for what it launches."""
-    times = []
-    for turn in range(WARM + ROUNDS):
-        start = time.perf_counter()
-        call()
-        if turn >= WARM:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+    times = [time_once(call, "cpu") for _ in range(WARM + ROUNDS)]
+    return statistics.median(times[WARM:]) * 1e6
 
 
 def operations(call: Callable[[], object]) -> int:

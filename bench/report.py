@@ -7,14 +7,13 @@ import gc
 import json
 import os
 import statistics
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 
-from openmla.bench.harness import describe_machine
+from openmla.bench.harness import describe_machine, time_once
 from openmla.cli.options import output_file
 
 T = TypeVar("T")
@@ -103,9 +102,8 @@ def host_times(calls: Mapping[str, Callable[[], Any]], device: str = "cuda") -> 
             if device != "cpu":
                 torch.cuda.synchronize()
             for _ in range(BURST):
-                begin = time.perf_counter()
-                call()
+                seconds = time_once(call, "cpu")
                 if turn:
-                    seen[name].append(time.perf_counter() - begin)
+                    seen[name].append(seconds)
     gc.enable()
     return {name: 1e6 * statistics.median(each) for name, each in seen.items()}

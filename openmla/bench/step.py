@@ -10,7 +10,6 @@ Contenders, all with the same weights over the same context:
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from openmla.bench.harness import (
     make_rows,
     measure_roofs,
     relative_error,
+    time_once,
     time_round_robin,
 )
 from openmla.bench.output import Output
@@ -193,12 +193,11 @@ def plan_time(device: str, rounds: int) -> float:
     cache = allocate_cache(config, num_blocks=pool.num_blocks, block_size=BS, device=device)
     table = pool.block_table(range(PLAN_REQUESTS))
     slots = pool.slot_mapping([(b, n - 1, n) for b, n in enumerate(lens)])
-    times = []
-    for _ in range(10 * rounds):
-        start = time.perf_counter()
+
+    def plan() -> None:
         make_plan(Batch([1] * PLAN_REQUESTS, lens, table, slots), config, cache)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+
+    return statistics.median(time_once(plan, "cpu") for _ in range(10 * rounds)) * 1e6
 
 
 def cache_bytes() -> list[str]:
