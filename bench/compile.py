@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bench.plans import buffers_of, plans_of
 from openmla import (
     PRESETS,
     Batch,
@@ -30,8 +31,6 @@ from openmla import (
     MLAConfig,
     Plan,
     allocate_cache,
-    make_plan,
-    plan_buffers,
 )
 from openmla.bench.harness import (
     argument_parser,
@@ -149,14 +148,8 @@ class Decode:
 
     def plans(self, batch: Batch, buffers: Any = None, **options: Any) -> list[Plan]:
         """A plan per layer; layers of one kind share it."""
-        made: dict[int, Plan] = {}
-        for cache in self.caches:
-            if cache.ratio not in made:
-                into = None if buffers is None else buffers[cache.ratio]
-                made[cache.ratio] = make_plan(
-                    batch, self.config, cache, dtype=self.dtype, into=into,
-                    beside=next(iter(made.values()), None), **options,
-                )  # fmt: skip
+        given = batch, self.config, self.caches, buffers
+        made = plans_of(*given, dtype=self.dtype, **options)
         return [made[cache.ratio] for cache in self.caches]
 
     def run(self, model: Callable[..., Tensor], plans: list[Plan]) -> Tensor:
@@ -165,13 +158,7 @@ class Decode:
     def captured(self) -> tuple[Callable[[], None], Tensor]:
         """A graph of the step over buffers, and the tensor with its result."""
         B, M = self.shape.requests, self.shape.keys // self.shape.block_size + 2
-        buffers: dict[int, dict[str, Tensor]] = {}
-        for cache in self.caches:
-            if cache.ratio not in buffers:
-                buffers[cache.ratio] = plan_buffers(
-                    self.config, cache, max_requests=B, max_tokens=B, max_blocks=M,
-                    beside=next(iter(buffers.values()), None),
-                )  # fmt: skip
+        buffers = buffers_of(self.config, self.caches, max_requests=B, max_tokens=B, max_blocks=M)
         rings = next(iter(buffers.values())).get("window_table")
         batch = self.batch(0 if rings is None else rings.shape[1])
         plans = self.plans(batch, buffers)
