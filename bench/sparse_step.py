@@ -21,9 +21,8 @@ from torch import Tensor
 from bench.report import Report, script_parser
 from openmla.bench.harness import relative_error, time_graphs
 from openmla.bench.inputs import random_cache, rotation
-from openmla.bench.output import check_plot
 from openmla.cli.options import add_plot
-from openmla.cli.pictures import picture
+from openmla.cli.pictures import check_plot, picture
 from openmla.ops import Segment, index_logits, index_topk, index_write, latent_write, mqa_sparse
 
 BS, C, R, D, HI, DI, K = 64, 512, 64, 576, 64, 128, 2048
@@ -145,7 +144,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     add_plot(parser, "the results")
     parser.add_argument("--measured", metavar="FILE", help="draw the rows of a file, run nothing")
     options = parser.parse_args(arguments)
-    check_plot(options.plot)
+    check_plot("bench", options.plot)
     if options.measured:
         with open(options.measured) as file:
             found = json.load(file)
