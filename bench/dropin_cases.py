@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
@@ -296,57 +296,56 @@ def spread(B: int, S: int) -> list[int]:
     return [max(2, int(Random(number).gauss(S, S / 2))) for number in range(B)]
 
 
-DENSE: dict[str, Callable[[], Case]] = {
-    f"dense-b128-n{n}-s{S}": partial(
-        dense_case, spread(128, S), n, 128, 1, BF16, True, "cuda", calls=4,
-        small=partial(dense_case, spread(8, S // 16), n, 128, 1, BF16, True, "cuda"),
+def sized(
+    make: Callable[..., Case], large: Sequence[Any], small: Sequence[Any], calls: int, **same: Any
+) -> Callable[[], Case]:
+    """A shape to time, with one of the same kind that is small enough to check."""
+    checked = partial(make, *small, "cuda", **same)
+    return partial(make, *large, "cuda", calls=calls, small=checked, **same)
+
+
+DENSE = {
+    f"dense-b128-n{n}-s{S}": sized(
+        dense_case, (spread(128, S), *rest), (spread(8, S // 16), *rest), calls=4
     )
     for n in (1, 2)
+    for rest in [(n, 128, 1, BF16, True)]
     for S in (4096, 16384)
-}  # fmt: skip
-SPARSE: dict[str, Callable[[], Case]] = {
-    f"v32-decode-b{B}-h128": partial(
-        listed_case, B, 2, 128, 576, [2048], [(B * 512, 64)], "cuda", sink=True, lens=[False],
-        holes=0, calls=8,
-        small=partial(listed_case, 4, 2, 128, 576, [2048], [(64, 64)], "cuda", sink=True,
-                      lens=[False], holes=0),
+}
+SPARSE = {
+    f"v32-decode-b{B}-h128": sized(
+        listed_case, (B, 2, 128, 576, [2048], [(B * 512, 64)]),
+        (4, 2, 128, 576, [2048], [(64, 64)]), calls=8, sink=True, lens=[False], holes=0,
     )
     for B in (2, 64, 128)
 } | {
-    f"v4-decode-b{B}-h{H}-{extra}-page{BS}": partial(
-        listed_case, B, 2, H, 512, [128, extra], [(B * 64, 256), (B * 16384 // BS, BS)], "cuda",
-        sink=True, lens=[False, BS == 2], holes=0, calls=8,
-        small=partial(listed_case, 4, 2, H, 512, [128, extra], [(16, 256), (4096 // BS, BS)],
-                      "cuda", sink=True, lens=[False, BS == 2], holes=0),
+    f"v4-decode-b{B}-h{H}-{extra}-page{BS}": sized(
+        listed_case, (B, 2, H, 512, [128, extra], [(B * 64, 256), (B * 16384 // BS, BS)]),
+        (4, 2, H, 512, [128, extra], [(16, 256), (4096 // BS, BS)]), calls=8,
+        sink=True, lens=[False, BS == 2], holes=0,
     )
     for B in (2, 64, 128)
     for H, extra, BS in ((64, 512, 64), (128, 1024, 64), (64, 1024, 2))
 } | {
-    f"prefill-4096x{S}-h{H}-d{D}-k{K}": partial(
-        prefill_case, 4096, S, H, D, K, "cuda", sink=True, lens=False, holes=False, calls=2,
-        small=partial(prefill_case, 32, 4096, H, D, K, "cuda", sink=True, lens=False, holes=False),
+    f"prefill-4096x{S}-h{H}-d{D}-k{K}": sized(
+        prefill_case, (4096, S, H, D, K), (32, 4096, H, D, K), calls=2,
+        sink=True, lens=False, holes=False,
     )
     for S, H, D, K in ((8192, 128, 576, 2048), (65536, 128, 576, 2048), (32768, 64, 512, 512),
                        (32768, 128, 512, 1024))
 }  # fmt: skip
-OTHERS: dict[str, Callable[[], Case]] = {
-    "dense-fp8-b64-h128-s4096": partial(
-        dense_case, [4096] * 64, 1, 128, 1, FP8, False, "cuda", calls=4,
-        small=partial(dense_case, [500] * 4, 1, 128, 1, FP8, False, "cuda"),
+OTHERS = {
+    "dense-fp8-b64-h128-s4096": sized(
+        dense_case, ([4096] * 64, 1, 128, 1, FP8, False), ([500] * 4, 1, 128, 1, FP8, False), 4
     ),
-    "logits-2048x65536-h64": partial(
-        ragged_case, 2048, 65536, 64, False, "cuda", calls=2,
-        small=partial(ragged_case, 64, 1000, 64, False, "cuda"),
+    "logits-2048x65536-h64": sized(ragged_case, (2048, 65536, 64, False), (64, 1000, 64, False), 2),
+    "logits-compressed-2048x65536-h64": sized(
+        ragged_case, (2048, 65536, 64, True), (64, 1000, 64, True), 2
     ),
-    "logits-compressed-2048x65536-h64": partial(
-        ragged_case, 2048, 65536, 64, True, "cuda", calls=2,
-        small=partial(ragged_case, 64, 1000, 64, True, "cuda"),
+    "paged-logits-b256-s8192-h64": sized(
+        paged_case, (spread(256, 8192), 1, 64), (spread(8, 600), 1, 64), 4
     ),
-    "paged-logits-b256-s8192-h64": partial(
-        paged_case, spread(256, 8192), 1, 64, "cuda", calls=4,
-        small=partial(paged_case, spread(8, 600), 1, 64, "cuda"),
-    ),
-}  # fmt: skip
+}
 PUBLISHED = DENSE | SPARSE | OTHERS
 
 
