@@ -22,7 +22,7 @@ from bench.report import Report, script_parser
 from openmla.bench.harness import relative_error, time_graphs
 from openmla.bench.inputs import random_cache, rotation
 from openmla.cli.options import add_plot
-from openmla.cli.pictures import check_plot, picture
+from openmla.cli.pictures import INK, check_plot, picture
 from openmla.ops import Segment, index_logits, index_topk, index_write, latent_write, mqa_sparse
 
 BS, C, R, D, HI, DI, K = 64, 512, 64, 576, 64, 128, 2048
@@ -134,7 +134,7 @@ def draw(rows: Sequence[dict[str, Any]], machine: str, path: str) -> None:
             heights = [row[name] for row in rows]
             axes.bar(shapes, heights, bottom=bottom, label=name)
             bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
-        axes.plot(shapes, [row["whole"] for row in rows], "k_", label="graph")
+        axes.plot(shapes, [row["whole"] for row in rows], "_", color=INK, label="graph")
         axes.tick_params(axis="x", rotation=60)
         axes.legend()
 
