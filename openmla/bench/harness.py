@@ -156,8 +156,7 @@ def main(name: str, arguments: Sequence[str] | None) -> None:
             done = number * (options.rounds + 2)
             tell(f"{name}, {shape}: making inputs, checking", done)
             job = shapes[shape](device)
-            calls, used, left_out = able_backends(op, job, shape)
-            left_out += add_peers(op, job, shape, peers, calls, used)
+            calls, used, left_out = able(op, job, shape, peers)
 
             def turn(turns: int, shape: str = shape, done: int = done) -> None:
                 tell(f"{name}, {shape}: timing", done + turns)
@@ -198,61 +197,57 @@ def in_paragraphs(text: str | None) -> str:
     return "\n\n".join(" ".join(part.split()) for part in parts)
 
 
-def able_backends(
-    op: Callable[..., Any], job: Job, shape: str = ""
+class NotSuited(Exception):
+    """A contender does not support a shape; the message says why."""
+
+
+def able(
+    op: Op, job: Job, shape: str = "", peers: Sequence[Peer] = ()
 ) -> tuple[Calls, dict[str, float], list[LeftOut]]:
     """Calls to time, each one's share of the error budget, and why the others are missing."""
+    attempts = {name: partial(try_backend, op, job, name) for name in BACKENDS[op.__name__]}
+    attempts |= {peer.name: partial(try_peer, op, job, peer) for peer in peers}
     calls: Calls = {}
     used: dict[str, float] = {}
     left_out = []
-    for backend in BACKENDS[op.__name__]:
-        why = ""
+    for name, attempt in attempts.items():
         try:
-            used[backend] = job.check(op, job.inputs, backend)
-        except UnsupportedError as reason:
-            why = str(reason).splitlines()[1].strip().removeprefix(backend).strip()
-        except Exception as error:  # from another package
-            if backend in OURS:
+            call, share = attempt()
+        except NotSuited as reason:
+            why = str(reason)
+        except Exception as error:  # from another package: reported, and the run continues
+            if name in OURS:
                 raise
             why = f"failed: {one_line(error)}"
         else:
-            if used[backend] > 1:
-                why = f"WRONG: {used[backend]:.2f} times its error budget"
-        if why:
-            left_out.append(LeftOut(shape, backend, why))
-        else:
-            calls[backend] = partial(job.inputs.run, op, backend=backend)
+            if share <= 1:
+                calls[name], used[name] = call, share
+                continue
+            why = f"WRONG: {share:.2f} times its error budget"
+        left_out.append(LeftOut(shape, name, why))
     return calls, used, left_out
 
 
-def add_peers(
-    op: Callable[..., Any],
-    job: Job,
-    shape: str,
-    peers: Sequence[Peer],
-    calls: Calls,
-    used: dict[str, float],
-) -> list[LeftOut]:
-    """Add other packages' kernels to compare with. Returns what is left out and why."""
-    left_out = []
-    for peer in peers:
-        why = peer.suits(job.inputs)
-        if why is None:
-            try:
-                prepared = peer.prepare(job.inputs)
-                result = prepared.result(prepared.call())
-                exact = job.inputs.double().run(op, backend="reference")
-                reference = job.inputs.run(op, backend="reference")
-                used[peer.name] = peer.judge(result, exact, reference)
-                calls[peer.name] = prepared.call
-                if used[peer.name] > 1:
-                    why = f"WRONG: {used[peer.name]:.2f} times its error budget"
-                    del calls[peer.name]
-            except Exception as error:  # another package's: reported, and the run continues
-                why = f"failed: {one_line(error)}"
-        if why is not None:
-            left_out.append(LeftOut(shape, peer.name, why))
-    return left_out
+def try_backend(op: Op, job: Job, backend: str) -> tuple[Callable[[], Any], float]:
+    """The call of a backend, and its share of the error budget."""
+    try:
+        share = job.check(op, job.inputs, backend)
+    except UnsupportedError as reason:
+        line = str(reason).splitlines()[1].strip()
+        raise NotSuited(line.removeprefix(backend).strip()) from None
+    return partial(job.inputs.run, op, backend=backend), share
+
+
+def try_peer(op: Op, job: Job, peer: Peer) -> tuple[Callable[[], Any], float]:
+    """The call of another package's kernel, and its share of the error budget."""
+    why = peer.suits(job.inputs)
+    if why is not None:
+        raise NotSuited(why)
+    prepared = peer.prepare(job.inputs)
+    result = prepared.result(prepared.call())
+    exact = job.inputs.double().run(op, backend="reference")
+    reference = job.inputs.run(op, backend="reference")
+    return prepared.call, peer.judge(result, exact, reference)
 
 
 def one_line(error: Exception) -> str:

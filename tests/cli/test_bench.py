@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from openmla.backends import BACKENDS
-from openmla.bench.harness import Job, able_backends, time_graphs
+from openmla.bench.harness import Job, able, time_graphs
 from openmla.cli.__main__ import main as openmla
 from openmla.errors import ConfigError
 from openmla.ops import rope
@@ -87,7 +87,7 @@ def test_wrong_contenders_are_not_timed() -> None:
     x = torch.ones(1, 1, 2)
     inputs = Inputs({"x": x}, {}, ())
     job = Job(inputs, Cost(1, 1), lambda op, inputs, backend: 1.5)
-    calls, _, left_out = able_backends(rope, job)
+    calls, _, left_out = able(rope, job)
     assert calls == {} and left_out[-1].why == "WRONG: 1.50 times its error budget"
 
 
