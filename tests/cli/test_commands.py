@@ -263,7 +263,6 @@ def test_models_as_programs(kind: str, tiny: dict[str, Path], tmp_path: Path) ->
         (["-m", "openmla.cli", "bench", "rope"], "x reference"),
         (["-m", "openmla.cli", "bench", "step", "--keys", "300"], "x transformers"),
         (["-m", "openmla.cli", "bench", "generate", "--keys", "64"], "tokens/s"),
-        (["-m", "bench.rope"], "x reference"),
         (["-m", "bench.latent", "--help"], "--sweep"),
         (["examples/cached_attention.py"], "fp8_ds_mla"),
         (["examples/huggingface.py"], "tokens the same"),

@@ -121,7 +121,7 @@ def test_eval_is_what_transformers_computes(capsys: pytest.CaptureFixture[str]) 
 def test_a_missing_matplotlib_is_told_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("openmla.cli.eval.find_spec", lambda name: None)
+    monkeypatch.setattr("openmla.cli.pictures.find_spec", lambda name: None)
     assert main(["eval", "--model", "demo", "--plot", "x.png"]) == 2
     assert capsys.readouterr().err.endswith('pip install "openmla[plot]".\n')
 

@@ -256,7 +256,7 @@ def test_plot(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawing = [*V32, "--plot", str(tmp_path / "size.png")]
-    monkeypatch.setattr("openmla.cli.size.find_spec", lambda name: None)
+    monkeypatch.setattr("openmla.cli.pictures.find_spec", lambda name: None)
     assert "--plot needs matplotlib" in refused(capsys, *drawing)
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
