@@ -135,9 +135,9 @@ class MLAAttention(nn.Module):
     checkpoint are loaded into `scales`, for allocate_cache(format="fp8", kv_scale=layer.scales).
 
     Args:
-        config: the model's dimensions.
-        layer: number of the layer in the model. It decides whether a sparse layer has an indexer,
-            or shares the selection of an earlier layer.
+        config: the model's dimensions. The layer's `config` is config.layer(layer).
+        layer: number of the layer in the model. It decides the kind of layer, if there are several,
+            and whether a sparse layer has an indexer, or shares the selection of an earlier layer.
         hadamard: whether the indexer rotates queries and keys by a Hadamard matrix. Read a cache
             the way it was written.
         rope_table: the RopeTable of another layer, to share its memory.
@@ -178,6 +178,7 @@ class MLAAttention(nn.Module):
         check_absorbed_format("MLAAttention", absorbed_format)
         config.check_layer("MLAAttention")
         check_layer_number(layer)
+        config = config.layer(layer)
         if config.compressor is not None:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} has a compressor. Use MLAAttentionV4."

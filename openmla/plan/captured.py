@@ -95,6 +95,7 @@ def plan_buffers(
     assert plan.num_tokens == 4  # the step, and 3 tokens of padding
     ```
     """
+    config.check_one_kind("plan_buffers")
     sizes = {"max_requests": max_requests, "max_blocks": max_blocks, "max_tokens": max_tokens}
     for name, size in sizes.items():
         if as_integer(size) is None or size < 1:

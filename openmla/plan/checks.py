@@ -32,6 +32,8 @@ def check_kinds(
     """Check the types of make_plan()'s arguments; `given` are the values of its PlanOptions."""
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
+    assert isinstance(config, MLAConfig)
+    config.check_one_kind("plan")
     check_kind("plan", "compiled", given[5], bool)
     check_kind("plan", "batch_invariant", given[4], bool)
     if workspace is not None:
