@@ -274,6 +274,8 @@ class MLAConfig:
         llama4_positions: see llama4_beta.
         head_gate: whether the output of each head is multiplied by the sigmoid of a projection of
             the hidden state (Ling 3.0).
+        rope_norm: whether the R shared columns of a row are normalized before RoPE (dots3).
+        window: how many keys a token attends to, the last ones, its own included (dots3). 0: all.
         indexer: the indexer of a sparse model.
         compressor: the compressor of DeepSeek V4.
         softmax_scale: overrides the softmax scale that `scale` derives.
@@ -301,6 +303,8 @@ class MLAConfig:
     llama4_beta: float = 0.0
     llama4_positions: int = 0
     head_gate: bool = False
+    rope_norm: bool = False
+    window: int = 0
     indexer: IndexerConfig | None = None
     compressor: CompressorConfig | None = None
     softmax_scale: float | None = None
@@ -321,6 +325,9 @@ class MLAConfig:
         for name in ("latent_eps", "q_factor", "latent_factor"):
             value = getattr(self, name)
             _require(_is_positive(value), name, "a positive number", value)
+        require_size("window", self.window, least=0, most=MAX_POSITIONS)
+        alone = self.window == 0 or (self.indexer is None and self.compressor is None)
+        _require(alone, "window", "0 with an indexer or a compressor", self.window)
         scale = self.softmax_scale
         ok = scale is None or _is_positive(scale)
         _require(ok, "softmax_scale", "a positive number", scale)
@@ -427,6 +434,8 @@ class MLAConfig:
             f"R={self.qk_rope_head_dim}, V={self.v_head_dim}",
             f"rope {rope}, {self.max_positions} positions",
         ]
+        if self.window:
+            parts.append(f"window {self.window}")
         if self.indexer is not None:
             indexer = self.indexer
             parts.append(

@@ -203,6 +203,7 @@ class MLAAttention(nn.Module):
             self.q_b_proj = _linear(config.q_lora_rank, H * E)
         self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
         self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
+        self.k_rope_only_layernorm = RMSNorm(R, config.latent_eps) if config.rope_norm else None
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
         self.g_proj = _linear(hidden, H) if config.head_gate else None
@@ -323,12 +324,13 @@ class MLAAttention(nn.Module):
         table = None if self.rope_table is None else self.rope_table.table
         if plan.rope_offsets is not None:
             positions = positions + plan.rope_offsets
-        norm = self.kv_a_layernorm
+        C, norm = config.kv_lora_rank, self.kv_a_layernorm
+        if self.k_rope_only_layernorm is not None:
+            latent[:, C:] = self.k_rope_only_layernorm(latent[:, C:], plan.fixed_by)
         raw = RawProjections(
             q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
             factor=config.latent_factor,
         )  # fmt: skip
-        C = config.kv_lora_rank
         return Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:]), raw, q_resid
 
     def forward(

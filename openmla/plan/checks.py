@@ -97,6 +97,15 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
         )
 
 
+def check_window(batch: Batch, config: MLAConfig) -> None:
+    """A window ends at a token's own key, which a part of the keys does not tell."""
+    if config.window and not batch.causal:
+        raise ConfigError(
+            f"plan: batch must be the whole step for layers with a window of {config.window} "
+            "tokens, got causal=False."
+        )
+
+
 def check_dtype(where: str, dtype: torch.dtype | None) -> None:
     """Check the dtype of queries before they are quantized; query_dtype selects fp8 queries."""
     if dtype is not None and dtype not in DTYPES:
