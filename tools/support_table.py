@@ -43,6 +43,8 @@ NAMES = {
     "deepseek_v3": "DeepSeek V3, R1, V3.1",
     "deepseek_v32": "DeepSeek V3.2",
     "deepseek_v4": "DeepSeek V4",
+    "dots3_note": "dots3, its flat `config.json`",
+    "dots3_note_text": "dots3",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm_moe_dsa": "GLM-5.x",
     "hy_v4": "HY V4",
@@ -86,6 +88,7 @@ def families_table() -> str:
     for name, family in FAMILIES.items():
         kind = "dense" if family.indexer_pairing is None else "sparse"
         kind = "V4" if family.compressed else kind
+        kind += ", sliding window" if family.by_layer else ""
         layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
         attached = f"loaded as `{family.reads_as}`" if family.reads_as else "yes"
         rows.append([NAMES[name], f"`{name}`", kind, attached, "" if family.output_gate else layer])

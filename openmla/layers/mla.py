@@ -1,4 +1,4 @@
-"""MLAAttention: DeepSeek V2, V3, R1, V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4."""
+"""MLAAttention: DeepSeek V2 to V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4, dots3."""
 
 from __future__ import annotations
 
