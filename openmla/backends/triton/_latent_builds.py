@@ -35,6 +35,15 @@ def latent_builds(*kinds: str) -> Iterator[Build]:
                         yield latent_build(capability, parts, format, H, D, C, E4M3)
 
 
+def wide_builds() -> Iterator[Build]:
+    """Over the windows of dots3's sliding layers, whose latents are 1024 wide."""
+    for capability in TARGETS:
+        for format in ("bf16", "fp8", "fp8_ds_mla"):
+            yield latent_build(capability, ["window"], format, 64, 1088, 1024)
+            if capability in EIGHT_BITS_ON and format != "bf16":
+                yield latent_build(capability, ["window"], format, 64, 1088, 1024, E4M3)
+
+
 def latent_build(
     capability: int, kinds: Sequence[str], format: str, H: int, D: int, C: int,
     dtype: torch.dtype = torch.bfloat16,

@@ -10,7 +10,7 @@ from openmla.backends import Problem
 from openmla.backends.segments import Segment
 from openmla.backends.triton._build import Build
 from openmla.backends.triton._decoded import decoded
-from openmla.backends.triton._latent_builds import latent_builds, merge_builds
+from openmla.backends.triton._latent_builds import latent_builds, merge_builds, wide_builds
 from openmla.backends.triton._launch import run_latent
 from openmla.backends.triton._tiles import why_not_latent
 
@@ -62,4 +62,5 @@ def run(
 
 def builds() -> Iterator[Build]:
     yield from latent_builds("slots", "positions", "window positions", "window prefix")
+    yield from wide_builds()
     yield from merge_builds()
