@@ -16,6 +16,7 @@ from openmla import (
     allocate_cache,
     make_plan,
     plan_buffers,
+    warmup,
 )
 from tests.layers.dots3 import INDEXED, KINDS, SLIDING, K, W, definition, make_layer
 from tests.layers.serving import Server, relative_error, sequence
@@ -183,6 +184,18 @@ def test_low_precision_layers_stay_close() -> None:
         bound = 5e-2 if config.indexer is not None else 1e-2
         expected = definition(layer, hidden)
         assert relative_error(server.output("r").double(), expected) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_covers_a_step_of_each_form(kind: str, device: str) -> None:
+    config = KINDS[kind]
+    server = Server(make_layer(config), {"r": sequence(40)}, device=device)
+    sizes: dict[str, Any] = {"max_requests": 2, "max_tokens": 40, "workspace_tokens": 64}
+    workspace = warmup(config, server.cache, dtype=torch.float32, **sizes)
+    for n in (W, 27, 1):
+        server.step([("r", n)], workspace=workspace)
+    expected = definition(server.layer, sequence(40))
+    assert relative_error(server.output("r").double(), expected) < 1e-5
 
 
 def test_what_a_window_cannot_be_combined_with() -> None:

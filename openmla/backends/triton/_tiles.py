@@ -243,35 +243,6 @@ def config_of(shape: Shape, capability: int, segments: Sequence[tuple[str, str]]
     return TILES[case, many][target]
 
 
-def constants_of(
-    shape: Shape,
-    config: Config,
-    segments: Sequence[tuple[str, str, int]],
-    *,
-    aligned: bool,
-    wide: bool,
-    sink: bool,
-    split: bool,
-    scales: int = 0,
-) -> dict[str, Any]:
-    (kind_1, format_1, BS_1), (kind_2, format_2, BS_2) = segments[0], segments[-1]
-    return {
-        "KIND_1": KINDS[kind_1],
-        "FORMAT_1": STORED_AS[format_1],
-        "BS_1": BS_1,
-        "ONE_BLOCK_1": kind_1 == "prefix" and BS_1 % config.block_n == 0,
-        "KIND_2": KINDS[kind_2],
-        "FORMAT_2": STORED_AS[format_2],
-        "BS_2": BS_2,
-        "ONE_BLOCK_2": kind_2 == "prefix" and BS_2 % config.block_n == 0,
-        "SECOND": len(segments) == 2,
-        "SINK": sink,
-        "SPLIT": split,
-        **tile_constants(shape, config, aligned=aligned, wide=wide),
-        "Q_SCALES": scales,
-    }
-
-
 def tile_constants(shape: Shape, config: Config, *, aligned: bool, wide: bool) -> dict[str, Any]:
     """What kernels of latent attention specialise on alike."""
     least = 2 * LEAST_COLUMNS if shape.eight_bits else LEAST_COLUMNS
