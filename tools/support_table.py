@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -42,6 +43,8 @@ NAMES = {
     "deepseek_v3": "DeepSeek V3, R1, V3.1",
     "deepseek_v32": "DeepSeek V3.2",
     "deepseek_v4": "DeepSeek V4",
+    "dots3_note": "dots3, its flat `config.json`",
+    "dots3_note_text": "dots3",
     "glm4_moe_lite": "GLM-4.7-Flash",
     "glm_moe_dsa": "GLM-5.x",
     "hy_v4": "HY V4",
@@ -85,6 +88,7 @@ def families_table() -> str:
     for name, family in FAMILIES.items():
         kind = "dense" if family.indexer_pairing is None else "sparse"
         kind = "V4" if family.compressed else kind
+        kind += ", sliding window" if family.by_layer else ""
         layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
         attached = f"loaded as `{family.reads_as}`" if family.reads_as else "yes"
         rows.append([NAMES[name], f"`{name}`", kind, attached, "" if family.output_gate else layer])
@@ -183,9 +187,11 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def asked_together() -> Iterator[Combination]:
-    """Combinations to check: one option or two, for V3 or V4, with buffers, beside=, over ranks."""
+    """Combinations to check: one option or two, for V3, V4 or a layer with a window, with buffers,
+    beside=, over ranks."""
     pairs = ({**one, **other} for one, other in combinations(ASKED, 2))
-    configs = PRESETS["deepseek-v3"], PRESETS["deepseek-v4-flash"]
+    v3 = PRESETS["deepseek-v3"]
+    configs = v3, PRESETS["deepseek-v4-flash"], replace(v3, window=512)
     for options, config in product(({}, *ASKED, *pairs), configs):
         for given in product((False, True), repeat=3):
             yield Combination(PlanOptions(**options), config, *given)

@@ -26,9 +26,17 @@ class Family(NamedTuple):
     even_values: bool = False  # v_head_dim defaults to hidden_size / num_heads
     needs_kda: bool = False  # KDA layers next to MLA: an older model without them has the same type
     head_gate: bool = False
+    by_layer: bool = False  # dots3: three kinds of layers
     output_gate: bool = False  # supported by attach() only, not by the layers
 
 
+_DOTS3 = Family(
+    indexer_pairing="pairs",
+    needs_q_lora=True,
+    scaled_latents=True,
+    head_gate=True,
+    by_layer=True,
+)
 MODEL_TYPES = {
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
@@ -65,6 +73,8 @@ MODEL_TYPES = {
         indexer_side="last",
         needs_q_lora=True,
     ),
+    "dots3_note": _DOTS3._replace(reads_as="dots3_note_text"),  # its text fields, without a part
+    "dots3_note_text": _DOTS3,
     "mistral_large4_text": Family(
         refused="layers without RoPE have rows of another width, and queries have a learned scale"
     ),
