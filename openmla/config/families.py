@@ -68,6 +68,9 @@ MODEL_TYPES = {
     "mistral_large4_text": Family(
         refused="layers without RoPE have rows of another width, and queries have a learned scale"
     ),
+    "dots3_note_text": Family(
+        refused="its sliding layers have rows of another width than its other layers"
+    ),
     "glm5_next_text": Family(refused="its indexer scores pools of tokens instead of tokens"),
 }
 

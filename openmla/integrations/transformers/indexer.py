@@ -72,7 +72,7 @@ class IndexerWatch:
         if rotation is None or query is None or weights is None:
             raise UnsupportedError(
                 "attach: this version of transformers calls the indexer in another way than the "
-                "supported versions, 5.17 to 5.22. Install one of these."
+                "supported versions, 5.17 to 5.23. Install one of these."
             )
         HI, DI = indexer.num_heads, indexer.head_dim
         q_idx = self._rotated(query.unflatten(-1, (HI, DI)), rotation).flatten(0, 1)
