@@ -65,11 +65,18 @@ def finish(raw: RawProjections, plan: Plan) -> None:
     if raw.table is None:
         return
     R = raw.table.shape[1]
-    for turned in (raw.q[:, :, raw.q.shape[2] - R :], raw.kv[:, None, raw.kv.shape[1] - R :]):
-        rope(
-            turned,
-            raw.positions,
-            raw.table,
-            pairing=raw.pairing,
-            backend=plan.backend("rope"),
-        )
+    q_pe, k_pe = raw.q[:, :, raw.q.shape[2] - R :], raw.kv[:, raw.kv.shape[1] - R :]
+    rotate(q_pe, k_pe, raw.positions, raw.table, raw.pairing, plan)
+
+
+def rotate(
+    q_pe: Tensor,  # [T, H, R]
+    k_pe: Tensor,  # [T, R]
+    positions: Tensor,
+    table: Tensor,
+    pairing: str,
+    plan: Plan,
+) -> None:
+    """Rotate queries and shared keys in place."""
+    for turned in (q_pe, k_pe[:, None]):
+        rope(turned, positions, table, pairing=pairing, backend=plan.backend("rope"))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from openmla.config.families import FAMILIES, Family
+from openmla.config.families import FAMILIES, REFUSED, Family
 from openmla.config.schema import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -67,10 +67,10 @@ def read_config(
         raise ConfigError("config: text_config is missing for kimi_k25.")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         of = "" if wrapper is None else f", the text model of {wrapper!r},"
-        raise ConfigError(
-            f"config: model_type {model_type!r}{of} is not supported. "
-            f"Supported: {', '.join(sorted(FAMILIES))}."
-        )
+        why = f". Supported: {', '.join(sorted(FAMILIES))}."
+        if isinstance(model_type, str) and model_type in REFUSED:
+            why = f": {REFUSED[model_type]}."
+        raise ConfigError(f"config: model_type {model_type!r}{of} is not supported{why}")
     family = FAMILIES[model_type]
     _refuse_other_attention(fields, family)
     read = _read_v4 if family.compressed else _read_latent
@@ -95,6 +95,9 @@ def _rope_fields(fields: Fields) -> Fields:
 
 def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "deepseek_yarn":  # a name of engines; they differ in this field's default
+        read_number(rope, "mscale_all_dim")
+        kind = "yarn"
     foreign = rotated and kind not in ROPE_KINDS
     unknown = sorted(set(rope) - ROPE_KEYS)
     if unknown and not foreign:
@@ -116,6 +119,8 @@ def _read_rope(rope: Fields, fields: Fields, family: Family, rotated: bool) -> R
             factor=max(read_number(rope, "factor", 1.0), 1.0),
             mscale_all_dim=read_number(rope, "mscale_all_dim", 0.0),
         )
+    if kind in ROPE_KINDS and kind not in family.rope_kinds:
+        raise ConfigError(f"config: rope type {kind!r} is not supported for this model type.")
     theta = read_number(rope, "rope_theta", family.default_theta)
     if kind not in ("yarn", "longrope"):
         return RopeConfig(kind=kind, theta=theta, pairing=pairing)  # raises if kind is unknown
@@ -214,10 +219,27 @@ def _refuse_other_attention(fields: Fields, family: Family) -> None:
     expect(fields, "mla_use_nope", unrotated, f"where the shared columns are {never}rotated")
 
 
+def _output_gate(fields: Fields, family: Family) -> str | None:
+    """Return the gate that the family has, or that the config asks for."""
+    for name in ("mla_use_output_gate", "gated_attention"):  # Kimi K3, GigaChat 3.5
+        if read_flag(fields, name, False):
+            return "element"
+    return family.output_gate
+
+
+def _norm_gate(fields: Fields, family: Family) -> float:
+    if not family.gated_norms:
+        return 0.0
+    expect(fields, "norm_type", "ZeroCenteredGatedNorm", "(other norms are not supported)")
+    expect(fields, "num_krope_heads", 1, "(other numbers are not supported)")
+    expect(fields, "attention_type", "LlamaLatentAttention", "(others are not supported)")
+    expect(fields, "output_gate_type", "sigmoid", "(others are not supported)")
+    return read_number(fields, "layernorm_gating_weight", 2.0)
+
+
 def _refuse_foreign_fields(fields: Fields, num_heads: int) -> None:
     expect(fields, "num_key_value_heads", num_heads, "(every head has its own expanded key)")
     expect(fields, "sliding_window", None, "for this model type")
-    expect(fields, "mla_use_output_gate", False, "(output gates are not supported)")
 
 
 def _refuse_other_bailing(fields: Fields) -> None:
@@ -274,9 +296,9 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
             )
     beta = read_number(rope_fields, "llama_4_scaling_beta", 0.0)
     original = read_integer(rope_fields, "original_max_position_embeddings") if beta else 0
-    scaled = family.scaled_latents and hidden_size > 0 and kv_lora_rank > 0
-    scale_q = scaled and read_flag(fields, "mla_scale_q_lora", True)
-    scale_latent = scaled and read_flag(fields, "mla_scale_kv_lora", True)
+    scale_q = scale_latent = False
+    if family.scaled_latents is not None and kv_lora_rank > 0:
+        scale_q, scale_latent = (read_flag(fields, name, True) for name in family.scaled_latents)
     num_layers = _num_layers(fields, family)
     return MLAConfig(
         model_type=family.reads_as or model_type,
@@ -296,7 +318,8 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
         latent_factor=(hidden_size / kv_lora_rank) ** 0.5 if scale_latent else 1.0,
         llama4_beta=beta,
         llama4_positions=original,
-        head_gate=family.head_gate,
+        output_gate=_output_gate(fields, family),
+        norm_gate=_norm_gate(fields, family),
         indexer=_read_indexer(fields, family, num_layers),
     )
 

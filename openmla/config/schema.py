@@ -13,6 +13,7 @@ from openmla.errors import ConfigError, check_kind
 
 ROPE_KINDS = ("none", "default", "yarn", "longrope")
 PAIRINGS = ("pairs", "halves")
+OUTPUT_GATES = ("head", "element")
 # Far above every existing model. Memory depends on these dimensions (a tuple per layer, a table row
 # per position), so they are limited in case a config is damaged or made up.
 MAX_LAYERS = 100_000
@@ -272,8 +273,10 @@ class MLAConfig:
         llama4_beta: if not 0, the query at position p is multiplied by
             1 + llama4_beta * ln(1 + floor(p / llama4_positions)) (Mistral 4).
         llama4_positions: see llama4_beta.
-        head_gate: whether the output of each head is multiplied by the sigmoid of a projection of
-            the hidden state (Ling 3.0).
+        output_gate: "head" multiplies each head's output by the sigmoid of a projection of the
+            hidden state (Ling 3.0), "element" each element of it (Kimi K3). None: no gate.
+        norm_gate: if not 0, the latent norms multiply by 1 + weight, and then by norm_gate times
+            the sigmoid of a low-rank projection of the result (GigaChat 3.5).
         indexer: the indexer of a sparse model.
         compressor: the compressor of DeepSeek V4.
         softmax_scale: overrides the softmax scale that `scale` derives.
@@ -296,7 +299,8 @@ class MLAConfig:
     latent_factor: float = 1.0
     llama4_beta: float = 0.0
     llama4_positions: int = 0
-    head_gate: bool = False
+    output_gate: str | None = None
+    norm_gate: float = 0.0
     indexer: IndexerConfig | None = None
     compressor: CompressorConfig | None = None
     softmax_scale: float | None = None
@@ -315,6 +319,10 @@ class MLAConfig:
         for name in ("latent_eps", "q_factor", "latent_factor"):
             value = getattr(self, name)
             _require(_is_positive(value), name, "a positive number", value)
+        gate = self.output_gate
+        _require(gate in (None, *OUTPUT_GATES), "output_gate", "None, head or element", gate)
+        ok = self.norm_gate == 0 or _is_positive(self.norm_gate)
+        _require(ok, "norm_gate", "zero or a positive number", self.norm_gate)
         scale = self.softmax_scale
         ok = scale is None or _is_positive(scale)
         _require(ok, "softmax_scale", "a positive number", scale)
@@ -362,7 +370,9 @@ class MLAConfig:
         )
 
     def _check_compressor(self, compressor: CompressorConfig) -> None:
-        _require(not self.head_gate, "head_gate", "False with a compressor", self.head_gate)
+        for name in ("output_gate", "norm_gate"):
+            value = getattr(self, name)
+            _require(not value, name, "absent with a compressor", value)
         _require(
             len(compressor.ratios) == self.num_layers,
             "compress_ratios",

@@ -96,7 +96,8 @@ def calibrate_layer(
         weight = layer.kv_a_layernorm.weight
         check_tokens("calibrate", hidden, positions, cache, plan, layer.config, weight)
         projected, raw, _ = layer.project(hidden, positions, plan)
-        finish(raw, plan)
+        if raw is not None:
+            finish(raw, plan)
         tokens = plan.num_tokens - plan.padding
         measured.see_step(Projected(*(part[:tokens] for part in projected)), layer.absorbed)
         seen = seen or tokens > 0

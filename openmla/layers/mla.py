@@ -1,4 +1,4 @@
-"""MLAAttention: DeepSeek V2, V3, R1, V3.2, Kimi, GLM, LongCat, Ling 3.0, MiniCPM3, Mistral 4."""
+"""MLAAttention: the attention layer of every MLA model except DeepSeek V4."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from openmla.attention import (
     select_step,
 )
 from openmla.attention.quantized import quantize_into
+from openmla.attention.write import rotate
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig, check_layer_number
@@ -31,7 +32,7 @@ from openmla.layers.eight_bits import (
 )
 from openmla.layers.indexer import Indexer
 from openmla.layers.linear import apply_linear
-from openmla.layers.norm import RMSNorm
+from openmla.layers.norm import RMSNorm, latent_norm
 from openmla.layers.output_proj import check_taken, output_buffers, output_format, project_output
 from openmla.layers.rope import RopeTable
 from openmla.layers.weights import (
@@ -56,6 +57,13 @@ def _into_place(kept: Tensor | None, fresh: Tensor) -> Tensor:
 
 def _linear(width: int, out: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(width, out, bias=bias).requires_grad_(False)
+
+
+def _rename_gate(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Load GigaChat 3.5's gate_proj as g_proj, as it is called in other checkpoints."""
+    name = f"{prefix}gate_proj.weight"
+    if layer.g_proj is not None and name in state:
+        state[f"{prefix}g_proj.weight"] = state.pop(name)
 
 
 def _take_scales(layer: MLAAttention, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -183,7 +191,7 @@ class MLAAttention(nn.Module):
                 f"MLAAttention: {config.model_type} has a compressor. Use MLAAttentionV4."
             )
         family = FAMILIES.get(config.model_type)
-        if family is not None and family.output_gate:
+        if family is not None and family.unknown_gate:
             raise UnsupportedError(
                 f"MLAAttention: the output gate of {config.model_type} is not supported. Use "
                 "attach()."
@@ -198,13 +206,18 @@ class MLAAttention(nn.Module):
             self.q_proj = _linear(hidden, H * E)
         else:
             self.q_a_proj = _linear(hidden, config.q_lora_rank, bias)
-            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
+            self.q_a_layernorm = latent_norm(
+                config.q_lora_rank, config.latent_eps, config.norm_gate
+            )
             self.q_b_proj = _linear(config.q_lora_rank, H * E)
         self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
-        self.kv_a_layernorm = RMSNorm(C, config.latent_eps)
+        self.kv_a_layernorm = latent_norm(C, config.latent_eps, config.norm_gate)
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
-        self.g_proj = _linear(hidden, H) if config.head_gate else None
+        self.g_proj: nn.Module | None = None
+        if config.output_gate is not None:
+            gates = H if config.output_gate == "head" else H * config.v_head_dim
+            self.g_proj = _linear(hidden, gates)
         self.rope_table: RopeTable | None = None
         if config.rope.kind != "none":
             self.rope_table = RopeTable.shared(rope_table, config.rope, R, config.max_positions)
@@ -213,6 +226,7 @@ class MLAAttention(nn.Module):
         self.register_buffer("kv_b_dense", None, persistent=False)
         self.kv_b_dense: Tensor | None
         self.scales: LayerScales | None = None
+        self.register_load_state_dict_pre_hook(_rename_gate)
         self.register_load_state_dict_pre_hook(_take_scales)
         # Data for absorbed_format="fp8", as bytes, which casts do not change.
         self.absorbed_format = absorbed_format
@@ -301,11 +315,12 @@ class MLAAttention(nn.Module):
 
     def project(
         self, hidden: Tensor, positions: Tensor, plan: Plan
-    ) -> tuple[Projected, RawProjections, Tensor | None]:
+    ) -> tuple[Projected, RawProjections | None, Tensor | None]:
         """Return the projections as views, the raw tensors they view, and the low-rank query, if
-        the model has one. The write normalizes and rotates the raw tensors."""
+        the model has one. The write normalizes and rotates the raw tensors. A gated norm does not
+        fit there: then the projections are finished and the raw tensors are None."""
         config = self.config
-        T, P = hidden.shape[0], config.qk_nope_head_dim
+        T, P, C = hidden.shape[0], config.qk_nope_head_dim, config.kv_lora_rank
         q_resid = None
         if config.q_lora_rank is None:
             q = self._times("q_proj", hidden, plan)
@@ -322,13 +337,18 @@ class MLAAttention(nn.Module):
         table = None if self.rope_table is None else self.rope_table.table
         if plan.rope_offsets is not None:
             positions = positions + plan.rope_offsets
+        projected = Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:])
         norm = self.kv_a_layernorm
-        raw = RawProjections(
-            q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
-            factor=config.latent_factor,
-        )  # fmt: skip
-        C = config.kv_lora_rank
-        return Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:]), raw, q_resid
+        if isinstance(norm, RMSNorm):
+            raw = RawProjections(
+                q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,
+                factor=config.latent_factor,
+            )  # fmt: skip
+            return projected, raw, q_resid
+        latent[:, :C] = norm(latent[:, :C], plan.fixed_by) * config.latent_factor
+        if table is not None:
+            rotate(projected.q_pe, projected.k_pe, positions, table, config.rope.pairing, plan)
+        return projected, None, q_resid
 
     def forward(
         self,
@@ -398,7 +418,9 @@ class MLAAttention(nn.Module):
         if self.indexer is not None:
             assert q_resid is not None and cache.index is not None
             check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
-            index = self.indexer(hidden, q_resid, positions, raw.table, cache.index, plan)
+            assert self.rope_table is not None
+            table = self.rope_table.table
+            index = self.indexer(hidden, q_resid, positions, table, cache.index, plan)
             selection = select_step(index, cache, plan)
         buffers = None
         if plan.output is not None:
@@ -409,7 +431,7 @@ class MLAAttention(nn.Module):
         )
         if self.g_proj is not None:
             gate = torch.sigmoid(self._times("g_proj", hidden, plan).float()).to(out.dtype)
-            out = out * gate[:, :, None]
+            out = out * gate.view(*out.shape[:2], -1)
             if buffers is not None:
                 quantize_into(buffers, out, plan, {})
         if buffers is not None:

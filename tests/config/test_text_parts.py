@@ -63,7 +63,7 @@ def test_other_text_models_are_refused_by_name(text_type: str) -> None:
     ):
         with pytest.raises(ConfigError) as error:
             MLAConfig.from_hf(source)
-        assert f"config: model_type {text_type!r}{of} is not supported." in str(error.value)
+        assert f"config: model_type {text_type!r}{of} is not supported" in str(error.value)
 
 
 def test_default_wrapper_of_transformers_is_refused_by_its_text_model() -> None:
