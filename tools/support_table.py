@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
 from itertools import combinations, product
 from pathlib import Path
@@ -162,9 +163,11 @@ ASKED: tuple[dict[str, Any], ...] = (
 
 
 def asked_together() -> Iterator[Combination]:
-    """Combinations to check: one option or two, for V3 or V4, with buffers, beside=, over ranks."""
+    """Combinations to check: one option or two, for V3, V4 or a layer with a window, with buffers,
+    beside=, over ranks."""
     pairs = ({**one, **other} for one, other in combinations(ASKED, 2))
-    configs = PRESETS["deepseek-v3"], PRESETS["deepseek-v4-flash"]
+    v3 = PRESETS["deepseek-v3"]
+    configs = v3, PRESETS["deepseek-v4-flash"], replace(v3, window=512)
     for options, config in product(({}, *ASKED, *pairs), configs):
         for given in product((False, True), repeat=3):
             yield Combination(PlanOptions(**options), config, *given)

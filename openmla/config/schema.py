@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openmla.errors import ConfigError, check_kind
@@ -277,9 +277,15 @@ class MLAConfig:
             hidden state (Ling 3.0), "element" each element of it (Kimi K3). None: no gate.
         norm_gate: if not 0, the latent norms multiply by 1 + weight, and then by norm_gate times
             the sigmoid of a low-rank projection of the result (GigaChat 3.5).
+        rope_norm: whether the R shared columns of a row are normalized before RoPE (dots3).
+        window: how many keys a token attends to, the last ones, its own included (dots3). 0: all.
         indexer: the indexer of a sparse model.
         compressor: the compressor of DeepSeek V4.
         softmax_scale: overrides the softmax scale that `scale` derives.
+        kinds: the config of each kind of layer, if layers differ in more than DeepSeek V4's
+            compress ratio; the other fields then describe layer 0. layer() returns the config of a
+            layer, which is what plans and ops take.
+        layer_kinds: per layer, its index in `kinds`.
     """
 
     model_type: str
@@ -301,9 +307,13 @@ class MLAConfig:
     llama4_positions: int = 0
     output_gate: str | None = None
     norm_gate: float = 0.0
+    rope_norm: bool = False
+    window: int = 0
     indexer: IndexerConfig | None = None
     compressor: CompressorConfig | None = None
     softmax_scale: float | None = None
+    kinds: tuple[MLAConfig, ...] = ()
+    layer_kinds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "kv_lora_rank", "v_head_dim"):
@@ -323,6 +333,9 @@ class MLAConfig:
         _require(gate in (None, *OUTPUT_GATES), "output_gate", "None, head or element", gate)
         ok = self.norm_gate == 0 or _is_positive(self.norm_gate)
         _require(ok, "norm_gate", "zero or a positive number", self.norm_gate)
+        require_size("window", self.window, least=0, most=MAX_POSITIONS)
+        alone = self.window == 0 or (self.indexer is None and self.compressor is None)
+        _require(alone, "window", "0 with an indexer or a compressor", self.window)
         scale = self.softmax_scale
         ok = scale is None or _is_positive(scale)
         _require(ok, "softmax_scale", "a positive number", scale)
@@ -331,6 +344,23 @@ class MLAConfig:
             self._check_indexer(self.indexer)
         if self.compressor is not None:
             self._check_compressor(self.compressor)
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        numbered = range(len(self.kinds))
+        _require(
+            len(self.layer_kinds) == (self.num_layers if self.kinds else 0)
+            and all(kind in numbered for kind in self.layer_kinds),
+            "layer_kinds",
+            f"an index in kinds for each of {self.num_layers} layers, and empty without kinds",
+            self.layer_kinds,
+        )
+        for kind in self.kinds:
+            _require(not kind.kinds, "kinds", "configs of one kind each", kind)
+            _require(kind.compressor is None, "kinds", "without a compressor", kind)
+            for name in ("model_type", "hidden_size", "num_layers", "max_positions"):
+                mine, its = getattr(self, name), getattr(kind, name)
+                _require(mine == its, f"{name} of every kind", repr(mine), its)
 
     def _check_rope(self) -> None:
         R = self.qk_rope_head_dim
@@ -400,6 +430,12 @@ class MLAConfig:
 
     def __repr__(self) -> str:
         """Show the fields that distinguish models; dataclasses.asdict() has all fields."""
+        if self.kinds:
+            parts = []
+            for number, kind in enumerate(self.kinds):
+                count = self.layer_kinds.count(number)
+                parts.append(f"kind {number}, {count} of {self.num_layers} layers: {kind!r}")
+            return f"MLAConfig({self.model_type}: {'; '.join(parts)})"
         rope = self.rope.kind if self.rope.factor == 1 else f"{self.rope.kind} {self.rope.factor:g}"
         hidden = f"hidden {self.hidden_size}" if self.hidden_size else "projected by others"
         parts = [
@@ -408,6 +444,8 @@ class MLAConfig:
             f"R={self.qk_rope_head_dim}, V={self.v_head_dim}",
             f"rope {rope}, {self.max_positions} positions",
         ]
+        if self.window:
+            parts.append(f"window {self.window}")
         if self.indexer is not None:
             indexer = self.indexer
             parts.append(
@@ -428,6 +466,37 @@ class MLAConfig:
                 "from_numbers(). Project and rotate yourself and call attend_step(), or make the "
                 "config with from_hf()."
             )
+
+    def check_one_kind(self, where: str) -> None:
+        """Raise if layers are of several kinds, each of which has a config of its own."""
+        if self.kinds:
+            raise ConfigError(
+                f"{where}: config must be that of one layer, because {self.model_type} has layers "
+                f"of {len(self.kinds)} kinds. Pass config.layer(number)."
+            )
+
+    def layer(self, number: int) -> MLAConfig:
+        """Return the config of one layer; layers of one kind have the same object."""
+        if not self.kinds:
+            return self
+        return self.kinds[self.kind(number)]
+
+    def kind(self, layer: int) -> int:
+        """Return the number of a layer's kind. Layers of one kind share a plan in each step.
+
+        DeepSeek V4's number is the compress ratio. If all layers are alike, it is 0.
+        """
+        if self.compressor is not None:
+            return self.compressor.ratio(layer)
+        if not self.kinds:
+            return 0
+        require_size("layer", layer, least=0, most=self.num_layers - 1)
+        return self.layer_kinds[layer]
+
+    @property
+    def every_kind(self) -> tuple[MLAConfig, ...]:
+        """The config of each kind of layer; this one if all layers are alike."""
+        return self.kinds or (self,)
 
     @property
     def is_external(self) -> bool:
@@ -526,6 +595,30 @@ class MLAConfig:
             compressor=compressor,
             softmax_scale=scale,
         )
+
+    @classmethod
+    def from_layers(cls, layers: Sequence[MLAConfig]) -> MLAConfig:
+        """Make the config of a model whose layers differ, from the config of each layer.
+
+        Args:
+            layers: the config of every layer, in order. Their model_type, hidden_size, num_layers
+                and max_positions must be the same.
+
+        ```python
+        from dataclasses import replace
+
+        import openmla
+
+        narrow = openmla.PRESETS["tiny-v3"]
+        wide = replace(narrow, kv_lora_rank=2 * narrow.kv_lora_rank)
+        config = openmla.MLAConfig.from_layers([narrow, wide, narrow])
+        assert config.layer(1) == wide
+        ```
+        """
+        kinds = tuple(dict.fromkeys(layers))
+        if len(kinds) == 1:
+            return kinds[0]
+        return replace(layers[0], kinds=kinds, layer_kinds=tuple(map(kinds.index, layers)))
 
     @classmethod
     def from_hf(cls, source: Mapping[str, Any] | str | os.PathLike[str] | Any) -> MLAConfig:

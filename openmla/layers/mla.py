@@ -143,9 +143,9 @@ class MLAAttention(nn.Module):
     checkpoint are loaded into `scales`, for allocate_cache(format="fp8", kv_scale=layer.scales).
 
     Args:
-        config: the model's dimensions.
-        layer: number of the layer in the model. It decides whether a sparse layer has an indexer,
-            or shares the selection of an earlier layer.
+        config: the model's dimensions. The layer's `config` is config.layer(layer).
+        layer: number of the layer in the model. It decides the kind of layer, if there are several,
+            and whether a sparse layer has an indexer, or shares the selection of an earlier layer.
         hadamard: whether the indexer rotates queries and keys by a Hadamard matrix. Read a cache
             the way it was written.
         rope_table: the RopeTable of another layer, to share its memory.
@@ -186,6 +186,7 @@ class MLAAttention(nn.Module):
         check_absorbed_format("MLAAttention", absorbed_format)
         config.check_layer("MLAAttention")
         check_layer_number(layer)
+        config = config.layer(layer)
         if config.compressor is not None:
             raise UnsupportedError(
                 f"MLAAttention: {config.model_type} has a compressor. Use MLAAttentionV4."
@@ -212,6 +213,7 @@ class MLAAttention(nn.Module):
             self.q_b_proj = _linear(config.q_lora_rank, H * E)
         self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
         self.kv_a_layernorm = latent_norm(C, config.latent_eps, config.norm_gate)
+        self.k_rope_only_layernorm = RMSNorm(R, config.latent_eps) if config.rope_norm else None
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
         self.g_proj: nn.Module | None = None
@@ -339,6 +341,8 @@ class MLAAttention(nn.Module):
             positions = positions + plan.rope_offsets
         projected = Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:])
         norm = self.kv_a_layernorm
+        if self.k_rope_only_layernorm is not None:
+            latent[:, C:] = self.k_rope_only_layernorm(latent[:, C:], plan.fixed_by)
         if isinstance(norm, RMSNorm):
             raw = RawProjections(
                 q, latent, norm.weight, positions, table, config.rope.pairing, norm.eps,

@@ -96,6 +96,7 @@ def warmup(
     """
     check_backend_choice("warmup", backend)
     check_kind("warmup", "config", config, MLAConfig)
+    config.check_one_kind("warmup")
     check_kind("warmup", "cache", cache, LayerCache)
     if output is not None:
         check_planned_output(config, output)

@@ -32,6 +32,8 @@ def check_kinds(
     """Check the types of make_plan()'s arguments; `given` are the values of its PlanOptions."""
     check_kind("plan", "batch", batch, Batch)
     check_kind("plan", "config", config, MLAConfig)
+    assert isinstance(config, MLAConfig)
+    config.check_one_kind("plan")
     check_kind("plan", "compiled", given[5], bool)
     check_kind("plan", "batch_invariant", given[4], bool)
     if workspace is not None:
@@ -92,6 +94,15 @@ def check_cache(config: MLAConfig, cache: LayerCache, latent: PagedCache, form: 
         raise ConfigError(
             f"plan: index rows must have {latent.num_blocks} blocks of {latent.block_size}, as the "
             f"latent rows have, got {index.num_blocks} of {index.block_size}."
+        )
+
+
+def check_window(batch: Batch, config: MLAConfig) -> None:
+    """A window ends at a token's own key, which a part of the keys does not tell."""
+    if config.window and not batch.causal:
+        raise ConfigError(
+            f"plan: batch must be the whole step for layers with a window of {config.window} "
+            "tokens, got causal=False."
         )
 
 

@@ -74,12 +74,12 @@ Watcher = Callable[[Attended], None]
 
 
 def same_scaling(scaling: Any, config: MLAConfig) -> bool:
-    """Whether an attention module's softmax scale is the one in its config."""
+    """Whether an attention module's softmax scale is the one in the config of its layer."""
     return math.isclose(float(scaling), config.scale, rel_tol=1e-6)
 
 
 def check_scaling(scaling: Any, config: MLAConfig) -> None:
-    """Raise if an attention module has another softmax scale than its config."""
+    """Raise if an attention module has another softmax scale than the config of its layer."""
     if not same_scaling(scaling, config):
         raise ConfigError(
             f"attach: the softmax scale of an attention module must be {config.scale}, as in the "
@@ -157,9 +157,9 @@ class Attachment:
         self.known: dict[int, Known] = {}  # views of plain weights, by layer, for all sessions
         self.eight_bits: dict[int, Tensor] = {}  # the current fp8 copy of kv_b_proj, by layer
         # the same, plus copies that caches still hold of weights that have changed since
-        self._in_eight_bits: weakref.WeakValueDictionary[int, Tensor] = (
+        self._in_eight_bits: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
             weakref.WeakValueDictionary()
-        )
+        )  # by layer and id
         self.expands_bytes = 0  # a kv_b_proj decoded again for each expanded prefill
         self.lock = threading.RLock()  # guards caches; held while a layer attends
         self._pool_lock = threading.Lock()
@@ -222,6 +222,11 @@ class Attachment:
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
 
     @property
+    def selects(self) -> bool:
+        """Whether some layers attend to selected keys."""
+        return any(kind.indexer is not None for kind in self.config.every_kind)
+
+    @property
     def awaits_scales(self) -> bool:
         """Whether the first pass still has to measure the scales of some layers."""
         return self.first_scales and len(self.scales) < len(self.modules)
@@ -230,7 +235,8 @@ class Attachment:
         """Whether modules and config still ask for causal attention with the same softmax scale."""
         causal = getattr(self.previous[0], "is_causal", True)
         return causal and all(
-            getattr(module, "is_causal", True) and same_scaling(module.scaling, self.config)
+            getattr(module, "is_causal", True)
+            and same_scaling(module.scaling, self.config.layer(module.layer_idx))  # type: ignore[arg-type]
             for module in self.modules
         )
 
@@ -354,10 +360,11 @@ class Attachment:
                 cache.copy_blocks(*copies)
                 if sources is not None and targets is not None:
                     assert cache.latent is not None  # V4 does not move rows
-                    cache.latent.move_rows(sources, targets, self.config.latent_dim)
+                    config = self.config.layer(layer)
+                    cache.latent.move_rows(sources, targets, config.latent_dim)
                     if cache.index is not None:
-                        assert self.config.indexer is not None
-                        cache.index.move_rows(sources, targets, self.config.indexer.head_dim)
+                        assert config.indexer is not None
+                        cache.index.move_rows(sources, targets, config.indexer.head_dim)
 
     def _grown(self, cache: LayerCache) -> LayerCache:
         latent = cache.latent
@@ -451,7 +458,7 @@ class Attachment:
             found = self.eight_bits.get(layer)
             if found is not None and found.device == kept.device and torch.equal(found, kept):
                 return found
-            self.eight_bits[layer] = self._in_eight_bits[id(kept)] = kept
+            self.eight_bits[layer] = self._in_eight_bits[layer, id(kept)] = kept
             return kept
 
     def memory(self) -> MemoryReport:
@@ -474,11 +481,11 @@ class Attachment:
             )
 
     def _eight_bits_told(self) -> dict[str, Any]:
-        kept = list(self._in_eight_bits.values())
+        kept = [(self.config.layer(n), each) for (n, _), each in self._in_eight_bits.items()]
         if not kept:
             return {}
-        error = max(largest_error(each, self.config) for each in kept)
-        return {"absorbed_bytes": sum(each.nbytes for each in kept), "absorbed_error": error}
+        error = max(largest_error(each, config) for config, each in kept)
+        return {"absorbed_bytes": sum(each.nbytes for _, each in kept), "absorbed_error": error}
 
     def used_bytes(self) -> int:
         """Bytes of the blocks that requests hold, over all layers."""

@@ -61,11 +61,12 @@ def openmla_attention(
             )
         _refuse_sink(s_aux)
         return _expanded(query, key, value, attention_mask, None, float(scaling)), None
-    check_scaling(scaling, attachment.config)
-    current, config = attachment.current, attachment.config
+    config = attachment.config.layer(module.layer_idx)  # type: ignore[arg-type]
+    check_scaling(scaling, config)
+    current = attachment.current
     layer, current.storing = current.storing, None
     packed = None
-    if config.indexer is not None:
+    if attachment.selects:
         attention_mask = _padding_of(attention_mask)
         if layer is not None and current.own_cache is not None and config.compressor is None:
             packed = _packed_lens(B, S, current.positions, attention_mask)
@@ -125,7 +126,7 @@ def _refuse_sink(s_aux: Tensor | None) -> None:
 def _attend(
     attachment: Attachment, module: nn.Module, layer: PagedLayer, query: Tensor, sink: Tensor | None
 ) -> Tensor:  # [T, H, V], without padding tokens
-    session, config = layer.session, attachment.config
+    session, config = layer.session, attachment.config.layer(layer.layer)
     if config.compressor is not None:
         assert sink is not None  # every V4 module has one
         return attend_v4(layer, query, sink)
@@ -140,7 +141,7 @@ def _attend(
     projected = Projected(q_nope, q_pe, kv_c, k_pe)
     measure_step(session, layer.layer, projected, absorbed)
     cache = attachment.cache(layer.layer, query.device, query.dtype)
-    plan = session.plan(cache, query.device, query.dtype)
+    plan = session.plan(layer.layer, cache, query.device, query.dtype)
     index = None
     if layer.index_keys is not None:
         index = attachment.watches[layer.layer].take(layer.index_keys, picked)

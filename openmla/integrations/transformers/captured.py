@@ -56,7 +56,7 @@ class Recorded(NamedTuple):
 
     ids: Tensor  # [B, 1]
     positions: Tensor  # [B, 1]
-    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by compress ratio
+    buffers: dict[int, dict[str, Tensor]]  # the plans' buffers, by kind of layer
     places: tuple[int, ...]  # addresses of caches and angles; the graph is invalid if they move
     weights: tuple[int, ...]  # their addresses; checked once per generation
     decoded: tuple[tuple[Any, Tensor], ...]  # kv_b_proj that is not plain, decoded
@@ -144,7 +144,7 @@ class CapturedDecode:
         else:
             recorded.ids.copy_(ids)
             recorded.positions.copy_(positions)
-            self._plan(session, caches, recorded.buffers, ids.device)
+            self._plan(session, layers, caches, recorded.buffers, ids.device)
             if recorded.graph is not None:
                 recorded.graph.replay()
             else:
@@ -201,6 +201,7 @@ class CapturedDecode:
     def _plan(
         self,
         session: Session,
+        layers: list[PagedLayer],
         caches: list[LayerCache],
         buffers: dict[int, dict[str, Tensor]],
         device: torch.device,
@@ -211,8 +212,19 @@ class CapturedDecode:
         rings = next(iter(buffers.values())).get("window_table")
         if rings is not None:  # the number of ring columns is fixed in the graph
             session.describe(window_columns=rings.shape[1])
-        for cache in one_of_a_kind(caches):
-            session.plan(cache, device, session.dtype, into=buffers[cache.ratio])
+        for kind, (layer, cache) in self._of_a_kind(layers, caches).items():
+            session.plan(layer, cache, device, session.dtype, into=buffers[kind])
+
+    def _of_a_kind(
+        self, layers: list[PagedLayer], caches: list[LayerCache]
+    ) -> dict[int, tuple[int, LayerCache]]:
+        """The first layer of each kind, and its cache."""
+        numbers = [paged.layer for paged in layers]
+        kinds = map(self.attachment.config.kind, numbers)
+        found: dict[int, tuple[int, LayerCache]] = {}
+        for kind, number, cache in zip(kinds, numbers, caches, strict=True):
+            found.setdefault(kind, (number, cache))
+        return found
 
     def _pass(
         self, ids: Tensor, positions: Tensor, past: Any, session: Session, layers: list[PagedLayer]
@@ -245,14 +257,16 @@ class CapturedDecode:
         with torch.inference_mode(False):  # written repeatedly, with and without inference mode
             buffers: dict[int, dict[str, Tensor]] = {}
             sizes = {"max_requests": B, "max_tokens": B, "max_blocks": blocks}
-            for cache in one_of_a_kind(caches):
-                if self.attachment.ranks is not None:
-                    buffers[cache.ratio] = self._rank_buffers(cache, B, blocks)
+            for kind, (layer, cache) in self._of_a_kind(layers, caches).items():
+                own, ranks = config.layer(layer), self.attachment.ranks
+                if ranks is not None:
+                    sharded = {"max_tokens": B, "max_blocks": blocks}
+                    buffers[kind] = rank_buffers(own, cache, ranks, **sharded)
                     continue
-                made = next(iter(buffers.values()), None)
-                buffers[cache.ratio] = plan_buffers(config, cache, **sizes, beside=made)
+                beside = None if own.compressor is None else next(iter(buffers.values()), None)
+                buffers[kind] = plan_buffers(own, cache, **sizes, beside=beside)
             ids, positions = ids.clone(), positions.clone()
-        self._plan(session, caches, buffers, ids.device)
+        self._plan(session, layers, caches, buffers, ids.device)
         columns = [layer.columns for layer in layers]
         graph, self.recordings = None, self.recordings + 1
         self.adapters = [m for m in self.model.modules() if hasattr(m, "_disable_adapters")]
@@ -277,11 +291,6 @@ class CapturedDecode:
             ids, positions, buffers, _places(caches, self.attachment), _weights(self.model),
             decoded, _switches(self.adapters), graph, logits, type(out),
         )  # fmt: skip
-
-    def _rank_buffers(self, cache: LayerCache, rows: int, blocks: int) -> dict[str, Tensor]:
-        config, ranks = self.attachment.config, self.attachment.ranks
-        assert ranks is not None
-        return rank_buffers(config, cache, ranks, max_tokens=rows, max_blocks=blocks)
 
     def _capture(
         self, step: Callable[[], Any], device: torch.device, rows: int, blocks: int
@@ -402,11 +411,6 @@ def _serves(recorded: Recorded, session: Session, ids: Tensor, caches: list[Laye
             )
         )
     )
-
-
-def one_of_a_kind(caches: list[LayerCache]) -> list[LayerCache]:
-    """The first layer's cache for each compress ratio; other models have one kind."""
-    return list({cache.ratio: cache for cache in reversed(caches)}.values())
 
 
 def _weights(model: nn.Module) -> tuple[int, ...]:

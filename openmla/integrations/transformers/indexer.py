@@ -25,6 +25,7 @@ class IndexerWatch:
     """Keeps what one indexer module computes in the current pass."""
 
     attachment: Attachment
+    layer: int
     before: Any = None
     followed: dict[str, tuple[nn.Module, Any]] = field(default_factory=dict)
 
@@ -65,7 +66,8 @@ class IndexerWatch:
 
     def take(self, k_idx: Tensor, picked: Tensor | None) -> IndexInputs:
         """This pass's inputs, with tokens packed; k_idx [B, S, DI] is rotated already."""
-        indexer, current = self.attachment.config.indexer, self.attachment.current
+        indexer = self.attachment.config.layer(self.layer).indexer
+        current = self.attachment.current
         assert indexer is not None
         rotation, query = current.index_rotation, current.index_query
         weights = current.index_weights
@@ -86,7 +88,7 @@ class IndexerWatch:
 
     def _rotated(self, q: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate like transformers rotates its keys: pairs end up first members first."""
-        config = self.attachment.config
+        config = self.attachment.config.layer(self.layer)
         indexer, R = config.indexer, config.qk_rope_head_dim
         assert indexer is not None
         cos, sin = (part.unsqueeze(2) for part in rotation)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from openmla.attention import AbsorbedWeights, Selection
 from openmla.cache import BlockPool, CompressedPool, LayerCache
+from openmla.config import MLAConfig
 from openmla.errors import ConfigError, ShapeError, UnsupportedError
 from openmla.integrations.transformers.attachment import Attachment
 from openmla.integrations.transformers.compressed import check_positions
@@ -69,7 +70,7 @@ class Session:
         self.batch: Batch | None = None
         self.picked: Tensor | None = None  # tokens that are not padding; None: all
         self.placed: dict[torch.device, Tensor] = {}  # `picked` on the layers' devices
-        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and compress ratio
+        self.plans: dict[tuple[torch.device, int], Plan] = {}  # by device and kind of layer
         self.dtype: torch.dtype | None = None  # dtype of the last queries
         self.selection: Selection | None = None  # from the last layer that selected keys
         self.fresh = True  # the current pass is the first over its requests
@@ -155,7 +156,8 @@ class Session:
             weight = linear.weight if plain else self._decoded(linear, layer, dtype)
         assert isinstance(weight, Tensor)
         by_itself = not plain and expands_itself(linear, weight.device)
-        absorbed = absorb(weight, self.attachment.config, linear if by_itself else None)
+        config = self.attachment.config.layer(layer)
+        absorbed = absorb(weight, config, linear if by_itself else None)
         # do not keep tracers' fake tensors or what accelerate brings in
         if plain and isinstance(weight, nn.Parameter) and not hasattr(linear, "_hf_hook"):
             assert isinstance(linear, nn.Linear)
@@ -166,15 +168,15 @@ class Session:
         """The module's kv_b_proj in fp8. Caches share the fp8 copy; changes are detected by value,
         as for decoded weights."""
         refuse_unabsorbable(linear, f"attach: kv_b_proj of layer {layer}")
-        attachment = self.attachment
+        attachment, config = self.attachment, self.attachment.config.layer(layer)
         with brought_in(*linear.modules()):
             state, before = state_of(linear), self.decoded.get(layer)
             if before is not None and before[0] == state and layer in self.views:
                 return self.views[layer]
-            kept = keep_eight_bits(linear, attachment.config, dtype)
+            kept = keep_eight_bits(linear, config, dtype)
             kept = attachment.share_eight_bits(layer, kept)
-            by_itself = expands_better(linear, kept, attachment.config)
-            absorbed = absorb_eight_bits(linear, kept, attachment.config, by_itself=by_itself)
+            by_itself = expands_better(linear, kept, config)
+            absorbed = absorb_eight_bits(linear, kept, config, by_itself=by_itself)
         self.decoded[layer], self.views[layer] = (state, kept), absorbed
         if absorbed.linear is None and absorbed.kv_b.dtype != dtype:
             decoded = absorbed.kv_b.numel() * dtype.itemsize
@@ -184,7 +186,7 @@ class Session:
     def _decoded(self, linear: nn.Module, layer: int, dtype: torch.dtype) -> Tensor:
         state = state_of(linear)
         if layer not in self.decoded or self.decoded[layer][0] != state:
-            C = self.attachment.config.kv_lora_rank
+            C = self.attachment.config.layer(layer).kv_lora_rank
             self.decoded[layer] = (state, decode_weight(linear, C, dtype))
             self.attachment.decoded(self.decoded[layer][1])
         return self.decoded[layer][1]
@@ -382,34 +384,36 @@ class Session:
 
     def plan(
         self,
+        layer: int,
         cache: LayerCache,
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None = None,
     ) -> Plan:
         """This pass's plan, shared by all layers of one kind on a device."""
-        key = (device, cache.ratio)
+        key = (device, self.attachment.config.kind(layer))
         self.dtype = dtype
         if key not in self.plans:
             assert self.batch is not None
-            config = self.attachment.config
+            config = self.attachment.config.layer(layer)
             if config.indexer is not None and config.compressor is None and cache.index is None:
                 raise UnsupportedError(
                     f"attach: the first layer on {device} must have its own indexer. Move it to "
                     "the device of the layer whose selection it shares."
                 )
-            self.plans[key] = self._planned(cache, device, dtype, into)
+            self.plans[key] = self._planned(config, cache, device, dtype, into)
             self.attachment.planned(self.plans[key])
         return self.plans[key]
 
     def _planned(
         self,
+        config: MLAConfig,
         cache: LayerCache,
         device: torch.device,
         dtype: torch.dtype,
         into: dict[str, Tensor] | None,
     ) -> Plan:
-        attachment, config = self.attachment, self.attachment.config
+        attachment = self.attachment
         assert self.batch is not None
         shares = config.compressor is not None and attachment.ranks is None
         made = (plan for (place, _), plan in self.plans.items() if shares and place == device)
