@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from openmla.config.families import FAMILIES, REFUSED
+from openmla.config.families import FAMILIES, REFUSED, SUPPORTED
 
 TRANSFORMERS, VLLM, SGLANG = "transformers", "vLLM", "SGLang"
 WHERE = (TRANSFORMERS, VLLM, SGLANG)
@@ -76,16 +76,15 @@ def models_rows() -> list[list[str]]:
         kind = "V4" if family.compressed else kind
         layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
         attached = f"as `{family.reads_as}`" if family.reads_as else "yes"
-        if family.engines_only:
-            attached = "no class in transformers"
+        if family.unattached:
+            attached = "no: " + family.unattached
         if family.unknown_gate:
-            layer = "output gate not supported"
+            layer = "no: output gate"
         model = TYPES[name]
         rows.append([model.title, f"`{name}`", kind, *places(model), attached, layer])
     for name, why in REFUSED.items():
         model = TYPES[name]
-        refused = f"not supported: {why}"
-        rows.append([model.title, f"`{name}`", "", *places(model), refused, "not supported"])
+        rows.append([model.title, f"`{name}`", "", *places(model), f"no: {why}", "no"])
     return rows
 
 
@@ -93,7 +92,6 @@ def wrappers_rows() -> list[list[str]]:
     """One row per model around a text model."""
     rows = []
     for name, (model, text) in WRAPPERS.items():
-        attached = "yes" if TRANSFORMERS in model.where else "no class in transformers"
-        attached = "not supported" if text in REFUSED else attached
+        attached = "yes" if text in SUPPORTED and TRANSFORMERS in model.where else "no"
         rows.append([model.title, f"`{name}`", f"`{text}`", *places(model), attached])
     return rows

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+NO_CLASS = "transformers has no class for it"
+
 
 class Family(NamedTuple):
     """One model type, for from_hf(), attach() and the layers."""
 
     refused: str = ""  # why from_hf() and attach() do not support it
-    engines_only: bool = False  # transformers has no class of it
+    unattached: str = ""  # why attach() does not support it
     reads_as: str = ""  # model type that it is an alias of, unknown to transformers
     mark: str = "kv_a_proj_with_mqa"  # attribute that only attention modules in transformers have
     compressed: bool = False  # V4: window and entries
@@ -30,6 +32,7 @@ class Family(NamedTuple):
     output_gate: str | None = None  # as in MLAConfig
     unknown_gate: bool = False  # a gate that attach() supports and the layers do not
     gated_norms: bool = False  # GigaChat 3.5
+    mixed_rope: bool = False  # Mistral Large 4: layers without RoPE, learned scales, shared latents
 
 
 MODEL_TYPES = {
@@ -68,16 +71,20 @@ MODEL_TYPES = {
         indexer_side="last",
         needs_q_lora=True,
     ),
-    "sarvam_mla": Family(engines_only=True),
-    "pangu_ultra_moe": Family(engines_only=True, rope_kinds=("default",)),
+    "sarvam_mla": Family(unattached=NO_CLASS),
+    "pangu_ultra_moe": Family(unattached=NO_CLASS, rope_kinds=("default",)),
     "gigachat3_5": Family(
-        engines_only=True,
+        unattached=NO_CLASS,
         scaled_latents=("use_mla_scaling_factor", "use_mla_scaling_factor"),
         head_dim_is_rope=True,
         gated_norms=True,
     ),
     "mistral_large4_text": Family(
-        refused="layers without RoPE have rows of another width, and queries have a learned scale"
+        unattached="layers without RoPE have rows of another width",
+        indexer_pairing="pairs",
+        needs_rope_fields=True,
+        head_dim_is_rope=True,
+        mixed_rope=True,
     ),
     "dots3_note_text": Family(
         refused="its sliding layers have rows of another width than its other layers"
@@ -91,6 +98,6 @@ MODEL_TYPES = {
 # Model types that from_hf() reads, that attach() supports, and that neither supports, with reasons.
 FAMILIES = {name: family for name, family in MODEL_TYPES.items() if not family.refused}
 SUPPORTED = tuple(
-    sorted(n for n, family in FAMILIES.items() if not (family.reads_as or family.engines_only))
+    sorted(n for n, family in FAMILIES.items() if not (family.reads_as or family.unattached))
 )
 REFUSED = {name: family.refused for name, family in MODEL_TYPES.items() if family.refused}

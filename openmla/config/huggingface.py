@@ -74,7 +74,66 @@ def read_config(
     family = FAMILIES[model_type]
     _refuse_other_attention(fields, family)
     read = _read_v4 if family.compressed else _read_latent
-    return read(fields, model_type, family, rotated)
+    config = read(fields, model_type, family, rotated)
+    return _mixed_rope(config, fields) if family.mixed_rope else config
+
+
+def _mixed_rope(config: MLAConfig, fields: Fields) -> MLAConfig:
+    """Return Mistral Large 4's two kinds of layers, and whose latents each layer reads."""
+    interval = read_integer(fields, "no_rope_layer_interval", 4)
+    require_size("no_rope_layer_interval", interval)
+    count = config.num_layers
+    rotated = fields.get("no_rope_layers")  # 1 where a layer has RoPE
+    if rotated is None:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(count)]
+    known = isinstance(rotated, list | tuple) and len(rotated) == count
+    if not known or any(value not in (0, 1) for value in rotated):
+        raise ConfigError(
+            f"config: no_rope_layers must be 0 or 1 for each of {count} layers, got {rotated!r}."
+        )
+    sources = _shared_latents(fields, [bool(value) for value in rotated])
+    turned = replace(
+        config,
+        rope=replace(config.rope, learned=True),
+        log_scale=True,
+        kv_sources=sources,
+    )
+    unturned = replace(
+        turned,
+        qk_nope_head_dim=config.qk_head_dim,
+        qk_rope_head_dim=0,
+        rope=RopeConfig(kind="none"),
+        softmax_scale=None if config.rope.logit_scale == 1 else config.scale,
+    )
+    return MLAConfig.from_layers([turned if value else unturned for value in rotated])
+
+
+def _shared_latents(fields: Fields, rotated: list[bool]) -> tuple[int, ...]:
+    """Return the layer whose latents each layer reads, or () if each has its own.
+
+    transformers 5.23 does not look at the named layer: a layer without latents gets those of the
+    last layer of its kind that a later one names. Raises where the two rules differ.
+    """
+    count = len(rotated)
+    named = fields.get("kv_source_layers")
+    if named is None or list(named) == list(range(count)):
+        return ()
+    if not isinstance(named, list | tuple) or len(named) != count:
+        raise ConfigError(
+            f"config: kv_source_layers must list a layer for each of {count} layers, got {named!r}."
+        )
+    stored: dict[bool, int] = {}
+    for layer, (source, kind) in enumerate(zip(named, rotated, strict=True)):
+        if source == layer:
+            if layer in named[layer + 1 :]:
+                stored[kind] = layer
+        elif stored.get(kind) != source:
+            raise ConfigError(
+                f"config: kv_source_layers[{layer}] must be {stored.get(kind)}, the last earlier "
+                "layer of its kind whose latents are shared, because transformers reads that one, "
+                f"got {source!r}."
+            )
+    return tuple(named)
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -183,6 +242,7 @@ def _read_indexer(fields: Fields, family: Family, num_layers: int) -> IndexerCon
         rope_side=family.indexer_side,
         norm_eps=read_number(fields, "rms_norm_eps", 1e-6) if from_config else 1e-6,
         shared=shared if any(shared) else (),
+        own_query=family.mixed_rope,
     )
 
 

@@ -17,7 +17,7 @@ from openmla.attention import (
     select_step,
 )
 from openmla.attention.quantized import quantize_into
-from openmla.attention.write import rotate
+from openmla.attention.write import read_rows, rotate
 from openmla.cache import LayerCache, LayerScales
 from openmla.cache.scales import kind_in_layer
 from openmla.config import MLAConfig, check_layer_number
@@ -32,7 +32,8 @@ from openmla.layers.eight_bits import (
 )
 from openmla.layers.indexer import Indexer
 from openmla.layers.linear import apply_linear
-from openmla.layers.norm import RMSNorm, latent_norm
+from openmla.layers.log_scale import LogScale
+from openmla.layers.norm import GatedNorm, RMSNorm, latent_norm
 from openmla.layers.output_proj import check_taken, output_buffers, output_format, project_output
 from openmla.layers.rope import RopeTable
 from openmla.layers.weights import (
@@ -211,8 +212,16 @@ class MLAAttention(nn.Module):
                 config.q_lora_rank, config.latent_eps, config.norm_gate
             )
             self.q_b_proj = _linear(config.q_lora_rank, H * E)
-        self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
-        self.kv_a_layernorm = latent_norm(C, config.latent_eps, config.norm_gate)
+        self.reads = config.kv_source(layer)
+        self.kv_a_proj_with_mqa: nn.Module | None = None
+        self.kv_a_layernorm: RMSNorm | GatedNorm | None = None
+        if self.reads == layer:
+            self.kv_a_proj_with_mqa = _linear(hidden, C + R, bias)
+            self.kv_a_layernorm = latent_norm(C, config.latent_eps, config.norm_gate)
+        # Cast and moved with the layer, for one that has no norm.
+        self.register_buffer("empty", torch.empty(0), persistent=False)
+        self.empty: Tensor
+        self.softmax_scaling = LogScale(H) if config.log_scale else None
         self.k_rope_only_layernorm = RMSNorm(R, config.latent_eps) if config.rope_norm else None
         self.kv_b_proj: nn.Module = _linear(C, H * (config.qk_nope_head_dim + config.v_head_dim))
         self.o_proj: nn.Module = _linear(H * config.v_head_dim, hidden, bias)
@@ -239,7 +248,12 @@ class MLAAttention(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the layer computes in: that of its norms. Linears may be quantized."""
-        return self.kv_a_layernorm.weight.dtype
+        return self.like.dtype
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the layer's dtype and device."""
+        return self.empty if self.kv_a_layernorm is None else self.kv_a_layernorm.weight
 
     @property
     def output_format(self) -> str | None:
@@ -316,11 +330,12 @@ class MLAAttention(nn.Module):
         return apply_linear(getattr(self, name), x, plan, f"MLAAttention: {name}")
 
     def project(
-        self, hidden: Tensor, positions: Tensor, plan: Plan
+        self, hidden: Tensor, positions: Tensor, plan: Plan, cache: LayerCache | None = None
     ) -> tuple[Projected, RawProjections | None, Tensor | None]:
         """Return the projections as views, the raw tensors they view, and the low-rank query, if
-        the model has one. The write normalizes and rotates the raw tensors. A gated norm does not
-        fit there: then the projections are finished and the raw tensors are None."""
+        the model has one. The write normalizes and rotates the raw tensors. They are None if the
+        projections are finished: a gated norm does not fit there, and a layer without rows of its
+        own reads them from the cache."""
         config = self.config
         T, P, C = hidden.shape[0], config.qk_nope_head_dim, config.kv_lora_rank
         q_resid = None
@@ -330,17 +345,27 @@ class MLAAttention(nn.Module):
             q_resid = self.q_a_layernorm(self._times("q_a_proj", hidden, plan), plan.fixed_by)
             q = self._times("q_b_proj", q_resid, plan)
         q = q.view(T, config.num_heads, config.qk_head_dim)
-        latent = self._times("kv_a_proj_with_mqa", hidden, plan)
         if config.q_factor != 1:
             q = q * config.q_factor
         if config.llama4_beta:
             turns = (positions / config.llama4_positions).floor()
             q = q * (1 + config.llama4_beta * torch.log1p(turns))[:, None, None].to(q.dtype)
+        if self.softmax_scaling is not None:
+            q = self.softmax_scaling(q, positions)
         table = None if self.rope_table is None else self.rope_table.table
         if plan.rope_offsets is not None:
             positions = positions + plan.rope_offsets
-        projected = Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:])
         norm = self.kv_a_layernorm
+        if norm is None:
+            assert cache is not None and cache.latent is not None
+            kv_c, k_pe = read_rows(cache.latent, plan, q.dtype).split_with_sizes(
+                (C, config.qk_rope_head_dim), -1
+            )
+            if table is not None:
+                rotate(q[:, :, P:], None, positions, table, config.rope.pairing, plan)
+            return Projected(q[:, :, :P], q[:, :, P:], kv_c, k_pe), None, q_resid
+        latent = self._times("kv_a_proj_with_mqa", hidden, plan)
+        projected = Projected(q[:, :, :P], q[:, :, P:], latent[:, :C], latent[:, C:])
         if self.k_rope_only_layernorm is not None:
             latent[:, C:] = self.k_rope_only_layernorm(latent[:, C:], plan.fixed_by)
         if isinstance(norm, RMSNorm):
@@ -397,8 +422,13 @@ class MLAAttention(nn.Module):
             plan: same as in forward().
             selection: the selection of an earlier layer, for a layer without an indexer.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, weight)
+        check_tokens("MLAAttention", hidden, positions, cache, plan, self.config, self.like)
+        own = self.kv_a_layernorm is not None
+        if cache.latent is None and not own:
+            raise ConfigError(
+                f"MLAAttention: cache has no rows: this layer reads those of layer {self.reads}. "
+                "Call cache.reading(the cache of that layer)."
+            )
         if self.indexer is not None and cache.index is None:
             raise ConfigError(
                 "MLAAttention: cache has no index rows, and this layer has an indexer. Call "
@@ -418,12 +448,11 @@ class MLAAttention(nn.Module):
                     f"with quantized rows depends on the batch, got output={plan.output!r}."
                 )
         absorbed = self.absorbed
-        projected, raw, q_resid = self.project(hidden, positions, plan)
+        projected, raw, q_resid = self.project(hidden, positions, plan, cache)
         if self.indexer is not None:
-            assert q_resid is not None and cache.index is not None
+            assert cache.index is not None
             check_inputs(projected, absorbed, cache, plan)  # before the indexer writes
-            assert self.rope_table is not None
-            table = self.rope_table.table
+            table = None if self.rope_table is None else self.rope_table.table
             index = self.indexer(hidden, q_resid, positions, table, cache.index, plan)
             selection = select_step(index, cache, plan)
         buffers = None
@@ -431,7 +460,7 @@ class MLAAttention(nn.Module):
             buffers = output_buffers(self.o_proj, plan.output, plan.num_tokens)
         direct = None if self.g_proj is not None else buffers
         out = attend_step(
-            projected, absorbed, cache, plan, selection=selection, raw=raw, out=direct
+            projected, absorbed, cache, plan, selection=selection, raw=raw, write=own, out=direct
         )
         if self.g_proj is not None:
             gate = torch.sigmoid(self._times("g_proj", hidden, plan).float()).to(out.dtype)

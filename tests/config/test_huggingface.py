@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from openmla import PRESETS, ConfigError, MLAConfig
-from openmla.config.families import FAMILIES
+from openmla.config.families import FAMILIES, NO_CLASS
 from tests.config.checkpoints import CHECKPOINTS
 
 transformers = pytest.importorskip("transformers")
@@ -43,7 +43,7 @@ def test_dict_file_and_object_agree(name: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(fields))
     assert MLAConfig.from_hf(path) == PRESETS[name]
     assert MLAConfig.from_hf(str(tmp_path)) == PRESETS[name]
-    if FAMILIES[fields["model_type"]].engines_only:
+    if FAMILIES[fields["model_type"]].unattached == NO_CLASS:
         return
     config = transformers_config(fields)
     assert MLAConfig.from_hf(config) == PRESETS[name]
@@ -56,7 +56,7 @@ def test_dict_file_and_object_agree(name: str, tmp_path: Path) -> None:
     [
         name
         for name, config in PRESETS.items()
-        if config.rope.kind != "longrope" and not FAMILIES[config.model_type].engines_only
+        if config.rope.kind != "longrope" and FAMILIES[config.model_type].unattached != NO_CLASS
     ],
 )
 def test_scales_equal_transformers(name: str) -> None:

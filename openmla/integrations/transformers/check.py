@@ -210,8 +210,9 @@ def supported_text_config(config: Any, who: str) -> Any:
     model_type, around = str(text_config.model_type), ""
     if text_config is not config:
         around = f", the text model of {config.model_type},"
-    if model_type in REFUSED:
-        reason = REFUSED[model_type]
+    family = FAMILIES.get(model_type)
+    reason = REFUSED.get(model_type, "") if family is None else family.unattached
+    if reason:
         raise UnsupportedError(f"{who}: {model_type}{around} is not supported: {reason}.")
     if model_type not in SUPPORTED:
         raise UnsupportedError(
