@@ -33,6 +33,7 @@ TYPES = {
     "deepseek_v32": Model("DeepSeek V3.2", EVERYWHERE),
     "deepseek_v4": Model("DeepSeek V4", EVERYWHERE),
     "deepseek_v41": Model("DeepSeek V4.1", ENGINES),
+    "dots3_note": Model("dots3, its flat `config.json`", EVERYWHERE),
     "dots3_note_text": Model("dots3", EVERYWHERE),
     "gigachat3_5": Model("GigaChat 3.5", (SGLANG,)),
     "glm4_moe_lite": Model("GLM-4.7-Flash", EVERYWHERE),
@@ -53,7 +54,6 @@ TYPES = {
 WRAPPERS = {
     "bailing_moe_v3_vl": (Model("Ling 3.0 VL", ENGINES), "bailing_hybrid"),
     "deepseek_vl_v2": (Model("DeepSeek-VL2", ENGINES), "deepseek_v2"),
-    "dots3_note": (Model("dots3", EVERYWHERE), "dots3_note_text"),
     "glm5_next": (Model("GLM-5.3-Flash", EVERYWHERE), "glm5_next_text"),
     "kimi_k25": (Model("Kimi K2.5", EVERYWHERE), "deepseek_v3"),
     "kimi_k3": (Model("Kimi K3", ENGINES), "kimi_linear"),
@@ -74,6 +74,7 @@ def models_rows() -> list[list[str]]:
     for name, family in FAMILIES.items():
         kind = "dense" if family.indexer_pairing is None else "sparse"
         kind = "V4" if family.compressed else kind
+        kind += ", sliding window" if family.by_layer else ""
         layer = "`MLAAttentionV4`" if family.compressed else "`MLAAttention`"
         attached = f"as `{family.reads_as}`" if family.reads_as else "yes"
         if family.unattached:

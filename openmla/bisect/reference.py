@@ -29,7 +29,7 @@ def check_config(config: MLAConfig) -> None:
         "gates its norms": config.norm_gate != 0,
         "scales its queries or latents": (config.q_factor, config.latent_factor) != (1, 1),
         "scales its queries by position": config.llama4_beta != 0 or config.log_scale,
-        "has layers of several kinds": bool(config.kinds),
+        "has layers that differ in shape": bool(config.kinds),
         f"has rope of type {config.rope.kind!r}": config.rope.kind not in ("default", "yarn"),
     }
     for what, found in beyond.items():

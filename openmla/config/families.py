@@ -33,8 +33,16 @@ class Family(NamedTuple):
     unknown_gate: bool = False  # a gate that attach() supports and the layers do not
     gated_norms: bool = False  # GigaChat 3.5
     mixed_rope: bool = False  # Mistral Large 4: layers without RoPE, learned scales, shared latents
+    by_layer: bool = False  # dots3: three kinds of layers
 
 
+_DOTS3 = Family(
+    indexer_pairing="pairs",
+    needs_q_lora=True,
+    scaled_latents=("apply_mla_qkv_lora_rescale", "apply_mla_qkv_lora_rescale"),
+    output_gate="head",
+    by_layer=True,
+)
 MODEL_TYPES = {
     "deepseek_v2": Family(),
     "deepseek_v3": Family(),
@@ -79,15 +87,14 @@ MODEL_TYPES = {
         head_dim_is_rope=True,
         gated_norms=True,
     ),
+    "dots3_note": _DOTS3._replace(reads_as="dots3_note_text"),  # its text fields, without a part
+    "dots3_note_text": _DOTS3,
     "mistral_large4_text": Family(
         unattached="layers without RoPE have rows of another width",
         indexer_pairing="pairs",
         needs_rope_fields=True,
         head_dim_is_rope=True,
         mixed_rope=True,
-    ),
-    "dots3_note_text": Family(
-        refused="its sliding layers have rows of another width than its other layers"
     ),
     "glm5_next_text": Family(refused="its indexer scores pools of tokens instead of tokens"),
     "deepseek_v41": Family(

@@ -50,6 +50,20 @@ ROPE_KEYS = {
     "max_position_embeddings",
 }
 
+DOTS3_LAYERS = ("indexed_attention", "full_attention", "sliding_attention")
+# Fields of sliding layers with their defaults, which checkpoints prefix by swa_.
+DOTS3_SLIDING = {
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 1024,
+    "head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 128,
+}
+NOTHING: Fields = {}
+DOTS3_THETA = {"sliding_attention": ("swa_rope_theta", 5e4)}  # of others: rope_theta, 8e7
+
 V4_LAYER_RATIOS = {
     "sliding_attention": 0,
     "compressed_sparse_attention": 4,
@@ -73,7 +87,11 @@ def read_config(
         raise ConfigError(f"config: model_type {model_type!r}{of} is not supported{why}")
     family = FAMILIES[model_type]
     _refuse_other_attention(fields, family)
-    read = _read_v4 if family.compressed else _read_latent
+    read = _read_latent
+    if family.compressed:
+        read = _read_v4
+    elif family.by_layer:
+        read = _read_dots3
     config = read(fields, model_type, family, rotated)
     return _mixed_rope(config, fields) if family.mixed_rope else config
 
@@ -380,6 +398,7 @@ def _read_latent(fields: Fields, model_type: str, family: Family, rotated: bool)
         llama4_positions=original,
         output_gate=_output_gate(fields, family),
         norm_gate=_norm_gate(fields, family),
+        rope_norm=family.by_layer,
         indexer=_read_indexer(fields, family, num_layers),
     )
 
@@ -395,6 +414,91 @@ def _max_positions(fields: Fields) -> int:
     # kimi_linear and bailing_hybrid checkpoints may have model_max_length instead.
     fallback = fields.get("model_max_length")
     return read_integer(fields, "max_position_embeddings", fallback)
+
+
+def _read_dots3(fields: Fields, model_type: str, family: Family, rotated: bool) -> MLAConfig:
+    """Read the fields of every layer: those of the model, overridden for sliding layers."""
+    for name in ("attention_gate_type", "swa_attention_gate_type"):
+        expect(fields, name, "headwise", "(other gates are not supported)")
+    expect(fields, "apply_mla_qkv_lora_rescale", True, "for dots3")
+    expect(fields, "indexer_rope_interleave", True, "for dots3")
+    types = _dots3_types(fields, _num_layers(fields, family))
+    ropes, overrides = _dots3_ropes(fields, types), _dots3_overrides(fields, types)
+    window = read_integer(fields, "sliding_window", fields.get("sliding_window_size") or 512)
+    read: dict[tuple[str, int], MLAConfig] = {}
+    layers = []
+    for number, kind in enumerate(types):
+        part = overrides.get(number, NOTHING)
+        key = kind, id(part)  # a checkpoint has one part for all sliding layers
+        if key not in read:
+            own = {**fields, **part, **ropes[kind], "head_dim": None, "sliding_window": None}
+            indexed = kind == "indexed_attention"
+            mine = family if indexed else family._replace(indexer_pairing=None)
+            read[key] = _read_latent(own, model_type, mine, rotated)
+            if kind == "sliding_attention":
+                require_size("sliding_window", window, most=MAX_POSITIONS)
+                read[key] = replace(read[key], window=window)
+        layers.append(read[key])
+    return MLAConfig.from_layers(layers)
+
+
+def _dots3_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return the type of each layer. Checkpoints call indexed layers full ones, and say use_dsa."""
+    given, indexed = fields.get("layer_types"), read_flag(fields, "use_dsa", True)
+    said = fields.get("per_layer_config") is not None and fields.get("use_dsa") is None
+    canonical = given is not None and said
+    if given is None:
+        every = not read_flag(fields, "use_sliding_window", True)
+        sliding = (not every and i >= 2 and i % 4 != 1 for i in range(num_layers))
+        given = ["sliding_attention" if each else "full_attention" for each in sliding]
+    if not isinstance(given, list | tuple) or len(given) != num_layers:
+        raise ConfigError(
+            f"config: layer_types must be a list of {num_layers} types, got {given!r}."
+        )
+    unknown = [name for name in given if name not in DOTS3_LAYERS]
+    if unknown:
+        raise ConfigError(
+            f"config: layer_types must be some of {', '.join(DOTS3_LAYERS)}, got {unknown[0]!r}."
+        )
+    if canonical:
+        return list(given)
+    old, new = DOTS3_LAYERS[1::-1] if indexed else DOTS3_LAYERS[:2]
+    return [new if name == old else name for name in given]
+
+
+def _dots3_overrides(fields: Fields, types: list[str]) -> dict[int, Fields]:
+    """Return the fields that some layers have instead of the model's."""
+    given = fields.get("per_layer_config")
+    if given is None:
+        sliding = {
+            name: read_integer(fields, f"swa_{name}", n) for name, n in DOTS3_SLIDING.items()
+        }
+        rest = sliding.pop("head_dim") - sliding["qk_nope_head_dim"]
+        sliding["qk_rope_head_dim"] = read_integer(fields, "swa_qk_rope_head_dim", rest)
+        return {i: sliding for i, kind in enumerate(types) if kind == "sliding_attention"}
+    if not isinstance(given, Mapping) or not all(
+        str(number).isdecimal() and isinstance(part, Mapping) for number, part in given.items()
+    ):
+        raise ConfigError(f"config: per_layer_config must be a dict of dicts, got {given!r}.")
+    return {int(number): part for number, part in given.items()}
+
+
+def _dots3_ropes(fields: Fields, types: list[str]) -> dict[str, Fields]:
+    """Return the RoPE fields of each type of layer."""
+    given = fields.get("rope_parameters") or fields.get("rope_scaling")
+    ropes: dict[str, Fields] = {}
+    for kind in set(types):
+        name, default = DOTS3_THETA.get(kind, ("rope_theta", 8e7))
+        rope = {"rope_theta": read_number(fields, name, default)}
+        if given is not None:
+            mine = given.get(kind) if isinstance(given, Mapping) else None
+            if not isinstance(mine, Mapping):
+                raise ConfigError(
+                    f"config: rope_parameters must have a dict for {kind!r}, got {given!r}."
+                )
+            rope = {"rope_theta": default, **mine}
+        ropes[kind] = {"rope_parameters": rope, "rope_scaling": None}
+    return ropes
 
 
 def _read_v4(fields: Fields, model_type: str, family: Family, rotated: bool) -> MLAConfig:

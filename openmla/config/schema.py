@@ -543,6 +543,11 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
+    def sliding_window(self) -> int:
+        """Recent tokens that a token attends to directly; 0 if that is not limited."""
+        return self.window if self.compressor is None else self.compressor.window
+
+    @property
     def latent_dim(self) -> int:
         """D, the width of a cached row: C + R, or C if the latent includes rotated columns (V4)."""
         if self.compressor is not None:

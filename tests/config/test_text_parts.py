@@ -52,7 +52,7 @@ def test_objects_that_know_their_text_part() -> None:
         MLAConfig.from_hf(theirs)
 
 
-@pytest.mark.parametrize("text_type", ["mistral", "dots3_note_text", "glm5_next_text"])
+@pytest.mark.parametrize("text_type", ["mistral", "glm5_next_text"])
 def test_other_text_models_are_refused_by_name(text_type: str) -> None:
     text = {**MISTRAL4, "model_type": text_type}
     for source, of in (

@@ -65,7 +65,7 @@ def make_layer(
 def definition(layer: MLAAttention, hidden: Tensor) -> Tensor:  # [S, hidden]
     """The layer's output at positions 0..S-1, in absorbed form."""
     config = layer.config
-    weights = {name: tensor.double() for name, tensor in layer.state_dict().items()}
+    weights = {name: tensor.double().cpu() for name, tensor in layer.state_dict().items()}
     x, S, H = hidden.double(), hidden.shape[0], config.num_heads
     P, R, V, C = (
         config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim, config.kv_lora_rank,

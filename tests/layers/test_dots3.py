@@ -32,31 +32,31 @@ WAYS = {
 @pytest.mark.parametrize("form", ["auto", "absorbed"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_definition(kind: str, way: str, form: str) -> None:
+def test_equals_the_definition(kind: str, way: str, form: str, device: str) -> None:
     hidden = sequence(LENGTH)
     for seed in range(3):
         layer = make_layer(KINDS[kind], seed)
-        server = Server(layer, {"r": hidden}, form=form, workspace_tokens=12)
+        server = Server(layer, {"r": hidden}, form=form, workspace_tokens=12, device=device)
         for n in WAYS[way]:
             server.step([("r", n)])
-        assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-6
+        assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-5
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_requests_of_all_lengths_in_one_step(kind: str, batch_invariant: bool) -> None:
+def test_requests_of_all_lengths_in_one_step(kind: str, batch_invariant: bool, device: str) -> None:
     """Below, at and past the window and K, prefill and decode in one step."""
     layer = make_layer(KINDS[kind])
     names = (W - 1, W, W + 1, K, K + 1, 40)
     hidden = {name: sequence(name + 6, name) for name in names}
-    server = Server(layer, hidden, batch_invariant=batch_invariant)
+    server = Server(layer, hidden, batch_invariant=batch_invariant, device=device)
     server.step([(name, name) for name in names[:3]])
     server.step([*((name, 1) for name in names[:3]), *((name, name) for name in names[3:])])
     for _ in range(5):
         server.step([(name, 1) for name in names if server.pool.seq_len(name) < name + 6])
     server.step([(name, 1) for name in names[3:]])
     for name in names:
-        assert relative_error(server.output(name).double(), definition(layer, hidden[name])) < 1e-6
+        assert relative_error(server.output(name).double(), definition(layer, hidden[name])) < 1e-5
 
 
 def test_short_requests_are_dense_and_longer_ones_read_their_window() -> None:
@@ -82,7 +82,7 @@ def test_only_the_rows_of_the_window_are_read() -> None:
     for position in range(30 - W + 1):
         server.cache.latent.data[table[position // 4], position % 4] = torch.nan
     server.step([("r", 1)])
-    assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-6
+    assert relative_error(server.output("r").double(), definition(layer, hidden)) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,7 +102,7 @@ def test_a_captured_step_serves_all_lengths(kind: str) -> None:
             server.outputs[n].append(row[None])
     for n, whole in hidden.items():
         expected = definition(layer, whole[: n + 8])
-        assert relative_error(server.output(n).double(), expected) < 1e-6
+        assert relative_error(server.output(n).double(), expected) < 1e-5
 
 
 FORMATS = {"bf16": 4e-3, "fp8": 4e-2, "fp8_ds_mla": 4e-2}
@@ -110,14 +110,14 @@ FORMATS = {"bf16": 4e-3, "fp8": 4e-2, "fp8_ds_mla": 4e-2}
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("window", [W, 0])
-def test_rows_of_1088_columns(format: str, window: int) -> None:
+def test_rows_of_1088_columns(format: str, window: int, device: str) -> None:
     """The released width of sliding layers: 1024 of a latent and 64 shared ones."""
     config = replace(
         SLIDING, kv_lora_rank=1024, qk_rope_head_dim=64, latent_factor=(64 / 1024) ** 0.5,
         window=window,
     )  # fmt: skip
     layer, hidden = make_layer(config), sequence(30)
-    server = Server(layer, {"r": hidden}, format=format, num_blocks=16)
+    server = Server(layer, {"r": hidden}, format=format, num_blocks=16, device=device)
     assert server.cache.latent is not None
     wide = {"bf16": 1088, "fp8": 1088, "fp8_ds_mla": 1024 + 8 * 4 + 2 * 64}[format]
     assert server.cache.latent.data.shape[2] == wide

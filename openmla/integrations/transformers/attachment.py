@@ -31,6 +31,7 @@ from openmla.cache import (
     LayerCache,
     LayerScales,
     allocate_cache,
+    shown_bytes,
 )
 from openmla.config import MLAConfig, RopeConfig
 from openmla.errors import ConfigError, UnsupportedError
@@ -45,6 +46,7 @@ from openmla.layers.weights import Known
 from openmla.parallel import Ranks, rank_cache
 from openmla.plan import Explanation, Plan
 from openmla.plan.explanation import Line
+from openmla.plan.explanation import counted as counted_lines
 
 if TYPE_CHECKING:
     from openmla.integrations.transformers.captured import CapturedDecode
@@ -151,6 +153,7 @@ class Attachment:
             pool.busy = self.busy
         self.caches: dict[int, LayerCache] = {}
         self.last_plan: Any = None
+        self.last_plans: dict[int, Plan] = {}  # of the last pass, by kind of layer
         self.workspace_bytes = 0  # the most that any pass planned for
         # decoded kv_b_proj weights, alive while a cache or a graph needs them
         self._decoded: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
@@ -222,9 +225,10 @@ class Attachment:
         return self.pool.pools if isinstance(self.pool, CompressedPool) else (self.pool,)
 
     @property
-    def selects(self) -> bool:
-        """Whether some layers attend to selected keys."""
-        return any(kind.indexer is not None for kind in self.config.every_kind)
+    def partial_keys(self) -> bool:
+        """Whether some layers attend to a part of the keys: every pass then needs a cache."""
+        kinds = self.config.every_kind
+        return any(kind.indexer is not None or kind.window > 0 for kind in kinds)
 
     @property
     def awaits_scales(self) -> bool:
@@ -418,7 +422,10 @@ class Attachment:
         """Explain what the last forward pass ran in each layer, and why. Print the result."""
         if self.last_plan is None:
             return Explanation([Line("", "no pass has run yet")])
-        lines = [*self.last_plan.explain(finished=True).lines]
+        lines: list[Line] = []
+        for kind, plan in self.last_plans.items():
+            lines += self._kind_lines(kind) if self.config.kinds else []
+            lines += plan.explain(finished=True).lines
         if self.absorbed_format is not None:
             told = (line for line in str(self.memory()).splitlines() if line.startswith(ABSORBED))
             lines += [Line("absorbed", line.removeprefix(ABSORBED)) for line in told]
@@ -427,6 +434,18 @@ class Attachment:
             spread = f"kv_scale {min(rows):.4g} to {max(rows):.4g} over {len(self.scales)} layers"
             lines.append(Line("scales", f"found in the first pass: {spread}"))
         return Explanation([*lines, *(Line("", t) for t in self.cut_off.lines(self._caches()))])
+
+    def _kind_lines(self, kind: int) -> list[Line]:
+        """How many layers are of a kind, and what they keep per token."""
+        layers = [n for n, each in enumerate(self.config.layer_kinds) if each == kind]
+        caches = [cache for n, cache in self._caches().items() if n in layers]
+        parts = [part.data for cache in caches for part in cache.parts]
+        each = sum(data[0, 0].numel() * data.element_size() for data in parts)
+        what = (
+            f"{counted_lines(len(layers), 'layer')} of kind {kind}: {', '.join(map(str, layers))}"
+        )
+        kept = f"{shown_bytes(each)} per token of the whole context"
+        return [Line("layers", what), Line("keeps", kept)]
 
     def clamped(self) -> dict[int, int]:
         """How many values were too large for their scales and saturated in fp8 so far, by layer.
@@ -442,9 +461,13 @@ class Attachment:
         with self.lock:
             return dict(self.caches)
 
-    def planned(self, plan: Plan) -> None:
-        """Keep the plan that a pass will run, and count its workspace."""
+    def planned(self, kind: int, plan: Plan, *, first: bool) -> None:
+        """Keep the plan that a pass will run for a kind of layer, and count its workspace.
+        `first`: the pass has planned no other."""
         self.last_plan = plan
+        if first or not self.config.kinds:
+            self.last_plans = {}
+        self.last_plans[kind] = plan
         self.workspace_bytes = max(self.workspace_bytes, workspace_bytes(plan))
 
     def decoded(self, weight: Tensor) -> None:

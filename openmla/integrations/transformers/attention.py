@@ -66,7 +66,7 @@ def openmla_attention(
     current = attachment.current
     layer, current.storing = current.storing, None
     packed = None
-    if attachment.selects:
+    if attachment.partial_keys:
         attention_mask = _padding_of(attention_mask)
         if layer is not None and current.own_cache is not None and config.compressor is None:
             packed = _packed_lens(B, S, current.positions, attention_mask)
@@ -106,8 +106,10 @@ def _refuse_keywords(
             "attach: is_causal must be True, got False: bidirectional attention is not supported. "
             "Call detach(model) to use it."
         )
-    compressor = attachment.config.compressor if isinstance(attachment, Attachment) else None
-    if compressor is None or sliding_window != compressor.window:
+    config = None
+    if isinstance(attachment, Attachment):
+        config = attachment.config.layer(module.layer_idx)  # type: ignore[arg-type]
+    if config is None or sliding_window != config.sliding_window:
         others["sliding_window"] = sliding_window
     for name, given in others.items():
         if given is not None and given is not False and name not in UNREAD:

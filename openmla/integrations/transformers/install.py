@@ -75,7 +75,7 @@ def _add_hooks(model: nn.Module, attachment: Attachment) -> None:
         _stand_in(attachment)
         for outer in outers:
             handles.append(outer.register_forward_pre_hook(with_positions, with_kwargs=True))
-    elif attachment.selects:
+    elif attachment.partial_keys:
         _watch_indexers(attachment)
     else:
         for module in attachment.modules:

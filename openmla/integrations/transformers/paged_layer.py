@@ -147,7 +147,7 @@ def install_layer(attachment: Attachment, layer: int, past: Cache) -> None:
             "a new one."
         )
     # V4's own layers are windows together with a compressor's state
-    windowed = attachment.config.compressor is not None
+    windowed = attachment.config.layer(layer).sliding_window > 0
     usual = type(present) in (DynamicLayer, DynamicIndexedLayer)
     if not usual and not (windowed and isinstance(present, DynamicSlidingWindowLayer)):
         raise UnsupportedError(

@@ -401,8 +401,9 @@ class Session:
                     f"attach: the first layer on {device} must have its own indexer. Move it to "
                     "the device of the layer whose selection it shares."
                 )
+            first = not self.plans
             self.plans[key] = self._planned(config, cache, device, dtype, into)
-            self.attachment.planned(self.plans[key])
+            self.attachment.planned(key[1], self.plans[key], first=first)
         return self.plans[key]
 
     def _planned(
