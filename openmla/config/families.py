@@ -90,7 +90,6 @@ MODEL_TYPES = {
     "dots3_note": _DOTS3._replace(reads_as="dots3_note_text"),  # its text fields, without a part
     "dots3_note_text": _DOTS3,
     "mistral_large4_text": Family(
-        unattached="layers without RoPE have rows of another width",
         indexer_pairing="pairs",
         needs_rope_fields=True,
         head_dim_is_rope=True,

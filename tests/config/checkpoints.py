@@ -439,3 +439,30 @@ DOTS3_TINY: Json = {
     "rms_norm_eps": 1e-05,
     "max_position_embeddings": 512,
 }
+
+MISTRAL_LARGE4_TINY: Json = {
+    "model_type": "mistral_large4_text",
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "no_rope_layer_interval": 2,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "attention_factor": 1.0,
+    },
+}

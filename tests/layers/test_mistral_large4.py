@@ -25,20 +25,12 @@ from openmla import (
 )
 from openmla.attention import Selection, carry_selection
 from openmla.testing import poison
+from tests.config.checkpoints import MISTRAL_LARGE4_TINY
 from tests.layers.serving import relative_error
 
 H, HI, DI, C, P, R, V, HIDDEN, K = 4, 16, 16, 32, 8, 8, 24, 64, 16
-YARN: dict[str, Any] = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 64, "attention_factor": 1.0,
-}  # fmt: skip
-FIELDS: dict[str, Any] = {
-    "model_type": "mistral_large4_text", "hidden_size": HIDDEN, "num_hidden_layers": 6,
-    "num_attention_heads": H, "num_key_value_heads": H, "kv_lora_rank": C, "qk_nope_head_dim": P,
-    "qk_rope_head_dim": R, "v_head_dim": V, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-    "index_n_heads": HI, "index_head_dim": DI, "index_topk": K, "no_rope_layer_interval": 2,
-    "rope_parameters": YARN,
-}  # fmt: skip
+FIELDS = MISTRAL_LARGE4_TINY
+YARN: dict[str, Any] = FIELDS["rope_parameters"]
 SHARED = {**FIELDS, "kv_source_layers": [0, 1, 0, 1, 0, 1]}
 LATENTS_AND_CHOICES = {
     **SHARED, "indexer_types": ["full", "full", "shared", "full", "shared", "shared"],

@@ -42,6 +42,10 @@ def check_model(model: nn.Module, options: AttachOptions) -> Attachment:
     text_config = supported_text_config(text_config, "attach")
     modules = _attention_modules(model, str(text_config.model_type))
     config = _as_the_modules_are(read_config(text_config, rotated=True), modules)
+    if config.log_scale and not hasattr(text_config, "kv_sharing_modes"):
+        raise UnsupportedError(
+            f"attach: {config.model_type} is supported with transformers 5.23 or newer."
+        )
     if config.output_gate != FAMILIES[config.model_type].output_gate:
         raise UnsupportedError(
             f"attach: output gate {config.output_gate!r} is not supported: the {config.model_type} "
