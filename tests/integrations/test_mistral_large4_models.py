@@ -151,3 +151,21 @@ def test_bytes_of_each_kind(device: str) -> None:
     ] * 2
     widths = [caches[n].latent.data.shape[-1] for n in (0, 1)]  # type: ignore[union-attr]
     assert widths == [40, 32]
+
+
+@pytest.mark.parametrize("name", ["own", "shared"])
+def test_bf16_is_as_close_to_fp32_as_transformers(name: str, device: str) -> None:
+    """Step by step: in a prefill the projections decide, and both forms round them alike."""
+    model = make_mistral_large4(**MODELS[name]).to(device)
+    ids, _ = on(device, *prompts((40,) * 3))
+    exact = model(ids).logits[:, 20:]
+    model = model.bfloat16()
+
+    def error() -> float:
+        past = model(ids[:, :20]).past_key_values
+        steps = [model(ids[:, t : t + 1], past_key_values=past).logits for t in range(20, 40)]
+        return relative(torch.cat(steps, 1).float(), exact)
+
+    theirs = error()
+    attach(model, block_size=4)
+    assert error() < 1.1 * theirs

@@ -80,7 +80,7 @@ def definition(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output of a sequence of hidden states x, and which keys [S, S] each token selects. The
     latents are those that `source` makes of from_x."""
-    S = x.shape[0]
+    S, C = x.shape[0], layer.config.kv_lora_rank
     w = {name: weight.double() for name, weight in layer.state_dict().items()}
     their = {name: weight.double() for name, weight in source.state_dict().items()}
     x, from_x = x.double(), from_x.double()
@@ -131,13 +131,13 @@ def definition(
 
 
 def run(
-    layers: list[MLAAttention], hidden: list[Tensor], lens: list[int], **options: Any
+    layers: list[MLAAttention], hidden: list[Tensor], lens: list[int], format: str = "fp32"
 ) -> list[Tensor]:
     """Each layer's outputs for its own hidden states, in steps of these lengths: a plan per kind
     and step, one block pool."""
     pool = BlockPool(60, 4)
     config = MLAConfig.from_layers([layer.config for layer in layers])
-    sizes = {"num_blocks": 60, "block_size": 4, "format": "fp32", "index_format": "index_fp32"}
+    sizes = {"num_blocks": 60, "block_size": 4, "format": format, "index_format": "index_fp32"}
     caches: list[LayerCache] = []
     for number, layer in enumerate(layers):
         cache = allocate_cache(config, layer=number, **sizes)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ def run(
             kind = config.kind(number)
             if kind not in plans:
                 plans[kind] = make_plan(
-                    batch, config.layer(number), caches[number], dtype=torch.float32, **options
+                    batch, config.layer(number), caches[number], dtype=torch.float32
                 )
             if layer.indexer is None:
                 assert before is not None
@@ -194,17 +194,18 @@ def test_equals_the_definition(name: str) -> None:
                 assert relative_error(actual.double(), wanted[:total]) < 1e-5
 
 
-def test_bf16_rows_and_fp8_rows_of_both_widths() -> None:
-    """A layer without RoPE has rows of C columns, one with RoPE of C + R."""
-    config = MLAConfig.from_hf(FIELDS)
-    assert [config.layer(n).latent_dim for n in (0, 1)] == [C + R, C]
-    wide = MLAConfig.from_hf({**FIELDS, "kv_lora_rank": 128})
-    made = [
-        allocate_cache(wide, layer=n, num_blocks=2, block_size=4, format="fp8_ds_mla")
-        for n in (0, 1)
-    ]
-    widths = [cache.latent.data.shape[-1] for cache in made if cache.latent is not None]
-    assert widths == [128 + 4 + 2 * R, 128 + 4]
+def test_packed_rows_of_both_widths() -> None:
+    """fp8_ds_mla: e4m3 latents of layers with RoPE and without, and latents read back to share."""
+    fields = {**SHARED, "kv_lora_rank": 128}
+    config = MLAConfig.from_hf(fields)
+    assert [config.layer(n).latent_dim for n in (0, 1)] == [128 + R, 128]
+    layers, alpha = make_layers(fields)
+    hidden = [torch.randn(30, HIDDEN, generator=torch.Generator().manual_seed(n)) for n in range(6)]
+    actual = run(layers, hidden, [20, 1, 8, 1], format="fp8_ds_mla")
+    for number, layer in enumerate(layers):
+        given = (layer, layers[layer.reads], hidden[number], hidden[layer.reads], alpha, None)
+        expected, _ = definition(*given)
+        assert relative_error(actual[number].double(), expected) < 0.05
 
 
 def test_either_form_of_the_config_is_read() -> None:
